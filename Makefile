@@ -1,0 +1,56 @@
+# `make` measures and reports, `make test` tests, `make install` only sets up.
+# CONFIG=path replaces the default sweep; PYTHON chooses the interpreter.
+
+PYTHON ?= python3
+CONFIG ?=
+CORES ?= 1
+
+VENV := .venv
+INSTALLED := $(VENV)/installed
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: report install test lint schemas lock clean
+.DEFAULT_GOAL := report
+
+report: install
+	snakemake --cores $(CORES) --resources gpu=1 $(if $(CONFIG),--configfile $(CONFIG))
+	@cat results/summary.txt
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else "dpprof needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d; try make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: install
+	python -m pytest
+
+# Style, types, import rules and the workflow's own linter.
+lint: install
+	ruff check .
+	ruff format --check .
+	snakefmt --check Snakefile workflow
+	mypy
+	lint-imports
+	snakemake --lint
+
+# Schemas and the key tables of config/README.md, from the pydantic models.
+schemas: install
+	python workflow/scripts/write_schemas.py
+
+# Newest versions that pyproject.toml allows, with torch pinned; review the diff.
+lock:
+	rm -rf $(VENV)-lock
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)-lock/bin/python -m pip install --quiet --editable '.[dev]'
+	(echo "# Written by make lock. No hashes: torch may come from a build of the machine's own."; \
+	 $(VENV)-lock/bin/python -m pip freeze --all --exclude-editable \
+	 | grep -vE '^(pip|nvidia-[a-z0-9-]+-cu[0-9]+|triton|cuda-[a-z-]+)==' | sed 's/+cpu$$//') > requirements.lock
+	rm -rf $(VENV)-lock
+
+clean:
+	rm -rf results .snakemake

@@ -1,0 +1,24 @@
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+# A --configfile replaces the default sweep instead of being merged into it.
+if not workflow.overwrite_configfiles:
+
+    configfile: "config/config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/profile.smk"
+include: "workflow/rules/tables.smk"
+include: "workflow/rules/figures.smk"
+include: "workflow/rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        "results/report.pdf",
+        "results/report.md",
+        "results/summary.txt",

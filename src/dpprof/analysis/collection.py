@@ -1,0 +1,55 @@
+"""The results of one config: what exists, what is missing, what the code has outgrown."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpprof.planning import Manifest, PlannedRun, code_path
+from dpprof.result import Result, read_run
+from dpprof.validation import InputError
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A manifest's runs with their results."""
+
+    found: tuple[tuple[PlannedRun, Result], ...]
+    missing: tuple[PlannedRun, ...]
+    outdated: frozenset[tuple[str, str, int]]
+    """Runs, as (id, instrument, replicate), measured by other code than was last planned."""
+
+
+def collect(manifest: Manifest, root: Path, *, partial: bool) -> Collected:
+    """Read the results that a manifest lists, and no others.
+
+    Args:
+        manifest: The runs of a config.
+        root: The folder that holds ``results``.
+        partial: Whether runs without a result may be left out.
+
+    Raises:
+        ResultError: A file is cut, edited, of another version, or another run's.
+        InputError: A result is missing, and ``partial`` is not set.
+    """
+    found: list[tuple[PlannedRun, Result]] = []
+    missing: list[PlannedRun] = []
+    for run in manifest.runs:
+        try:
+            found.append((run, read_run(root, run.instrument, run.id, run.replicate)))
+        except FileNotFoundError:
+            missing.append(run)
+    if missing and not partial:
+        raise InputError(
+            f"{missing[0].path(root)}: is missing, and {len(missing) - 1} more; run snakemake, "
+            "or snakemake --config partial=true to report on what exists"
+        )
+    outdated = {
+        (run.id, run.instrument, run.replicate)
+        for run, result in found
+        if result.code_digest != _planned_digest(root, run)
+    }
+    return Collected(tuple(found), tuple(missing), frozenset(outdated))
+
+
+def _planned_digest(root: Path, run: PlannedRun) -> str:
+    path = root / code_path(f"{run.instrument}-{run.method}")
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""

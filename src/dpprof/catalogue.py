@@ -1,0 +1,106 @@
+"""The names that exist: models, methods, instruments and figures, by entry point.
+
+dpprof declares its own in its pyproject.toml, exactly as another package would
+declare more. Looking names up imports nothing that they name, so planning needs
+no torch.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, Literal
+
+from dpprof.experiment import Experiment
+from dpprof.hardware import why_no_cuda
+from dpprof.provenance import CHECKOUT
+from dpprof.validation import one_of, refuse
+
+class Unsupported(Exception):
+    """A combination of valid values that cannot run, here or at all; says why."""
+
+
+Group = Literal["models", "methods", "instruments", "figures"]
+
+
+@functools.cache
+def _entries(group: Group) -> dict[str, EntryPoint]:
+    """Collect the entry points of a group; in a checkout its pyproject.toml is the truth.
+
+    Reading the file, and not only the installed metadata, lets scripts run from a
+    checkout that was never installed, and makes a new line count at once.
+    """
+    full = f"dpprof.{group}"
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=full)}
+    declaration = CHECKOUT / "pyproject.toml"
+    if declaration.is_file():
+        project = tomllib.loads(declaration.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == "dpprof":
+            entries = {
+                name: entry for name, entry in entries.items() if not _is_own(entry)
+            }
+            own = project.get("entry-points", {}).get(full, {})
+            entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
+    return entries
+
+
+def _is_own(entry: EntryPoint) -> bool:
+    return entry.module.partition(".")[0] == "dpprof"
+
+
+def names(group: Group) -> list[str]:
+    """List what a group offers."""
+    return sorted(_entries(group))
+
+
+def check(group: Group, name: str, key: str) -> None:
+    """Refuse a name that nobody declares.
+
+    Raises:
+        InputError: Names the key, the value and the names that exist.
+    """
+    if name not in _entries(group):
+        raise refuse(key, name, one_of(names(group), name))
+
+
+def load(group: Group, name: str) -> Any:
+    """Import what a name stands for."""
+    return _entries(group)[name].load()
+
+
+def source_file(group: Group, name: str) -> Path | None:
+    """Find the file that a name's module lives in, without importing it.
+
+    Returns:
+        None where the module is no plain Python file, or is not installed.
+    """
+    top, *rest = _entries(group)[name].module.split(".")
+    found = importlib.util.find_spec(top)
+    if found is None or found.origin is None:
+        return None
+    if not rest:
+        return Path(found.origin)
+    path = Path(found.origin).parent.joinpath(*rest)
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def distribution_of(group: Group, name: str) -> str:
+    """Name the distribution and version that declares a name, ``dpprof`` for our own."""
+    distribution = _entries(group)[name].dist
+    return f"{distribution.name} {distribution.version}" if distribution else "dpprof"
+
+
+def why_unsupported(experiment: Experiment) -> str | None:
+    """Say why a combination of valid values cannot run, or return None where it can.
+
+    Knows what holds for every method; a method that has limits of its own raises
+    ``Unsupported`` when it is built.
+    """
+    if experiment.dtype == "tf32" and experiment.device != "cuda":
+        return "dtype tf32 is a mode of CUDA matrix products and does not exist on cpu"
+    if experiment.device == "cuda" and (reason := why_no_cuda()):
+        return f"device cuda cannot be used here: {reason}"
+    return None

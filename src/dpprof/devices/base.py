@@ -1,0 +1,64 @@
+"""The interface of a device, as the instruments see it."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from dpprof.experiment import Experiment
+
+
+class Counters(NamedTuple):
+    """What the allocator counts at this moment, in bytes; None where it counts nothing."""
+
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+
+
+class Peaks(NamedTuple):
+    """What the allocator's high-water marks were since ``reset_peaks``."""
+
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    device_used_bytes: int | None
+    alloc_retries: int | None
+
+
+class StepClock(ABC):
+    """Marks instants on the device's own time line, as cheaply as it can be done."""
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Mark this instant."""
+
+    @abstractmethod
+    def durations_s(self) -> list[float]:
+        """Return the seconds between successive marks, after waiting for the device."""
+
+
+class Device(ABC):
+    """Where an experiment runs."""
+
+    torch_device: torch.device
+    reasons: dict[str, str]
+    """Why figures of ``memory`` are null on this device, by dotted key."""
+
+    @abstractmethod
+    def prepare(self, experiment: Experiment) -> None:
+        """Apply precision and the memory limit before anything is allocated."""
+
+    @abstractmethod
+    def counters(self) -> Counters:
+        """Read the allocator's counters."""
+
+    @abstractmethod
+    def reset_peaks(self) -> None:
+        """Start the high-water marks anew."""
+
+    @abstractmethod
+    def peaks(self) -> Peaks:
+        """Read the high-water marks since ``reset_peaks``."""
+
+    @abstractmethod
+    def clock(self) -> StepClock:
+        """Make a clock."""

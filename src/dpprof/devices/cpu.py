@@ -1,0 +1,69 @@
+"""The host: a wall clock, no allocator counters, a memory limit that is real."""
+
+import resource
+import time
+
+import torch
+
+from dpprof.devices.base import Counters, Device, Peaks, StepClock
+from dpprof.experiment import Experiment
+
+_NO_COUNTER = "PyTorch's CPU allocator keeps no counters"
+
+
+class WallClock(StepClock):
+    """``time.perf_counter``: CPU operators return when they are done."""
+
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def tick(self) -> None:
+        """Mark this instant."""
+        self._marks.append(time.perf_counter())
+
+    def durations_s(self) -> list[float]:
+        """Return the seconds between successive marks."""
+        return [end - start for start, end in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class Cpu(Device):
+    """The host's processor and memory."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.reasons = {
+            "memory.peak_allocated_bytes": _NO_COUNTER,
+            "memory.first_step_peak_allocated_bytes": _NO_COUNTER,
+            "memory.peak_reserved_bytes": _NO_COUNTER,
+            "memory.snapshots.allocated_bytes": _NO_COUNTER,
+            "memory.snapshots.reserved_bytes": _NO_COUNTER,
+            "memory.peak_device_used_bytes": "the CPU has no memory apart from the host's",
+            "memory.alloc_retries": _NO_COUNTER,
+        }
+
+    def prepare(self, experiment: Experiment) -> None:
+        """Limit the process's private writable memory.
+
+        The limit is RLIMIT_DATA: an allocation beyond it fails with "can't allocate
+        memory", just as on a host that has no more. The compute threads start before it
+        holds, because OpenMP ends the process where it cannot make a thread's stack.
+        """
+        if experiment.memory_limit_bytes is not None:
+            torch.ones(2**20).sum()
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (int(experiment.memory_limit_bytes), hard))
+
+    def counters(self) -> Counters:
+        """Return nothing: there are none."""
+        return Counters(None, None)
+
+    def reset_peaks(self) -> None:
+        """Do nothing: there are none."""
+
+    def peaks(self) -> Peaks:
+        """Return nothing: there are none."""
+        return Peaks(None, None, None, None)
+
+    def clock(self) -> StepClock:
+        """Make a wall clock."""
+        return WallClock()

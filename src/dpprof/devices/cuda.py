@@ -1,0 +1,66 @@
+"""A CUDA device: the caching allocator's own counters, and events on its stream."""
+
+import torch
+
+from dpprof.devices.base import Counters, Device, Peaks, StepClock
+from dpprof.experiment import Experiment
+
+
+class EventClock(StepClock):
+    """CUDA events: a step lasts from one mark to the next, host gaps included."""
+
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        """Record an event on the current stream; does not wait."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def durations_s(self) -> list[float]:
+        """Wait for the device once, then return the seconds between successive marks."""
+        torch.cuda.synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [start.elapsed_time(end) / 1000 for start, end in pairs]
+
+
+class Cuda(Device):
+    """The one GPU that the supervisor left visible."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", 0)
+        self.reasons = {}
+
+    def prepare(self, experiment: Experiment) -> None:
+        """Choose the precision of matrix products, and limit the allocator's share."""
+        precision = "high" if experiment.dtype == "tf32" else "highest"
+        torch.set_float32_matmul_precision(precision)
+        if experiment.memory_limit_bytes is not None:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            share = min(1.0, int(experiment.memory_limit_bytes) / total)
+            torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def counters(self) -> Counters:
+        """Read ``memory_allocated`` and ``memory_reserved``."""
+        return Counters(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+
+    def reset_peaks(self) -> None:
+        """Reset the allocator's peaks to the present."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> Peaks:
+        """Read the allocator's peaks, its retries, and the device's memory in use."""
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return Peaks(
+            allocated_bytes=torch.cuda.max_memory_allocated(),
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+            device_used_bytes=total - free,
+            alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"],
+        )
+
+    def clock(self) -> StepClock:
+        """Make an event clock."""
+        return EventClock()

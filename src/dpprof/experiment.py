@@ -1,0 +1,170 @@
+"""One point of a sweep: frozen, validated, and named by its own content."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from dpprof.storage import canonical_json, sha256_hex
+from dpprof.validation import InputError
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
+"""What a model, method or instrument may be called: safe in a path, a shell and a report."""
+
+ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
+
+
+def _refuse_bool(value: Any) -> Any:
+    """YAML's ``true`` is no number, although Python would count it as 1."""
+    if isinstance(value, bool):
+        raise ValueError("it must be a number, not true or false")  # noqa: TRY004 (pydantic's way)
+    return value
+
+
+def _refuse_zero(value: ByteSize) -> ByteSize:
+    if value == 0:
+        raise ValueError("it must be above 0, such as 4GiB")
+    return value
+
+
+# The bound stands before the validator: pydantic publishes it in the JSON schema only so.
+Count = Annotated[int, Field(ge=1), BeforeValidator(_refuse_bool)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_refuse_bool)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_refuse_bool)]
+Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_refuse_bool)]
+Replicates = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_refuse_bool)]
+Size = Annotated[ByteSize, AfterValidator(_refuse_zero)]
+
+
+class Dimensions(BaseModel):
+    """The size of a decoder-only transformer; its MLP is four times ``d_model`` wide."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocab_size: Annotated[int, Field(ge=2), BeforeValidator(_refuse_bool)] = Field(
+         description="tokens in the vocabulary")
+    d_model: Count = Field(description="width of the residual stream")
+    layers: Count = Field(description="transformer blocks")
+    heads: Count = Field(description="attention heads; must divide d_model")
+
+    @model_validator(mode="after")
+    def _refuse_uneven_heads(self) -> Self:
+        if self.d_model % self.heads:
+            raise ValueError(
+                f"heads must divide d_model, and {self.heads} does not divide {self.d_model}"
+            )
+        return self
+
+
+def _model_kind(value: Any) -> str | None:
+    """Tell the two ways to write a model apart; the tags are no part of a key."""
+    if isinstance(value, str):
+        return "<name>"
+    return "<dimensions>" if isinstance(value, dict | Dimensions) else None
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Model = Annotated[
+    Annotated[Name, Tag("<name>")] | Annotated[Dimensions, Tag("<dimensions>")],
+    Discriminator(
+        _model_kind,
+        custom_error_type="model_kind",
+        custom_error_message="it must be a model's name or a mapping of dimensions",
+    ),
+]
+
+
+class Experiment(BaseModel):
+    """What is measured, complete enough to run from this alone.
+
+    The canonical JSON of these fields is the spec; its sha256 is the spec digest,
+    and the id is a readable stem with the digest's first eight hex digits.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Model = Field(
+        description="a preset's name, or a mapping of vocab_size, d_model, layers and heads"
+    )
+    method: Name = Field(description="how the clipped, noised gradient is computed")
+    batch_size: Count = Field(description="samples (sequences) in a batch")
+    seq_len: Count = Field(description="tokens in a sample")
+    dtype: Literal["float32", "tf32", "float64"] = Field(
+        "float32",
+        description="float32; tf32 (float32 with TF32 matrix products, CUDA only); float64",
+    )
+    optimizer: Literal["adamw", "sgd"] = Field(
+        "adamw", description="the optimizer that consumes the gradient"
+    )
+    attention: Literal["sdpa"] = Field(
+        "sdpa", description="attention kernel: PyTorch's scaled_dot_product_attention"
+    )
+    device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
+    max_grad_norm: Positive = Field(1.0, description="clipping bound C of a sample's gradient")
+    noise_multiplier: NotNegative = Field(
+        1.0, description="noise standard deviation as a multiple of max_grad_norm"
+    )
+    learning_rate: Positive = Field(1e-3, description="the optimizer's learning rate")
+    seed: Seed = Field(0, description="seed of weights, tokens and noise")
+    warmup_steps: Count = Field(3, description="steps before the timed ones; kept apart")
+    timed_steps: Count = Field(10, description="steps whose times are reported")
+    cpu_threads: Count | None = Field(
+        None, description="threads PyTorch computes with; null: every core it may use"
+    )
+    timeout_s: Positive = Field(
+        900.0, description="seconds after which an attempt is ended and recorded as timeout"
+    )
+    memory_limit_bytes: Size | None = Field(
+        None,
+        description="memory the experiment may use, such as 4GiB; beyond it is oom. On cpu: "
+        "private writable memory of the process; on cuda: the allocator's share of the device",
+    )
+
+    @cached_property
+    def canonical(self) -> str:
+        """The spec: these fields as canonical JSON."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    @cached_property
+    def digest(self) -> str:
+        """The spec digest: sha256 of the canonical JSON, 64 hex digits."""
+        return sha256_hex(self.canonical)
+
+    @cached_property
+    def id(self) -> str:
+        """A name for files: ``small-opacus-ghost-b4-t256-3f9a1c02``."""
+        return (
+            f"{self.model_name}-{self.method}-b{self.batch_size}-t{self.seq_len}-{self.digest[:8]}"
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The preset's name, or ``custom`` for a mapping of dimensions."""
+        return self.model if isinstance(self.model, str) else "custom"
+
+
+def read_spec(path: Path) -> Experiment:
+    """Read a spec file.
+
+    Raises:
+        InputError: The file is no valid spec, or its content is not what its name says.
+    """
+    try:
+        experiment = Experiment.model_validate_json(path.read_text(encoding="utf-8"))
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is no experiment's spec ({error})") from None
+    if path.stem != experiment.id:
+        raise InputError(f"{path}: was edited, its content belongs to {experiment.id}")
+    return experiment

@@ -1,0 +1,178 @@
+"""What this machine is, told without importing torch."""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+import pynvml
+
+
+class Gpu(NamedTuple):
+    """One CUDA device that this process may use."""
+
+    uuid: str
+    name: str | None
+    memory_total_bytes: int | None
+
+
+def available_cores() -> int:
+    """Count the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """Name the processor as the operating system does."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[bool]:
+    """Open NVML where there is a driver; yields whether there is one."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _installed_gpus() -> list[Gpu]:
+    """List every GPU that the driver knows, in PCI order."""
+    with _nvml() as available:
+        if not available:
+            return []
+        gpus = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            gpus.append(
+                Gpu(
+                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=_text(pynvml.nvmlDeviceGetName(handle)),
+                    memory_total_bytes=int(memory),
+                )
+            )
+        return gpus
+
+
+def visible_gpus() -> list[Gpu]:
+    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
+
+    Entries may be indices (in PCI order) or UUIDs, as CUDA takes them; like CUDA,
+    the list ends at the first entry that names nothing. A MIG slice is passed on by
+    its UUID, with name and memory unknown.
+    """
+    installed = _installed_gpus()
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or not installed:
+        return installed
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        if entry.isdigit() and int(entry) < len(installed):
+            chosen.append(installed[int(entry)])
+        elif entry.startswith("MIG-"):
+            chosen.append(Gpu(entry, None, None))
+        elif entry and (match := [gpu for gpu in installed if gpu.uuid.startswith(entry)]):
+            chosen.append(match[0])
+        else:
+            break
+    return chosen
+
+
+def torch_build() -> tuple[str | None, str | None]:
+    """Read the installed torch's version and CUDA version without importing it.
+
+    Returns:
+        ``(version, cuda)``; ``cuda`` is None for a build without CUDA, both are None
+        where torch is not installed.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None, None
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"^__version__ = '([^']+)'", text, re.M)
+    cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.M)
+    return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
+
+
+def why_no_cuda() -> str | None:
+    """Say in a few words why CUDA cannot be used here, or return None where it can."""
+    version, cuda = torch_build()
+    if version is None:
+        return "torch is not installed"
+    if cuda is None:
+        return f"torch {version} was built without CUDA"
+    if not _installed_gpus():
+        return "the NVIDIA driver shows no GPU"
+    if not visible_gpus():
+        return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides every GPU"
+    return None
+
+
+def resolve_device() -> Literal["cpu", "cuda"]:
+    """Decide what ``device: auto`` means here, and say so where it means the CPU."""
+    reason = why_no_cuda()
+    if reason is None:
+        return "cuda"
+    print(f"dpprof: no CUDA ({reason}); experiments run on the CPU", file=sys.stderr)
+    return "cpu"
+
+
+def describe_cpu(threads: int) -> dict[str, Any]:
+    """Describe the host as the device of a CPU experiment."""
+    return {
+        "type": "cpu",
+        "name": cpu_name(),
+        "uuid": None,
+        "memory_total_bytes": psutil.virtual_memory().total,
+        "cores": available_cores(),
+        "threads": threads,
+    }
+
+
+def describe_gpu(gpu: Gpu) -> dict[str, Any]:
+    """Describe a GPU with its driver, clocks, power and temperature of this moment."""
+    facts: dict[str, Any] = {
+        "type": "cuda",
+        "name": gpu.name,
+        "uuid": gpu.uuid,
+        "memory_total_bytes": gpu.memory_total_bytes,
+        "driver": None,
+        "sm_clock_mhz": None,
+        "memory_clock_mhz": None,
+        "temperature_c": None,
+        "power_w": None,
+    }
+    with _nvml() as available, contextlib.suppress(pynvml.NVMLError):
+        if available:
+            facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            facts["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(
+                handle, pynvml.NVML_CLOCK_MEM
+            )
+            facts["temperature_c"] = pynvml.nvmlDeviceGetTemperature(
+                handle, pynvml.NVML_TEMPERATURE_GPU
+            )
+            facts["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    return facts

@@ -1,0 +1,1 @@
+"""What watches a process; exactly one per process."""

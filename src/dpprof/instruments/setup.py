@@ -1,0 +1,72 @@
+"""What every instrument sets up before it watches: model, method, optimizer, batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from dpprof import catalogue
+from dpprof.devices.base import Device
+from dpprof.experiment import Experiment
+from dpprof.methods.base import Batch, TrainingStep
+from dpprof.models.build import build_model
+from dpprof.result import ModelFacts
+
+
+class Training(NamedTuple):
+    """A method on a model with a batch, ready to step."""
+
+    step: TrainingStep
+    batch: Batch
+    model: ModelFacts
+
+
+def set_up(experiment: Experiment, device: Device, moment: Callable[[str], None]) -> Training:
+    """Build what an experiment names, the same way for every instrument.
+
+    Args:
+        experiment: What to build.
+        device: Where to build it; already prepared.
+        moment: Called with ``model_loaded``, ``wrapped_with_dp`` and
+            ``optimizer_created`` as they are reached.
+    """
+    # Imports first, so that no snapshot takes a library for memory of the training.
+    method: type[TrainingStep] = catalogue.load("methods", experiment.method)
+    torch.manual_seed(experiment.seed)
+    dtype = torch.float64 if experiment.dtype == "float64" else torch.float32
+    model = build_model(experiment).to(device=device.torch_device, dtype=dtype).train()
+    facts = _count(model)
+    moment("model_loaded")
+    step = method(model, experiment)
+    moment("wrapped_with_dp")
+    step.attach_optimizer(_build_optimizer(step.module, experiment))
+    moment("optimizer_created")
+    return Training(step, _make_batch(experiment, model, device), facts)
+
+
+def _count(model: nn.Module) -> ModelFacts:
+    parameters = list(model.parameters())
+    return ModelFacts(
+        parameters_total=sum(p.numel() for p in parameters),
+        parameters_trainable=sum(p.numel() for p in parameters if p.requires_grad),
+        parameters_bytes=sum(p.numel() * p.element_size() for p in parameters),
+    )
+
+
+def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
+    kind = {"adamw": AdamW, "sgd": SGD}[experiment.optimizer]
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    return kind(trainable, lr=experiment.learning_rate)
+
+
+def _make_batch(experiment: Experiment, model: nn.Module, device: Device) -> Batch:
+    """Draw one batch of uniform tokens; it stays on the device, so no step waits for data.
+
+    The vocabulary's size is read off the token embedding, the first in the model.
+    """
+    embedding = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    shape = (experiment.batch_size, experiment.seq_len + 1)
+    tokens = torch.randint(embedding.num_embeddings, shape).to(device.torch_device)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

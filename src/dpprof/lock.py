@@ -1,0 +1,62 @@
+"""One experiment at a time on a device, machine-wide, whoever starts it.
+
+The lock is ``flock`` on a file, held by an open descriptor that a worker inherits. It
+is free again when the last process that holds the descriptor is gone, however it went.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+_POLL_S = 0.1
+
+
+def lock_path(device: str) -> Path:
+    """Name the lock file of a device, such as ``/tmp/dpprof-cpu.lock``.
+
+    ``/tmp`` and not ``TMPDIR``, which may differ between users of one machine;
+    ``DPPROF_LOCK_DIR`` moves it.
+    """
+    folder = Path(os.environ.get("DPPROF_LOCK_DIR", "/tmp"))  # noqa: S108 (machine-wide on purpose)
+    return folder / f"dpprof-{re.sub(r'[^A-Za-z0-9-]', '_', device)}.lock"
+
+
+def _open(path: Path) -> int:
+    """Open a lock file, which another user may own; reading is enough for ``flock``."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+
+
+@contextlib.contextmanager
+def hold_one(devices: Sequence[str], waiting: Callable[[], None]) -> Iterator[tuple[int, int]]:
+    """Hold the lock of the first device that is free, waiting while none is.
+
+    Args:
+        devices: Names of interchangeable devices, at least one.
+        waiting: Called once if all of them are taken.
+
+    Yields:
+        The position of the device, and the descriptor to hand to a child.
+    """
+    descriptors = [_open(lock_path(device)) for device in devices]
+    try:
+        told = False
+        while True:
+            for position, descriptor in enumerate(descriptors):
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    yield position, descriptor
+                    return
+            if not told:
+                waiting()
+                told = True
+            time.sleep(_POLL_S)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

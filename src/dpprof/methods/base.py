@@ -1,0 +1,89 @@
+"""What every method offers: one training step, told phase by phase.
+
+Privacy unit and definitions, the same for every method: a sample is one sequence of T
+tokens, its loss is the mean cross-entropy over its tokens, and its gradient is clipped
+to an L2 norm of at most C over all parameters together (flat clipping). A private step
+applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches
+differ by one sample added or removed; sensitivity of the sum is C.
+
+Shape legend: B batch, T tokens, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from dpprof.experiment import Experiment
+from dpprof.result import Phase
+
+Enter = Callable[[Phase], None]
+"""Called as a phase begins; it lasts until the next one or the end of the step."""
+
+
+class Batch(NamedTuple):
+    """Token ids and the ids to predict, both (B, T) int64."""
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+
+
+class TrainingStep(ABC):
+    """One method applied to one model.
+
+    Args:
+        model: Maps token ids (B, T) to logits (B, T, V). It is wrapped or given hooks
+            where the method needs that; train ``self.module`` afterwards.
+        experiment: Clipping bound, noise multiplier and batch size are taken from it.
+
+    Raises:
+        dpprof.catalogue.Unsupported: The method cannot train this model in this way.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        self.module = model
+        self.experiment = experiment
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Take the optimizer over ``self.module``'s parameters, wrapped where needed."""
+        self.optimizer = optimizer
+
+    @abstractmethod
+    def compute_gradient(self, batch: Batch, enter: Enter) -> None:
+        """Leave in every parameter's ``.grad`` what the optimizer is to apply."""
+
+    def apply_gradient(self) -> None:
+        """Let the plain optimizer use the gradients."""
+        self.optimizer.step()
+
+    def run(self, batch: Batch, enter: Enter) -> None:
+        """Do one whole step: gradient, optimizer, gradients cleared.
+
+        Clearing is left to each library's own default: PyTorch frees gradients, Opacus
+        fills them with zeros and frees per-sample gradients.
+        """
+        self.compute_gradient(batch, enter)
+        enter("step")
+        self.apply_gradient()
+        self.optimizer.zero_grad()
+
+
+def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Average the cross-entropy over all tokens of all samples; a scalar."""
+    return functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+
+
+def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
+    """Scale that brings a gradient of this norm to at most ``max_grad_norm``.
+
+    ``min(1, C / (norm + 1e-6))``, elementwise; the constant is Opacus's, so that
+    results can be compared to the last digits.
+    """
+    return torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)

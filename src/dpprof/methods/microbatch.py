@@ -1,0 +1,39 @@
+"""DP-SGD one sample at a time: slow, obvious, the definition of correct.
+
+Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", algorithm 1.
+Cost: the FLOPs of the standard step in B small pieces, and one gradient's worth of
+memory (P elements) for the running sum beside the gradient of the sample at hand.
+"""
+
+import torch
+
+from dpprof.methods.base import Batch, Enter, TrainingStep, clip_factor, mean_loss
+
+
+class Microbatch(TrainingStep):
+    """A loop over samples with ordinary autograd.
+
+    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under
+    adding or removing one sample.
+    """
+
+    def compute_gradient(self, batch: Batch, enter: Enter) -> None:
+        """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``."""
+        bound = self.experiment.max_grad_norm
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        sums = [torch.zeros_like(p) for p in parameters]
+        for tokens_T, labels_T in zip(batch.tokens_BT, batch.labels_BT, strict=True):
+            enter("forward")
+            loss = mean_loss(self.module(tokens_T[None]), labels_T[None])
+            enter("backward")
+            gradients = torch.autograd.grad(loss, parameters)
+            enter("clip")
+            norms = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
+            factor = clip_factor(torch.linalg.vector_norm(norms), bound)
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.add_(gradient * factor)
+        enter("noise")
+        scale = self.experiment.noise_multiplier * bound
+        for parameter, total in zip(parameters, sums, strict=True):
+            total.add_(torch.randn_like(total) * scale)
+            parameter.grad = total.div_(self.experiment.batch_size)

@@ -1,0 +1,14 @@
+"""Non-private training: the baseline of every ratio."""
+
+from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
+
+
+class Standard(TrainingStep):
+    """Plain SGD or AdamW on the mean loss; nothing is clipped, no noise is added."""
+
+    def compute_gradient(self, batch: Batch, enter: Enter) -> None:
+        """Leave the gradient of the mean loss in ``.grad``."""
+        enter("forward")
+        loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
+        enter("backward")
+        loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""The models whose training is measured."""

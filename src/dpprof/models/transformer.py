@@ -1,0 +1,89 @@
+"""A plain decoder-only transformer on which every Opacus method works.
+
+What that asks of it: no weight is shared (embedding and head are separate), positions
+are looked up per sample with contiguous ids, and every parameter sits in a layer that
+Opacus has a rule for.
+
+Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H), V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpprof.experiment import Dimensions
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Mix tokens; (B, T, D) to (B, T, D)."""
+        B, T, D = x_BTD.shape
+        q_BHTK, k_BHTK, v_BHTK = (
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for part in self.qkv(x_BTD).split(D, dim=2)
+        )
+        y_BHTK = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        return self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+
+
+class Block(nn.Module):
+    """Attention and an MLP four times as wide, each behind a LayerNorm."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(d_model)
+        self.attention = Attention(d_model, heads)
+        self.mlp_norm = nn.LayerNorm(d_model)
+        self.mlp = nn.Sequential(
+            nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model)
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Transform the residual stream; (B, T, D) to (B, T, D)."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Transformer(nn.Module):
+    """Token ids in, logits over the vocabulary out.
+
+    Args:
+        dimensions: The model's size.
+        seq_len: How many positions are learned; no longer sequence can be processed.
+    """
+
+    def __init__(self, dimensions: Dimensions, seq_len: int) -> None:
+        super().__init__()
+        d_model = dimensions.d_model
+        self.token_embedding = nn.Embedding(dimensions.vocab_size, d_model)
+        self.position_embedding = nn.Embedding(seq_len, d_model)
+        self.blocks = nn.Sequential(
+            *(Block(d_model, dimensions.heads) for _ in range(dimensions.layers))
+        )
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, dimensions.vocab_size, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Predict every next token; (B, T) int64 to (B, T, V)."""
+        B, T = tokens_BT.shape
+        positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
+        x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_BT)
+        logits_BTV: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        return logits_BTV
+
+
+def _initialise(module: nn.Module) -> None:
+    """Draw matrices from N(0, 0.02), as GPT-2 does (Radford et al. 2019, section 2.3)."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

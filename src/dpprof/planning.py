@@ -1,0 +1,191 @@
+"""From a config to files that Snakemake can compare: specs, code digests, a manifest.
+
+Everything is content-addressed. A spec's name ends in its digest, so the file never
+changes and any number of configs share one results folder. A manifest lists the runs
+of one config and is named by its own digest.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dpprof import catalogue
+from dpprof.experiment import Experiment
+from dpprof.hardware import resolve_device
+from dpprof.result import result_path
+from dpprof.sources import code_digest, derived_digests
+from dpprof.storage import canonical_json, sha256_hex, write_if_changed
+from dpprof.sweep import Config, Run, expand, given, parse_config
+from dpprof.validation import InputError
+
+PLAN = Path("results") / "plan"
+TABLES = Path("results") / "tables"
+
+
+class PlannedRun(BaseModel):
+    """One line of a manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    instrument: str
+    replicate: int
+    method: str
+    sweeps: tuple[str, ...]
+
+    def path(self, root: Path) -> Path:
+        """Say where the run's result belongs."""
+        return result_path(root, self.instrument, self.id, self.replicate)
+
+
+class Manifest(BaseModel):
+    """The runs of one config, in canonical order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def text(self) -> str:
+        """The manifest's file content, one run a line."""
+        lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
+        return f'{{"schema_version":{self.schema_version},"runs":[\n{lines}\n]}}\n'
+
+    @property
+    def path(self) -> Path:
+        """Where the manifest lives, relative to the working folder."""
+        return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config, resolved."""
+
+    config: Config
+    manifest: Manifest
+    experiments: dict[str, Experiment]
+
+
+def spec_path(experiment_id: str) -> Path:
+    """Say where an experiment's spec lives, relative to the working folder."""
+    return PLAN / "specs" / f"{experiment_id}.json"
+
+
+def code_path(name: str) -> Path:
+    """Say where a code digest lives: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
+    return PLAN / "code" / f"{name}.sha256"
+
+
+def _check_names(config: Config) -> None:
+    grids = {"defaults": config.defaults}
+    grids |= {f"sweeps.{name}": sweep for name, sweep in config.sweeps.items()}
+    grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
+    for where, grid in grids.items():
+        keys = given(grid)
+        for model in keys.get("model", []):
+            if isinstance(model, str):
+                catalogue.check("models", model, f"{where}.model")
+        for method in keys.get("method", []):
+            catalogue.check("methods", method, f"{where}.method")
+        for instrument in keys.get("instruments", []):
+            catalogue.check("instruments", instrument, f"{where}.instruments")
+
+
+def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -> Plan:
+    """Resolve a config into the runs that it asks for; writes nothing.
+
+    Args:
+        raw: The config as parsed from YAML.
+        device: Resolves ``device: auto``.
+
+    Raises:
+        InputError: The config cannot be meant; one sentence per problem.
+    """
+    config = parse_config(raw)
+    _check_names(config)
+    sweeps_of: dict[Run, list[str]] = {}
+    for name, runs in expand(config, device).items():
+        for run in dict.fromkeys(runs):
+            sweeps_of.setdefault(run, []).append(name)
+    experiments: dict[str, Experiment] = {}
+    for run in sweeps_of:
+        other = experiments.setdefault(run.experiment.id, run.experiment)
+        if other != run.experiment:
+            raise InputError(
+                f"two experiments have the id {other.id}, whose digests agree in their first "
+                "eight digits; change any value of one of them, its seed for example"
+            )
+    planned = [
+        PlannedRun(
+            id=run.experiment.id,
+            instrument=run.instrument,
+            replicate=run.replicate,
+            method=run.experiment.method,
+            sweeps=tuple(sorted(names)),
+        )
+        for run, names in sweeps_of.items()
+    ]
+    planned.sort(key=lambda run: (run.replicate, run.id, run.instrument))
+    return Plan(config, Manifest(runs=tuple(planned)), experiments)
+
+
+def write_plan(plan: Plan) -> None:
+    """Write specs, code digests and the manifest, only where the content differs.
+
+    The manifest's age matters as well: where the tables on disk were made from another
+    manifest, this one is given a new date, so that they are made again even if
+    Snakemake's own records are gone.
+    """
+    for experiment in plan.experiments.values():
+        write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
+    digests = derived_digests()
+    for instrument, method in {(run.instrument, run.method) for run in plan.manifest.runs}:
+        digests[f"{instrument}-{method}"] = code_digest(instrument, method)
+    for name, digest in digests.items():
+        write_if_changed(code_path(name), digest + "\n")
+    path = plan.manifest.path
+    if not write_if_changed(path, plan.manifest.text):
+        tables_are_of = TABLES / "manifest.txt"
+        if tables_are_of.is_file() and tables_are_of.read_text().strip() != path.name:
+            os.utime(path)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest file.
+
+    Raises:
+        InputError: The file is no manifest.
+    """
+    try:
+        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is no manifest ({error})") from None
+
+
+def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
+    """List files of runs under ``results`` that none of the plans asks for.
+
+    Covers result files, logs, specs, code digests and manifests; tables, figures
+    and the report belong to the last config and are left alone.
+    """
+    keep: set[Path] = {root / code_path(name) for name in derived_digests()}
+    for plan in plans:
+        keep.add(root / plan.manifest.path)
+        for run in plan.manifest.runs:
+            log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
+            keep |= {run.path(root), log, root / spec_path(run.id)}
+            keep.add(root / code_path(f"{run.instrument}-{run.method}"))
+    candidates = [
+        *(root / "results").glob("*/*.r*.json"),
+        *(root / "results" / "logs").glob("*/*.r*.log"),
+        *(root / PLAN).glob("specs/*.json"),
+        *(root / PLAN).glob("code/*.sha256"),
+        *(root / PLAN).glob("manifest-*.json"),
+    ]
+    return sorted(path for path in candidates if path not in keep)

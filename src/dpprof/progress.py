@@ -1,0 +1,121 @@
+"""Progress that a person can follow: experiment k of n, what runs now, time left.
+
+Snakemake's main process writes the list of runs to come as a sweep starts, and names
+the file in the environment. Every supervisor adds a line when its run has ended, so
+each of them knows how far the sweep has come.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
+
+from dpprof.experiment import Experiment
+from dpprof.result import Result
+
+_VARIABLE = "DPPROF_PROGRESS"
+
+
+class Progress:
+    """A sweep's progress file: its first line lists the runs to come, later ones the ended."""
+
+    def __init__(self, path: Path) -> None:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        self._path = path
+        self._to_come: list[dict[str, str]] = lines[0]
+        self._ended: dict[str, dict[str, Any]] = {line["run"]: line for line in lines[1:]}
+
+    @classmethod
+    def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
+        """Begin a sweep's file and name it to the processes that Snakemake starts.
+
+        Args:
+            path: Where the file goes.
+            runs: A unique name and the experiment of every run to come.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        to_come = [{"run": name, "kind": _kind(experiment)} for name, experiment in runs]
+        path.write_text(json.dumps(to_come) + "\n", encoding="utf-8")
+        os.environ[_VARIABLE] = str(path.resolve())
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """Open the file of the sweep that this process belongs to, if there is one."""
+        path = os.environ.get(_VARIABLE)
+        return cls(Path(path)) if path and Path(path).is_file() else None
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time that the runs to come will take, from those that have ended.
+
+        A run is expected to take as long as the median of its kind (model and method);
+        where none of its kind has ended, of all. None until the first has ended.
+        """
+        if not self._ended:
+            return None
+        kinds = {run["run"]: run["kind"] for run in self._to_come}
+        walls: dict[str, list[float]] = {}
+        for name, line in self._ended.items():
+            walls.setdefault(kinds.get(name, ""), []).append(line["wall_s"])
+        anything = statistics.median(wall for group in walls.values() for wall in group)
+        return sum(
+            statistics.median(walls.get(run["kind"], [anything]))
+            for run in self._to_come
+            if run["run"] not in self._ended
+        )
+
+    def announce(self, name: str) -> None:
+        """Say which run starts now, which number it is, and how long the rest will take."""
+        total = len(self._to_come)
+        number = min(len(self._ended) + 1, total)
+        left = self.seconds_left()
+        when = "" if left is None else f", about {format_duration(left)} left"
+        _say(f"[{number}/{total}] {name}{when}")
+
+    def conclude(self, name: str, result: Result) -> None:
+        """Note that a run has ended."""
+        line = {"run": name, "wall_s": result.wall_s, "outcome": result.outcome}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def run_name(experiment_id: str, instrument: str, replicate: int) -> str:
+    """Name a run for people and for the progress file."""
+    return f"{experiment_id} {instrument} r{replicate}"
+
+
+def tell_result(result: Result) -> None:
+    """Say in one line what came of a run."""
+    text = f"{result.outcome} after {format_duration(result.wall_s)}"
+    if result.time is not None:
+        text += f": step {result.time.median_s * 1000:.1f} ms"
+    memory = result.memory
+    if memory is not None and memory.peak_allocated_bytes is not None:
+        text += f", peak allocated {memory.peak_allocated_bytes / 2**20:,.0f} MiB"
+    elif memory is not None and memory.peak_rss_bytes is not None:
+        text += f", peak RSS {memory.peak_rss_bytes / 2**20:,.0f} MiB"
+    if result.error is not None:
+        phase = f" in {result.error.phase}" if result.error.phase else ""
+        text += f": {result.error.kind}{phase}: {ascii(result.error.message)[1:-1][:200]}"
+    _say(f"        {text}")
+
+
+def format_duration(seconds: float) -> str:
+    """Write a duration as people say it: ``8 s``, ``2 min 5 s``, ``1 h 12 min``."""
+    whole = round(seconds)
+    if whole < 60:  # noqa: PLR2004 (seconds in a minute)
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:  # noqa: PLR2004 (minutes in an hour)
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _say(text: str) -> None:
+    print(f"dpprof: {text}", file=sys.stderr, flush=True)
+
+
+def _kind(experiment: Experiment) -> str:
+    return f"{experiment.model_name} {experiment.method}"

@@ -1,0 +1,1 @@
+"""The report: content as data, laid out by templates."""

@@ -1,0 +1,78 @@
+"""The shape of a report's content: sections of blocks, every text a plain string.
+
+Templates lay this out and add nothing. No string in it is markup: each template escapes
+or quotes what it prints, so a name or a message can inject nothing.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+
+def _printable(text: str) -> str:
+    """Put a text on one line and make control characters visible."""
+    flat = " ".join(text.split())
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in flat)
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+
+
+class Block(BaseModel):
+    """A piece of a section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Paragraph(Block):
+    """Running text."""
+
+    kind: Literal["paragraph"] = "paragraph"
+    text: Text
+
+
+class Bullets(Block):
+    """A list of short statements."""
+
+    kind: Literal["bullets"] = "bullets"
+    items: tuple[Text, ...]
+
+
+class Table(Block):
+    """A table of texts; numbers are formatted already."""
+
+    kind: Literal["table"] = "table"
+    caption: Text
+    header: tuple[Text, ...]
+    rows: tuple[tuple[Text, ...], ...]
+    numeric: tuple[bool, ...]
+    """Which columns are set flush right."""
+
+
+class Picture(Block):
+    """A figure, by the stem of its files."""
+
+    kind: Literal["picture"] = "picture"
+    name: Text
+    caption: Text
+
+
+class Section(BaseModel):
+    """A titled run of blocks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: Text
+    blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
+
+
+class Document(BaseModel):
+    """A whole report."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: Text
+    headline: tuple[Text, ...]
+    """What there is to know, in a few sentences."""
+
+    sections: tuple[Section, ...]

@@ -1,0 +1,87 @@
+"""From content to files: Markdown and plain text by Jinja2, PDF by Typst."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import typst
+
+from dpprof.report.document import Document, Table
+from dpprof.sources import TEMPLATES
+from dpprof.storage import write_atomically
+
+
+def escape_markdown(value: Any) -> str:
+    """Make a text mean itself in Markdown: no markup, no HTML, no mathematics."""
+    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]|#$~!])", r"\\\1", text)
+
+
+def _environment(**options: Any) -> jinja2.Environment:
+    """Make an environment in which every printed value goes through ``finalize``."""
+    return jinja2.Environment(  # noqa: S701 (finalize escapes, for Markdown)
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **options,
+    )
+
+
+def render_markdown(document: Document) -> str:
+    """Lay the content out as Markdown; figures are linked as PNG."""
+    template = _environment(finalize=escape_markdown).get_template("report.md.j2")
+    return template.render(document=document)
+
+
+def render_summary(document: Document) -> str:
+    """Lay headline and tables out for a terminal."""
+    environment = _environment()
+    environment.filters["aligned"] = align
+    return environment.get_template("summary.txt.j2").render(document=document)
+
+
+def align(table: Table) -> list[str]:
+    """Format a table as lines of equal columns."""
+    cells = [table.header, *table.rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(table.header))]
+
+    def line(row: tuple[str, ...]) -> str:
+        padded = [
+            text.rjust(width) if numeric else text.ljust(width)
+            for text, width, numeric in zip(row, widths, table.numeric, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return [line(table.header), "  ".join("-" * width for width in widths), *map(line, table.rows)]
+
+
+def render_pdf(content: Path, output: Path) -> None:
+    """Compile the PDF from a content file.
+
+    The template is fixed and reads the content as JSON, so no text of it is ever parsed
+    as markup.
+
+    Args:
+        content: ``report.json``; figures are looked up in ``figures/`` beside it.
+        output: The PDF to write.
+    """
+    document = typst.compile(
+        (TEMPLATES / "report.typ").read_bytes(),
+        root=str(content.parent.resolve()),
+        sys_inputs={"content": f"/{content.name}"},
+    )
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.write_bytes(document)
+    temporary.replace(output)
+
+
+def write_report(document: Document, folder: Path) -> None:
+    """Write ``report.json``, ``report.md``, ``report.pdf`` and ``summary.txt``."""
+    content = folder / "report.json"
+    write_atomically(content, document.model_dump_json(indent=1) + "\n")
+    write_atomically(folder / "report.md", render_markdown(document))
+    write_atomically(folder / "summary.txt", render_summary(document))
+    render_pdf(content, folder / "report.pdf")

@@ -1,0 +1,235 @@
+"""The result of one run: a published, versioned, self-checking JSON file."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dpprof.experiment import Experiment
+from dpprof.storage import canonical_json, sha256_hex, write_atomically
+from dpprof.validation import explain
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["ok", "oom", "unsupported", "timeout", "killed", "crashed"]
+OUTCOMES: tuple[Outcome, ...] = ("ok", "oom", "unsupported", "timeout", "killed", "crashed")
+
+Phase = Literal["setup", "forward", "backward", "second_backward", "clip", "noise", "step"]
+PHASES: tuple[Phase, ...] = (
+    "setup",
+    "forward",
+    "backward",
+    "second_backward",
+    "clip",
+    "noise",
+    "step",
+)
+
+
+class Part(BaseModel):
+    """A part of a result: nothing in it is guessed, unknown is null."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Failure(Part):
+    """Why a run, or one attempt at it, did not end well."""
+
+    kind: str = Field(description="the exception's type, the signal's name, or what ended it")
+    message: str = Field(description="what it said, shortened")
+    phase: Phase | None = Field(None, description="where in the step it happened")
+    signal: str | None = Field(None, description="the signal that ended the process")
+    exit_code: int | None = Field(None, description="the process's exit code")
+    requested_bytes: int | None = Field(None, description="the allocation that failed")
+    allocated_bytes: int | None = Field(None, description="allocated by the allocator just then")
+    reserved_bytes: int | None = Field(None, description="reserved by the allocator just then")
+    log: str | None = Field(None, description="the log file of the run")
+
+
+class Attempt(Part):
+    """One process that tried the run."""
+
+    outcome: Outcome
+    wall_s: float
+    error: Failure | None = None
+
+
+class Snapshot(Part):
+    """What the allocator counted at a named moment."""
+
+    name: str
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    rss_bytes: int | None = Field(None, description="resident memory of the process")
+    elapsed_s: float = Field(description="since the instrument started")
+    components: dict[str, int] | None = None
+
+
+class Memory(Part):
+    """Peaks of the steady state (the timed steps), and of the first step where they differ."""
+
+    peak_allocated_bytes: int | None = None
+    first_step_peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_rss_bytes: int | None = Field(
+        None, description="resident high-water mark of the whole process, imports included"
+    )
+    peak_device_used_bytes: int | None = Field(
+        None, description="device memory in use by everybody after the timed steps"
+    )
+    alloc_retries: int | None = None
+    snapshots: list[Snapshot] = Field(default_factory=list)
+    at_peak: None = None
+    timeline: None = None
+    attribution: None = None
+
+
+class Time(Part):
+    """Raw samples, and the median that stands for this process."""
+
+    step_s: list[float]
+    warmup_step_s: list[float]
+    median_s: float
+    phases_s: dict[str, float] | None = None
+
+
+class Throughput(Part):
+    """What the median step time amounts to."""
+
+    tokens_per_s: float
+    samples_per_s: float
+    steps_per_s: float
+
+
+class ModelFacts(Part):
+    """The model as counted, not as computed from a formula."""
+
+    parameters_total: int
+    parameters_trainable: int
+    parameters_bytes: int
+
+
+class Measurement(Part):
+    """What an instrument hands back from inside the process; the rest is added outside."""
+
+    model: ModelFacts | None = None
+    samplers: dict[str, str] | None = None
+    norm_plan: dict[str, Any] | None = None
+    memory: Memory | None = None
+    time: Time | None = None
+    throughput: Throughput | None = None
+    compute: None = None
+    io: None = None
+    kernels: None = None
+    energy: None = None
+    verification: None = None
+    privacy: None = None
+    reasons: dict[str, str] = Field(
+        default_factory=dict,
+        description="why a figure of a part that this instrument produces is null, by dotted key",
+    )
+
+
+class Result(Measurement):
+    """One JSON file per run. Every key is always present; what is not known is null."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    experiment_id: str
+    experiment: Experiment
+    spec_digest: str = Field(description="sha256 of the experiment's canonical JSON")
+    code_digest: str = Field(description="sha256 over the sources and versions that measured")
+    content_digest: str = Field(description="sha256 of the canonical JSON of everything else")
+    instrument: str
+    replicate: int = Field(ge=0)
+    outcome: Outcome
+    error: Failure | None = None
+    attempts: list[Attempt]
+    started_at: str = Field(description="UTC, ISO 8601, when the first attempt started")
+    wall_s: float = Field(description="from then to the end of the last attempt")
+    device: dict[str, Any]
+    provenance: dict[str, Any]
+
+
+class ResultError(Exception):
+    """A result file that cannot be trusted; the message names it and says what to do."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}; delete it and run snakemake to measure it again")
+
+
+def _content_digest(document: dict[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "content_digest"}
+    return sha256_hex(canonical_json(rest))
+
+
+def write_result(path: Path, fields: dict[str, Any]) -> Result:
+    """Complete a result with its content digest and write it as a whole.
+
+    Args:
+        path: Where it goes; replaced atomically.
+        fields: Every field of ``Result`` but ``content_digest``.
+    """
+    draft = Result.model_validate(fields | {"content_digest": ""})
+    dumped = draft.model_dump(mode="json")
+    # Who and what first, measurements after: the order in which a person reads.
+    document = {key: value for key, value in dumped.items() if key in Result.__annotations__}
+    document |= dumped
+    document["content_digest"] = _content_digest(document)
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return draft.model_copy(update={"content_digest": document["content_digest"]})
+
+
+def read_result(path: Path) -> Result:
+    """Read and check a result file.
+
+    Raises:
+        ResultError: The file is cut, edited, of another schema version, or filed under
+            a name that is not its own.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ResultError(path, f"is not complete JSON, it was cut or damaged ({error})") from None
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise ResultError(path, "is not a result file, it has no schema_version")
+    version = document["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise ResultError(
+            path, f"has schema version {version!r}, and this dpprof reads {SCHEMA_VERSION}"
+        )
+    try:
+        digest = _content_digest(document)
+    except ValueError:  # NaN or infinity, which dpprof never writes
+        digest = None
+    if digest is None or document.get("content_digest") != digest:
+        raise ResultError(path, "was edited after it was written, its content digest differs")
+    try:
+        result = Result.model_validate(document)
+    except ValidationError as error:
+        raise ResultError(path, f"does not fit the schema ({explain(error, Result)})") from None
+    if result.spec_digest != result.experiment.digest:
+        raise ResultError(path, "has a spec digest that is not its experiment's")
+    return result
+
+
+def result_path(root: Path, instrument: str, experiment_id: str, replicate: int) -> Path:
+    """Say where a run's result lives: ``results/<instrument>/<id>.r<N>.json``."""
+    return root / "results" / instrument / f"{experiment_id}.r{replicate}.json"
+
+
+def read_run(root: Path, instrument: str, experiment_id: str, replicate: int) -> Result:
+    """Read the result of one run and make sure that it is this run's.
+
+    Raises:
+        ResultError: As ``read_result``, or the file holds another run.
+        FileNotFoundError: There is no result yet.
+    """
+    path = result_path(root, instrument, experiment_id, replicate)
+    result = read_result(path)
+    found = (result.instrument, result.experiment_id, result.replicate)
+    if found != (instrument, experiment_id, replicate):
+        raise ResultError(path, f"holds another run, {found[1]} {found[0]} r{found[2]}")
+    return result
+

@@ -1,0 +1,115 @@
+"""Which source files a number rests on, as one digest.
+
+The files are found by following import statements from where a measurement starts,
+without importing anything, so the list cannot go stale. What is looked up by name at
+run time (a method, an instrument) is not followed but added: that is why editing one
+method changes the digest of that method alone.
+"""
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from dpprof import catalogue
+from dpprof.provenance import CHECKOUT, package_versions
+
+PACKAGE = Path(__file__).resolve().parent
+SCRIPTS = CHECKOUT / "workflow" / "scripts"
+TEMPLATES = CHECKOUT / "workflow" / "templates"
+
+
+def _module_files(module: str) -> list[Path]:
+    """Find the files of a dpprof module and of the packages above it."""
+    parts = module.split(".")
+    if parts[0] != PACKAGE.name:
+        return []
+    files = []
+    for depth in range(len(parts)):
+        path = PACKAGE.joinpath(*parts[1 : depth + 1])
+        candidates = (path / "__init__.py", path.with_suffix(".py"))
+        files += [candidate for candidate in candidates if candidate.is_file()]
+    return files
+
+
+@functools.cache
+def _imports(file: Path) -> frozenset[Path]:
+    """Find the dpprof files that a file's import statements name."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found.update(_module_files(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.update(_module_files(node.module))
+            for alias in node.names:
+                found.update(_module_files(f"{node.module}.{alias.name}"))
+    return frozenset(found)
+
+
+def closure(entries: Iterable[Path]) -> list[Path]:
+    """Follow imports inside dpprof from some files to all that they reach."""
+    reached: set[Path] = set()
+    waiting = list(entries)
+    while waiting:
+        file = waiting.pop()
+        if file not in reached:
+            reached.add(file)
+            waiting += _imports(file)
+    return sorted(reached)
+
+
+def _digest(files: Iterable[Path], *facts: object) -> str:
+    total = hashlib.sha256(repr(facts).encode())
+    for file in files:
+        name = file.relative_to(CHECKOUT) if file.is_relative_to(CHECKOUT) else file.name
+        total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def measuring_files(instrument: str, method: str) -> list[Path]:
+    """List the files that matter to what an instrument measures of a method."""
+    entries = [SCRIPTS / "profile_experiment.py", PACKAGE / "worker.py"]
+    entries += sorted((PACKAGE / "models").glob("*.py"))
+    named = (
+        catalogue.source_file("instruments", instrument),
+        catalogue.source_file("methods", method),
+    )
+    return closure([*entries, *(file for file in named if file is not None)])
+
+
+@functools.cache
+def code_digest(instrument: str, method: str) -> str:
+    """Digest what a measurement depends on: its sources, torch's and Opacus's versions.
+
+    For a method from another package this covers its file and the version of the
+    distribution that declares it.
+    """
+    return _digest(
+        measuring_files(instrument, method),
+        package_versions(("torch", "opacus")),
+        catalogue.distribution_of("methods", method),
+    )
+
+
+def derived_digests() -> dict[str, str]:
+    """Digest what tables, each figure and the report depend on, by the name of the digest.
+
+    Editing a figure changes that figure's digest alone; nothing here touches a
+    measurement.
+    """
+    figures = {
+        f"figure-{name}": _digest(closure([SCRIPTS / "draw_figure.py", *_files_of(name)]))
+        for name in catalogue.names("figures")
+    }
+    templates = sorted(TEMPLATES.iterdir())
+    return figures | {
+        "tables": _digest(closure([SCRIPTS / "build_tables.py"])),
+        "report": _digest([*closure([SCRIPTS / "build_report.py"]), *templates]),
+    }
+
+
+def _files_of(figure: str) -> list[Path]:
+    file = catalogue.source_file("figures", figure)
+    return [] if file is None else [file]

@@ -1,0 +1,95 @@
+"""Planning, and the functions that rules look their inputs up with."""
+
+import functools
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+sys.path.insert(0, str(Path(workflow.basedir) / "src"))
+
+from dpprof import catalogue, planning, progress
+from dpprof.experiment import ID_PATTERN, read_spec
+from dpprof.validation import InputError
+
+PLAN = None
+
+# Jobs on other machines parse this file again, but must not plan: whatever the config
+# says by then, they run what was planned.
+if workflow.is_main_process:
+    try:
+        PLAN = planning.make_plan(config)
+        planning.write_plan(PLAN)
+    except InputError as error:
+        raise WorkflowError(str(error)) from None
+
+FIGURES = catalogue.names("figures")
+PARTIAL = "--partial" if PLAN and PLAN.config.partial else ""
+
+
+wildcard_constraints:
+    id=ID_PATTERN,
+    instrument=r"[a-z0-9][a-z0-9-]*",
+    replicate=r"[0-9]+",
+    figure=r"[a-z0-9][a-z0-9-]*",
+
+
+localrules:
+    all,
+    tables,
+    figure,
+    report,
+
+
+onstart:
+    start_progress()
+
+
+@functools.lru_cache(maxsize=None)
+def experiment_of(experiment_id):
+    """Read an experiment's spec, which is all that a profile rule may look at."""
+    return read_spec(planning.spec_path(experiment_id))
+
+
+def code_of(wildcards):
+    """Name the digest of the code that measures this experiment."""
+    method = experiment_of(wildcards.id).method
+    return str(planning.code_path(f"{wildcards.instrument}-{method}"))
+
+
+def gpus_of(wildcards):
+    """Ask for a GPU where the experiment runs on one."""
+    return 1 if experiment_of(wildcards.id).device == "cuda" else 0
+
+
+def priority_of(wildcards):
+    """Run all of replicate 0, then all of replicate 1: what drifts hits every method."""
+    return max(0, 1000 - int(wildcards.replicate))
+
+
+def manifest_of(wildcards):
+    """Name the list of runs of the current config."""
+    return str(PLAN.manifest.path)
+
+
+def results_of(wildcards):
+    """List the results of the current config; with partial=true those that exist."""
+    paths = [run.path(Path()) for run in PLAN.manifest.runs]
+    return [str(path) for path in paths if path.exists() or not PLAN.config.partial]
+
+
+def start_progress():
+    """List the runs to come, for the processes that announce them."""
+    if PLAN is None:
+        return
+    jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name == "profile"]
+    progress.Progress.start(
+        planning.PLAN / "progress.jsonl",
+        [
+            (
+                progress.run_name(w.id, w.instrument, int(w.replicate)),
+                experiment_of(w.id),
+            )
+            for w in (job.wildcards for job in jobs)
+        ],
+    )

@@ -1,0 +1,22 @@
+# One process and one JSON per experiment, instrument and replicate. The supervisor
+# records every failure and exits 0; a retry here is for its own death alone.
+rule profile:
+    input:
+        spec="results/plan/specs/{id}.json",
+        code=code_of,
+    output:
+        "results/{instrument}/{id}.r{replicate}.json",
+    log:
+        "results/logs/{instrument}/{id}.r{replicate}.log",
+    conda:
+        "../../envs/dpprof.yaml"
+    threads: workflow.cores
+    priority: priority_of
+    retries: 1
+    resources:
+        gpu=gpus_of,
+        gpu_manufacturer="nvidia",
+    shell:
+        "python workflow/scripts/profile_experiment.py --spec {input.spec:q}"
+        " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
+        " --output {output:q} --log {log:q}"

@@ -1,0 +1,19 @@
+rule report:
+    input:
+        tables=rules.tables.output,
+        figures=expand(
+            "results/figures/{figure}.{format}", figure=FIGURES, format=["png", "pdf"]
+        ),
+        code="results/plan/code/report.sha256",
+    output:
+        markdown="results/report.md",
+        pdf="results/report.pdf",
+        summary="results/summary.txt",
+        content="results/report.json",
+    log:
+        "results/logs/report.log",
+    conda:
+        "../../envs/dpprof.yaml"
+    shell:
+        "python workflow/scripts/build_report.py --tables results/tables"
+        " --output-dir results 2>&1 | tee {log:q} >&2"

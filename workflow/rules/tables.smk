@@ -1,0 +1,22 @@
+rule tables:
+    input:
+        manifest=manifest_of,
+        results=results_of,
+        code="results/plan/code/tables.sha256",
+    output:
+        runs="results/tables/runs.csv",
+        experiments="results/tables/experiments.csv",
+        outcomes="results/tables/outcomes.csv",
+        steps="results/tables/steps.csv",
+        snapshots="results/tables/snapshots.csv",
+        missing="results/tables/missing.csv",
+        manifest="results/tables/manifest.txt",
+    log:
+        "results/logs/tables.log",
+    conda:
+        "../../envs/dpprof.yaml"
+    params:
+        partial=PARTIAL,
+    shell:
+        "python workflow/scripts/build_tables.py --manifest {input.manifest:q}"
+        " --output-dir results/tables {params.partial} 2>&1 | tee {log:q} >&2"

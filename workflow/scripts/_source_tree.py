@@ -1,0 +1,6 @@
+"""Make src/dpprof importable for the scripts beside this file, installed or not."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))

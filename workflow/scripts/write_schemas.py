@@ -1,0 +1,16 @@
+"""Write the schemas and the key tables of config/README.md from the models."""
+
+import _source_tree  # noqa: F401
+
+from dpprof.schemas import generated_files
+from dpprof.storage import write_if_changed
+
+
+def main() -> None:
+    """Run from the command line."""
+    for path, text in generated_files().items():
+        print(f"{path}: {'written' if write_if_changed(path, text) else 'up to date'}")
+
+
+if __name__ == "__main__":
+    main()
