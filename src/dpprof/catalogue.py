@@ -18,7 +18,8 @@ from dpprof.hardware import why_no_cuda
 from dpprof.provenance import CHECKOUT
 from dpprof.validation import one_of, refuse
 
-class Unsupported(Exception):
+
+class UnsupportedError(Exception):
     """A combination of valid values that cannot run, here or at all; says why."""
 
 
@@ -38,9 +39,7 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
     if declaration.is_file():
         project = tomllib.loads(declaration.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == "dpprof":
-            entries = {
-                name: entry for name, entry in entries.items() if not _is_own(entry)
-            }
+            entries = {name: entry for name, entry in entries.items() if not _is_own(entry)}
             own = project.get("entry-points", {}).get(full, {})
             entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
     return entries
@@ -97,7 +96,7 @@ def why_unsupported(experiment: Experiment) -> str | None:
     """Say why a combination of valid values cannot run, or return None where it can.
 
     Knows what holds for every method; a method that has limits of its own raises
-    ``Unsupported`` when it is built.
+    ``UnsupportedError`` when it is built.
     """
     if experiment.dtype == "tf32" and experiment.device != "cuda":
         return "dtype tf32 is a mode of CUDA matrix products and does not exist on cpu"

@@ -54,7 +54,8 @@ class Dimensions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: Annotated[int, Field(ge=2), BeforeValidator(_refuse_bool)] = Field(
-         description="tokens in the vocabulary")
+        description="tokens in the vocabulary"
+    )
     d_model: Count = Field(description="width of the residual stream")
     layers: Count = Field(description="transformer blocks")
     heads: Count = Field(description="attention heads; must divide d_model")

@@ -3,7 +3,6 @@
 import mmap
 import os
 
-
 from pydantic import BaseModel, ConfigDict
 
 from dpprof.experiment import Experiment

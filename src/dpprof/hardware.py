@@ -32,7 +32,9 @@ def available_cores() -> int:
 def cpu_name() -> str:
     """Name the processor as the operating system does."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         if found:
             return found.group(1).strip()
     return platform.processor() or platform.machine()
@@ -110,8 +112,8 @@ def torch_build() -> tuple[str | None, str | None]:
     if found is None or found.origin is None:
         return None, None
     text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
-    version = re.search(r"^__version__ = '([^']+)'", text, re.M)
-    cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.M)
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
     return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
 
 
@@ -168,9 +170,7 @@ def describe_gpu(gpu: Gpu) -> dict[str, Any]:
             facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
             handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
             facts["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(
-                handle, pynvml.NVML_CLOCK_MEM
-            )
+            facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
             facts["temperature_c"] = pynvml.nvmlDeviceGetTemperature(
                 handle, pynvml.NVML_TEMPERATURE_GPU
             )

@@ -10,7 +10,7 @@ from dpprof.experiment import Experiment
 from dpprof.storage import canonical_json, sha256_hex, write_atomically
 from dpprof.validation import explain
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 Outcome = Literal["ok", "oom", "unsupported", "timeout", "killed", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "oom", "unsupported", "timeout", "killed", "crashed")
@@ -232,4 +232,3 @@ def read_run(root: Path, instrument: str, experiment_id: str, replicate: int) ->
     if found != (instrument, experiment_id, replicate):
         raise ResultError(path, f"holds another run, {found[1]} {found[0]} r{found[2]}")
     return result
-

@@ -58,7 +58,9 @@ def _allowed(schema: dict[str, Any]) -> str:
         "maximum": "at most",
         "exclusiveMaximum": "below",
     }
-    words = [f"{word} {schema[key]:,}" for key, word in bounds.items() if schema.get(key) is not None]
+    words = [
+        f"{word} {schema[key]:,}" for key, word in bounds.items() if schema.get(key) is not None
+    ]
     kind = "name" if schema.get("pattern") == NAME_PATTERN else schema["type"]
     kind = {"null": "`null`", "string": "text"}.get(kind, kind)
     return " ".join([kind, *words])

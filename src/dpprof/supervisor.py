@@ -4,7 +4,7 @@ Imports no torch, so it starts fast and nothing that a measurement does can hurt
 """
 
 import collections
-import datetime
+import datetime as dt
 import io
 import os
 import signal
@@ -233,7 +233,7 @@ def supervise(
     ):
         place = places[position]
         log = _Log([log_file])
-        started_at = datetime.datetime.now(datetime.UTC)
+        started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
         while len(attempts) < MAX_ATTEMPTS:
             log.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")

@@ -1,8 +1,9 @@
 """From a config file to runs: grids multiply, defaults fill, excludes drop."""
 
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
@@ -40,9 +41,7 @@ def _listed(value: Any) -> Any:
 
 
 def _one_or_many(item: Any) -> Any:
-    return Annotated[
-        list[item], Field(min_length=1), BeforeValidator(_listed), _OneOrMany()
-    ]
+    return Annotated[list[item], Field(min_length=1), BeforeValidator(_listed), _OneOrMany()]
 
 
 def _grid_fields() -> dict[str, Any]:
@@ -144,47 +143,53 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     Raises:
         InputError: A sweep leaves out a required key, or asks for too many runs.
     """
+
+    @functools.cache
+    def auto() -> str:
+        return resolve_device()
+
+    def resolved(keys: dict[str, Any], unless_given: list[str]) -> dict[str, Any]:
+        values = keys.get("device", unless_given)
+        return keys | {"device": [auto() if value == "auto" else value for value in values]}
+
     sweeps = {name: given(config.defaults) | given(sweep) for name, sweep in config.sweeps.items()}
-    for name, keys in sweeps.items():
-        for field, info in Experiment.model_fields.items():
-            if info.is_required() and field not in keys and field != "device":
-                raise InputError(
-                    f"sweeps.{name}.{field}: missing; write it in the sweep or in defaults"
-                )
+    _refuse_missing(sweeps)
     _refuse_too_many(sweeps)
-    resolved: list[str] = []
-
-    def device_of(value: str) -> str:
-        if value == "auto" and not resolved:
-            resolved.append(resolve_device())
-        return resolved[0] if value == "auto" else value
-
-    dropped = []
-    for entry in config.exclude:
-        keys = given(entry)
-        if "device" in keys:
-            keys["device"] = [device_of(value) for value in keys["device"]]
-        dropped.append(keys)
-
+    excluded = [given(entry) for entry in config.exclude]
+    excluded = [resolved(keys, []) if "device" in keys else keys for keys in excluded]
     runs: dict[str, list[Run]] = {}
     for name, keys in sweeps.items():
-        axes = {"device": ["auto"]} | {k: v for k, v in keys.items() if k in Experiment.model_fields}
-        watch = itertools.product(keys.get("instruments", ["clean"]), range(keys.get("replicates", 1)))
-        watched = list(dict.fromkeys(watch))
-        runs[name] = []
-        for values in itertools.product(*axes.values()):
-            fields = dict(zip(axes, values, strict=True))
-            fields["device"] = device_of(fields["device"])
-            experiment = Experiment.model_validate(fields)
-            if not any(_matches(experiment, keys) for keys in dropped):
-                runs[name] += [Run(experiment, *how) for how in watched]
+        instruments = keys.get("instruments", ["clean"])
+        watched = list(itertools.product(instruments, range(keys.get("replicates", 1))))
+        runs[name] = [
+            Run(experiment, *how)
+            for experiment in _multiply(resolved(keys, ["auto"]))
+            if not any(_matches(experiment, dropped) for dropped in excluded)
+            for how in watched
+        ]
     if not any(runs.values()):
-        raise refuse("exclude", config.exclude, "it must leave at least one experiment")
+        raise refuse("exclude", excluded, "it must leave at least one experiment")
     return runs
+
+
+def _multiply(keys: dict[str, Any]) -> Iterator[Experiment]:
+    axes = {name: keys[name] for name in Experiment.model_fields if name in keys}
+    for values in itertools.product(*axes.values()):
+        yield Experiment.model_validate(dict(zip(axes, values, strict=True)))
 
 
 def _matches(experiment: Experiment, keys: dict[str, list[Any]]) -> bool:
     return bool(keys) and all(getattr(experiment, key) in values for key, values in keys.items())
+
+
+def _refuse_missing(sweeps: dict[str, dict[str, Any]]) -> None:
+    required = [name for name, info in Experiment.model_fields.items() if info.is_required()]
+    for sweep, keys in sweeps.items():
+        for name in required:
+            if name not in keys and name != "device":
+                raise InputError(
+                    f"sweeps.{sweep}.{name}: missing; write it in the sweep or in defaults"
+                )
 
 
 def _refuse_too_many(sweeps: dict[str, dict[str, Any]]) -> None:

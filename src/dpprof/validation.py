@@ -64,9 +64,7 @@ def _inner_model(annotation: Any) -> Any:
     return None
 
 
-def explain(
-    error: ValidationError, model: type[BaseModel], *, options: bool = False
-) -> InputError:
+def explain(error: ValidationError, model: type[BaseModel], *, options: bool = False) -> InputError:
     """Turn pydantic's report into one sentence per problem.
 
     Args:

@@ -90,9 +90,9 @@ def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
     try:
         reason = catalogue.why_unsupported(experiment)
         if reason is not None:
-            raise catalogue.Unsupported(reason)  # noqa: TRY301 (one way to refuse)
+            raise catalogue.UnsupportedError(reason)  # noqa: TRY301 (one way to refuse)
         measurement = catalogue.load("instruments", instrument)(experiment, mark.enter)
-    except catalogue.Unsupported as error:
+    except catalogue.UnsupportedError as error:
         return Report(outcome="unsupported", error=_describe(error, mark))
     except BaseException as error:  # noqa: BLE001 (every way to fail is an outcome)
         _lift_memory_limit()

@@ -8,11 +8,11 @@ rule profile:
         "results/{instrument}/{id}.r{replicate}.json",
     log:
         "results/logs/{instrument}/{id}.r{replicate}.log",
+    priority: priority_of
+    retries: 1
     conda:
         "../../envs/dpprof.yaml"
     threads: workflow.cores
-    priority: priority_of
-    retries: 1
     resources:
         gpu=gpus_of,
         gpu_manufacturer="nvidia",

@@ -5,9 +5,9 @@ import inspect
 import sys
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 import pandas as pd
 
+import _source_tree  # noqa: F401
 from dpprof import catalogue
 from dpprof.report.content import build_document
 from dpprof.report.render import write_report

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.planning import read_manifest

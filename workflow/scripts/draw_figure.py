@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 import pandas as pd
 
+import _source_tree  # noqa: F401
 from dpprof import catalogue
 from dpprof.validation import InputError
 
@@ -14,7 +14,9 @@ from dpprof.validation import InputError
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--figure", required=True, help="which: " + ", ".join(catalogue.names("figures")))
+    parser.add_argument(
+        "--figure", required=True, help="which: " + ", ".join(catalogue.names("figures"))
+    )
     parser.add_argument("--tables", type=Path, required=True, help="the folder of the CSV tables")
     parser.add_argument(
         "--output", type=Path, action="append", required=True, help="a .png, .pdf or .svg to write"

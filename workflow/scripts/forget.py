@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-
 from dpprof.result import OUTCOMES, ResultError, read_result
 from dpprof.validation import one_of
 

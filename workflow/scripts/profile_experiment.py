@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import _source_tree  # noqa: F401
 import yaml
 from pydantic import ValidationError
 
+import _source_tree  # noqa: F401
 from dpprof import catalogue
 from dpprof.experiment import Experiment, read_spec
 from dpprof.hardware import resolve_device
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--spec", type=Path, help="spec file, instead of the options below")
     parser.add_argument("--instrument", default="clean", help="what watches (default: clean)")
-    parser.add_argument("--replicate", type=int, default=0, help="number of the repetition")
+    parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")
     parser.add_argument("--output", type=Path, required=True, help="the result file to write")
     parser.add_argument("--log", type=Path, help="where the worker's output goes (default: here)")
     group = parser.add_argument_group("experiment")
@@ -37,6 +37,13 @@ def make_parser() -> argparse.ArgumentParser:
         help_text = f"{field.description}{note}".replace("%", "%%")
         group.add_argument(f"--{name.replace('_', '-')}", help=help_text, metavar="VALUE")
     return parser
+
+
+def natural(text: str) -> int:
+    """Read a number from 0 up."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be 0, 1, 2 ...")
+    return int(text)
 
 
 def read_experiment(arguments: argparse.Namespace) -> Experiment:
@@ -72,8 +79,6 @@ def main() -> None:
     try:
         experiment = read_experiment(arguments)
         catalogue.check("instruments", arguments.instrument, "--instrument")
-        if arguments.replicate < 0:
-            raise InputError(f"--replicate: {arguments.replicate} is not allowed; from 0 up")
     except (InputError, OSError, yaml.YAMLError) as error:
         sys.exit(f"error: {error}")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)

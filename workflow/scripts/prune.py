@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 import yaml
 
+import _source_tree  # noqa: F401
 from dpprof.planning import files_beyond, make_plan
 from dpprof.validation import InputError
 

@@ -1,7 +1,7 @@
 """Tidy tables: one row per run, step, snapshot and experiment; bytes and seconds throughout."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 
@@ -242,7 +242,7 @@ def _peaks(results: list[Result]) -> tuple[str | None, "pd.Series[float]"]:
         peaks = [getattr(memory, figure) for memory in memories]
         if peaks and None not in peaks:
             return kind, pd.Series(peaks, dtype=float)
-    return None, pd.Series([], dtype=float)
+    return None, pd.Series(dtype=float)
 
 
 def _or_none(value: Any) -> float | None:
@@ -269,4 +269,4 @@ def _outcomes(collected: Collected) -> pd.DataFrame:
     table["missing"] = missing.reindex(table.index, fill_value=0)
     table["success_rate"] = (table["ok"] / table["runs"]).where(table["runs"] > 0)
     table.index.name = "method"
-    return cast("pd.DataFrame", table.sort_index().reset_index().rename_axis(columns=None))
+    return table.sort_index().reset_index().rename_axis(columns=None)

@@ -14,7 +14,7 @@ class EventClock(StepClock):
 
     def tick(self) -> None:
         """Record an event on the current stream; does not wait."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
 

@@ -21,7 +21,7 @@ _METHODS: dict[str, tuple[str, str]] = {
 _OTHER_MARKERS = ("^", "P", "X", "<", ">", "h")
 
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "figure.dpi": 200,
     "font.size": 8,
     "axes.titlesize": 8,
@@ -37,7 +37,7 @@ _SETTINGS = {
 }
 
 
-def method_style(method: str) -> dict[str, str]:
+def method_style(method: str) -> dict[str, Any]:
     """Give a method its colour and marker, the same in every figure.
 
     A method from another package gets both from a digest of its name.

@@ -46,16 +46,16 @@ def draw(experiments: pd.DataFrame) -> Figure:
     methods = sorted(drawn["method"].unique(), key=lambda name: (name != "standard", name))
     handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
     handles += [
-        Line2D([], [], label=f"B = {batch}", marker="o", color="grey", linestyle="", markersize=size)
+        Line2D(
+            [], [], label=f"B = {batch}", marker="o", color="grey", linestyle="", markersize=size
+        )
         for batch, size in sizes.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2 * columns)
     return figure
 
 
-def _draw_method(
-    axis: Axes, method: str, points: pd.DataFrame, sizes: Mapping[int, float]
-) -> None:
+def _draw_method(axis: Axes, method: str, points: pd.DataFrame, sizes: Mapping[int, float]) -> None:
     style = method_style(method)
     time_ms, peak_mib = points["median_step_s"] * 1e3, points["peak_bytes"] / 2**20
     axis.plot(time_ms, peak_mib, color=style["color"], linewidth=1)

@@ -125,9 +125,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             alloc_retries=steady.alloc_retries,
             snapshots=list(snapshots.taken.values()),
         ),
-        time=Time(
-            step_s=step_s, warmup_step_s=warmup_step_s, median_s=statistics.median(step_s)
-        ),
+        time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=statistics.median(step_s)),
         throughput=_throughput(experiment, statistics.median(step_s)),
         reasons=dict(device.reasons),
     )

@@ -56,9 +56,9 @@ def _count(model: nn.Module) -> ModelFacts:
 
 
 def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
-    kind = {"adamw": AdamW, "sgd": SGD}[experiment.optimizer]
+    kinds: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
     trainable = [p for p in module.parameters() if p.requires_grad]
-    return kind(trainable, lr=experiment.learning_rate)
+    return kinds[experiment.optimizer](trainable, lr=experiment.learning_rate)
 
 
 def _make_batch(experiment: Experiment, model: nn.Module, device: Device) -> Batch:

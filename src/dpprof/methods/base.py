@@ -41,7 +41,7 @@ class TrainingStep(ABC):
         experiment: Clipping bound, noise multiplier and batch size are taken from it.
 
     Raises:
-        dpprof.catalogue.Unsupported: The method cannot train this model in this way.
+        dpprof.catalogue.UnsupportedError: The method cannot train this model in this way.
     """
 
     module: nn.Module

@@ -62,9 +62,7 @@ class OpacusGhost(TrainingStep):
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
-        self.optimizer = wrap_optimizer(
-            DPOptimizerFastGradientClipping, optimizer, self.experiment
-        )
+        self.optimizer = wrap_optimizer(DPOptimizerFastGradientClipping, optimizer, self.experiment)
         self.criterion: Any = DPLossFastGradientClipping(
             self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
         )

@@ -31,7 +31,8 @@ class Attention(nn.Module):
             for part in self.qkv(x_BTD).split(D, dim=2)
         )
         y_BHTK = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        return self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        mixed_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        return mixed_BTD
 
 
 class Block(nn.Module):
@@ -49,7 +50,8 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Transform the residual stream; (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        updated_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return updated_BTD
 
 
 class Transformer(nn.Module):

@@ -37,10 +37,9 @@ def build_document(tables: Tables, captions: Mapping[str, str]) -> Document:
 def _headline(tables: Tables) -> tuple[str, ...]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
-    said = [
-        f"{len(runs)} {_plural(len(runs), 'run')} of "
-        f"{runs['experiment_id'].nunique()} experiments: {_success(ok, len(runs))}."
-    ]
+    experiments = runs["experiment_id"].nunique()
+    counted = f"{len(runs)} {_plural(len(runs), 'run')} of {experiments} "
+    said = [f"{counted}{_plural(experiments, 'experiment')}: {_success(ok, len(runs))}."]
     failures = [
         f"{count} {outcome}"
         for outcome in OUTCOMES[1:]
@@ -85,8 +84,8 @@ def _results(experiments: pd.DataFrame, captions: Mapping[str, str]) -> Section:
         "n": lambda row: f"{row['replicates_ok']:.0f}/{row['replicates']:.0f}",
     }
     for varying in ("dtype", "optimizer", "attention", "device"):
-        if ordered[varying].nunique() > 1:
-            columns = {varying: lambda row, key=varying: str(row[key])} | columns
+        if len(set(ordered[varying])) > 1:
+            columns = {varying: _column(varying)} | columns
     kinds = set(ordered["peak_kind"].dropna())
     what = {"allocated": "the allocator's peak", "rss": "the process's resident high-water mark"}
     peak = " or ".join(what[kind] for kind in sorted(kinds))
@@ -108,7 +107,7 @@ def _outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Section:
         "runs": lambda row: str(row["runs"]),
     }
     for outcome in OUTCOMES:
-        columns[outcome] = lambda row, key=outcome: str(row[key])
+        columns[outcome] = _column(outcome)
     columns["success"] = lambda row: (
         "unknown" if pd.isna(row["success_rate"]) else f"{row['success_rate']:.0%}"
     )
@@ -116,7 +115,9 @@ def _outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Section:
     failed = runs[runs["outcome"] != "ok"]
     if len(failed):
         details: dict[str, Callable[[Any], str]] = {
-            "experiment": lambda row: f"{row['experiment_id']} {row['instrument']} r{row['replicate']}",
+            "experiment": lambda row: (
+                f"{row['experiment_id']} {row['instrument']} r{row['replicate']}"
+            ),
             "outcome": lambda row: row["outcome"],
             "kind": lambda row: text_of(row["error_kind"]),
             "phase": lambda row: text_of(row["error_phase"]),
@@ -161,7 +162,7 @@ def _how(runs: pd.DataFrame) -> Section:
     for label, column in facts:
         values = sorted({str(value) for value in runs[column].dropna()})
         items.append(f"{label}: {', '.join(values) if values else 'unknown'}")
-    if runs["git_dirty"].eq(True).any():  # noqa: FBT003
+    if runs["git_dirty"].eq(True).any():
         items.append("some runs were measured with uncommitted changes in the checkout")
     method = (
         "Every run is one fresh process with nothing in it but the training step and, for the "
@@ -174,6 +175,10 @@ def _how(runs: pd.DataFrame) -> Section:
     return Section(
         title="How this was measured", blocks=(Paragraph(text=method), Bullets(items=tuple(items)))
     )
+
+
+def _column(name: str) -> Callable[[Any], str]:
+    return lambda row: str(row[name])
 
 
 def tabulate(

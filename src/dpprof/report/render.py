@@ -68,14 +68,12 @@ def render_pdf(content: Path, output: Path) -> None:
         content: ``report.json``; figures are looked up in ``figures/`` beside it.
         output: The PDF to write.
     """
-    document = typst.compile(
+    document = typst.compile(  # type: ignore[type-var]  # its stub cannot infer font_paths
         (TEMPLATES / "report.typ").read_bytes(),
         root=str(content.parent.resolve()),
         sys_inputs={"content": f"/{content.name}"},
     )
-    temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_bytes(document)
-    temporary.replace(output)
+    write_atomically(output, document)
 
 
 def write_report(document: Document, folder: Path) -> None:
