@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from dpprof.storage import canonical_json, sha256_hex
-from dpprof.validation import InputError
+from dpprof.validation import UNION_TAGS, InputError
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """What a model, method or instrument may be called: safe in a path, a shell and a report."""
@@ -71,14 +71,15 @@ class Dimensions(BaseModel):
 
 def _model_kind(value: Any) -> str | None:
     """Tell the two ways to write a model apart; the tags are no part of a key."""
+    name, dimensions = UNION_TAGS
     if isinstance(value, str):
-        return "<name>"
-    return "<dimensions>" if isinstance(value, dict | Dimensions) else None
+        return name
+    return dimensions if isinstance(value, dict | Dimensions) else None
 
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Model = Annotated[
-    Annotated[Name, Tag("<name>")] | Annotated[Dimensions, Tag("<dimensions>")],
+    Annotated[Name, Tag(UNION_TAGS[0])] | Annotated[Dimensions, Tag(UNION_TAGS[1])],
     Discriminator(
         _model_kind,
         custom_error_type="model_kind",

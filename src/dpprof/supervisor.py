@@ -79,8 +79,9 @@ class _Log:
 
     def follow(self, stream: IO[bytes]) -> None:
         """Pass on everything from a stream, until it ends."""
-        for line in io.TextIOWrapper(stream, encoding="utf-8", errors="replace"):
-            self.write(line)
+        with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self.write(line)
 
     @property
     def last_line(self) -> str:

@@ -8,6 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+UNION_TAGS = ("<name>", "<dimensions>")
+"""How the ways to write a model are told apart; pydantic puts them into locations."""
+
+_NOT_KEYS = (*UNION_TAGS, "[key]")
+
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
 
@@ -34,15 +39,15 @@ def one_of(names: Iterable[str], value: Any = None) -> str:
 
 def _key(location: Sequence[int | str]) -> str:
     """Join a pydantic location into a dotted key, without list positions and union tags."""
-    parts = [part for part in location if isinstance(part, str) and part[:1] != "<"]
-    return ".".join(ascii(part)[1:-1] for part in parts if part != "[key]")
+    parts = [part for part in location if isinstance(part, str) and part not in _NOT_KEYS]
+    return ".".join(ascii(part)[1:-1] for part in parts)
 
 
 def _allowed_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     """Find the keys that the mapping at a location may have."""
     current: Any = model
     for part in location:
-        if isinstance(part, int) or part[:1] == "<":
+        if isinstance(part, int) or part in _NOT_KEYS:
             continue
         field = current.model_fields.get(part) if _is_model(current) else None
         current = _inner_model(field.annotation) if field else current

@@ -1,0 +1,26 @@
+"""Fixtures that many tests share."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests from waiting for, or holding up, experiments on the same machine."""
+    folder = os.environ.get("DPPROF_LOCK_DIR") or str(tmp_path_factory.getbasetemp())
+    monkeypatch.setenv("DPPROF_LOCK_DIR", folder)
+    monkeypatch.delenv("DPPROF_PROGRESS", raising=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

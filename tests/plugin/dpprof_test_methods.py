@@ -1,0 +1,68 @@
+"""Another package's methods, each of which fails in its own way, and a model.
+
+Found through its entry points when this folder is on PYTHONPATH, as an installed
+plug-in would be.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from torch import nn
+
+from dpprof.catalogue import UnsupportedError
+from dpprof.methods.standard import Standard
+
+
+class Fails(Standard):
+    """A standard step whose backward phase ends badly."""
+
+    def compute_gradient(self, batch, enter):
+        super().compute_gradient(batch, enter)
+        self.fail()
+
+
+class Dies(Fails):
+    def fail(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesOnce(Fails):
+    def fail(self):
+        marker = Path(os.environ["DPPROF_TEST_MARKER"])
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Segfaults(Fails):
+    def fail(self):
+        ctypes.string_at(0)
+
+
+class Raises(Fails):
+    def fail(self):
+        raise RuntimeError("a <script>alert(1)</script> \\input{x} $(touch pwned) | `x` & \x1b[31m")
+
+
+class Sleeps(Fails):
+    def fail(self):
+        time.sleep(3600)
+
+
+class Exits(Fails):
+    def fail(self):
+        print("famous last words", flush=True)
+        os._exit(7)
+
+
+class Refuses(Standard):
+    def __init__(self, model, experiment):
+        raise UnsupportedError("this method refuses every model")
+
+
+def build_linear(experiment):
+    """Embedding and head, nothing between."""
+    return nn.Sequential(nn.Embedding(11, 3), nn.Linear(3, 11, bias=False))

@@ -1,0 +1,66 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpprof import catalogue
+from dpprof.validation import InputError
+
+ROOT = Path(__file__).parents[1]
+
+
+def in_fresh_process(code: str, *paths: Path) -> str:
+    search = os.pathsep.join(str(path) for path in (ROOT / "src", *paths))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_own_names_are_declared() -> None:
+    assert catalogue.names("models") == ["1b", "medium", "small", "tiny"]
+    assert {"standard", "microbatch", "opacus-hooks", "opacus-ghost"} <= set(
+        catalogue.names("methods")
+    )
+
+
+@pytest.mark.parametrize("group", ["models", "methods", "instruments", "figures"])
+def test_everything_declared_can_be_loaded_and_has_a_source_file(group) -> None:
+    for name in catalogue.names(group):
+        loaded = catalogue.load(group, name)
+        module = getattr(loaded, "__module__", "dpprof.models.presets")
+        assert catalogue.source_file(group, name).stem in {module.split(".")[-1], "presets"}
+
+
+def test_an_unknown_name_is_one_sentence() -> None:
+    with pytest.raises(InputError) as caught:
+        catalogue.check("methods", "opacus-hook", "--method")
+
+    assert str(caught.value).startswith(
+        "--method: 'opacus-hook' is not allowed; did you mean 'opacus-hooks'? allowed: microbatch"
+    )
+
+
+def test_a_plugin_is_found_without_importing_it_or_torch() -> None:
+    code = (
+        "import sys; from dpprof import catalogue as c;"
+        "print('test-dies' in c.names('methods'), c.source_file('methods', 'test-dies').name,"
+        " c.distribution_of('methods', 'test-dies'),"
+        " 'torch' in sys.modules, 'dpprof_test_methods' in sys.modules)"
+    )
+
+    assert in_fresh_process(code, ROOT / "tests" / "plugin") == (
+        "True dpprof_test_methods.py dpprof-test-methods 1.0 False False"
+    )
+
+
+def test_without_the_plugin_its_names_do_not_exist() -> None:
+    code = "from dpprof import catalogue as c; print('test-dies' in c.names('methods'))"
+
+    assert in_fresh_process(code) == "False"

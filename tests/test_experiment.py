@@ -1,0 +1,136 @@
+import hashlib
+import json
+
+import pytest
+from factory import make_experiment
+from pydantic import ValidationError
+
+from dpprof.experiment import Experiment, read_spec
+from dpprof.validation import InputError, explain
+
+COMPLETE = {
+    "model": "small",
+    "method": "opacus-ghost",
+    "batch_size": 8,
+    "seq_len": 1024,
+    "dtype": "float32",
+    "optimizer": "adamw",
+    "attention": "sdpa",
+    "device": "cpu",
+    "max_grad_norm": 1.0,
+    "noise_multiplier": 1.0,
+    "learning_rate": 0.001,
+    "seed": 0,
+    "warmup_steps": 3,
+    "timed_steps": 10,
+    "cpu_threads": None,
+    "timeout_s": 900.0,
+    "memory_limit_bytes": None,
+}
+
+
+def test_id_is_a_readable_stem_and_the_digest_of_the_canonical_json() -> None:
+    text = json.dumps(COMPLETE, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+
+    experiment = Experiment.model_validate(COMPLETE)
+
+    assert experiment.canonical == text
+    assert experiment.digest == digest
+    assert experiment.id == f"small-opacus-ghost-b8-t1024-{digest[:8]}"
+
+
+def test_defaults_are_spelled_out_in_the_spec() -> None:
+    required = {k: COMPLETE[k] for k in ("model", "method", "batch_size", "seq_len", "device")}
+
+    assert Experiment.model_validate(required).canonical == make_experiment(**COMPLETE).canonical
+
+
+# attention has one value so far
+@pytest.mark.parametrize("field", sorted(set(COMPLETE) - {"attention"}))
+def test_every_field_changes_the_digest(field: str) -> None:
+    other = {
+        "model": "tiny",
+        "method": "standard",
+        "dtype": "float64",
+        "optimizer": "sgd",
+        "device": "cuda",
+        "cpu_threads": 2,
+        "memory_limit_bytes": 2**30,
+    }
+    changed = COMPLETE | {field: other.get(field) or COMPLETE[field] + 1}
+
+    assert Experiment.model_validate(changed).digest != Experiment.model_validate(COMPLETE).digest
+
+
+def test_the_same_value_written_otherwise_is_the_same_experiment() -> None:
+    written = COMPLETE | {"batch_size": "8", "timeout_s": 900, "seq_len": 1024.0}
+    limited = COMPLETE | {"memory_limit_bytes": "2GiB"}
+
+    assert Experiment.model_validate(written).digest == Experiment.model_validate(COMPLETE).digest
+    assert Experiment.model_validate(limited).memory_limit_bytes == 2 * 2**30
+
+
+def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
+    dimensions = {"vocab_size": 10, "d_model": 8, "layers": 1, "heads": 4}
+
+    assert make_experiment(model=dimensions).id.startswith("custom-standard-b2-t4-")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"batch_size": 0}, "batch_size: 0 is not allowed; it must be greater than or equal to 1"),
+        ({"batch_size": True}, "batch_size: True is not allowed; it must be a number"),
+        ({"batch_size": 1.5}, "batch_size: 1.5 is not allowed; it must be a valid integer"),
+        ({"dtype": "fp16"}, "dtype: 'fp16' is not allowed; it must be 'float32', 'tf32' or"),
+        ({"noise_multiplier": float("nan")}, "noise_multiplier: nan is not allowed; it must be a"),
+        ({"model": "../up"}, "model: '../up' is not allowed; it must match pattern"),
+        ({"model": "small\n"}, r"model: 'small\n' is not allowed; it must match pattern"),
+        ({"model": 3}, "model: 3 is not allowed; it must be a model's name or a mapping"),
+        ({"model": {"vocab_size": 9}}, "model.d_model: missing"),
+        ({"bath_size": 3}, "unknown key 'bath_size'; did you mean 'batch_size'? allowed: attention"),
+        ({"memory_limit_bytes": "4 lots"}, "memory_limit_bytes: '4 lots' is not allowed; could not"),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes: 0 is not allowed; it must be above 0"),
+    ],
+)
+def test_bad_input_is_one_sentence(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Experiment.model_validate(COMPLETE | fields)
+
+    assert str(explain(caught.value, Experiment)).startswith(sentence)
+
+
+def test_heads_that_do_not_divide_d_model_are_named() -> None:
+    dimensions = {"vocab_size": 10, "d_model": 10, "layers": 1, "heads": 3}
+
+    with pytest.raises(ValidationError) as caught:
+        make_experiment(model=dimensions)
+
+    message = str(explain(caught.value, Experiment))
+    assert message.startswith("model: {")
+    assert "heads must divide d_model, and 3 does not divide 10" in message
+
+
+def test_a_spec_file_is_read_back(tmp_path) -> None:
+    experiment = make_experiment()
+    path = tmp_path / f"{experiment.id}.json"
+    path.write_text(experiment.canonical)
+
+    assert read_spec(path) == experiment
+
+
+def test_an_edited_spec_file_is_refused(tmp_path) -> None:
+    path = tmp_path / f"{make_experiment().id}.json"
+    path.write_text(make_experiment(batch_size=3).canonical)
+
+    with pytest.raises(InputError, match=r"was edited, its content belongs to custom-standard-b3"):
+        read_spec(path)
+
+
+def test_a_spec_that_is_no_spec_is_refused(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"model": "small"')
+
+    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec"):
+        read_spec(path)

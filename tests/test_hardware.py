@@ -1,0 +1,81 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dpprof import hardware
+
+
+@pytest.fixture
+def three_gpus(monkeypatch) -> None:
+    """A driver that shows three GPUs; NVML's calls as documented, nothing more."""
+    uuids = ["GPU-aaaa1111", "GPU-bbbb2222", "GPU-cccc3333"]
+    fake = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(uuids),
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: uuids[handle],
+        nvmlDeviceGetName=lambda _: b"NVIDIA H200",
+        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=150 * 2**30),
+    )
+    monkeypatch.setattr(hardware, "pynvml", fake)
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0", "13.0"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["GPU-aaaa1111", "GPU-bbbb2222", "GPU-cccc3333"]),
+        ("2,0", ["GPU-cccc3333", "GPU-aaaa1111"]),
+        ("GPU-bbbb", ["GPU-bbbb2222"]),
+        ("", []),
+        ("-1", []),
+        ("1,7,0", ["GPU-bbbb2222"]),
+        ("MIG-1234", ["MIG-1234"]),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(
+    three_gpus, monkeypatch, visible: str | None, expected: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    assert [gpu.uuid for gpu in hardware.visible_gpus()] == expected
+
+
+def test_auto_is_cuda_where_it_can_be_used(three_gpus, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    assert hardware.resolve_device() == "cuda"
+    assert capsys.readouterr().err == ""
+
+
+def test_hidden_gpus_fall_back_to_the_cpu_with_one_line(three_gpus, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    assert hardware.resolve_device() == "cpu"
+    said = capsys.readouterr().err
+    assert said == "dpprof: no CUDA (CUDA_VISIBLE_DEVICES='' hides every GPU); experiments run on the CPU\n"
+
+
+def test_a_torch_without_cuda_is_named(three_gpus, monkeypatch) -> None:
+    monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0+cpu", None))
+
+    assert hardware.why_no_cuda() == "torch 2.13.0+cpu was built without CUDA"
+
+
+def test_torch_build_agrees_with_torch() -> None:
+    import torch
+
+    assert hardware.torch_build() == (torch.__version__, torch.version.cuda)
+
+
+def test_cpu_is_described_without_guessing() -> None:
+    facts = hardware.describe_cpu(threads=3)
+
+    assert facts["threads"] == 3
+    total_kib = int(Path("/proc/meminfo").read_text().split()[1])
+    assert facts["memory_total_bytes"] == total_kib * 1024

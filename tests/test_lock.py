@@ -1,0 +1,69 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpprof.lock import hold_one, lock_path
+
+
+def never() -> None:
+    raise AssertionError("waited for a lock that is free")
+
+
+class Waited(Exception):
+    pass
+
+
+def give_up() -> None:
+    raise Waited
+
+
+def test_a_free_lock_is_taken_at_once_and_given_back() -> None:
+    for _ in range(2):
+        with hold_one(["free"], never) as (position, _descriptor):
+            assert position == 0
+
+
+def test_a_taken_lock_is_waited_for() -> None:
+    with hold_one(["busy"], never), pytest.raises(Waited), hold_one(["busy"], give_up):
+        pass
+
+
+def test_the_first_free_device_is_chosen() -> None:
+    with hold_one(["gpu-a"], never), hold_one(["gpu-a", "gpu-b"], never) as (position, _):
+        assert position == 1
+
+
+def test_a_child_that_inherits_the_lock_keeps_it_when_the_parent_lets_go() -> None:
+    with hold_one(["inherited"], never) as (_, descriptor):
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(descriptor,)
+        )
+    with pytest.raises(Waited), hold_one(["inherited"], give_up):
+        pass
+    child.kill()
+    child.wait()
+    with hold_one(["inherited"], never):
+        pass
+
+
+def test_another_users_lock_file_can_be_used(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_LOCK_DIR", str(tmp_path))
+    lock_path("shared").touch()
+    lock_path("shared").chmod(0o444)
+
+    with hold_one(["shared"], never):
+        pass
+
+
+def test_the_lock_is_machine_wide_whatever_tmpdir_is(monkeypatch) -> None:
+    monkeypatch.delenv("DPPROF_LOCK_DIR")
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+
+    assert lock_path("cpu") == Path("/tmp/dpprof-cpu.lock")
+
+
+def test_a_device_name_cannot_leave_the_folder() -> None:
+    assert lock_path("../../etc/x").parent == Path(os.environ["DPPROF_LOCK_DIR"])

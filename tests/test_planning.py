@@ -1,0 +1,154 @@
+import copy
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpprof.planning import files_beyond, make_plan, read_manifest, spec_path, write_plan
+from dpprof.validation import InputError
+
+CONFIG = {
+    "defaults": {"model": "tiny", "seq_len": 8},
+    "sweeps": {
+        "one": {"method": ["standard", "opacus-hooks"], "batch_size": [1, 2], "replicates": 2},
+        "two": {"method": "standard", "batch_size": 2},
+    },
+}
+
+
+def plan_of(config):
+    return make_plan(config, device=lambda: "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_that_two_sweeps_ask_for_is_planned_once() -> None:
+    manifest = plan_of(CONFIG).manifest
+
+    assert len(manifest.runs) == 2 * 2 * 2
+    shared = [run for run in manifest.runs if run.sweeps == ("one", "two")]
+    assert [(run.method, run.replicate) for run in shared] == [("standard", 0)]
+
+
+def test_a_reordered_config_has_the_same_manifest() -> None:
+    reordered = {
+        "sweeps": {
+            "two": {"batch_size": 2, "method": "standard"},
+            "one": {"replicates": 2, "batch_size": [2, 1], "method": ["opacus-hooks", "standard"]},
+        },
+        "defaults": {"seq_len": 8, "model": "tiny"},
+    }
+
+    assert plan_of(reordered).manifest == plan_of(CONFIG).manifest
+
+
+def test_replicates_are_interleaved() -> None:
+    replicates = [run.replicate for run in plan_of(CONFIG).manifest.runs]
+
+    assert replicates == sorted(replicates)
+
+
+def test_planning_twice_touches_nothing(folder) -> None:
+    write_plan(plan_of(CONFIG))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    time.sleep(0.01)
+    write_plan(plan_of(CONFIG))
+
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(before) == len([path for path in folder.rglob("*") if path.is_file()])
+
+
+def test_specs_are_canonical_and_named_by_content(folder) -> None:
+    plan = plan_of(CONFIG)
+    write_plan(plan)
+
+    for experiment in plan.experiments.values():
+        spec = json.loads((folder / spec_path(experiment.id)).read_text())
+        assert spec == experiment.model_dump(mode="json")
+
+
+def test_manifests_of_two_configs_live_side_by_side(folder) -> None:
+    other = copy.deepcopy(CONFIG)
+    del other["sweeps"]["one"]
+    for config in (CONFIG, other):
+        write_plan(plan_of(config))
+
+    assert read_manifest(plan_of(CONFIG).manifest.path) == plan_of(CONFIG).manifest
+    assert read_manifest(plan_of(other).manifest.path) == plan_of(other).manifest
+
+
+def test_a_manifest_is_younger_than_tables_of_another(folder) -> None:
+    plan = plan_of(CONFIG)
+    write_plan(plan)
+    os.utime(plan.manifest.path, (1, 1))
+    tables = folder / "results" / "tables" / "manifest.txt"
+    tables.parent.mkdir(parents=True)
+
+    tables.write_text(plan.manifest.path.name + "\n")
+    write_plan(plan)
+    assert plan.manifest.path.stat().st_mtime == 1
+
+    tables.write_text("manifest-of-another-config.json\n")
+    write_plan(plan)
+    assert plan.manifest.path.stat().st_mtime > 1
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ({"method": "opacus-gost"}, "sweeps.two.method: 'opacus-gost' is not allowed; did you mean"),
+        ({"model": "huge"}, "sweeps.two.model: 'huge' is not allowed; allowed: 1b, medium, small"),
+        ({"instruments": "clear"}, "sweeps.two.instruments: 'clear' is not allowed; did you mean"),
+    ],
+)
+def test_unknown_names_are_one_sentence(where, sentence: str) -> None:
+    config = copy.deepcopy(CONFIG)
+    config["sweeps"]["two"] |= where
+
+    with pytest.raises(InputError) as caught:
+        plan_of(config)
+
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_bad_config_writes_nothing(folder) -> None:
+    with pytest.raises(InputError):
+        write_plan(plan_of(CONFIG | {"sweeps": {"x": {"method": "no", "batch_size": 1}}}))
+
+    assert list(folder.iterdir()) == []
+
+
+def test_a_damaged_manifest_is_named(folder) -> None:
+    path = folder / "manifest-x.json"
+    path.write_text('{"schema_version":1,"runs":[')
+
+    with pytest.raises(InputError, match=r"manifest-x\.json: is no manifest"):
+        read_manifest(path)
+
+
+def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
+    plan = plan_of(CONFIG)
+    write_plan(plan)
+    wanted = plan.manifest.runs[0].path(folder)
+    stale = folder / "results" / "clean" / "tiny-standard-b9-t8-00000000.r0.json"
+    stale_log = folder / "results" / "logs" / "clean" / "tiny-standard-b9-t8-00000000.r0.log"
+    report = folder / "results" / "report.md"
+    for path in (wanted, stale, stale_log, report):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+
+    assert files_beyond(folder, [plan]) == sorted([stale, stale_log])
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "smoke.yaml"])
+def test_shipped_configs_plan(name: str) -> None:
+    path = Path(__file__).parents[1] / "config" / name
+
+    assert plan_of(yaml.safe_load(path.read_text())).manifest.runs

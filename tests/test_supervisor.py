@@ -1,0 +1,208 @@
+import datetime as dt
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from factory import make_experiment
+
+from dpprof import catalogue
+from dpprof.result import read_result
+from dpprof.supervisor import supervise
+
+ROOT = Path(__file__).parents[1]
+PLUGIN = ROOT / "tests" / "plugin"
+SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+    monkeypatch.syspath_prepend(PLUGIN)
+    catalogue._entries.cache_clear()
+    yield
+    catalogue._entries.cache_clear()
+
+
+def supervised(tmp_path: Path, **fields):
+    output = tmp_path / "result.json"
+    log = tmp_path / "run.log"
+    result = supervise(make_experiment(**fields), "clean", 0, output, log)
+    assert read_result(output) == result
+    return result, log.read_text()
+
+
+def test_ok(tmp_path) -> None:
+    result, log = supervised(tmp_path, timed_steps=4, warmup_steps=2)
+
+    assert (result.outcome, result.error, len(result.attempts)) == ("ok", None, 1)
+    assert len(result.time.step_s) == 4
+    assert len(result.time.warmup_step_s) == 2
+    assert "attempt 1: ok" in log
+
+
+def test_oom_is_real_and_says_what_was_requested(tmp_path) -> None:
+    # The first activation alone, 64 x 512 x 4096 x 4 bytes, is 512 MiB.
+    dimensions = {"vocab_size": 16, "d_model": 4096, "layers": 1, "heads": 1}
+    result, log = supervised(
+        tmp_path, model=dimensions, batch_size=64, seq_len=512, memory_limit_bytes="2GiB"
+    )
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+    assert result.error.phase in {"setup", "forward"}
+    assert result.error.requested_bytes >= 512 * 2**20
+    assert "can't allocate memory" in result.error.message
+    assert "Traceback" in log
+    assert result.time is None
+
+
+def test_unsupported_names_the_reason(tmp_path) -> None:
+    result, _ = supervised(tmp_path, dtype="tf32")
+
+    assert (result.outcome, len(result.attempts)) == ("unsupported", 1)
+    assert "tf32" in result.error.message
+
+
+def test_a_method_may_refuse(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-refuses")
+
+    assert result.outcome == "unsupported"
+    assert result.error.message == "this method refuses every model"
+
+
+def test_timeout_ends_the_worker_and_is_not_tried_again(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-sleeps", timeout_s=8)
+
+    assert (result.outcome, len(result.attempts)) == ("timeout", 1)
+    assert (result.error.kind, result.error.phase) == ("Timeout", "backward")
+    assert 8 <= result.attempts[0].wall_s < 20
+
+
+def test_killed_worker_is_tried_once_more_and_leaves_a_killed_result(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-dies")
+
+    assert result.outcome == "killed"
+    assert [attempt.outcome for attempt in result.attempts] == ["killed", "killed"]
+    assert (result.error.signal, result.error.phase) == ("SIGKILL", "backward")
+    assert result.error.log == str(tmp_path / "run.log")
+
+
+def test_a_kill_that_does_not_return_ends_in_ok(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(tmp_path / "died"))
+    result, _ = supervised(tmp_path, method="test-dies-once")
+
+    assert [attempt.outcome for attempt in result.attempts] == ["killed", "ok"]
+    assert (result.outcome, result.error) == ("ok", None)
+    assert result.time is not None
+
+
+def test_a_segfault_is_a_crash_with_its_signal(tmp_path) -> None:
+    result, log = supervised(tmp_path, method="test-segfaults")
+
+    assert [attempt.outcome for attempt in result.attempts] == ["crashed", "crashed"]
+    assert result.error.signal == "SIGSEGV"
+    assert "Segmentation fault" in log
+
+
+def test_an_exception_is_a_crash_with_its_message(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-raises")
+
+    assert result.outcome == "crashed"
+    assert result.error.kind == "RuntimeError"
+    assert "<script>alert(1)</script>" in result.error.message
+
+
+def test_a_silent_exit_is_a_crash_with_its_last_words(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-exits")
+
+    assert (result.outcome, result.error.exit_code) == ("crashed", 7)
+    assert result.error.message == "famous last words"
+
+
+def test_a_model_of_another_package_runs(tmp_path) -> None:
+    result, _ = supervised(tmp_path, model="test-linear")
+
+    assert result.outcome == "ok"
+    assert result.model.parameters_total == 11 * 3 + 3 * 11
+
+
+def start_script(tmp_path: Path, name: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / name), *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+SLEEPER = ["--model", "tiny", "--method", "test-sleeps", "--batch-size", "1", "--seq-len", "4"]
+
+
+def wait_for_worker(supervisor: subprocess.Popen[str]) -> psutil.Process:
+    for _ in range(200):
+        children = psutil.Process(supervisor.pid).children()
+        if children:
+            return children[0]
+        time.sleep(0.05)
+    raise AssertionError("no worker was started")
+
+
+def test_a_killed_supervisor_takes_its_worker_along(tmp_path) -> None:
+    supervisor = start_script(tmp_path, "x.json", *SLEEPER)
+    worker = wait_for_worker(supervisor)
+    time.sleep(1)  # past the worker's first instructions, where it asks to die along
+    supervisor.kill()
+    supervisor.wait()
+
+    worker.wait(timeout=10)
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_supervisor_ends_its_worker_and_leaves_no_result(tmp_path, number) -> None:
+    supervisor = start_script(tmp_path, "x.json", *SLEEPER)
+    worker = wait_for_worker(supervisor)
+    time.sleep(1)
+    supervisor.send_signal(number)
+
+    assert supervisor.wait(timeout=10) != 0
+    worker.wait(timeout=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_at_once_never_overlap(tmp_path) -> None:
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    running = [start_script(tmp_path, f"{name}.json", *options) for name in "ab"]
+    said = [process.communicate(timeout=120)[1] for process in running]
+
+    intervals = []
+    for name in "ab":
+        result = read_result(tmp_path / f"{name}.json")
+        start = dt.datetime.fromisoformat(result.started_at)
+        intervals.append((start, start + dt.timedelta(seconds=result.wall_s)))
+    first, second = sorted(intervals)
+    assert first[1] <= second[0]
+    assert sum("taken by another experiment; waiting" in text for text in said) == 1
+
+
+def test_the_supervisor_imports_no_torch() -> None:
+    code = "import sys, dpprof.supervisor, dpprof.planning; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.strip() == "False"
+
+
+def test_supervise_outside_the_main_thread(tmp_path) -> None:
+    thread = threading.Thread(target=supervised, args=(tmp_path,), kwargs={"dtype": "tf32"})
+    thread.start()
+    thread.join()
+
+    assert json.loads((tmp_path / "result.json").read_text())["outcome"] == "unsupported"
