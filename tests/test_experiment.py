@@ -89,8 +89,14 @@ def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
         ({"model": "small\n"}, r"model: 'small\n' is not allowed; it must match pattern"),
         ({"model": 3}, "model: 3 is not allowed; it must be a model's name or a mapping"),
         ({"model": {"vocab_size": 9}}, "model.d_model: missing"),
-        ({"bath_size": 3}, "unknown key 'bath_size'; did you mean 'batch_size'? allowed: attention"),
-        ({"memory_limit_bytes": "4 lots"}, "memory_limit_bytes: '4 lots' is not allowed; could not"),
+        (
+            {"bath_size": 3},
+            "unknown key 'bath_size'; did you mean 'batch_size'? allowed: attention",
+        ),
+        (
+            {"memory_limit_bytes": "4 lots"},
+            "memory_limit_bytes: '4 lots' is not allowed; could not",
+        ),
         ({"memory_limit_bytes": 0}, "memory_limit_bytes: 0 is not allowed; it must be above 0"),
     ],
 )

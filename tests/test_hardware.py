@@ -2,6 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dpprof import hardware
 
@@ -58,7 +59,10 @@ def test_hidden_gpus_fall_back_to_the_cpu_with_one_line(three_gpus, monkeypatch,
 
     assert hardware.resolve_device() == "cpu"
     said = capsys.readouterr().err
-    assert said == "dpprof: no CUDA (CUDA_VISIBLE_DEVICES='' hides every GPU); experiments run on the CPU\n"
+    assert (
+        said
+        == "dpprof: no CUDA (CUDA_VISIBLE_DEVICES='' hides every GPU); experiments run on the CPU\n"
+    )
 
 
 def test_a_torch_without_cuda_is_named(three_gpus, monkeypatch) -> None:
@@ -68,8 +72,6 @@ def test_a_torch_without_cuda_is_named(three_gpus, monkeypatch) -> None:
 
 
 def test_torch_build_agrees_with_torch() -> None:
-    import torch
-
     assert hardware.torch_build() == (torch.__version__, torch.version.cuda)
 
 

@@ -12,12 +12,12 @@ def never() -> None:
     raise AssertionError("waited for a lock that is free")
 
 
-class Waited(Exception):
+class WaitedError(Exception):
     pass
 
 
 def give_up() -> None:
-    raise Waited
+    raise WaitedError
 
 
 def test_a_free_lock_is_taken_at_once_and_given_back() -> None:
@@ -27,7 +27,7 @@ def test_a_free_lock_is_taken_at_once_and_given_back() -> None:
 
 
 def test_a_taken_lock_is_waited_for() -> None:
-    with hold_one(["busy"], never), pytest.raises(Waited), hold_one(["busy"], give_up):
+    with hold_one(["busy"], never), pytest.raises(WaitedError), hold_one(["busy"], give_up):
         pass
 
 
@@ -41,7 +41,7 @@ def test_a_child_that_inherits_the_lock_keeps_it_when_the_parent_lets_go() -> No
         child = subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(descriptor,)
         )
-    with pytest.raises(Waited), hold_one(["inherited"], give_up):
+    with pytest.raises(WaitedError), hold_one(["inherited"], give_up):
         pass
     child.kill()
     child.wait()
@@ -62,7 +62,7 @@ def test_the_lock_is_machine_wide_whatever_tmpdir_is(monkeypatch) -> None:
     monkeypatch.delenv("DPPROF_LOCK_DIR")
     monkeypatch.setenv("TMPDIR", "/elsewhere")
 
-    assert lock_path("cpu") == Path("/tmp/dpprof-cpu.lock")
+    assert lock_path("cpu") == Path("/tmp/dpprof-cpu.lock")  # noqa: S108
 
 
 def test_a_device_name_cannot_leave_the_folder() -> None:

@@ -1,6 +1,5 @@
 import copy
 import json
-import os
 import time
 from pathlib import Path
 
@@ -55,14 +54,13 @@ def test_replicates_are_interleaved() -> None:
     assert replicates == sorted(replicates)
 
 
-def test_planning_twice_touches_nothing(folder) -> None:
-    write_plan(plan_of(CONFIG))
+def test_planning_twice_touches_nothing(reported) -> None:
+    folder = reported
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     time.sleep(0.01)
     write_plan(plan_of(CONFIG))
 
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert len(before) == len([path for path in folder.rglob("*") if path.is_file()])
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_specs_are_canonical_and_named_by_content(folder) -> None:
@@ -84,26 +82,51 @@ def test_manifests_of_two_configs_live_side_by_side(folder) -> None:
     assert read_manifest(plan_of(other).manifest.path) == plan_of(other).manifest
 
 
-def test_a_manifest_is_younger_than_tables_of_another(folder) -> None:
+@pytest.fixture
+def reported(folder) -> Path:
+    """A folder in which the config's results and tables exist; their content is not read."""
     plan = plan_of(CONFIG)
-    write_plan(plan)
-    os.utime(plan.manifest.path, (1, 1))
+    for run in plan.manifest.runs:
+        run.path(folder).parent.mkdir(parents=True, exist_ok=True)
+        run.path(folder).touch()
     tables = folder / "results" / "tables" / "manifest.txt"
     tables.parent.mkdir(parents=True)
-
     tables.write_text(plan.manifest.path.name + "\n")
     write_plan(plan)
-    assert plan.manifest.path.stat().st_mtime == 1
+    return folder
 
-    tables.write_text("manifest-of-another-config.json\n")
+
+def due_after_planning(config=CONFIG) -> bool:
+    plan = plan_of(config)
+    before = plan.manifest.due_path.read_text() if plan.manifest.due_path.exists() else None
     write_plan(plan)
-    assert plan.manifest.path.stat().st_mtime > 1
+    return plan.manifest.due_path.read_text() != before
+
+
+def test_tables_are_not_due_while_nothing_changed(reported) -> None:
+    assert not due_after_planning()
+
+
+def test_tables_are_due_when_a_result_is_gone(reported) -> None:
+    plan_of(CONFIG).manifest.runs[0].path(reported).unlink()
+
+    assert due_after_planning()
+    assert due_after_planning()  # and stay so until it is there
+
+
+def test_tables_are_due_when_those_on_disk_are_of_another_config(reported) -> None:
+    (reported / "results" / "tables" / "manifest.txt").write_text("manifest-other.json\n")
+
+    assert due_after_planning()
 
 
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        ({"method": "opacus-gost"}, "sweeps.two.method: 'opacus-gost' is not allowed; did you mean"),
+        (
+            {"method": "opacus-gost"},
+            "sweeps.two.method: 'opacus-gost' is not allowed; did you mean",
+        ),
         ({"model": "huge"}, "sweeps.two.model: 'huge' is not allowed; allowed: 1b, medium, small"),
         ({"instruments": "clear"}, "sweeps.two.instruments: 'clear' is not allowed; did you mean"),
     ],

@@ -64,7 +64,13 @@ def test_the_file_is_one_json_a_line(sweep) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (59.6, "1 min 0 s"), (125, "2 min 5 s"), (3600, "1 h 0 min"), (8000, "2 h 13 min")],
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min 0 s"),
+        (125, "2 min 5 s"),
+        (3600, "1 h 0 min"),
+        (8000, "2 h 13 min"),
+    ],
 )
 def test_durations_are_written_as_people_say_them(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

@@ -41,8 +41,11 @@ def test_the_digest_covers_every_file_that_a_worker_really_loads() -> None:
 
 
 def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:
-    names = {str(file.relative_to(PACKAGE)) for file in measuring_files("clean", "opacus-hooks")
-             if file.is_relative_to(PACKAGE)}
+    names = {
+        str(file.relative_to(PACKAGE))
+        for file in measuring_files("clean", "opacus-hooks")
+        if file.is_relative_to(PACKAGE)
+    }
 
     assert "methods/opacus_hooks.py" in names
     assert "methods/opacus_optimizer.py" in names

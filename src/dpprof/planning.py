@@ -5,8 +5,8 @@ changes and any number of configs share one results folder. A manifest lists the
 of one config and is named by its own digest.
 """
 
+import datetime as dt
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from dpprof.experiment import Experiment
 from dpprof.hardware import resolve_device
 from dpprof.result import result_path
 from dpprof.sources import code_digest, derived_digests
-from dpprof.storage import canonical_json, sha256_hex, write_if_changed
+from dpprof.storage import canonical_json, sha256_hex, write_atomically, write_if_changed
 from dpprof.sweep import Config, Run, expand, given, parse_config
 from dpprof.validation import InputError
 
@@ -61,6 +61,11 @@ class Manifest(BaseModel):
     def path(self) -> Path:
         """Where the manifest lives, relative to the working folder."""
         return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
+
+    @property
+    def due_path(self) -> Path:
+        """Names the file that says when this config's tables last became due."""
+        return self.path.with_name(self.path.name.replace("manifest-", "due-"))
 
 
 @dataclass(frozen=True)
@@ -136,12 +141,7 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
 
 
 def write_plan(plan: Plan) -> None:
-    """Write specs, code digests and the manifest, only where the content differs.
-
-    The manifest's age matters as well: where the tables on disk were made from another
-    manifest, this one is given a new date, so that they are made again even if
-    Snakemake's own records are gone.
-    """
+    """Write specs, code digests and the manifest, only where the content differs."""
     for experiment in plan.experiments.values():
         write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
     digests = derived_digests()
@@ -149,11 +149,24 @@ def write_plan(plan: Plan) -> None:
         digests[f"{instrument}-{method}"] = code_digest(instrument, method)
     for name, digest in digests.items():
         write_if_changed(code_path(name), digest + "\n")
-    path = plan.manifest.path
-    if not write_if_changed(path, plan.manifest.text):
-        tables_are_of = TABLES / "manifest.txt"
-        if tables_are_of.is_file() and tables_are_of.read_text().strip() != path.name:
-            os.utime(path)
+    write_if_changed(plan.manifest.path, plan.manifest.text)
+    _mark_tables_due(plan.manifest)
+
+
+def _mark_tables_due(manifest: Manifest) -> None:
+    """Rewrite an input of the tables when they must be made again.
+
+    Snakemake does not miss an intermediate file while what was made from it is there, and
+    without its own records it cannot tell whose tables those are. So a result that was
+    deleted, or tables of another config, would pass unnoticed.
+    """
+    missing = sum(not run.path(Path()).is_file() for run in manifest.runs)
+    tables_are_of = TABLES / "manifest.txt"
+    others = tables_are_of.is_file() and tables_are_of.read_text().strip() != manifest.path.name
+    if missing or others or not manifest.due_path.is_file():
+        why = f"{missing} results missing" if missing else "tables of another config, or none"
+        now = dt.datetime.now(dt.UTC).isoformat()
+        write_atomically(manifest.due_path, f"{why} at {now}\n")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -176,7 +189,7 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
     """
     keep: set[Path] = {root / code_path(name) for name in derived_digests()}
     for plan in plans:
-        keep.add(root / plan.manifest.path)
+        keep |= {root / plan.manifest.path, root / plan.manifest.due_path}
         for run in plan.manifest.runs:
             log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
             keep |= {run.path(root), log, root / spec_path(run.id)}
@@ -187,5 +200,6 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
         *(root / PLAN).glob("specs/*.json"),
         *(root / PLAN).glob("code/*.sha256"),
         *(root / PLAN).glob("manifest-*.json"),
+        *(root / PLAN).glob("due-*.json"),
     ]
     return sorted(path for path in candidates if path not in keep)

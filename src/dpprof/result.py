@@ -30,7 +30,12 @@ PHASES: tuple[Phase, ...] = (
 class Part(BaseModel):
     """A part of a result: nothing in it is guessed, unknown is null."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class Failure(Part):

@@ -37,6 +37,14 @@ class DiesOnce(Fails):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class SleepsOnce(Fails):
+    def fail(self):
+        marker = Path(os.environ["DPPROF_TEST_MARKER"])
+        if not marker.exists():
+            marker.touch()
+            time.sleep(3600)
+
+
 class Segfaults(Fails):
     def fail(self):
         ctypes.string_at(0)
@@ -59,7 +67,7 @@ class Exits(Fails):
 
 
 class Refuses(Standard):
-    def __init__(self, model, experiment):
+    def __init__(self, model, experiment):  # noqa: ARG002
         raise UnsupportedError("this method refuses every model")
 
 

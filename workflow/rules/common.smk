@@ -72,6 +72,11 @@ def manifest_of(wildcards):
     return str(PLAN.manifest.path)
 
 
+def due_of(wildcards):
+    """Name the file that planning rewrites when tables must be made again."""
+    return str(PLAN.manifest.due_path)
+
+
 def results_of(wildcards):
     """List the results of the current config; with partial=true those that exist."""
     paths = [run.path(Path()) for run in PLAN.manifest.runs]

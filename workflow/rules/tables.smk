@@ -2,6 +2,7 @@ rule tables:
     input:
         manifest=manifest_of,
         results=results_of,
+        due=due_of,
         code="results/plan/code/tables.sha256",
     output:
         runs="results/tables/runs.csv",

@@ -1,0 +1,144 @@
+import math
+
+import pytest
+from factory import make_experiment, make_manifest, write_synthetic
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.planning import code_path
+from dpprof.result import ResultError, result_path
+from dpprof.validation import InputError
+
+STANDARD = make_experiment(method="standard")
+GHOST = make_experiment(method="opacus-ghost")
+OTHER_BATCH = make_experiment(method="opacus-ghost", batch_size=3)
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """Standard takes 1 s and 1 MiB; ghost 2, 4 and 3 s and 3 MiB; a ghost batch of 3 fails."""
+    write_synthetic(tmp_path, STANDARD, step_s=(1.0, 1.0, 7.0))
+    for replicate, seconds in enumerate([2.0, 4.0, 3.0]):
+        write_synthetic(
+            tmp_path, GHOST, replicate=replicate, step_s=(seconds,), peak_rss_bytes=3 * 2**20
+        )
+    write_synthetic(tmp_path, OTHER_BATCH, outcome="oom", message="no room")
+    manifest = make_manifest((STANDARD, 0), *((GHOST, r) for r in range(3)), (OTHER_BATCH, 0))
+    return build_tables(collect(manifest, tmp_path, partial=False))
+
+
+def row_of(table, experiment, **others):
+    found = table[table["experiment_id"] == experiment.id]
+    for name, value in others.items():
+        found = found[found[name] == value]
+    assert len(found) == 1
+    return found.iloc[0]
+
+
+def test_one_row_per_experiment_and_replicate(tables) -> None:
+    assert len(tables["runs"]) == 5
+    assert row_of(tables["runs"], GHOST, replicate=1)["median_step_s"] == 4.0
+
+
+def test_medians_are_taken_over_processes(tables) -> None:
+    ghost = row_of(tables["experiments"], GHOST)
+
+    assert (ghost["median_step_s"], ghost["min_step_s"], ghost["max_step_s"]) == (3.0, 2.0, 4.0)
+    assert (ghost["replicates"], ghost["replicates_ok"]) == (3, 3)
+    assert ghost["tokens_per_s"] == pytest.approx(2 * 4 / 3.0)
+
+
+def test_ratios_are_to_standard_with_all_else_equal(tables) -> None:
+    ghost = row_of(tables["experiments"], GHOST)
+    failed = row_of(tables["experiments"], OTHER_BATCH)
+
+    assert (ghost["step_ratio"], ghost["peak_ratio"]) == (3.0, 3.0)
+    assert row_of(tables["experiments"], STANDARD)["step_ratio"] == 1.0
+    assert math.isnan(failed["step_ratio"])
+
+
+def test_noise_and_clipping_do_not_change_the_baseline(tmp_path) -> None:
+    noisy = make_experiment(method="opacus-ghost", noise_multiplier=0.5, max_grad_norm=2)
+    write_synthetic(tmp_path, STANDARD, step_s=(1.0,))
+    write_synthetic(tmp_path, noisy, step_s=(5.0,))
+    collected = collect(make_manifest((STANDARD, 0), (noisy, 0)), tmp_path, partial=False)
+
+    assert row_of(build_tables(collected)["experiments"], noisy)["step_ratio"] == 5.0
+
+
+def test_allocated_peaks_are_preferred_and_not_compared_with_rss(tmp_path) -> None:
+    write_synthetic(tmp_path, STANDARD)
+    write_synthetic(tmp_path, GHOST, peak_allocated_bytes=100)
+    collected = collect(make_manifest((STANDARD, 0), (GHOST, 0)), tmp_path, partial=False)
+    ghost = row_of(build_tables(collected)["experiments"], GHOST)
+
+    assert (ghost["peak_kind"], ghost["peak_bytes"]) == ("allocated", 100)
+    assert ghost["peak_ratio"] is None or math.isnan(ghost["peak_ratio"])
+
+
+def test_outcomes_and_success_rate_per_method(tables) -> None:
+    outcomes = tables["outcomes"].set_index("method")
+
+    assert outcomes.loc["opacus-ghost", ["runs", "ok", "oom", "crashed"]].tolist() == [4, 3, 1, 0]
+    assert outcomes.loc["opacus-ghost", "success_rate"] == 0.75
+    assert outcomes.loc["standard", "success_rate"] == 1.0
+
+
+def test_a_failure_keeps_kind_phase_message_and_log(tables) -> None:
+    failed = row_of(tables["runs"], OTHER_BATCH)
+
+    columns = ["outcome", "error_kind", "error_phase", "error_message", "error_log"]
+    assert failed[columns].tolist() == ["oom", "SyntheticError", "backward", "no room", "x.log"]
+
+
+def test_steps_keep_raw_samples_with_warm_up_apart(tables) -> None:
+    steps = tables["steps"][tables["steps"]["experiment_id"] == STANDARD.id]
+
+    assert steps[steps["stage"] == "timed"]["step_s"].tolist() == [1.0, 1.0, 7.0]
+    assert steps[steps["stage"] == "warmup"]["step_s"].tolist() == [9.0]
+
+
+def test_a_missing_result_is_an_error_that_names_it(tmp_path) -> None:
+    with pytest.raises(InputError, match=rf"{STANDARD.id}\.r0\.json: is missing.*partial=true"):
+        collect(make_manifest((STANDARD, 0)), tmp_path, partial=False)
+
+
+def test_partial_lists_what_is_missing(tmp_path) -> None:
+    write_synthetic(tmp_path, STANDARD)
+    collected = collect(make_manifest((STANDARD, 0), (GHOST, 0)), tmp_path, partial=True)
+    tables = build_tables(collected)
+
+    assert tables["missing"]["experiment_id"].tolist() == [GHOST.id]
+    outcomes = tables["outcomes"].set_index("method")
+    assert outcomes.loc["opacus-ghost", ["runs", "missing"]].tolist() == [0, 1]
+    assert math.isnan(outcomes.loc["opacus-ghost", "success_rate"])
+
+
+def test_a_damaged_result_is_never_skipped(tmp_path) -> None:
+    write_synthetic(tmp_path, STANDARD)
+    path = result_path(tmp_path, "clean", STANDARD.id, 0)
+    path.write_text(path.read_text()[:100])
+
+    with pytest.raises(ResultError, match=path.name):
+        collect(make_manifest((STANDARD, 0)), tmp_path, partial=True)
+
+
+def test_results_of_older_code_are_marked(tmp_path) -> None:
+    write_synthetic(tmp_path, STANDARD, code_digest="a" * 64)
+    write_synthetic(tmp_path, GHOST, code_digest="a" * 64)
+    for method, digest in (("standard", "a" * 64), ("opacus-ghost", "b" * 64)):
+        path = tmp_path / code_path(f"clean-{method}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(digest + "\n")
+    collected = collect(make_manifest((STANDARD, 0), (GHOST, 0)), tmp_path, partial=False)
+    runs = build_tables(collected)["runs"]
+
+    assert row_of(runs, STANDARD)["code_is_current"]
+    assert not row_of(runs, GHOST)["code_is_current"]
+
+
+def test_no_results_at_all_still_make_tables(tmp_path) -> None:
+    tables = build_tables(collect(make_manifest((STANDARD, 0)), tmp_path, partial=True))
+
+    assert all(list(table.columns) for table in tables.values())
+    assert tables["runs"].empty

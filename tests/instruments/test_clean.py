@@ -1,0 +1,84 @@
+import pytest
+from factory import make_experiment
+
+from dpprof.instruments.clean import measure
+from dpprof.result import Measurement
+
+
+@pytest.fixture(scope="module")
+def ghost() -> Measurement:
+    experiment = make_experiment(method="opacus-ghost", warmup_steps=2, timed_steps=3, batch_size=4)
+    return measure(experiment, lambda _: None)
+
+
+def test_raw_samples_are_kept_and_the_median_is_theirs(ghost) -> None:
+    assert len(ghost.time.warmup_step_s) == 2
+    assert len(ghost.time.step_s) == 3
+    assert ghost.time.median_s == sorted(ghost.time.step_s)[1]
+    assert all(step > 0 for step in ghost.time.step_s)
+
+
+def test_throughput_follows_from_the_median(ghost) -> None:
+    assert ghost.throughput.steps_per_s == pytest.approx(1 / ghost.time.median_s)
+    assert ghost.throughput.samples_per_s == pytest.approx(4 / ghost.time.median_s)
+    assert ghost.throughput.tokens_per_s == pytest.approx(4 * 4 / ghost.time.median_s)
+
+
+def test_snapshots_are_named_and_in_order(ghost) -> None:
+    assert [snapshot.name for snapshot in ghost.memory.snapshots] == [
+        "model_loaded",
+        "wrapped_with_dp",
+        "optimizer_created",
+        "after_warmup",
+        "before_forward",
+        "after_forward",
+        "after_backward",
+        "after_second_backward",
+        "after_step",
+    ]
+    elapsed = [snapshot.elapsed_s for snapshot in ghost.memory.snapshots]
+    assert elapsed == sorted(elapsed)
+
+
+def test_a_method_without_a_second_pass_has_no_such_snapshot() -> None:
+    measured = measure(make_experiment(method="standard"), lambda _: None)
+
+    names = [snapshot.name for snapshot in measured.memory.snapshots]
+    assert names[-4:] == ["before_forward", "after_forward", "after_backward", "after_step"]
+
+
+def test_every_null_of_the_memory_part_has_a_reason(ghost) -> None:
+    memory = ghost.memory.model_dump(exclude={"snapshots", "at_peak", "timeline", "attribution"})
+    nulls = {f"memory.{name}" for name, value in memory.items() if value is None}
+
+    assert nulls
+    assert nulls <= set(ghost.reasons)
+    assert ghost.memory.peak_rss_bytes > 50 * 2**20
+
+
+def test_the_model_is_counted(ghost) -> None:
+    # V 16, d 8, one block, T 4: embeddings 128 + 32, block 872, norm 16, head 128.
+    assert ghost.model.parameters_total == 1176
+    assert ghost.model.parameters_bytes == 1176 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "tf32"])
+def test_cuda_counters_are_the_allocators(dtype: str) -> None:
+    measured = measure(make_experiment(method="opacus-hooks", device="cuda", dtype=dtype), print)
+    snapshots = {snapshot.name: snapshot for snapshot in measured.memory.snapshots}
+
+    assert measured.reasons == {}
+    assert snapshots["model_loaded"].allocated_bytes >= 1176 * 4
+    assert measured.memory.peak_allocated_bytes >= snapshots["after_backward"].allocated_bytes
+    assert measured.memory.peak_reserved_bytes >= measured.memory.peak_allocated_bytes
+
+
+@pytest.mark.gpu
+def test_cuda_memory_limit_is_real() -> None:
+    experiment = make_experiment(
+        device="cuda", model="medium", batch_size=16, seq_len=512, memory_limit_bytes="64MiB"
+    )
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure(experiment, lambda _: None)

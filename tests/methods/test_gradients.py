@@ -1,0 +1,191 @@
+"""Every private method computes the gradient that microbatch defines."""
+
+import itertools
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dpprof import catalogue
+from dpprof.methods.base import Batch, TrainingStep, clip_factor
+from dpprof.models.build import build_model
+
+PRIVATE = [name for name in catalogue.names("methods") if name not in {"standard", "microbatch"}]
+SHAPES = [  # vocab_size, d_model, layers, heads, seq_len
+    (16, 8, 1, 2, 4),
+    (50, 16, 2, 4, 9),
+    (11, 12, 1, 3, 1),
+    (7, 8, 1, 1, 40),
+]
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+
+
+def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:
+    experiment = make_experiment(method=method, **fields)
+    torch.manual_seed(0)
+    model = build_model(experiment).to(getattr(torch, experiment.dtype))
+    # Away from its start, where some gradients are too regular to tell methods apart.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    vocab_size = experiment.model.vocab_size
+    tokens = torch.randint(vocab_size, (experiment.batch_size, experiment.seq_len + 1))
+    step = catalogue.load("methods", method)(model, experiment)
+    step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=1.0))
+    return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def gradient(method: str, **fields) -> Tensor:
+    step, batch = prepare(method, **fields)
+    step.compute_gradient(batch, lambda _: None)
+    return torch.cat([p.grad.flatten() for p in step.module.parameters()])
+
+
+def sample_norms(**fields) -> Tensor:
+    """Norms of the samples' gradients, from torch.func and nothing of dpprof's methods."""
+    step, batch = prepare("standard", **fields)
+    parameters = {name: p.detach() for name, p in step.module.named_parameters()}
+
+    def loss(parameters, tokens, labels):
+        logits = torch.func.functional_call(step.module, parameters, (tokens[None],))
+        return torch.nn.functional.cross_entropy(logits[0], labels)
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    with sdpa_kernel(SDPBackend.MATH):  # the kernel that vmap can follow
+        gradients = per_sample(parameters, batch.tokens_BT, batch.labels_BT)
+    flat = torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
+    return flat.norm(dim=1)
+
+
+CASES = list(itertools.product(SHAPES, [1, 7], ["float64", "float32"]))
+
+
+@pytest.mark.parametrize(("shape", "batch_size", "dtype"), CASES)
+@pytest.mark.parametrize("method", PRIVATE)
+def test_clipped_gradient_equals_microbatch(method, shape, batch_size, dtype) -> None:
+    V, D, L, H, T = shape
+    fields = {
+        "model": {"vocab_size": V, "d_model": D, "layers": L, "heads": H},
+        "seq_len": T,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "noise_multiplier": 0,
+    }
+    # The bound lies between the samples' norms, so that some are clipped and one is not.
+    norms = sample_norms(**fields | {"dtype": "float64"}).sort().values
+    bound = float((norms[0] + norms[-1]) / 2) if batch_size > 1 else float(norms[0]) / 2
+    assert batch_size == 1 or norms[0] < bound < norms[-1]
+
+    expected = gradient("microbatch", max_grad_norm=bound, **fields)
+    found = gradient(method, max_grad_norm=bound, **fields)
+
+    error = (found - expected).norm() / expected.norm()
+    assert error <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e3])
+def test_microbatch_equals_an_independent_computation(bound: float) -> None:
+    fields = {"batch_size": 5, "dtype": "float64", "noise_multiplier": 0}
+    step, batch = prepare("standard", **fields)
+    expected = 0.0
+    for tokens, labels in zip(*batch, strict=True):
+        step.module.zero_grad()
+        torch.nn.functional.cross_entropy(step.module(tokens[None])[0], labels).backward()
+        flat = torch.cat([p.grad.flatten() for p in step.module.parameters()])
+        expected = expected + flat * min(1.0, bound / (float(flat.norm()) + 1e-6)) / 5
+
+    found = gradient("microbatch", max_grad_norm=bound, **fields)
+
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_without_clipping_and_noise_private_is_the_standard_gradient() -> None:
+    fields = {"batch_size": 3, "dtype": "float64", "noise_multiplier": 0, "max_grad_norm": 1e6}
+
+    standard = gradient("standard", **fields)
+    for method in ["microbatch", *PRIVATE]:
+        torch.testing.assert_close(gradient(method, **fields), standard, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["microbatch", *PRIVATE])
+def test_noise_has_the_standard_deviation_that_was_asked_for(method) -> None:
+    fields = {
+        "batch_size": 4,
+        "max_grad_norm": 0.5,
+        "model": {"vocab_size": 200, "d_model": 32, "layers": 1, "heads": 2},
+    }
+
+    noise = gradient(method, noise_multiplier=3.0, **fields) - gradient(
+        method, noise_multiplier=0.0, **fields
+    )
+
+    # sigma C / B, from about 26,000 values: one standard error is 0.4 %.
+    assert noise.std().item() == pytest.approx(3.0 * 0.5 / 4, rel=0.03)
+    assert abs(noise.mean().item()) < 0.01
+
+
+@pytest.mark.parametrize("method", ["opacus-hooks", "opacus-ghost"])
+def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
+    fields = {"batch_size": 4, "dtype": "float64", "max_grad_norm": 0.1}
+    apart, batch = prepare(method, **fields)
+    whole, _ = prepare(method, **fields)
+
+    torch.manual_seed(1)
+    apart.run(batch, lambda _: None)
+
+    torch.manual_seed(1)
+    logits = whole.module(batch.tokens_BT)
+    labels = batch.labels_BT.flatten()
+    if method == "opacus-ghost":
+        whole.module.enter = lambda _: None
+        loss = whole.criterion(logits.flatten(0, 1), labels, shape=logits.shape)
+    else:
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
+    loss.backward()
+    whole.optimizer.step()
+
+    for one, other in zip(apart.module.parameters(), whole.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+PHASES = {
+    "standard": ["forward", "backward", "step"],
+    "microbatch": ["forward", "backward", "clip"] * 2 + ["noise", "step"],
+    "opacus-hooks": ["forward", "backward", "clip", "noise", "step"],
+    "opacus-ghost": ["forward", "backward", "clip", "second_backward", "noise", "step"],
+}
+
+
+@pytest.mark.parametrize("method", sorted(PHASES))
+def test_phases_are_told_in_order(method) -> None:
+    step, batch = prepare(method, batch_size=2)
+    told: list[str] = []
+    for _ in range(2):
+        told.clear()
+        step.run(batch, told.append)
+        assert told == PHASES[method]
+
+
+@pytest.mark.parametrize("method", sorted(PHASES))
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_steps_change_parameters_and_leave_nothing_for_the_next(method, optimizer) -> None:
+    step, batch = prepare(method, batch_size=2)
+    step.attach_optimizer(optimizer(step.module.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in step.module.parameters()]
+    step.run(batch, lambda _: None)
+
+    assert all(
+        not torch.equal(old, new) for old, new in zip(before, step.module.parameters(), strict=True)
+    )
+    for parameter in step.module.parameters():
+        assert getattr(parameter, "grad_sample", None) is None
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_clip_factor_known_values() -> None:
+    norms = torch.tensor([0.0, 0.5, 2.0, 1e9], dtype=torch.float64)
+
+    expected = torch.tensor([1.0, 1.0, 1 / 2.000001, 1e-9], dtype=torch.float64)
+    torch.testing.assert_close(clip_factor(norms, 1.0), expected, rtol=1e-9, atol=0)

@@ -1,0 +1,180 @@
+"""A sweep always reaches its report, whatever its experiments do."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import PLUGIN, Checkout, wait_for
+
+pytestmark = pytest.mark.workflow
+
+
+@pytest.fixture
+def with_plugin(checkout: Checkout) -> Checkout:
+    checkout.environment = {
+        "PYTHONPATH": str(PLUGIN),
+        "DPPROF_TEST_MARKER": str(checkout.path / "reached"),
+    }
+    return checkout
+
+
+def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout) -> None:
+    with_plugin.use("failures.yaml")
+    said = with_plugin.snakemake()
+
+    runs = with_plugin.table("runs").set_index("method")
+    assert runs["outcome"].to_dict() == {
+        "standard": "ok",
+        "opacus-hooks": "oom",
+        "microbatch": "timeout",
+        "opacus-ghost": "unsupported",
+        "test-dies": "killed",
+        "test-raises": "crashed",
+    }
+    assert runs.loc["test-dies", "attempts"] == 2
+    assert runs.loc["opacus-hooks", "error_requested_bytes"] > 0
+    report = (with_plugin.path / "results" / "report.md").read_text().replace("\\", "")
+    for method, run in runs.drop("standard").iterrows():
+        row = next(
+            line
+            for line in report.splitlines()
+            if line.startswith(f"| {run['experiment_id']} clean r0")
+        )
+        assert f"| {run['outcome']} |" in row
+        assert f"results/logs/clean/{run['experiment_id']}.r0.log" in row
+        assert (with_plugin.path / run["error_log"]).is_file()
+        assert f"{method}" in report
+    assert (with_plugin.path / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert "<script>" not in report
+    assert not (with_plugin.path / "pwned").exists()
+    # Progress: every run is announced with its number, and what came of it.
+    assert [int(k) for k in re.findall(r"\[(\d)/6\]", said)] == [1, 2, 3, 4, 5, 6]
+    assert "about" in said
+    assert "killed after" in said
+
+    kept = with_plugin.results()
+    assert "Nothing to be done" in with_plugin.snakemake()
+    with_plugin.script("forget.py", "--outcome", "crashed,timeout")
+    assert len(with_plugin.results()) == 4
+    with_plugin.snakemake()
+    again = [name for name, state in with_plugin.results().items() if kept[name] != state]
+    assert sorted(name.split("-b1-")[0] for name in again) == [
+        "custom-microbatch",
+        "custom-test-raises",
+    ]
+
+
+def sleeping_sweep(checkout: Checkout) -> None:
+    """Two runs that end, then one that sleeps the first time it is reached."""
+    path = checkout.path / "config" / "config.yaml"
+    path.write_text(path.read_text().replace("standard\n", "[standard, test-sleeps-once]\n"))
+
+
+def process_running(script: str, folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if script in command and "bash" not in command and process.info["cwd"] == str(folder):
+            found.append(process)
+    return found
+
+
+def test_a_killed_supervisor_costs_nothing_that_was_finished(with_plugin: Checkout) -> None:
+    sleeping_sweep(with_plugin)
+    sweep = with_plugin.start()
+    wait_for((with_plugin.path / "reached").exists)
+    finished = with_plugin.results()
+    (supervisor,) = process_running("profile_experiment.py", with_plugin.path)
+    supervisor.kill()
+    said, _ = sweep.communicate(timeout=300)
+
+    assert sweep.returncode == 0, said
+    assert set(with_plugin.table("runs")["outcome"]) == {"ok"}
+    assert len(with_plugin.results()) == 4
+    assert finished.items() <= with_plugin.results().items()
+
+
+def test_a_killed_worker_is_run_again_within_the_sweep(with_plugin: Checkout) -> None:
+    sleeping_sweep(with_plugin)
+    sweep = with_plugin.start()
+    wait_for((with_plugin.path / "reached").exists)
+    (worker,) = process_running("dpprof.worker", with_plugin.path)
+    worker.kill()
+    said, _ = sweep.communicate(timeout=300)
+
+    assert sweep.returncode == 0, said
+    runs = with_plugin.table("runs").set_index("method")
+    assert runs.loc["test-sleeps-once", ["outcome", "attempts"]].tolist() == ["ok", 2]
+
+
+def test_after_ctrl_c_the_next_snakemake_continues(with_plugin: Checkout) -> None:
+    sleeping_sweep(with_plugin)
+    sweep = with_plugin.start()
+    wait_for((with_plugin.path / "reached").exists)
+    (worker,) = process_running("dpprof.worker", with_plugin.path)
+    finished = with_plugin.results()
+    os.killpg(sweep.pid, signal.SIGINT)
+    sweep.communicate(timeout=60)
+
+    assert sweep.returncode != 0
+    worker.wait(timeout=10)
+    assert with_plugin.results() == finished
+
+    with_plugin.snakemake()
+    assert len(with_plugin.results()) == 4
+    assert finished.items() <= with_plugin.results().items()
+    assert set(with_plugin.table("runs")["outcome"]) == {"ok"}
+
+
+def test_a_damaged_result_is_named_and_never_skipped(finished: Checkout) -> None:
+    path = next((finished.path / "results" / "clean").glob("*hooks*.json"))
+    path.write_text(path.read_text()[:-100])
+    said = finished.snakemake(status=1)
+
+    assert f"results/clean/{path.name}: is not complete JSON" in said
+    path.unlink()
+    finished.snakemake()
+    assert set(finished.table("runs")["outcome"]) == {"ok"}
+
+
+def test_partial_reports_on_what_exists(finished: Checkout) -> None:
+    path = next((finished.path / "results" / "clean").glob("*hooks*.json"))
+    path.unlink()
+    before = finished.results()
+    finished.snakemake("--config", "partial=true")
+
+    assert finished.results() == before
+    summary = (finished.path / "results" / "summary.txt").read_text()
+    assert "This report is partial: 1 planned run has no result yet." in summary
+    assert path.name.removesuffix(".r0.json") in (finished.path / "results/report.md").read_text()
+    finished.snakemake()
+    assert len(finished.results()) == 3
+    assert "partial" not in (finished.path / "results" / "summary.txt").read_text()
+
+
+BAD = [
+    ("sweeps:\n  one:", "sweeps:\n  '../one':", "sweeps.../one: '../one' is not allowed"),
+    ("sweeps:\n  one:", "sweeps:\n  $(touch pwned):", "sweeps.$(touch pwned): "),
+    ("sweeps:\n  one:", "sweeps:\n  '\\input{x}':", "is not allowed; it must match pattern"),
+    ("method: standard", "method: '\"; touch pwned; \"'", "sweeps.two.method: "),
+    ("method: standard", "method: opacus-gost", "did you mean 'opacus-ghost'? allowed: micro"),
+    ("batch_size: 2", "batch_size: 0", "sweeps.two.batch_size: 0 is not allowed; it must be gr"),
+    ("heads: 2", "heads: 3", "heads must divide d_model, and 3 does not divide 8"),
+    ("timed_steps: 2", "timd_steps: 2", "unknown key 'timd_steps' in defaults; did you mean"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "sentence"), BAD, ids=[new for _, new, _ in BAD])
+def test_a_bad_config_stops_before_anything_runs(
+    checkout: Checkout, old: str, new: str, sentence: str
+) -> None:
+    checkout.edit("config/config.yaml", old, new)
+    said = checkout.snakemake(status=1)
+
+    assert sentence in said
+    assert "Traceback" not in said
+    assert not (checkout.path / "results").exists()
+    assert not (checkout.path / "pwned").exists()

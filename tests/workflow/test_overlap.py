@@ -1,0 +1,38 @@
+"""Nothing ever runs beside a measurement."""
+
+import datetime as dt
+import itertools
+import json
+
+import pytest
+from conftest import Checkout
+
+pytestmark = pytest.mark.workflow
+
+
+def intervals(checkout: Checkout) -> list[tuple[dt.datetime, dt.datetime]]:
+    found = []
+    for _, content in checkout.results().values():
+        result = json.loads(content)
+        start = dt.datetime.fromisoformat(result["started_at"])
+        found.append((start, start + dt.timedelta(seconds=result["wall_s"])))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--cores", "4"),
+        ("--cores", "4", "--resources", "mem_mb=1000"),
+        # Snakemake's own means switched off: only the lock is left.
+        ("--cores", "4", "--resources", "mem_mb=1000", "--set-threads", "profile=1"),
+    ],
+    ids=["cores", "resources", "lock alone"],
+)
+def test_no_two_cpu_experiments_overlap(checkout: Checkout, options: tuple[str, ...]) -> None:
+    checkout.snakemake(*options)
+
+    found = intervals(checkout)
+    assert len(found) == 3
+    for earlier, later in itertools.pairwise(found):
+        assert earlier[1] <= later[0]

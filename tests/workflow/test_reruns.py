@@ -1,0 +1,137 @@
+"""What runs again after a change, and what does not."""
+
+import pytest
+from conftest import Checkout, wait_for
+
+pytestmark = pytest.mark.workflow
+
+CONFIG = "config/config.yaml"
+
+
+@pytest.fixture(params=["with .snakemake", "without .snakemake, all touched"])
+def before(request, finished: Checkout):
+    if request.param.startswith("without"):
+        finished.forget_snakemakes_records()
+    return finished.results()
+
+
+def methods_measured_again(checkout: Checkout, before) -> list[str]:
+    """Tell which methods have new or changed result files."""
+    changed = [name for name, state in checkout.results().items() if before.get(name) != state]
+    return sorted(name.partition("-")[2].rpartition("-b")[0] for name in changed)
+
+
+def test_nothing_changed_and_nothing_runs(finished: Checkout, before) -> None:
+    assert "Nothing to be done" in finished.snakemake()
+    assert finished.results() == before
+
+
+def test_a_reordered_and_commented_config_runs_nothing(finished: Checkout, before) -> None:
+    (finished.path / CONFIG).write_text(
+        """
+        # the same sweep, written by somebody else
+        sweeps:
+          two: {batch_size: [2], method: [standard]}
+          one: {batch_size: 1, method: [opacus-hooks, standard]}
+        defaults:
+          timed_steps: 2
+          warmup_steps: 1
+          device: cpu
+          seq_len: 4
+          model: {heads: 2, layers: 1, d_model: 8, vocab_size: 16}
+        """
+    )
+
+    assert "Nothing to be done" in finished.snakemake()
+    assert finished.results() == before
+
+
+def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, before) -> None:
+    finished.edit(CONFIG, "batch_size: 2", "batch_size: 3")
+    finished.snakemake("--cores", "1", "--resources", "gpu=1")
+
+    assert methods_measured_again(finished, before) == ["standard"]
+    assert len(finished.results()) == len(before) + 1
+    assert sorted(finished.table("experiments")["batch_size"]) == [1, 1, 3]
+
+
+def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None:
+    figure = finished.path / "results" / "figures" / "tradeoff.png"
+    drawn = figure.read_bytes()
+    finished.edit("src/dpprof/figures/tradeoff.py", "step time (ms)", "time of a step (ms)")
+    finished.snakemake("results/report.pdf")
+
+    assert finished.results() == before
+    assert figure.read_bytes() != drawn
+
+
+def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> None:
+    finished.edit("src/dpprof/methods/opacus_hooks.py", 'enter("clip")', 'enter("clip")  # edited')
+    finished.snakemake()
+
+    assert methods_measured_again(finished, before) == ["opacus-hooks"]
+    assert finished.table("runs")["code_is_current"].all()
+
+
+def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, before) -> None:
+    finished.edit(CONFIG, "[standard, opacus-hooks]", "standard")
+    finished.snakemake()
+
+    assert finished.results() == before
+    assert set(finished.table("experiments")["method"]) == {"standard"}
+    assert "opacus-hooks" not in (finished.path / "results" / "summary.txt").read_text()
+
+    listed = finished.script("prune.py")
+    assert "opacus-hooks" in listed
+    assert finished.results() == before
+    finished.script("prune.py", "--delete")
+    assert not any("opacus-hooks" in name for name in finished.results())
+    assert "Nothing to be done" in finished.snakemake()
+
+
+def test_a_deleted_result_is_measured_again(finished: Checkout, before) -> None:
+    next((finished.path / "results" / "clean").glob("*hooks*.json")).unlink()
+    finished.snakemake()
+
+    assert methods_measured_again(finished, before) == ["opacus-hooks"]
+
+
+def test_two_configs_alternate_without_measuring_again(finished: Checkout, before) -> None:
+    other = finished.path / "other.yaml"
+    text = (finished.path / CONFIG).read_text()
+    other.write_text(text.replace("[standard, opacus-hooks]", "microbatch"))
+    finished.snakemake("--configfile", "other.yaml")
+    both = finished.results()
+    assert methods_measured_again(finished, before) == ["microbatch"]
+
+    for _ in range(2):
+        finished.snakemake()
+        assert set(finished.table("experiments")["method"]) == {"standard", "opacus-hooks"}
+        finished.forget_snakemakes_records()
+        finished.snakemake("--configfile", "other.yaml")
+        assert set(finished.table("experiments")["method"]) == {"standard", "microbatch"}
+    assert finished.results() == both
+
+
+def test_a_config_edited_while_a_sweep_runs_changes_nothing_in_it(checkout: Checkout) -> None:
+    sweep = checkout.start()
+    wait_for(checkout.results)
+    checkout.edit(CONFIG, "batch_size: 2", "batch_size: 7")
+    checkout.edit(CONFIG, "sweeps:", "this is no config any more: [")
+    said, _ = sweep.communicate(timeout=300)
+
+    assert sweep.returncode == 0, said
+    assert len(checkout.results()) == 3
+    assert sorted(checkout.table("experiments")["batch_size"]) == [1, 1, 2]
+
+
+def test_a_dry_run_of_another_config_does_not_disturb_a_running_sweep(checkout: Checkout) -> None:
+    other = checkout.path / "other.yaml"
+    other.write_text((checkout.path / CONFIG).read_text().replace("seq_len: 4", "seq_len: 5"))
+    sweep = checkout.start()
+    wait_for(checkout.results)
+    checkout.snakemake("-n", "--configfile", "other.yaml")
+    said, _ = sweep.communicate(timeout=300)
+
+    assert sweep.returncode == 0, said
+    assert set(checkout.table("experiments")["seq_len"]) == {4}
