@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import jsonschema
 import psutil
 import pytest
 from factory import make_experiment
@@ -45,6 +46,8 @@ def test_ok(tmp_path) -> None:
     assert len(result.time.step_s) == 4
     assert len(result.time.warmup_step_s) == 2
     assert "attempt 1: ok" in log
+    schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
+    jsonschema.validate(json.loads((tmp_path / "result.json").read_text()), schema)
 
 
 def test_oom_is_real_and_says_what_was_requested(tmp_path) -> None:

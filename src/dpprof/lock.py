@@ -46,17 +46,21 @@ def hold_one(devices: Sequence[str], waiting: Callable[[], None]) -> Iterator[tu
     """
     descriptors = [_open(lock_path(device)) for device in devices]
     try:
-        told = False
-        while True:
-            for position, descriptor in enumerate(descriptors):
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield position, descriptor
-                    return
-            if not told:
-                waiting()
-                told = True
+        position = _lock_first_free(descriptors)
+        if position is None:
+            waiting()
+        while position is None:
             time.sleep(_POLL_S)
+            position = _lock_first_free(descriptors)
+        yield position, descriptors[position]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _lock_first_free(descriptors: Sequence[int]) -> int | None:
+    for position, descriptor in enumerate(descriptors):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return position
+    return None

@@ -150,21 +150,23 @@ def write_plan(plan: Plan) -> None:
     for name, digest in digests.items():
         write_if_changed(code_path(name), digest + "\n")
     write_if_changed(plan.manifest.path, plan.manifest.text)
-    _mark_tables_due(plan.manifest)
+    _mark_tables_due(plan)
 
 
-def _mark_tables_due(manifest: Manifest) -> None:
+def _mark_tables_due(plan: Plan) -> None:
     """Rewrite an input of the tables when they must be made again.
 
     Snakemake does not miss an intermediate file while what was made from it is there, and
     without its own records it cannot tell whose tables those are. So a result that was
-    deleted, or tables of another config, would pass unnoticed.
+    deleted, or tables of another config, would pass unnoticed. A partial report is always
+    due, since it takes what exists just now.
     """
+    manifest = plan.manifest
     missing = sum(not run.path(Path()).is_file() for run in manifest.runs)
     tables_are_of = TABLES / "manifest.txt"
     others = tables_are_of.is_file() and tables_are_of.read_text().strip() != manifest.path.name
-    if missing or others or not manifest.due_path.is_file():
-        why = f"{missing} results missing" if missing else "tables of another config, or none"
+    if missing or others or plan.config.partial or not manifest.due_path.is_file():
+        why = f"{missing} results missing, partial={plan.config.partial}, others={others}"
         now = dt.datetime.now(dt.UTC).isoformat()
         write_atomically(manifest.due_path, f"{why} at {now}\n")
 

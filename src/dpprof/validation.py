@@ -77,24 +77,35 @@ def explain(error: ValidationError, model: type[BaseModel], *, options: bool = F
         model: The model that was validated, for the keys it allows.
         options: Spell keys as command-line options, ``--batch-size`` for ``batch_size``.
     """
+    missing: dict[str, list[str]] = {}
     sentences = []
     for problem in error.errors(include_url=False):
         location = problem["loc"]
-        key = _key(location) or "the configuration"
-        if options:
-            key = f"--{key.replace('_', '-')}"
+        key, parent = _key(location), _key(location[:-1])
         if problem["type"] == "extra_forbidden":
             unknown = str(location[-1])
             allowed = one_of(_allowed_keys(model, location[:-1]), unknown)
-            parent = _key(location[:-1])
             where = f" in {parent}" if parent else ""
             sentences.append(f"unknown key {unknown!r}{where}; {allowed}")
         elif problem["type"] == "missing":
-            sentences.append(f"{key}: missing")
+            missing.setdefault(parent, []).append(str(location[-1]))
         else:
             message = problem["msg"].removeprefix("Value error, ")
             message = re.sub(r"^(Input|String|List|Dictionary) should", "it must", message)
             message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
             message = message.removesuffix(" after validation, not 0")
-            sentences.append(str(refuse(key, problem["input"], message)))
+            spelled = _option(key) if options else key
+            sentences.append(str(refuse(spelled or "the configuration", problem["input"], message)))
+    for parent, names in missing.items():
+        if parent:
+            where = _option(parent) if options else parent
+            sentences.append(f"{where}: missing {', '.join(names)}")
+        else:
+            sentences.append(f"missing: {', '.join(map(_option, names) if options else names)}")
     return InputError("\n".join(dict.fromkeys(sentences)))
+
+
+def _option(key: str) -> str:
+    """Spell a key as a command-line option; only its first part is one."""
+    first, dot, rest = key.partition(".")
+    return f"--{first.replace('_', '-')}{dot}{rest}"

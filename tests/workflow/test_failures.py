@@ -144,6 +144,7 @@ def test_partial_reports_on_what_exists(finished: Checkout) -> None:
     path = next((finished.path / "results" / "clean").glob("*hooks*.json"))
     path.unlink()
     before = finished.results()
+    finished.edit("src/dpprof/methods/standard.py", "# ", "# edited ")
     finished.snakemake("--config", "partial=true")
 
     assert finished.results() == before

@@ -78,9 +78,10 @@ def due_of(wildcards):
 
 
 def results_of(wildcards):
-    """List the results of the current config; with partial=true those that exist."""
-    paths = [run.path(Path()) for run in PLAN.manifest.runs]
-    return [str(path) for path in paths if path.exists() or not PLAN.config.partial]
+    """List the results of the current config; none with partial=true, so that none runs."""
+    if PLAN.config.partial:
+        return []
+    return [str(run.path(Path())) for run in PLAN.manifest.runs]
 
 
 def start_progress():

@@ -19,7 +19,7 @@ from dpprof.experiment import Experiment, read_spec
 from dpprof.hardware import resolve_device
 from dpprof.progress import Progress, run_name, tell_result
 from dpprof.supervisor import supervise
-from dpprof.validation import InputError, explain
+from dpprof.validation import InputError, explain, refuse
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,7 +60,10 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
             raise InputError(f"--spec is the whole experiment; leave out {options}")
         return read_spec(arguments.spec)
     if fields.get("model", "").lstrip().startswith("{"):
-        fields["model"] = yaml.safe_load(fields["model"])
+        try:
+            fields["model"] = yaml.safe_load(fields["model"])
+        except yaml.YAMLError:
+            raise refuse("--model", fields["model"], "it must be a mapping, in YAML") from None
     if fields.get("device", "auto") == "auto":
         fields["device"] = resolve_device()
     try:
@@ -79,7 +82,7 @@ def main() -> None:
     try:
         experiment = read_experiment(arguments)
         catalogue.check("instruments", arguments.instrument, "--instrument")
-    except (InputError, OSError, yaml.YAMLError) as error:
+    except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)
     progress = Progress.current()

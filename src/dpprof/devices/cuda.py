@@ -58,7 +58,7 @@ class Cuda(Device):
             allocated_bytes=torch.cuda.max_memory_allocated(),
             reserved_bytes=torch.cuda.max_memory_reserved(),
             device_used_bytes=total - free,
-            alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"],
+            alloc_retries=torch.cuda.memory_stats().get("num_alloc_retries"),
         )
 
     def clock(self) -> StepClock:

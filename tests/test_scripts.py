@@ -1,0 +1,127 @@
+"""The command lines, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from factory import make_experiment
+
+from dpprof.experiment import Experiment
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "workflow" / "scripts" / script), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+    )
+
+
+def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    usual = {"model": "tiny", "method": "standard", "batch_size": "1", "seq_len": "4"}
+    given = usual | {"warmup_steps": "1", "timed_steps": "1", "output": "x.json"} | options
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return run("profile_experiment.py", *arguments, cwd=tmp_path)
+
+
+def test_one_experiment_needs_no_snakemake_and_no_certain_folder(tmp_path) -> None:
+    done = profile(tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "ok after" in done.stderr
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert document["outcome"] == "ok"
+    assert document["experiment"]["model"] == "tiny"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_model_may_be_a_mapping_on_the_command_line(tmp_path) -> None:
+    done = profile(tmp_path, model="{vocab_size: 16, d_model: 8, layers: 1, heads: 2}")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "x.json").read_text())["experiment"]["model"]["d_model"] == 8
+
+
+def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_path) -> None:
+    experiment = make_experiment(device="cpu", dtype="tf32")
+    spec = tmp_path / f"{experiment.id}.json"
+    spec.write_text(experiment.canonical)
+    done = run(
+        "profile_experiment.py",
+        "--spec",
+        str(spec),
+        "--output",
+        "y.json",
+        "--log",
+        "logs/y.log",
+        cwd=tmp_path,
+    )
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "y.json").read_text())
+    assert (document["experiment_id"], document["outcome"]) == (experiment.id, "unsupported")
+    assert document["error"]["log"] == "logs/y.log"
+    assert (tmp_path / "logs" / "y.log").read_text().endswith("attempt 1: unsupported\n")
+
+
+def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
+    text = run("profile_experiment.py", "--help", cwd=tmp_path).stdout
+
+    for name in Experiment.model_fields:
+        assert f"--{name.replace('_', '-')} VALUE" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"method": "opacus-gost"}, "error: --method: 'opacus-gost' is not allowed; did you mean"),
+        ({"model": "../../etc"}, "error: --model: '../../etc' is not allowed; it must match"),
+        ({"model": "{layers: 1}"}, "error: --model: missing vocab_size, d_model, heads"),
+        ({"model": "{layers: ["}, "error: --model: '{layers: [' is not allowed; it must be a"),
+        ({"batch_size": "0"}, "error: --batch-size: '0' is not allowed; it must be greater"),
+        ({"dtype": "half"}, "error: --dtype: 'half' is not allowed; it must be 'float32'"),
+        ({"device": "tpu"}, "error: --device: 'tpu' is not allowed; it must be 'cpu' or 'cuda'"),
+        ({"instrument": "clear"}, "error: --instrument: 'clear' is not allowed; did you mean"),
+        ({"model": "{layers: 0, vocab_size: 9, d_model: 8, heads: 1}"}, "error: --model.layers: 0"),
+        ({"spec": "x"}, "error: --spec is the whole experiment; leave out --model, --method"),
+    ],
+)
+def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path, options, sentence: str) -> None:
+    done = profile(tmp_path, **options)
+
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("dpprof: no CUDA")]
+    assert said.startswith(sentence)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "sentence"),
+    [
+        ("forget.py", ["--outcome", "ok"], "error: --outcome: 'ok' is not allowed; allowed: crash"),
+        (
+            "prune.py",
+            ["nowhere.yaml"],
+            "error: [Errno 2] No such file or directory: 'nowhere.yaml'",
+        ),
+        ("build_tables.py", ["--manifest", "no.json", "--output-dir", "t"], "error: [Errno 2] No"),
+        ("build_report.py", ["--tables", "no", "--output-dir", "r"], "error: [Errno 2] No such"),
+        (
+            "draw_figure.py",
+            ["--figure", "tradeof", "--tables", "no", "--output", "x.png"],
+            "error: --figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: trade",
+        ),
+    ],
+)
+def test_other_scripts_say_what_is_wrong(tmp_path, script: str, options, sentence: str) -> None:
+    done = run(script, *options, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(sentence)
+    assert list(tmp_path.iterdir()) == []
