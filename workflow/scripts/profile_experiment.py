@@ -8,18 +8,13 @@ written, out of memory and crashes included: what came of the experiment is in i
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
-
-import yaml
-from pydantic import ValidationError
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
-from dpprof.experiment import Experiment, read_spec
-from dpprof.hardware import resolve_device
+from dpprof.options import add_experiment_options, read_experiment
 from dpprof.progress import Progress, run_name, tell_result
 from dpprof.supervisor import supervise
-from dpprof.validation import InputError, explain, refuse
+from dpprof.validation import InputError
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,12 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")
     parser.add_argument("--output", type=Path, required=True, help="the result file to write")
     parser.add_argument("--log", type=Path, help="where the worker's output goes (default: here)")
-    group = parser.add_argument_group("experiment")
-    for name, field in Experiment.model_fields.items():
-        default = "auto" if name == "device" else field.default
-        note = "" if field.is_required() and name != "device" else f" (default: {default})"
-        help_text = f"{field.description}{note}".replace("%", "%%")
-        group.add_argument(f"--{name.replace('_', '-')}", help=help_text, metavar="VALUE")
+    add_experiment_options(parser)
     return parser
 
 
@@ -44,36 +34,6 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be 0, 1, 2 ...")
     return int(text)
-
-
-def read_experiment(arguments: argparse.Namespace) -> Experiment:
-    """Turn the command line into an experiment.
-
-    Raises:
-        InputError: An option's value is not allowed, or a required one is missing.
-    """
-    given = {name: getattr(arguments, name) for name in Experiment.model_fields}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if arguments.spec is not None:
-        if fields:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in fields)
-            raise InputError(f"--spec is the whole experiment; leave out {options}")
-        return read_spec(arguments.spec)
-    if fields.get("model", "").lstrip().startswith("{"):
-        try:
-            fields["model"] = yaml.safe_load(fields["model"])
-        except yaml.YAMLError:
-            raise refuse("--model", fields["model"], "it must be a mapping, in YAML") from None
-    if fields.get("device", "auto") == "auto":
-        fields["device"] = resolve_device()
-    try:
-        experiment = Experiment.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, Experiment, options=True) from None
-    if isinstance(experiment.model, str):
-        catalogue.check("models", experiment.model, "--model")
-    catalogue.check("methods", experiment.method, "--method")
-    return experiment
 
 
 def main() -> None:

@@ -1,0 +1,58 @@
+"""An experiment from command-line options: one option for every field, no more to keep in step."""
+
+import argparse
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from dpprof import catalogue
+from dpprof.experiment import Experiment, read_spec
+from dpprof.hardware import resolve_device
+from dpprof.validation import InputError, explain, refuse
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_experiment_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every field of an experiment, described as in the schema."""
+    group = parser.add_argument_group("experiment")
+    for name, field in Experiment.model_fields.items():
+        default = "auto" if name == "device" else field.default
+        required = field.is_required() and name != "device"
+        note = "required" if required else f"default: {default}"
+        help_text = f"{field.description} ({note})".replace("%", "%%")
+        group.add_argument(_option(name), help=help_text, metavar="VALUE")
+
+
+def read_experiment(arguments: argparse.Namespace) -> Experiment:
+    """Turn parsed options, or the spec file that ``--spec`` names, into an experiment.
+
+    Raises:
+        InputError: An option's value is not allowed, or a required one is missing.
+        OSError: The spec file cannot be read.
+    """
+    given = {name: getattr(arguments, name) for name in Experiment.model_fields}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if arguments.spec is not None:
+        if fields:
+            options = ", ".join(map(_option, fields))
+            raise InputError(f"--spec is the whole experiment; leave out {options}")
+        return read_spec(arguments.spec)
+    if fields.get("model", "").lstrip().startswith("{"):
+        try:
+            fields["model"] = yaml.safe_load(fields["model"])
+        except yaml.YAMLError:
+            raise refuse("--model", fields["model"], "it must be a mapping, in YAML") from None
+    if fields.get("device", "auto") == "auto":
+        fields["device"] = resolve_device()
+    try:
+        experiment = Experiment.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, Experiment, options=True) from None
+    if isinstance(experiment.model, str):
+        catalogue.check("models", experiment.model, "--model")
+    catalogue.check("methods", experiment.method, "--method")
+    return experiment
