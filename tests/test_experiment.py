@@ -95,9 +95,12 @@ def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
         ),
         (
             {"memory_limit_bytes": "4 lots"},
-            "memory_limit_bytes: '4 lots' is not allowed; could not",
+            "memory_limit_bytes: '4 lots' is not allowed; it must be",
         ),
-        ({"memory_limit_bytes": 0}, "memory_limit_bytes: 0 is not allowed; it must be above 0"),
+        ({"memory_limit_bytes": True}, "memory_limit_bytes: True is not allowed; it must be a"),
+        ({"memory_limit_bytes": -5}, "memory_limit_bytes: -5 is not allowed; it must be a number"),
+        ({"seq_len": 10**240}, "seq_len: "),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes: 0 is not allowed; it must be a num"),
     ],
 )
 def test_bad_input_is_one_sentence(fields: dict[str, object], sentence: str) -> None:

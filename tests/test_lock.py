@@ -58,6 +58,16 @@ def test_another_users_lock_file_can_be_used(tmp_path, monkeypatch) -> None:
         pass
 
 
+def test_a_strict_umask_does_not_lock_other_users_out(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_LOCK_DIR", str(tmp_path))
+    before = os.umask(0o077)
+    try:
+        with hold_one(["strict"], never):
+            assert lock_path("strict").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
+
+
 def test_the_lock_is_machine_wide_whatever_tmpdir_is(monkeypatch) -> None:
     monkeypatch.delenv("DPPROF_LOCK_DIR")
     monkeypatch.setenv("TMPDIR", "/elsewhere")

@@ -50,6 +50,21 @@ def test_the_announcement_counts_what_has_ended(sweep, capsys) -> None:
     assert capsys.readouterr().err == "dpprof: [2/5] b, about 2 min 0 s left\n"
 
 
+def test_a_cut_line_is_passed_over(sweep) -> None:
+    conclude("a", 10.0)
+    with sweep.open("a") as file:
+        file.write('{"run": "b", "wa')
+
+    assert Progress.current().seconds_left() == 4 * 10.0
+
+
+def test_a_damaged_or_missing_file_costs_nothing(sweep) -> None:
+    sweep.write_text("")
+    assert Progress.current() is None
+    sweep.unlink()
+    assert Progress.current() is None
+
+
 def test_outside_a_sweep_there_is_no_progress(monkeypatch) -> None:
     monkeypatch.delenv("DPPROF_PROGRESS", raising=False)
 

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from factory import make_experiment
+from factory import make_experiment, write_synthetic
 
 from dpprof.experiment import Experiment
+from dpprof.result import read_result
+from dpprof.sources import code_digest
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,6 +72,43 @@ def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_p
     assert (tmp_path / "logs" / "y.log").read_text().endswith("attempt 1: unsupported\n")
 
 
+def test_forget_refuses_what_is_no_failure(tmp_path) -> None:
+    done = run("forget.py", "--outcome", "crashed,ok", cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert "'ok' is not allowed; allowed: crashed, killed, oom, timeout, unsup" in done.stderr
+
+
+def test_forget_outdated_forgets_what_other_code_measured_and_nothing_else(tmp_path) -> None:
+    current, other = make_experiment(), make_experiment(batch_size=3)
+    write_synthetic(tmp_path, current, code_digest=code_digest("clean", current))
+    write_synthetic(tmp_path, other)
+    done = run("forget.py", "--outdated", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in (tmp_path / "results/clean").iterdir()] == [f"{current.id}.r0.json"]
+
+
+def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path) -> None:
+    (tmp_path / "x.json").mkdir()
+    done = profile(tmp_path)
+
+    assert done.returncode == 1
+    assert "error: [Errno 21] is a folder, not a file to write: 'x.json'" in done.stderr
+    assert "ok after" not in done.stderr
+
+
+def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
+    arguments = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
+    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+    command = [sys.executable, str(script), *arguments, "--output=x.json", "--log=/dev/full"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    process.stderr.close()
+
+    assert process.wait(timeout=120) == 0
+    assert read_result(tmp_path / "x.json").outcome == "ok"
+
+
 def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
     text = run("profile_experiment.py", "--help", cwd=tmp_path).stdout
 
@@ -104,7 +143,6 @@ def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path, options, senten
 @pytest.mark.parametrize(
     ("script", "options", "sentence"),
     [
-        ("forget.py", ["--outcome", "ok"], "error: --outcome: 'ok' is not allowed; allowed: crash"),
         (
             "prune.py",
             ["nowhere.yaml"],

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,5 +55,44 @@ def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:
     assert "sweep.py" not in names
 
 
-def test_digests_differ_between_methods() -> None:
-    assert code_digest("clean", "standard") != code_digest("clean", "microbatch")
+def test_digests_differ_between_methods_and_not_between_our_models() -> None:
+    def digest(**fields) -> str:
+        return code_digest("clean", make_experiment(**fields))
+
+    assert digest(method="standard") != digest(method="microbatch")
+    assert digest(model="tiny") == digest(model="small") == digest()
+
+
+def test_what_parses_options_or_tells_progress_does_not_matter() -> None:
+    names = {file.name for file in measuring_files("clean", "standard")}
+
+    assert {"worker.py", "supervisor.py", "clean.py", "profile_experiment.py"} <= names
+    assert not names & {"options.py", "progress.py", "planning.py"}
+
+
+def test_another_packages_model_counts_by_its_source(tmp_path) -> None:
+    plugin = tmp_path / "plugin"
+    shutil.copytree(ROOT / "tests" / "plugin", plugin)
+
+    def digest(model: str) -> str:
+        code = (
+            "from factory import make_experiment; from dpprof.sources import code_digest;"
+            f"print(code_digest('clean', make_experiment(model={model!r})))"
+        )
+        search = os.pathsep.join(str(p) for p in (ROOT / "src", ROOT / "tests", plugin))
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": search},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    before = digest("test-linear"), digest("tiny")
+    with (plugin / "dpprof_test_methods.py").open("a") as file:
+        file.write("# edited\n")
+    after = digest("test-linear"), digest("tiny")
+
+    assert before[0] != after[0]
+    assert before[1] == after[1]

@@ -65,6 +65,16 @@ def test_oom_is_real_and_says_what_was_requested(tmp_path) -> None:
     assert result.time is None
 
 
+@pytest.mark.parametrize("limit", ["150MiB", "400MiB"])
+@pytest.mark.parametrize("method", ["standard", "opacus-ghost"])
+def test_a_limit_below_the_libraries_own_memory_is_oom_at_once(tmp_path, method, limit) -> None:
+    result, _ = supervised(
+        tmp_path, method=method, model="small", seq_len=64, memory_limit_bytes=limit, timeout_s=60
+    )
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+
+
 def test_unsupported_names_the_reason(tmp_path) -> None:
     result, _ = supervised(tmp_path, dtype="tf32")
 
@@ -126,6 +136,63 @@ def test_a_silent_exit_is_a_crash_with_its_last_words(tmp_path) -> None:
 
     assert (result.outcome, result.error.exit_code) == ("crashed", 7)
     assert result.error.message == "famous last words"
+
+
+def test_a_silent_death_says_so(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-exits-silently")
+
+    assert (result.outcome, result.error.exit_code) == ("crashed", 3)
+    assert result.error.message == "ended without a word"
+
+
+def test_a_signal_without_a_name_is_a_crash(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-odd-signal")
+
+    assert (result.outcome, result.error.kind) == ("crashed", "signal 40")
+
+
+def test_a_worker_that_hangs_after_it_has_finished_keeps_its_measurement(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-hangs-at-exit", timeout_s=12)
+
+    assert (result.outcome, len(result.attempts)) == ("ok", 1)
+    assert result.time is not None
+
+
+def test_provenance_tells_the_threads_that_the_worker_really_had(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    result, _ = supervised(tmp_path, cpu_threads=1)
+
+    assert result.provenance["settings"]["OMP_NUM_THREADS"] == "1"
+    assert result.device["threads"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "tf32"])
+def test_cuda_runs_on_the_gpu_that_is_named(tmp_path, dtype: str) -> None:
+    result, log = supervised(tmp_path, device="cuda", method="opacus-ghost", dtype=dtype)
+
+    assert result.outcome == "ok", log
+    assert result.device["uuid"].startswith("GPU-")
+    assert result.device["driver"]
+    assert result.provenance["settings"]["CUDA_VISIBLE_DEVICES"] == result.device["uuid"]
+    assert result.memory.peak_allocated_bytes > 0
+    assert result.memory.alloc_retries == 0
+
+
+@pytest.mark.gpu
+def test_cuda_oom_is_real_and_says_what_was_held(tmp_path) -> None:
+    result, _ = supervised(
+        tmp_path,
+        device="cuda",
+        model="medium",
+        batch_size=16,
+        seq_len=512,
+        memory_limit_bytes="1GiB",
+    )
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+    assert result.error.requested_bytes > 0
+    assert 0 < result.error.allocated_bytes <= result.error.reserved_bytes <= 2**30
 
 
 def test_a_model_of_another_package_runs(tmp_path) -> None:

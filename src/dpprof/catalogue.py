@@ -39,14 +39,19 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
     if declaration.is_file():
         project = tomllib.loads(declaration.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == "dpprof":
-            entries = {name: entry for name, entry in entries.items() if not _is_own(entry)}
+            entries = {name: entry for name, entry in entries.items() if not _declared_here(entry)}
             own = project.get("entry-points", {}).get(full, {})
             entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
     return entries
 
 
-def _is_own(entry: EntryPoint) -> bool:
+def _declared_here(entry: EntryPoint) -> bool:
     return entry.module.partition(".")[0] == "dpprof"
+
+
+def is_own(group: Group, name: str) -> bool:
+    """Tell whether a name is dpprof's own and not another package's."""
+    return _declared_here(_entries(group)[name])
 
 
 def names(group: Group) -> list[str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -14,6 +13,9 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
     model_validator,
 )
 
@@ -33,19 +35,30 @@ def _refuse_bool(value: Any) -> Any:
     return value
 
 
-def _refuse_zero(value: ByteSize) -> ByteSize:
-    if value == 0:
-        raise ValueError("it must be above 0, such as 4GiB")
-    return value
+def _read_size(value: Any, parse: ValidatorFunctionWrapHandler) -> ByteSize:
+    """Read a number of bytes, or a number with a unit."""
+    try:
+        size: ByteSize = parse(_refuse_bool(value))
+    except (ValidationError, ValueError):
+        size = ByteSize(0)
+    if size <= 0:
+        raise ValueError("it must be a number of bytes above 0, or one with a unit, such as 4GiB")
+    return size
 
 
 # The bound stands before the validator: pydantic publishes it in the JSON schema only so.
-Count = Annotated[int, Field(ge=1), BeforeValidator(_refuse_bool)]
+Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(_refuse_bool)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_refuse_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_refuse_bool)]
 Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_refuse_bool)]
 Replicates = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_refuse_bool)]
-Size = Annotated[ByteSize, AfterValidator(_refuse_zero)]
+_SIZE_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^\s*\d*\.?\d+\s*[A-Za-z]*\s*$"},
+        {"type": "integer", "minimum": 1},
+    ]
+}
+Size = Annotated[ByteSize, WrapValidator(_read_size), WithJsonSchema(_SIZE_SCHEMA)]
 
 
 class Dimensions(BaseModel):
@@ -53,7 +66,7 @@ class Dimensions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vocab_size: Annotated[int, Field(ge=2), BeforeValidator(_refuse_bool)] = Field(
+    vocab_size: Annotated[int, Field(ge=2, le=10**9), BeforeValidator(_refuse_bool)] = Field(
         description="tokens in the vocabulary"
     )
     d_model: Count = Field(description="width of the residual stream")

@@ -5,13 +5,14 @@ import importlib.util
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
 import pynvml
+
+from dpprof.console import say
 
 
 class Gpu(NamedTuple):
@@ -59,12 +60,11 @@ def _text(value: str | bytes) -> str:
 
 
 def _installed_gpus() -> list[Gpu]:
-    """List every GPU that the driver knows, in PCI order."""
-    with _nvml() as available:
-        if not available:
-            return []
-        gpus = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
+    """List every GPU that the driver shows to this process, in PCI order."""
+    gpus: list[Gpu] = []
+    # Within a container the driver may be there and still refuse to tell.
+    with _nvml() as available, contextlib.suppress(pynvml.NVMLError):
+        for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
             gpus.append(
@@ -74,7 +74,7 @@ def _installed_gpus() -> list[Gpu]:
                     memory_total_bytes=int(memory),
                 )
             )
-        return gpus
+    return gpus
 
 
 def visible_gpus() -> list[Gpu]:
@@ -136,7 +136,7 @@ def resolve_device() -> Literal["cpu", "cuda"]:
     reason = why_no_cuda()
     if reason is None:
         return "cuda"
-    print(f"dpprof: no CUDA ({reason}); experiments run on the CPU", file=sys.stderr)
+    say(f"no CUDA ({reason}); experiments run on the CPU")
     return "cpu"
 
 

@@ -30,7 +30,9 @@ def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY)
     except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to open it
+        return descriptor
 
 
 @contextlib.contextmanager

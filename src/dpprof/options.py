@@ -9,11 +9,7 @@ from pydantic import ValidationError
 from dpprof import catalogue
 from dpprof.experiment import Experiment, read_spec
 from dpprof.hardware import resolve_device
-from dpprof.validation import InputError, explain, refuse
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+from dpprof.validation import InputError, explain, option_name, refuse
 
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +20,7 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
         required = field.is_required() and name != "device"
         note = "required" if required else f"default: {default}"
         help_text = f"{field.description} ({note})".replace("%", "%%")
-        group.add_argument(_option(name), help=help_text, metavar="VALUE")
+        group.add_argument(option_name(name), help=help_text, metavar="VALUE")
 
 
 def read_experiment(arguments: argparse.Namespace) -> Experiment:
@@ -38,7 +34,7 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if arguments.spec is not None:
         if fields:
-            options = ", ".join(map(_option, fields))
+            options = ", ".join(map(option_name, fields))
             raise InputError(f"--spec is the whole experiment; leave out {options}")
         return read_spec(arguments.spec)
     if fields.get("model", "").lstrip().startswith("{"):

@@ -18,7 +18,7 @@ from dpprof import catalogue
 from dpprof.experiment import Experiment
 from dpprof.hardware import resolve_device
 from dpprof.result import result_path
-from dpprof.sources import code_digest, derived_digests
+from dpprof.sources import code_digest, derived_digests, foreign_model
 from dpprof.storage import canonical_json, sha256_hex, write_atomically, write_if_changed
 from dpprof.sweep import Config, Run, expand, given, parse_config
 from dpprof.validation import InputError
@@ -65,7 +65,7 @@ class Manifest(BaseModel):
     @property
     def due_path(self) -> Path:
         """Names the file that says when this config's tables last became due."""
-        return self.path.with_name(self.path.name.replace("manifest-", "due-"))
+        return self.path.with_name(self.path.stem.replace("manifest-", "due-") + ".txt")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ def spec_path(experiment_id: str) -> Path:
 def code_path(name: str) -> Path:
     """Say where a code digest lives: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
     return PLAN / "code" / f"{name}.sha256"
+
+
+def code_name(instrument: str, experiment: Experiment) -> str:
+    """Name the digest of the code that measures an experiment under an instrument."""
+    return "-".join(filter(None, [instrument, experiment.method, foreign_model(experiment)]))
 
 
 def _check_names(config: Config) -> None:
@@ -145,8 +150,9 @@ def write_plan(plan: Plan) -> None:
     for experiment in plan.experiments.values():
         write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
     digests = derived_digests()
-    for instrument, method in {(run.instrument, run.method) for run in plan.manifest.runs}:
-        digests[f"{instrument}-{method}"] = code_digest(instrument, method)
+    for run in plan.manifest.runs:
+        experiment = plan.experiments[run.id]
+        digests[code_name(run.instrument, experiment)] = code_digest(run.instrument, experiment)
     for name, digest in digests.items():
         write_if_changed(code_path(name), digest + "\n")
     write_if_changed(plan.manifest.path, plan.manifest.text)
@@ -195,13 +201,13 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
         for run in plan.manifest.runs:
             log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
             keep |= {run.path(root), log, root / spec_path(run.id)}
-            keep.add(root / code_path(f"{run.instrument}-{run.method}"))
+            keep.add(root / code_path(code_name(run.instrument, plan.experiments[run.id])))
     candidates = [
         *(root / "results").glob("*/*.r*.json"),
         *(root / "results" / "logs").glob("*/*.r*.log"),
         *(root / PLAN).glob("specs/*.json"),
         *(root / PLAN).glob("code/*.sha256"),
         *(root / PLAN).glob("manifest-*.json"),
-        *(root / PLAN).glob("due-*.json"),
+        *(root / PLAN).glob("due-*.txt"),
     ]
     return sorted(path for path in candidates if path not in keep)

@@ -5,14 +5,15 @@ the file in the environment. Every supervisor adds a line when its run has ended
 each of them knows how far the sweep has come.
 """
 
+import contextlib
 import json
 import os
 import statistics
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.result import Result
 
@@ -23,10 +24,14 @@ class Progress:
     """A sweep's progress file: its first line lists the runs to come, later ones the ended."""
 
     def __init__(self, path: Path) -> None:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        first, *others = path.read_text(encoding="utf-8").splitlines()
         self._path = path
-        self._to_come: list[dict[str, str]] = lines[0]
-        self._ended: dict[str, dict[str, Any]] = {line["run"]: line for line in lines[1:]}
+        self._to_come: list[dict[str, str]] = json.loads(first)
+        self._ended: dict[str, dict[str, Any]] = {}
+        for text in others:
+            with contextlib.suppress(json.JSONDecodeError):  # cut by a full disk or a kill
+                line = json.loads(text)
+                self._ended[line["run"]] = line
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -43,9 +48,14 @@ class Progress:
 
     @classmethod
     def current(cls) -> Self | None:
-        """Open the file of the sweep that this process belongs to, if there is one."""
-        path = os.environ.get(_VARIABLE)
-        return cls(Path(path)) if path and Path(path).is_file() else None
+        """Open the file of the sweep that this process belongs to, if it can be read.
+
+        Progress is a courtesy: nothing about it may cost a measurement.
+        """
+        try:
+            return cls(Path(os.environ[_VARIABLE]))
+        except (KeyError, OSError, ValueError):
+            return None
 
     def seconds_left(self) -> float | None:
         """Estimate the time that the runs to come will take, from those that have ended.
@@ -72,12 +82,12 @@ class Progress:
         number = min(len(self._ended) + 1, total)
         left = self.seconds_left()
         when = "" if left is None else f", about {format_duration(left)} left"
-        _say(f"[{number}/{total}] {name}{when}")
+        say(f"[{number}/{total}] {name}{when}")
 
     def conclude(self, name: str, result: Result) -> None:
-        """Note that a run has ended."""
+        """Note that a run has ended, where that can be written."""
         line = {"run": name, "wall_s": result.wall_s, "outcome": result.outcome}
-        with self._path.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -99,7 +109,7 @@ def tell_result(result: Result) -> None:
     if result.error is not None:
         phase = f" in {result.error.phase}" if result.error.phase else ""
         text += f": {result.error.kind}{phase}: {ascii(result.error.message)[1:-1][:200]}"
-    _say(f"        {text}")
+    say(f"        {text}")
 
 
 def format_duration(seconds: float) -> str:
@@ -111,10 +121,6 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:  # noqa: PLR2004 (minutes in an hour)
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _say(text: str) -> None:
-    print(f"dpprof: {text}", file=sys.stderr, flush=True)
 
 
 def _kind(experiment: Experiment) -> str:

@@ -6,6 +6,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,13 @@ def describe_git() -> dict[str, Any]:
     return {"commit": commit, "dirty": None if status is None else bool(status), "reason": None}
 
 
-def collect(experiment: Experiment) -> dict[str, Any]:
-    """Collect everything that could explain a number, without importing torch."""
+def collect(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Collect everything that could explain a number, without importing torch.
+
+    Args:
+        experiment: What will be measured.
+        environment: The environment variables that the measuring process will have.
+    """
     torch_version, torch_cuda = torch_build()
     return {
         "command": [Path(sys.executable).name, *sys.argv],
@@ -88,7 +94,7 @@ def collect(experiment: Experiment) -> dict[str, Any]:
             "memory_total_bytes": psutil.virtual_memory().total,
             "load_average": list(os.getloadavg()),
         },
-        "settings": {name: os.environ[name] for name in _SETTINGS if name in os.environ},
+        "settings": {name: environment[name] for name in _SETTINGS if name in environment},
         "seed": experiment.seed,
         "spec_digest": experiment.digest,
     }

@@ -67,7 +67,7 @@ class Snapshot(Part):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     rss_bytes: int | None = Field(None, description="resident memory of the process")
-    elapsed_s: float = Field(description="since the instrument started")
+    elapsed_s: float = Field(description="since the libraries were imported")
     components: dict[str, int] | None = None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dpprof import catalogue
+from dpprof.experiment import Experiment
 from dpprof.provenance import CHECKOUT, package_versions
 
 PACKAGE = Path(__file__).resolve().parent
@@ -69,27 +70,47 @@ def _digest(files: Iterable[Path], *facts: object) -> str:
 
 
 def measuring_files(instrument: str, method: str) -> list[Path]:
-    """List the files that matter to what an instrument measures of a method."""
-    entries = [SCRIPTS / "profile_experiment.py", PACKAGE / "worker.py"]
+    """List dpprof's own files that matter to what an instrument measures of a method.
+
+    Beside what the worker loads, that is the supervisor with its limits and judgements,
+    and the measuring script; not what parses its options or tells progress.
+    """
+    entries = [PACKAGE / "worker.py", PACKAGE / "supervisor.py"]
     entries += sorted((PACKAGE / "models").glob("*.py"))
     named = (
         catalogue.source_file("instruments", instrument),
         catalogue.source_file("methods", method),
     )
-    return closure([*entries, *(file for file in named if file is not None)])
+    files = closure([*entries, *(file for file in named if file is not None)])
+    return [SCRIPTS / "profile_experiment.py", *files]
+
+
+def foreign_model(experiment: Experiment) -> str | None:
+    """Return the model's name where another package provides it."""
+    model = experiment.model
+    return model if isinstance(model, str) and not catalogue.is_own("models", model) else None
+
+
+def code_digest(instrument: str, experiment: Experiment) -> str:
+    """Digest what a measurement depends on: its sources, torch's and Opacus's versions.
+
+    For what another package provides this covers its file and the version of the
+    distribution that declares it. Our own models count as one.
+    """
+    return _code_digest(instrument, experiment.method, foreign_model(experiment))
 
 
 @functools.cache
-def code_digest(instrument: str, method: str) -> str:
-    """Digest what a measurement depends on: its sources, torch's and Opacus's versions.
-
-    For a method from another package this covers its file and the version of the
-    distribution that declares it.
-    """
+def _code_digest(instrument: str, method: str, foreign: str | None) -> str:
+    names: list[tuple[catalogue.Group, str]] = [("instruments", instrument), ("methods", method)]
+    files = measuring_files(instrument, method)
+    if foreign is not None:
+        names.append(("models", foreign))
+        files += filter(None, [catalogue.source_file("models", foreign)])
     return _digest(
-        measuring_files(instrument, method),
+        files,
         package_versions(("torch", "opacus")),
-        catalogue.distribution_of("methods", method),
+        [catalogue.distribution_of(group, name) for group, name in names],
     )
 
 

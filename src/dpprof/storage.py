@@ -1,6 +1,7 @@
 """Files that are either whole or not there, and JSON that has one spelling."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -40,6 +41,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Make sure that a file can be written, before the work that will fill it.
+
+    Raises:
+        OSError: It cannot; the message says why.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def write_if_changed(path: Path, text: str) -> bool:

@@ -13,21 +13,33 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple, NoReturn
 
 from pydantic import ValidationError
 
+from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.handover import Assignment, PhaseMark, Report
 from dpprof.hardware import available_cores, describe_cpu, describe_gpu, visible_gpus
 from dpprof.lock import hold_one
 from dpprof.provenance import collect
-from dpprof.result import SCHEMA_VERSION, Attempt, Failure, Measurement, Result, write_result
+from dpprof.result import (
+    SCHEMA_VERSION,
+    Attempt,
+    Failure,
+    Measurement,
+    Outcome,
+    Phase,
+    Result,
+    write_result,
+)
 from dpprof.sources import PACKAGE, code_digest
+from dpprof.storage import check_writable
 
 MAX_ATTEMPTS = 2
 """A crash or a kill is tried once more in a fresh process; other outcomes are final."""
@@ -41,56 +53,75 @@ class _Place(NamedTuple):
     """Where the worker runs: what to call the device, and how to make it the only one."""
 
     lock_name: str
-    device: dict[str, Any]
+    describe: Callable[[], dict[str, Any]]
     environment: dict[str, str]
 
 
 def _places(experiment: Experiment) -> list[_Place]:
     """List the interchangeable devices that this experiment could run on."""
-    threads = str(experiment.cpu_threads or available_cores())
-    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    cpu = _Place("cpu", describe_cpu(int(threads)), environment)
+    threads = experiment.cpu_threads or available_cores()
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    cpu = _Place("cpu", partial(describe_cpu, threads), environment)
     if experiment.device == "cpu":
         return [cpu]
     return [
         _Place(
             f"cuda-{gpu.uuid}",
-            describe_gpu(gpu),
+            partial(describe_gpu, gpu),
             environment | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         )
         for gpu in visible_gpus()
     ] or [cpu]  # no GPU: the worker records why
 
 
-class _Log:
-    """Where the worker's output goes, and the last of it for a failure's message."""
+class _Sink:
+    """Where a run's output goes: a file, or standard error. Writing never fails.
 
-    def __init__(self, sinks: Iterable[IO[str]]) -> None:
-        self._sinks = list(sinks)
-        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+    Unbuffered, so that nothing is left to write when a full disk has refused once.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb", buffering=0) if path else None
 
     def write(self, line: str) -> None:
-        """Pass a line on; a sink that is full or gone does not end the experiment."""
-        self.tail.append(line)
-        for sink in self._sinks:
-            with suppress(OSError):
-                sink.write(line)
-                sink.flush()
+        """Write a line as it is."""
+        with suppress(OSError, ValueError):
+            if self._file is None:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+            else:
+                self._file.write(line.encode(errors="replace"))
 
-    def follow(self, stream: IO[bytes]) -> None:
-        """Pass on everything from a stream, until it ends."""
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self._file is not None:
+            self._file.close()
+
+
+class _LastWords:
+    """Passes a worker's output on and remembers the end of it."""
+
+    def __init__(self, stream: IO[bytes], sink: _Sink) -> None:
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._thread = threading.Thread(target=self._follow, args=(stream, sink), daemon=True)
+        self._thread.start()
+
+    def _follow(self, stream: IO[bytes], sink: _Sink) -> None:
         with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                self.write(line)
+                sink.write(line)
+                self._tail.append(line.strip())
 
-    @property
-    def last_line(self) -> str:
-        """The last line that says something."""
-        return next((line.strip() for line in reversed(self.tail) if line.strip()), "")
+    def lines(self) -> list[str]:
+        """Wait for the end of the output, for a while, and return its last lines."""
+        self._thread.join(timeout=5)
+        return [line for line in self._tail.copy() if line]
 
 
 def _run_worker(
-    experiment: Experiment, instrument: str, place: _Place, lock_fd: int, log: _Log
+    experiment: Experiment, instrument: str, environment: dict[str, str], lock_fd: int, sink: _Sink
 ) -> tuple[Attempt, Measurement | None]:
     """Run one attempt in a fresh process and judge how it ended."""
     # Files without names: nothing is left behind, whoever is killed when.
@@ -103,7 +134,6 @@ def _run_worker(
             phase_fd=phase_file.fileno(),
             report_fd=report_file.fileno(),
         )
-        search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
         start = time.monotonic()
         worker = subprocess.Popen(
             [sys.executable, "-P", "-m", "dpprof.worker", assignment.model_dump_json()],
@@ -112,13 +142,10 @@ def _run_worker(
             stderr=subprocess.STDOUT,
             pass_fds=(lock_fd, phase_file.fileno(), report_file.fileno()),
             start_new_session=True,
-            env=os.environ
-            | place.environment
-            | {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"},
+            env=environment,
         )
         assert worker.stdout is not None
-        follower = threading.Thread(target=log.follow, args=(worker.stdout,), daemon=True)
-        follower.start()
+        last_words = _LastWords(worker.stdout, sink)
         timed_out = False
         try:
             worker.wait(timeout=experiment.timeout_s)
@@ -129,9 +156,11 @@ def _run_worker(
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
         wall_s = time.monotonic() - start
-        follower.join(timeout=5)
         report_file.seek(0)
         report = _read_report(report_file.read())
+        if report is not None:  # also of a worker that hung or died after it had finished
+            attempt = Attempt(outcome=report.outcome, wall_s=wall_s, error=report.error)
+            return attempt, report.measurement
         if timed_out:
             failure = Failure(
                 kind="Timeout",
@@ -139,10 +168,8 @@ def _run_worker(
                 phase=mark.read(),
             )
             return Attempt(outcome="timeout", wall_s=wall_s, error=failure), None
-        if report is not None:
-            attempt = Attempt(outcome=report.outcome, wall_s=wall_s, error=report.error)
-            return attempt, report.measurement
-        return _judge_death(worker.returncode, wall_s, mark, log), None
+        outcome, failure = _judge_death(worker.returncode, mark.read(), last_words.lines())
+        return Attempt(outcome=outcome, wall_s=wall_s, error=failure), None
 
 
 def _read_report(content: bytes) -> Report | None:
@@ -153,28 +180,35 @@ def _read_report(content: bytes) -> Report | None:
         return None
 
 
-def _judge_death(returncode: int, wall_s: float, mark: PhaseMark, log: _Log) -> Attempt:
+def _judge_death(
+    returncode: int, phase: Phase, last_words: Sequence[str]
+) -> tuple[Outcome, Failure]:
     """Judge a worker that left no report by its exit status and its last words."""
     number = -returncode
-    name = signal.Signals(number).name if number > 0 else None
-    if any("std::bad_alloc" in line for line in log.tail):
-        outcome, kind, message = "oom", "std::bad_alloc", log.last_line
+    name = _signal_name(number) if number > 0 else None
+    last = last_words[-1] if last_words else "ended without a word"
+    outcome: Outcome = "crashed"
+    kind, message = name or f"exit code {returncode}", last
+    if any("std::bad_alloc" in line for line in last_words):
+        outcome, kind = "oom", "std::bad_alloc"
     elif number in _FROM_OUTSIDE:
-        outcome, kind = "killed", str(name)
-        message = f"ended by {name} from outside"
+        outcome, message = "killed", f"ended by {name} from outside"
         if number == signal.SIGKILL:
             message += ", for example by the kernel when the host runs out of memory"
-    else:
-        outcome, kind = "crashed", name or f"exit code {returncode}"
-        message = log.last_line or "ended without a word"
-    failure = Failure(
+    return outcome, Failure(
         kind=kind,
         message=message,
-        phase=mark.read(),
+        phase=phase,
         signal=name,
-        exit_code=returncode if number <= 0 else None,
+        exit_code=None if name else returncode,
     )
-    return Attempt.model_validate({"outcome": outcome, "wall_s": wall_s, "error": failure})
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 @contextmanager
@@ -215,35 +249,36 @@ def supervise(
         log_path: Where the worker's output goes; standard error where it is None.
 
     Raises:
-        OSError: The result cannot be written.
+        OSError: The result cannot be written; found out before anything is measured.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    measuring_code = code_digest(instrument, experiment.method)
+    check_writable(output)
+    measuring_code = code_digest(instrument, experiment)
     places = _places(experiment)
 
     def waiting() -> None:
         busy = "the CPU is" if experiment.device == "cpu" else "every visible GPU is"
-        print(f"dpprof: {busy} taken by another experiment; waiting", file=sys.stderr, flush=True)
+        say(f"{busy} taken by another experiment; waiting")
 
     attempts: list[Attempt] = []
     measurement: Measurement | None = None
     with (
         _ended_by_signals(),
-        _opened(log_path) as log_file,
+        closing(_Sink(log_path)) as sink,
         hold_one([place.lock_name for place in places], waiting) as (position, lock_fd),
     ):
         place = places[position]
-        log = _Log([log_file])
+        environment = _worker_environment(place)
+        device, provenance = place.describe(), collect(experiment, environment)
         started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
         while len(attempts) < MAX_ATTEMPTS:
-            log.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
-            attempt, measurement = _run_worker(experiment, instrument, place, lock_fd, log)
+            sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
+            attempt, measurement = _run_worker(experiment, instrument, environment, lock_fd, sink)
             if attempt.error is not None:
                 error = attempt.error.model_copy(update={"log": log_path and str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
             attempts.append(attempt)
-            log.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")
+            sink.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")
             if attempt.outcome not in _RETRIED:
                 break
         wall_s = time.monotonic() - start
@@ -263,17 +298,13 @@ def supervise(
             "attempts": attempts,
             "started_at": started_at.isoformat(timespec="microseconds"),
             "wall_s": wall_s,
-            "device": place.device,
-            "provenance": collect(experiment),
+            "device": device,
+            "provenance": provenance,
         },
     )
 
 
-@contextmanager
-def _opened(log_path: Path | None) -> Iterator[IO[str]]:
-    if log_path is None:
-        yield sys.stderr
-        return
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("w", encoding="utf-8") as file:
-        yield file
+def _worker_environment(place: _Place) -> dict[str, str]:
+    search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
+    return os.environ | place.environment | own

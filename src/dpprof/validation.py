@@ -94,18 +94,18 @@ def explain(error: ValidationError, model: type[BaseModel], *, options: bool = F
             message = re.sub(r"^(Input|String|List|Dictionary) should", "it must", message)
             message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
             message = message.removesuffix(" after validation, not 0")
-            spelled = _option(key) if options else key
+            spelled = option_name(key) if options else key
             sentences.append(str(refuse(spelled or "the configuration", problem["input"], message)))
     for parent, names in missing.items():
         if parent:
-            where = _option(parent) if options else parent
+            where = option_name(parent) if options else parent
             sentences.append(f"{where}: missing {', '.join(names)}")
         else:
-            sentences.append(f"missing: {', '.join(map(_option, names) if options else names)}")
+            sentences.append(f"missing: {', '.join(map(option_name, names) if options else names)}")
     return InputError("\n".join(dict.fromkeys(sentences)))
 
 
-def _option(key: str) -> str:
+def option_name(key: str) -> str:
     """Spell a key as a command-line option; only its first part is one."""
     first, dot, rest = key.partition(".")
     return f"--{first.replace('_', '-')}{dot}{rest}"

@@ -4,7 +4,7 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables import build_tables, read_table
 from dpprof.planning import code_path
 from dpprof.result import ResultError, result_path
 from dpprof.validation import InputError
@@ -64,6 +64,30 @@ def test_noise_and_clipping_do_not_change_the_baseline(tmp_path) -> None:
     collected = collect(make_manifest((STANDARD, 0), (noisy, 0)), tmp_path, partial=False)
 
     assert row_of(build_tables(collected)["experiments"], noisy)["step_ratio"] == 5.0
+
+
+def test_several_baselines_count_as_one_and_a_failed_one_does_not_count(tmp_path) -> None:
+    """The noise of a non-private step means nothing, so these three are one baseline."""
+    quick, slow, failed = (
+        make_experiment(method="standard", noise_multiplier=noise) for noise in (1, 2, 3)
+    )
+    write_synthetic(tmp_path, quick, step_s=(1.0,))
+    write_synthetic(tmp_path, slow, step_s=(3.0,))
+    write_synthetic(tmp_path, failed, outcome="oom")
+    write_synthetic(tmp_path, GHOST, step_s=(5.0,))
+    manifest = make_manifest(*((e, 0) for e in (quick, slow, failed, GHOST)))
+    table = build_tables(collect(manifest, tmp_path, partial=False))["experiments"]
+
+    assert row_of(table, GHOST)["step_ratio"] == 5.0 / 2.0
+
+
+@pytest.mark.parametrize("message", ["null", "12", "NA", "1234567e8901", 'a,b\n"c"'])
+def test_texts_survive_the_csv(tmp_path, message: str) -> None:
+    write_synthetic(tmp_path, BAD := make_experiment(), outcome="crashed", message=message)
+    tables = build_tables(collect(make_manifest((BAD, 0)), tmp_path, partial=False))
+    tables["runs"].to_csv(tmp_path / "runs.csv", index=False)
+
+    assert read_table(tmp_path / "runs.csv").loc[0, "error_message"] == message
 
 
 def test_allocated_peaks_are_preferred_and_not_compared_with_rss(tmp_path) -> None:

@@ -1,5 +1,6 @@
 import pandas as pd
 import pytest
+from factory import make_experiment
 
 from dpprof.figures.style import method_style
 from dpprof.figures.tradeoff import draw
@@ -8,11 +9,8 @@ from dpprof.figures.tradeoff import draw
 def experiments(**changes) -> pd.DataFrame:
     rows = [
         {
+            **make_experiment(seq_len=8, method=method, batch_size=batch).model_dump(),
             "model": model,
-            "seq_len": 8,
-            "dtype": "float32",
-            "method": method,
-            "batch_size": batch,
             "median_step_s": batch * 0.01,
             "min_step_s": batch * 0.009,
             "max_step_s": batch * 0.012,
@@ -33,8 +31,8 @@ def test_a_panel_per_model_with_units_on_its_axes() -> None:
     axes = draw(experiments()).axes
 
     assert sorted(axis.get_title() for axis in axes) == [
-        "small, T = 8, float32",
-        "tiny, T = 8, float32",
+        "small, T = 8",
+        "tiny, T = 8",
     ]
     assert {axis.get_xlabel() for axis in axes} == {"step time (ms)"}
     assert {axis.get_ylabel() for axis in axes} == {"peak RSS (MiB)"}
@@ -46,6 +44,23 @@ def test_points_stand_where_the_table_says() -> None:
 
     assert [list(line.get_xdata()) for line in lines] == [[20.0, 40.0]] * 2
     assert [list(line.get_ydata()) for line in lines] == [[2.0, 4.0]] * 2
+
+
+def test_what_else_differs_has_a_panel_of_its_own_and_is_named() -> None:
+    both = pd.concat([experiments(), experiments(dtype="float64", noise_multiplier=2.0)])
+
+    assert sorted(axis.get_title() for axis in draw(both).axes) == [
+        "small, T = 8, dtype = float32, noise_multiplier = 1.0",
+        "small, T = 8, dtype = float64, noise_multiplier = 2.0",
+        "tiny, T = 8, dtype = float32, noise_multiplier = 1.0",
+        "tiny, T = 8, dtype = float64, noise_multiplier = 2.0",
+    ]
+
+
+def test_panels_left_out_are_told() -> None:
+    many = pd.concat([experiments(seq_len=length) for length in range(1, 8)])
+
+    assert draw(many).get_suptitle().startswith("2 more panels are not drawn")
 
 
 @pytest.mark.parametrize("column", ["median_step_s", "peak_bytes"])

@@ -4,6 +4,7 @@ Found through its entry points when this folder is on PYTHONPATH, as an installe
 plug-in would be.
 """
 
+import atexit
 import ctypes
 import os
 import signal
@@ -64,6 +65,22 @@ class Exits(Fails):
     def fail(self):
         print("famous last words", flush=True)
         os._exit(7)
+
+
+class ExitsSilently(Fails):
+    def fail(self):
+        os._exit(3)
+
+
+class OddSignal(Fails):
+    def fail(self):
+        os.kill(os.getpid(), 40)
+
+
+class HangsAtExit(Standard):
+    def __init__(self, model, experiment):
+        super().__init__(model, experiment)
+        atexit.register(time.sleep, 3600)
 
 
 class Refuses(Standard):

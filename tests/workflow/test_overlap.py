@@ -19,6 +19,16 @@ def intervals(checkout: Checkout) -> list[tuple[dt.datetime, dt.datetime]]:
     return sorted(found)
 
 
+def test_replicates_are_interleaved(checkout: Checkout) -> None:
+    """All of replicate 0 run before any of replicate 1, whatever Snakemake would prefer."""
+    checkout.edit("config/config.yaml", "batch_size: 1", "batch_size: 1\n    replicates: 2")
+    checkout.snakemake()
+
+    results = [json.loads(content) for _, content in checkout.results().values()]
+    ordered = sorted(results, key=lambda result: result["started_at"])
+    assert [result["replicate"] for result in ordered] == [0, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -65,6 +65,21 @@ def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None
     assert figure.read_bytes() != drawn
 
 
+@pytest.mark.parametrize(
+    "file", ["workflow/templates/report.md.j2", "src/dpprof/analysis/tables.py"]
+)
+def test_an_edited_report_or_table_runs_no_experiment(finished: Checkout, file: str) -> None:
+    before = finished.results()
+    report = finished.path / "results" / "report.md"
+    age = report.stat().st_mtime_ns
+    with (finished.path / file).open("a") as opened:
+        opened.write("\n")
+    finished.snakemake()
+
+    assert finished.results() == before
+    assert report.stat().st_mtime_ns > age
+
+
 def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> None:
     finished.edit("src/dpprof/methods/opacus_hooks.py", 'enter("clip")', 'enter("clip")  # edited')
     finished.snakemake()
@@ -84,7 +99,9 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
     listed = finished.script("prune.py")
     assert "opacus-hooks" in listed
     assert finished.results() == before
-    finished.script("prune.py", "--delete")
+    finished.script("prune.py", "--delete", status=2)
+    assert finished.results() == before
+    finished.script("prune.py", CONFIG, "--delete")
     assert not any("opacus-hooks" in name for name in finished.results())
     assert "Nothing to be done" in finished.snakemake()
 

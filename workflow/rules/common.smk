@@ -53,8 +53,8 @@ def experiment_of(experiment_id):
 
 def code_of(wildcards):
     """Name the digest of the code that measures this experiment."""
-    method = experiment_of(wildcards.id).method
-    return str(planning.code_path(f"{wildcards.instrument}-{method}"))
+    experiment = experiment_of(wildcards.id)
+    return str(planning.code_path(planning.code_name(wildcards.instrument, experiment)))
 
 
 def gpus_of(wildcards):

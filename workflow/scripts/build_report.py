@@ -5,10 +5,9 @@ import inspect
 import sys
 from pathlib import Path
 
-import pandas as pd
-
 import _source_tree  # noqa: F401
 from dpprof import catalogue
+from dpprof.analysis.tables import read_table
 from dpprof.report.content import build_document
 from dpprof.report.render import write_report
 
@@ -22,7 +21,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True, help="where the report goes")
     arguments = parser.parse_args()
     try:
-        tables = {name: pd.read_csv(arguments.tables / f"{name}.csv") for name in TABLES}
+        tables = {name: read_table(arguments.tables / f"{name}.csv") for name in TABLES}
     except OSError as error:
         sys.exit(f"error: {error}")
     captions = {

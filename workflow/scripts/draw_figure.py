@@ -4,10 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import pandas as pd
-
 import _source_tree  # noqa: F401
 from dpprof import catalogue
+from dpprof.analysis.tables import read_table
 from dpprof.validation import InputError
 
 
@@ -24,7 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         catalogue.check("figures", arguments.figure, "--figure")
-        experiments = pd.read_csv(arguments.tables / "experiments.csv")
+        experiments = read_table(arguments.tables / "experiments.csv")
     except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
     figure = catalogue.load("figures", arguments.figure)(experiments)

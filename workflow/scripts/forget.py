@@ -1,14 +1,29 @@
-"""Forget recorded failures, so that the next snakemake runs those experiments again."""
+"""Forget results, so that the next snakemake runs those experiments again."""
 
 import argparse
 import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.result import OUTCOMES, ResultError, read_result
+from dpprof.result import OUTCOMES, Result, ResultError, read_result
+from dpprof.sources import code_digest
 from dpprof.validation import one_of
 
 FAILURES = OUTCOMES[1:]
+
+
+def outcomes(text: str) -> list[str]:
+    """Read a comma-separated list of ways to fail."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in FAILURES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {one_of(FAILURES, name)}")
+    return names
+
+
+def is_outdated(result: Result) -> bool:
+    """Tell whether other code than the present measured a result."""
+    return result.code_digest != code_digest(result.instrument, result.experiment)
 
 
 def main() -> None:
@@ -16,25 +31,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--outcome",
-        required=True,
-        help="comma-separated outcomes to forget: " + ", ".join(FAILURES),
+        type=outcomes,
+        default=[],
+        help="forget failures: comma-separated, of " + ", ".join(FAILURES),
+    )
+    parser.add_argument(
+        "--outdated",
+        action="store_true",
+        help="forget what other code than the present measured, for example during an edit",
     )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be forgotten")
     arguments = parser.parse_args()
-    wanted = [name.strip() for name in arguments.outcome.split(",")]
-    for name in wanted:
-        if name not in FAILURES:
-            sys.exit(f"error: --outcome: {name!r} is not allowed; {one_of(FAILURES, name)}")
+    if not arguments.outcome and not arguments.outdated:
+        parser.error("say what to forget: --outcome, --outdated or both")
     forgotten, damaged = 0, 0
     for path in sorted(Path("results").glob("*/*.r*.json")):
         try:
-            outcome = read_result(path).outcome
+            result = read_result(path)
         except ResultError as error:
             print(f"warning: {error}", file=sys.stderr)
             damaged += 1
             continue
-        if outcome in wanted:
-            print(f"{path}  {outcome}")
+        if result.outcome in arguments.outcome or (arguments.outdated and is_outdated(result)):
+            print(f"{path}  {result.outcome}")
             forgotten += 1
             if not arguments.dry_run:
                 path.unlink()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
+from dpprof.console import say
 from dpprof.options import add_experiment_options, read_experiment
 from dpprof.progress import Progress, run_name, tell_result
 from dpprof.supervisor import supervise
@@ -48,9 +49,15 @@ def main() -> None:
     progress = Progress.current()
     if progress is not None:
         progress.announce(name)
-    result = supervise(
-        experiment, arguments.instrument, arguments.replicate, arguments.output, arguments.log
-    )
+    try:
+        result = supervise(
+            experiment, arguments.instrument, arguments.replicate, arguments.output, arguments.log
+        )
+    except KeyboardInterrupt:
+        say("interrupted; no result was written")
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"error: {error}")
     if progress is not None:
         progress.conclude(name, result)
     tell_result(result)

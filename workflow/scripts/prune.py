@@ -1,4 +1,4 @@
-"""Find files in results/ that no given config asks for; delete them with --delete."""
+"""List files in results/ that none of the given configs asks for; --delete deletes them."""
 
 import argparse
 import sys
@@ -18,13 +18,17 @@ def main() -> None:
         "configs",
         nargs="*",
         type=Path,
-        default=[Path("config/config.yaml")],
-        help="configs whose results to keep (default: config/config.yaml)",
+        help="configs whose results to keep (default, for listing: config/config.yaml)",
     )
-    parser.add_argument("--delete", action="store_true", help="delete instead of only listing")
+    parser.add_argument(
+        "--delete", action="store_true", help="delete instead of listing; needs configs by name"
+    )
     arguments = parser.parse_args()
+    if arguments.delete and not arguments.configs:
+        parser.error("--delete: name every config whose results to keep")
+    configs = arguments.configs or [Path("config/config.yaml")]
     try:
-        plans = [make_plan(yaml.safe_load(path.read_text()) or {}) for path in arguments.configs]
+        plans = [make_plan(yaml.safe_load(path.read_text()) or {}) for path in configs]
     except (InputError, OSError, yaml.YAMLError) as error:
         sys.exit(f"error: {error}")
     beyond = files_beyond(Path(), plans)

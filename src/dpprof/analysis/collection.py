@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpprof.planning import Manifest, PlannedRun, code_path
+from dpprof.planning import Manifest, PlannedRun, code_name, code_path
 from dpprof.result import Result, read_run
 from dpprof.validation import InputError
 
@@ -45,11 +45,11 @@ def collect(manifest: Manifest, root: Path, *, partial: bool) -> Collected:
     outdated = {
         (run.id, run.instrument, run.replicate)
         for run, result in found
-        if result.code_digest != _planned_digest(root, run)
+        if result.code_digest != _planned_digest(root, run, result)
     }
     return Collected(tuple(found), tuple(missing), frozenset(outdated))
 
 
-def _planned_digest(root: Path, run: PlannedRun) -> str:
-    path = root / code_path(f"{run.instrument}-{run.method}")
+def _planned_digest(root: Path, run: PlannedRun, result: Result) -> str:
+    path = root / code_path(code_name(run.instrument, result.experiment))
     return path.read_text(encoding="utf-8").strip() if path.is_file() else ""

@@ -1,6 +1,7 @@
 """Tidy tables: one row per run, step, snapshot and experiment; bytes and seconds throughout."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -45,7 +46,9 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
 
 
 _RUN_KEY = ["experiment_id", "instrument", "replicate"]
-_AXES = [name for name in Experiment.model_fields if name not in {"model", "timeout_s"}]
+AXES = [name for name in Experiment.model_fields if name != "timeout_s"]
+"""What tells experiments apart in a table; a time limit does not."""
+
 _MEMORY = [
     "peak_allocated_bytes",
     "first_step_peak_allocated_bytes",
@@ -57,8 +60,7 @@ _MEMORY = [
 _RUN_COLUMNS = [
     *_RUN_KEY,
     "sweeps",
-    "model",
-    *_AXES,
+    *AXES,
     "outcome",
     "attempts",
     "error_kind",
@@ -86,6 +88,28 @@ _RUN_COLUMNS = [
 ]
 
 
+_TEXTS = {
+    *("experiment_id", "instrument", "sweeps", "model", "method", "dtype", "optimizer"),
+    *("attention", "device", "outcome", "error_kind", "error_phase", "error_message"),
+    *("error_log", "started_at", "device_name", "hostname", "python", "torch", "opacus"),
+    *("git_commit", "code_digest", "peak_kind", "stage", "name"),
+}
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Read a table back as it was written: a text like ``null`` or ``12`` stays a text."""
+    columns = pd.read_csv(path, nrows=0).columns
+    texts = dict.fromkeys(_TEXTS.intersection(columns), str)
+    return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
+
+
+def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
+    """List the axes, but for some, in which the experiments of a table differ."""
+    return [
+        name for name in AXES if name not in set(but) and len(set(experiments[name].map(str))) > 1
+    ]
+
+
 def _frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
     """Make a frame whose columns exist even where there are no rows."""
     return pd.DataFrame(list(rows), columns=pd.Index(columns))
@@ -105,7 +129,7 @@ def _model_text(experiment: Experiment) -> str:
 
 def _axes(experiment: Experiment) -> dict[str, Any]:
     fields = experiment.model_dump(mode="json")
-    return {"model": _model_text(experiment)} | {name: fields[name] for name in _AXES}
+    return {name: fields[name] for name in AXES} | {"model": _model_text(experiment)}
 
 
 def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str, Any]:
@@ -172,13 +196,13 @@ def _experiments(collected: Collected) -> pd.DataFrame:
         if run.instrument == "clean":
             groups.setdefault(run.id, []).append(result)
     rows = {name: _experiment_row(results, planned[name]) for name, results in groups.items()}
-    baselines = {
-        _baseline_key(results[0].experiment): rows[name]
-        for name, results in groups.items()
-        if results[0].experiment.method == BASELINE
-    }
+    baselines: dict[str, list[Result]] = {}
+    for results in groups.values():
+        if results[0].experiment.method == BASELINE:
+            baselines.setdefault(_baseline_key(results[0].experiment), []).extend(results)
     for name, results in groups.items():
-        row, base = rows[name], baselines.get(_baseline_key(results[0].experiment), {})
+        row, alike = rows[name], baselines.get(_baseline_key(results[0].experiment), [])
+        base = _experiment_row(alike, len(alike)) if alike else {}
         row["step_ratio"] = _ratio(row["median_step_s"], base.get("median_step_s"))
         row["peak_ratio"] = (
             _ratio(row["peak_bytes"], base.get("peak_bytes"))
@@ -190,8 +214,7 @@ def _experiments(collected: Collected) -> pd.DataFrame:
 
 _EXPERIMENT_COLUMNS = [
     "experiment_id",
-    "model",
-    *_AXES,
+    *AXES,
     "parameters_total",
     "replicates",
     "replicates_ok",

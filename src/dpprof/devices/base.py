@@ -16,7 +16,7 @@ class Counters(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """What the allocator's high-water marks were since ``reset_peaks``."""
+    """High-water marks and retries since ``reset_peaks``; device memory in use just now."""
 
     allocated_bytes: int | None
     reserved_bytes: int | None

@@ -2,8 +2,11 @@
 
 import torch
 
+from dpprof.catalogue import UnsupportedError
 from dpprof.devices.base import Counters, Device, Peaks, StepClock
 from dpprof.experiment import Experiment
+
+_AMPERE = (8, 0)
 
 
 class EventClock(StepClock):
@@ -31,9 +34,16 @@ class Cuda(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", 0)
         self.reasons = {}
+        self._retries_before = 0
 
     def prepare(self, experiment: Experiment) -> None:
-        """Choose the precision of matrix products, and limit the allocator's share."""
+        """Choose the precision of matrix products, and limit the allocator's share.
+
+        Raises:
+            UnsupportedError: ``tf32`` on a GPU older than Ampere, which would ignore it.
+        """
+        if experiment.dtype == "tf32" and torch.cuda.get_device_capability() < _AMPERE:
+            raise UnsupportedError("dtype tf32 needs a GPU of compute capability 8.0 or newer")
         precision = "high" if experiment.dtype == "tf32" else "highest"
         torch.set_float32_matmul_precision(precision)
         if experiment.memory_limit_bytes is not None:
@@ -49,6 +59,7 @@ class Cuda(Device):
         """Reset the allocator's peaks to the present."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+        self._retries_before = torch.cuda.memory_stats()["num_alloc_retries"]
 
     def peaks(self) -> Peaks:
         """Read the allocator's peaks, its retries, and the device's memory in use."""
@@ -58,7 +69,7 @@ class Cuda(Device):
             allocated_bytes=torch.cuda.max_memory_allocated(),
             reserved_bytes=torch.cuda.max_memory_reserved(),
             device_used_bytes=total - free,
-            alloc_retries=torch.cuda.memory_stats().get("num_alloc_retries"),
+            alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - self._retries_before,
         )
 
     def clock(self) -> StepClock:

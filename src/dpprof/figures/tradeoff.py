@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from dpprof.analysis.tables import varying_axes
 from dpprof.figures.style import method_style, new_figure, say_nothing_to_draw
 
 _MAX_PANELS = 12
@@ -17,9 +18,9 @@ _PEAK_LABELS = {"allocated": "peak allocated (MiB)", "rss": "peak RSS (MiB)"}
 def draw(experiments: pd.DataFrame) -> Figure:
     """Memory against time: a point per experiment, lower left is better.
 
-    Each panel is one model, sequence length and dtype. A line joins a method's batch
-    sizes, and the larger the marker, the larger the batch. A point is the median over
-    processes; error bars reach from the smallest to the largest of them.
+    A line joins a method's batch sizes, and the larger the marker, the larger the batch;
+    what else differs between experiments has a panel of its own. A point is the median
+    over processes; error bars reach from the smallest to the largest of them.
 
     Args:
         experiments: The table ``experiments``, one row per experiment.
@@ -27,7 +28,10 @@ def draw(experiments: pd.DataFrame) -> Figure:
     drawn = experiments.dropna(subset=["median_step_s", "peak_bytes"])
     if drawn.empty:
         return say_nothing_to_draw("No experiment has both a time and a peak: nothing to draw.")
-    panels = list(drawn.groupby(["model", "seq_len", "dtype", "peak_kind"]))[:_MAX_PANELS]
+    others = varying_axes(drawn, but=("model", "seq_len", "method", "batch_size"))
+    by = ["model", "seq_len", *others, "peak_kind"]
+    panels = list(drawn.groupby(by, dropna=False))
+    beyond, panels = len(panels) - _MAX_PANELS, panels[:_MAX_PANELS]
     sizes = {
         batch: 3.0 + 2.0 * rank for rank, batch in enumerate(sorted(drawn["batch_size"].unique()))
     }
@@ -35,10 +39,11 @@ def draw(experiments: pd.DataFrame) -> Figure:
     figure, axes = new_figure(columns, math.ceil(len(panels) / columns))
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
-    for axis, ((model, seq_len, dtype, kind), panel) in zip(axes.flat, panels, strict=False):
+    for axis, ((model, seq_len, *values, kind), panel) in zip(axes.flat, panels, strict=False):
         for method, points in panel.groupby("method"):
             _draw_method(axis, str(method), points.sort_values("batch_size"), sizes)
-        axis.set_title(f"{model}, T = {seq_len}, {dtype}")
+        named = [f"{name} = {value}" for name, value in zip(others, values, strict=True)]
+        axis.set_title(", ".join([str(model), f"T = {seq_len}", *named]))
         axis.set_xlabel("step time (ms)")
         axis.set_ylabel(_PEAK_LABELS[str(kind)])
         axis.margins(0.12)
@@ -51,6 +56,8 @@ def draw(experiments: pd.DataFrame) -> Figure:
         )
         for batch, size in sizes.items()
     ]
+    if beyond > 0:
+        figure.suptitle(f"{beyond} more panels are not drawn; see results/tables/experiments.csv")
     figure.legend(handles=handles, loc="outside lower center", ncols=2 * columns)
     return figure
 

@@ -18,7 +18,7 @@ import psutil
 from dpprof.devices.base import Device
 from dpprof.devices.selection import open_device
 from dpprof.experiment import Experiment
-from dpprof.instruments.setup import Training, set_up
+from dpprof.instruments.setup import Training, import_method, set_up
 from dpprof.methods.base import Enter
 from dpprof.result import Measurement, Memory, Phase, Snapshot, Throughput, Time
 
@@ -94,10 +94,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
+    method = import_method(experiment)
     device = open_device(experiment.device)
     device.prepare(experiment)
     snapshots = _Snapshots(device)
-    training = set_up(experiment, device, snapshots.take)
+    training = set_up(experiment, method, device, snapshots.take)
 
     def run() -> None:
         training.step.run(training.batch, enter)

@@ -23,17 +23,35 @@ class Training(NamedTuple):
     model: ModelFacts
 
 
-def set_up(experiment: Experiment, device: Device, moment: Callable[[str], None]) -> Training:
+def import_method(experiment: Experiment) -> type[TrainingStep]:
+    """Import all that the experiment will need, and return its method.
+
+    Before the memory limit holds and before the first snapshot: a limit must not hit a
+    half-imported library, and no snapshot may take a library for memory of the training.
+    """
+    method: type[TrainingStep] = catalogue.load("methods", experiment.method)
+    if isinstance(experiment.model, str):
+        catalogue.load("models", experiment.model)
+    # The first optimizer of a process imports torch._dynamo: 800 modules, 70 MiB.
+    SGD([torch.zeros(1)], lr=1.0)
+    return method
+
+
+def set_up(
+    experiment: Experiment,
+    method: type[TrainingStep],
+    device: Device,
+    moment: Callable[[str], None],
+) -> Training:
     """Build what an experiment names, the same way for every instrument.
 
     Args:
         experiment: What to build.
+        method: What ``import_method`` returned.
         device: Where to build it; already prepared.
         moment: Called with ``model_loaded``, ``wrapped_with_dp`` and
             ``optimizer_created`` as they are reached.
     """
-    # Imports first, so that no snapshot takes a library for memory of the training.
-    method: type[TrainingStep] = catalogue.load("methods", experiment.method)
     torch.manual_seed(experiment.seed)
     dtype = torch.float64 if experiment.dtype == "float64" else torch.float32
     model = build_model(experiment).to(device=device.torch_device, dtype=dtype).train()

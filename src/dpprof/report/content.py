@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.tables import varying_axes
 from dpprof.report.document import Bullets, Document, Paragraph, Picture, Section, Table
 from dpprof.result import OUTCOMES
 
@@ -55,8 +56,8 @@ def _headline(tables: Tables) -> tuple[str, ...]:
     outdated = int((~runs["code_is_current"].astype(bool)).sum())
     if outdated:
         said.append(
-            f"{outdated} {_plural(outdated, 'run was', 'runs were')} measured by older code; "
-            "run snakemake to measure again."
+            f"{outdated} {_plural(outdated, 'run was', 'runs were')} measured by other code than "
+            "the present; workflow/scripts/forget.py --outdated, then snakemake, measures again."
         )
     return tuple(said)
 
@@ -67,7 +68,7 @@ def _results(experiments: pd.DataFrame, captions: Mapping[str, str]) -> Section:
     if ok.empty:
         blocks.append(Paragraph(text="No experiment succeeded, so there is nothing to compare."))
         return Section(title="Results", blocks=tuple(blocks))
-    ordered = ok.sort_values(["model", "seq_len", "dtype", "batch_size", "median_step_s"])
+    ordered = ok.sort_values(["model", "seq_len", "batch_size", "median_step_s"])
     columns: dict[str, Callable[[Any], str]] = {
         "model": lambda row: row["model"],
         "T": lambda row: str(row["seq_len"]),
@@ -83,18 +84,22 @@ def _results(experiments: pd.DataFrame, captions: Mapping[str, str]) -> Section:
         "peak ratio": lambda row: number(row["peak_ratio"], digits=2),
         "n": lambda row: f"{row['replicates_ok']:.0f}/{row['replicates']:.0f}",
     }
-    for varying in ("dtype", "optimizer", "attention", "device"):
-        if len(set(ordered[varying])) > 1:
-            columns = {varying: _column(varying)} | columns
+    varying = varying_axes(ordered, but=("model", "method", "batch_size", "seq_len"))
+    columns = {"model": columns.pop("model")} | {name: _column(name) for name in varying} | columns
     kinds = set(ordered["peak_kind"].dropna())
     what = {"allocated": "the allocator's peak", "rss": "the process's resident high-water mark"}
     peak = " or ".join(what[kind] for kind in sorted(kinds))
     caption = (
         "Step time is the median over processes of each process's median; the range is over "
-        f"processes. Peak is {peak or 'unknown'}. Ratios are to standard, all else equal. n counts "
-        "processes that succeeded."
+        f"processes. Peak is {peak or 'unknown'}. Ratios are to standard with all else equal. "
+        "n counts processes that succeeded."
     )
-    table = tabulate(caption, columns, ordered.head(MAX_ROWS), text=("model", "method", "dtype"))
+    if "rss" in kinds:
+        caption += (
+            " Resident memory includes Python and the libraries, which is most of it for a small "
+            "model and more where Opacus is imported."
+        )
+    table = tabulate(caption, columns, ordered.head(MAX_ROWS), text=("model", "method", *varying))
     blocks.append(table)
     if len(ordered) > MAX_ROWS:
         blocks.append(_rest(len(ordered) - MAX_ROWS, "results/tables/experiments.csv"))

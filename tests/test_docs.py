@@ -1,0 +1,25 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from dpprof import catalogue
+
+ROOT = Path(__file__).parents[1]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / "README.md"]
+DOCS += sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
+def test_links_and_pictures_exist(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", document.read_text())
+    local = [target for target in targets if "://" not in target]
+
+    assert [t for t in local if not (document.parent / t).exists()] == []
+
+
+def test_documented_names_are_the_declared_ones() -> None:
+    text = (ROOT / "docs" / "methods.md").read_text()
+    for group in ("models", "methods", "instruments"):
+        for name in catalogue.names(group):
+            assert f"| `{name}` |" in text
