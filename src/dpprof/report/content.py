@@ -178,7 +178,8 @@ def _how(runs: pd.DataFrame) -> Section:
         "of each run."
     )
     return Section(
-        title="How this was measured", blocks=(Paragraph(text=method), Bullets(items=tuple(items)))
+        title="How this was measured",
+        blocks=(Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")),
     )
 
 
