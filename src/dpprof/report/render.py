@@ -12,6 +12,10 @@ from dpprof.sources import TEMPLATES
 from dpprof.storage import write_atomically
 
 
+CELL_WIDTH = 64
+"""The most that a table cell may take of a terminal's line."""
+
+
 def escape_markdown(value: Any) -> str:
     """Make a text mean itself in Markdown: no markup, no HTML, no mathematics."""
     text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -44,8 +48,8 @@ def render_summary(document: Document) -> str:
 
 
 def align(table: Table) -> list[str]:
-    """Format a table as lines of equal columns."""
-    cells = [table.header, *table.rows]
+    """Format a table as lines of equal columns; a long text is cut, the report has it whole."""
+    cells = [tuple(_cut(text) for text in row) for row in (table.header, *table.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(table.header))]
 
     def line(row: tuple[str, ...]) -> str:
@@ -55,7 +59,11 @@ def align(table: Table) -> list[str]:
         ]
         return "  ".join(padded).rstrip()
 
-    return [line(table.header), "  ".join("-" * width for width in widths), *map(line, table.rows)]
+    return [line(cells[0]), "  ".join("-" * width for width in widths), *map(line, cells[1:])]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CELL_WIDTH else f"{text[: CELL_WIDTH - 3]}..."
 
 
 def render_pdf(content: Path, output: Path) -> None:
