@@ -11,7 +11,6 @@ from dpprof.report.document import Document, Table
 from dpprof.sources import TEMPLATES
 from dpprof.storage import write_atomically
 
-
 CELL_WIDTH = 64
 """The most that a table cell may take of a terminal's line."""
 
