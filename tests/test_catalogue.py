@@ -1,26 +1,8 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from fresh_process import ROOT, run_fresh
 
 from dpprof import catalogue
 from dpprof.validation import InputError
-
-ROOT = Path(__file__).parents[1]
-
-
-def in_fresh_process(code: str, *paths: Path) -> str:
-    search = os.pathsep.join(str(path) for path in (ROOT / "src", *paths))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
 
 
 def test_own_names_are_declared() -> None:
@@ -55,7 +37,7 @@ def test_a_plugin_is_found_without_importing_it_or_torch() -> None:
         " 'torch' in sys.modules, 'dpprof_test_methods' in sys.modules)"
     )
 
-    assert in_fresh_process(code, ROOT / "tests" / "plugin") == (
+    assert run_fresh(code, plugin=ROOT / "tests" / "plugin") == (
         "True dpprof_test_methods.py dpprof-test-methods 1.0 False False"
     )
 
@@ -63,4 +45,4 @@ def test_a_plugin_is_found_without_importing_it_or_torch() -> None:
 def test_without_the_plugin_its_names_do_not_exist() -> None:
     code = "from dpprof import catalogue as c; print('test-dies' in c.names('methods'))"
 
-    assert in_fresh_process(code) == "False"
+    assert run_fresh(code) == "False"

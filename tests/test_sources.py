@@ -1,15 +1,11 @@
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from factory import make_experiment
+from fresh_process import ROOT, run_fresh
 
 from dpprof.sources import PACKAGE, code_digest, measuring_files
-
-ROOT = Path(__file__).parents[1]
 
 LOADED = """
 import json, sys
@@ -28,14 +24,8 @@ print("LOADED", json.dumps(files))
 
 def test_the_digest_covers_every_file_that_a_worker_really_loads() -> None:
     experiment = make_experiment(method="opacus-ghost")
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, experiment.canonical],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    line = next(text for text in done.stdout.splitlines() if text.startswith("LOADED"))
+    said = run_fresh(LOADED, experiment.canonical)
+    line = next(text for text in said.splitlines() if text.startswith("LOADED"))
     loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
 
     assert loaded <= set(measuring_files("clean", "opacus-ghost"))
@@ -79,15 +69,7 @@ def test_another_packages_model_counts_by_its_source(tmp_path) -> None:
             "from factory import make_experiment; from dpprof.sources import code_digest;"
             f"print(code_digest('clean', make_experiment(model={model!r})))"
         )
-        search = os.pathsep.join(str(p) for p in (ROOT / "src", ROOT / "tests", plugin))
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": search},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout
+        return run_fresh(code, plugin=plugin)
 
     before = digest("test-linear"), digest("tiny")
     with (plugin / "dpprof_test_methods.py").open("a") as file:

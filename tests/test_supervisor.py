@@ -1,6 +1,5 @@
 import datetime as dt
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import jsonschema
 import psutil
 import pytest
 from factory import make_experiment
+from fresh_process import run_fresh
 
 from dpprof import catalogue
 from dpprof.result import read_result
@@ -259,15 +259,7 @@ def test_two_runs_at_once_never_overlap(tmp_path) -> None:
 
 def test_the_supervisor_imports_no_torch() -> None:
     code = "import sys, dpprof.supervisor, dpprof.planning; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-
-    assert done.stdout.strip() == "False"
+    assert run_fresh(code) == "False"
 
 
 def test_supervise_outside_the_main_thread(tmp_path) -> None:

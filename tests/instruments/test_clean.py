@@ -1,15 +1,9 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from factory import make_experiment
+from fresh_process import run_fresh
 
 from dpprof.instruments.clean import measure
 from dpprof.result import Measurement
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +82,7 @@ from dpprof.instruments.clean import measure
 for s in measure(make_experiment(), lambda _: None).memory.snapshots:
     print(s.name, s.rss_bytes)
 """
-    search = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rss = {name: int(size) for name, size in map(str.split, done.stdout.splitlines())}
+    rss = {name: int(size) for name, size in map(str.split, run_fresh(code).splitlines())}
 
     # A model of 1,176 parameters; importing torch._dynamo alone would be 70 MiB.
     assert rss["optimizer_created"] - rss["model_loaded"] < 8 * 2**20
