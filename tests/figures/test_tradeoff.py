@@ -2,6 +2,7 @@ import pandas as pd
 import pytest
 from factory import make_experiment
 
+from dpprof import catalogue
 from dpprof.figures.style import method_style
 from dpprof.figures.tradeoff import draw
 
@@ -75,10 +76,9 @@ def test_an_empty_table_is_said() -> None:
 
 
 def test_a_method_keeps_its_look_and_own_methods_differ() -> None:
-    looks = [
-        tuple(method_style(name).values())
-        for name in ("standard", "microbatch", "opacus-hooks", "opacus-ghost")
-    ]
+    names = catalogue.names("methods")
+    colours = {method_style(name)["color"] for name in names}
+    markers = {method_style(name)["marker"] for name in names}
 
-    assert len(set(looks)) == 4
+    assert len(colours) == len(markers) == len(names)
     assert method_style("from-elsewhere") == method_style("from-elsewhere")

@@ -12,7 +12,9 @@ from dpprof import catalogue
 from dpprof.methods.base import Batch, TrainingStep, clip_factor
 from dpprof.models.build import build_model
 
-PRIVATE = [name for name in catalogue.names("methods") if name not in {"standard", "microbatch"}]
+PER_SAMPLE = ["opacus-ew", "opacus-functorch", "opacus-hooks"]
+TWO_PASS = ["opacus-fast-gradient-clipping", "opacus-ghost"]
+PRIVATE = PER_SAMPLE + TWO_PASS
 SHAPES = [  # vocab_size, d_model, layers, heads, seq_len
     (16, 8, 1, 2, 4),
     (50, 16, 2, 4, 9),
@@ -126,7 +128,7 @@ def test_noise_has_the_standard_deviation_that_was_asked_for(method) -> None:
     assert abs(noise.mean().item()) < 0.01
 
 
-@pytest.mark.parametrize("method", ["opacus-hooks", "opacus-ghost"])
+@pytest.mark.parametrize("method", PRIVATE)
 def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
     fields = {"batch_size": 4, "dtype": "float64", "max_grad_norm": 0.1}
     apart, batch = prepare(method, **fields)
@@ -138,7 +140,7 @@ def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
     torch.manual_seed(1)
     logits = whole.module(batch.tokens_BT)
     labels = batch.labels_BT.flatten()
-    if method == "opacus-ghost":
+    if method in TWO_PASS:
         whole.module.enter = lambda _: None
         loss = whole.criterion(logits.flatten(0, 1), labels, shape=logits.shape)
     else:
@@ -153,8 +155,11 @@ def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
 PHASES = {
     "standard": ["forward", "backward", "step"],
     "microbatch": ["forward", "backward", "clip"] * 2 + ["noise", "step"],
-    "opacus-hooks": ["forward", "backward", "clip", "noise", "step"],
-    "opacus-ghost": ["forward", "backward", "clip", "second_backward", "noise", "step"],
+    **{name: ["forward", "backward", "clip", "noise", "step"] for name in PER_SAMPLE},
+    **{
+        name: ["forward", "backward", "clip", "second_backward", "noise", "step"]
+        for name in TWO_PASS
+    },
 }
 
 
@@ -182,6 +187,10 @@ def test_steps_change_parameters_and_leave_nothing_for_the_next(method, optimize
     for parameter in step.module.parameters():
         assert getattr(parameter, "grad_sample", None) is None
         assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_every_method_is_tested_here() -> None:
+    assert set(catalogue.names("methods")) == set(PHASES)
 
 
 def test_clip_factor_known_values() -> None:

@@ -81,7 +81,7 @@ def test_an_edited_report_or_table_runs_no_experiment(finished: Checkout, file: 
 
 
 def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> None:
-    finished.edit("src/dpprof/methods/opacus_hooks.py", 'enter("clip")', 'enter("clip")  # edited')
+    finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
     finished.snakemake()
 
     assert methods_measured_again(finished, before) == ["opacus-hooks"]

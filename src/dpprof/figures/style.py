@@ -16,9 +16,12 @@ _METHODS: dict[str, tuple[str, str]] = {
     "standard": (_BLACK, "s"),
     "microbatch": (_PALETTE[3], "v"),
     "opacus-hooks": (_PALETTE[1], "o"),
+    "opacus-functorch": (_PALETTE[5], "^"),
+    "opacus-ew": (_PALETTE[6], "P"),
     "opacus-ghost": (_PALETTE[0], "D"),
+    "opacus-fast-gradient-clipping": (_PALETTE[4], "X"),
 }
-_OTHER_MARKERS = ("^", "P", "X", "<", ">", "h")
+_OTHER_MARKERS = ("<", ">", "h", "p", "*")
 
 
 _SETTINGS: dict[Any, Any] = {

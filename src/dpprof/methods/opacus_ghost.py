@@ -1,90 +1,15 @@
-"""Opacus's ghost clipping: norms without per-sample gradients, then a second backward.
+"""Opacus's ghost clipping: norms without per-sample gradients.
 
-``GradSampleModuleFastGradientClipping`` with ``use_ghost_clipping=True``, its loss
-wrapper and its optimizer. Source of the norm trick: Li et al. 2022, "Large Language
-Models Can Be Strong Differentially Private Learners", section 4. Cost per linear layer
-of d x p: 10 B T d p + 2 B T^2 (d + p) FLOPs, and 2 B T^2 p more for a bias. Memory: two
-T x T matrices per sample while a layer's norm is computed, and the graph kept for the
-second pass.
+Source of the norm trick: Li et al. 2022, "Large Language Models Can Be Strong
+Differentially Private Learners", section 4. Cost per linear layer of d x p:
+10 B T d p + 2 B T^2 (d + p) FLOPs, and 2 B T^2 p more for a bias. Memory: two T x T
+matrices per sample while a layer's norm is computed.
 """
 
-from typing import Any
-
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
-from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep
-from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.opacus_two_pass import OpacusTwoPass
 
 
-class _PhasedModule(GradSampleModuleFastGradientClipping):
-    """Opacus's module, which says when its two-pass ``backward`` changes phase.
+class OpacusGhost(OpacusTwoPass):
+    """``grad_sample_mode="ghost"``; other layers than linear and embedding materialise."""
 
-    The calls are those that ``DPTensorFastGradientClipping.backward`` makes between its
-    passes; what they compute is left to Opacus.
-    """
-
-    enter: Enter
-
-    def get_clipping_coef(self) -> Tensor:
-        self.enter("clip")
-        coefficients: Tensor = super().get_clipping_coef()
-        return coefficients
-
-    def disable_hooks(self) -> None:
-        self.enter("second_backward")
-        super().disable_hooks()
-
-
-class OpacusGhost(TrainingStep):
-    """``grad_sample_mode="ghost"``.
-
-    Formal guarantees: those of Opacus's flat clipping, L2 sensitivity ``max_grad_norm``
-    under adding or removing one sample.
-    """
-
-    module: _PhasedModule
-    optimizer: DPOptimizerFastGradientClipping
-
-    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        super().__init__(model, experiment)
-        self.module = _PhasedModule(
-            model,
-            batch_first=True,
-            loss_reduction="mean",
-            max_grad_norm=experiment.max_grad_norm,
-            use_ghost_clipping=True,
-        )
-
-    def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
-        self.optimizer = wrap_optimizer(DPOptimizerFastGradientClipping, optimizer, self.experiment)
-        self.criterion: Any = DPLossFastGradientClipping(
-            self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
-        )
-
-    def compute_gradient(self, batch: Batch, enter: Enter) -> None:
-        """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
-
-        From "noise" on these are the calls of the optimizer's ``pre_step``, in its order.
-        """
-        self.module.enter = enter
-        enter("forward")
-        logits_BTV = self.module(batch.tokens_BT)
-        loss = self.criterion(
-            logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), shape=logits_BTV.shape
-        )
-        enter("backward")
-        loss.backward()
-        enter("noise")
-        self.optimizer.accumulate()
-        self.optimizer.add_noise()
-        self.optimizer.scale_grad()
-
-    def apply_gradient(self) -> None:
-        """Let the wrapped optimizer use the gradients."""
-        self.optimizer.original_optimizer.step()
+    use_ghost_clipping = True

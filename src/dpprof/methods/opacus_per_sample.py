@@ -1,0 +1,59 @@
+"""Opacus's methods that materialise per-sample gradients, clip them and sum them.
+
+They differ in how a gradient per sample comes about, and share ``DPOptimizer`` and its
+memory: B x P elements of per-sample gradients, and P for their clipped sum, which costs
+2 B d p FLOPs for a linear layer of d x p.
+"""
+
+from abc import abstractmethod
+
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from dpprof.experiment import Experiment
+from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
+from dpprof.methods.opacus_optimizer import wrap_optimizer
+
+
+class OpacusPerSample(TrainingStep):
+    """One step of ``DPOptimizer`` on a model that Opacus has wrapped.
+
+    Formal guarantees: those of Opacus's flat clipping, L2 sensitivity ``max_grad_norm``
+    under adding or removing one sample.
+    """
+
+    optimizer: DPOptimizer
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        super().__init__(model, experiment)
+        self.module = self.wrap(model)
+
+    @staticmethod
+    @abstractmethod
+    def wrap(model: nn.Module) -> AbstractGradSampleModule:
+        """Wrap the model so that its backward pass leaves ``grad_sample``."""
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Wrap the optimizer in Opacus's ``DPOptimizer``."""
+        self.optimizer = wrap_optimizer(DPOptimizer, optimizer, self.experiment)
+
+    def compute_gradient(self, batch: Batch, enter: Enter) -> None:
+        """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
+
+        From "clip" on these are the calls of ``DPOptimizer.pre_step``, in its order.
+        """
+        enter("forward")
+        loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
+        enter("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        enter("clip")
+        self.optimizer.clip_and_accumulate()
+        enter("noise")
+        self.optimizer.add_noise()
+        self.optimizer.scale_grad()
+
+    def apply_gradient(self) -> None:
+        """Let the wrapped optimizer use the gradients."""
+        self.optimizer.original_optimizer.step()
