@@ -34,6 +34,9 @@ _SETTINGS: dict[Any, Any] = {
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.5,
     "legend.frameon": False,
+    "legend.fontsize": 7,
+    "legend.handlelength": 1.5,
+    "legend.columnspacing": 1.2,
     "pdf.fonttype": 42,
     # Names come from configs: a "$" in one is a dollar sign, not mathematics.
     "text.parse_math": False,
@@ -41,7 +44,7 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def method_style(method: str) -> dict[str, Any]:
-    """Give a method its colour and marker, the same in every figure.
+    """Give a method its colour and marker as line properties, the same in every figure.
 
     A method from another package gets both from a digest of its name.
     """
@@ -51,7 +54,13 @@ def method_style(method: str) -> dict[str, Any]:
         digest = hashlib.sha256(method.encode()).digest()
         colour = _PALETTE[digest[0] % len(_PALETTE)]
         marker = _OTHER_MARKERS[digest[1] % len(_OTHER_MARKERS)]
-    return {"color": colour, "marker": marker}
+    # A thin edge keeps the light colours visible on white.
+    return {
+        "color": colour,
+        "marker": marker,
+        "markeredgecolor": "#333333",
+        "markeredgewidth": 0.4,
+    }
 
 
 def new_figure(columns: int = 1, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
