@@ -1,4 +1,5 @@
-# `make` measures and reports, `make test` tests, `make install` only sets up.
+# `make` measures and reports, `make test` tests, `make install` only sets up,
+# `make perf` measures what dpprof itself costs.
 # CONFIG=path replaces the default sweep; PYTHON chooses the interpreter.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test lint schemas lock clean
+.PHONY: report install test lint perf schemas lock clean
 .DEFAULT_GOAL := report
 
 report: install
@@ -36,6 +37,10 @@ lint: install
 	mypy
 	lint-imports
 	snakemake --lint
+
+# What dpprof itself costs a step, beside a bare loop.
+perf: install
+	python perf/overhead.py --output perf/overhead.md
 
 # Schemas and the key tables of config/README.md, from the pydantic models.
 schemas: install

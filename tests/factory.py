@@ -20,6 +20,7 @@ def write_synthetic(
     root: Path,
     experiment: Experiment,
     *,
+    instrument: str = "clean",
     replicate: int = 0,
     outcome: str = "ok",
     step_s: tuple[float, ...] = (1.0,),
@@ -28,6 +29,9 @@ def write_synthetic(
     message: str = "it broke",
     attempts: int = 1,
     code_digest: str = "0" * 64,
+    samplers: dict[str, str] | None = None,
+    phases_s: dict[str, list[float]] | None = None,
+    components: dict[str, int] | None = None,
 ) -> Result:
     """Write a result file as the supervisor would, with invented figures."""
     error = None
@@ -39,20 +43,29 @@ def write_synthetic(
         "memory": {
             "peak_rss_bytes": peak_rss_bytes,
             "peak_allocated_bytes": peak_allocated_bytes,
-            "snapshots": [{"name": "model_loaded", "rss_bytes": 5, "elapsed_s": 0.5}],
+            "snapshots": [
+                {"name": "model_loaded", "rss_bytes": 5, "elapsed_s": 0.5},
+                {"name": "after_backward", "elapsed_s": 0.6, "components": components},
+            ],
         },
-        "time": {"step_s": step_s, "warmup_step_s": [9.0], "median_s": median},
+        "samplers": samplers,
+        "time": {
+            "step_s": step_s,
+            "warmup_step_s": [9.0],
+            "median_s": median,
+            "phases_s": phases_s,
+        },
         "throughput": {"tokens_per_s": 1.0, "samples_per_s": 1.0, "steps_per_s": 1.0},
     }
     return write_result(
-        result_path(root, "clean", experiment.id, replicate),
+        result_path(root, instrument, experiment.id, replicate),
         (measured if outcome == "ok" else {})
         | {
             "experiment_id": experiment.id,
             "experiment": experiment,
             "spec_digest": experiment.digest,
             "code_digest": code_digest,
-            "instrument": "clean",
+            "instrument": instrument,
             "replicate": replicate,
             "outcome": outcome,
             "error": error,
@@ -71,13 +84,13 @@ def write_synthetic(
     )
 
 
-def make_manifest(*runs: tuple[Experiment, int]) -> Manifest:
-    """List runs of the instrument clean."""
+def make_manifest(*runs: tuple[Experiment, int], instrument: str = "clean") -> Manifest:
+    """List runs of one instrument."""
     return Manifest(
         runs=tuple(
             PlannedRun(
                 id=experiment.id,
-                instrument="clean",
+                instrument=instrument,
                 replicate=replicate,
                 method=experiment.method,
                 sweeps=("synthetic",),

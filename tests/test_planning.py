@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import time
 from pathlib import Path
@@ -170,7 +171,17 @@ def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
     assert files_beyond(folder, [plan]) == sorted([stale, stale_log])
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "smoke.yaml"])
+def test_the_reference_matrix_is_complete() -> None:
+    path = Path(__file__).parents[1] / "config" / "reference.yaml"
+    plan = plan_of(yaml.safe_load(path.read_text()))
+
+    found = {(e.method, e.batch_size, e.seq_len) for e in plan.experiments.values()}
+    methods = ["standard", "opacus-hooks", "opacus-ghost", "opacus-fast-gradient-clipping"]
+    assert found == set(itertools.product(methods, [4, 8], [512, 1024]))
+    assert {(e.model, e.device) for e in plan.experiments.values()} == {("1b", "cuda")}
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "smoke.yaml", "reference.yaml"])
 def test_shipped_configs_plan(name: str) -> None:
     path = Path(__file__).parents[1] / "config" / name
 

@@ -116,15 +116,18 @@ class Experiment(BaseModel):
     method: Name = Field(description="how the clipped, noised gradient is computed")
     batch_size: Count = Field(description="samples (sequences) in a batch")
     seq_len: Count = Field(description="tokens in a sample")
-    dtype: Literal["float32", "tf32", "float64"] = Field(
+    dtype: Literal["float32", "tf32", "bfloat16", "float64"] = Field(
         "float32",
-        description="float32; tf32 (float32 with TF32 matrix products, CUDA only); float64",
+        description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
+        "(autocast, parameters stay float32); float64",
     )
     optimizer: Literal["adamw", "sgd"] = Field(
         "adamw", description="the optimizer that consumes the gradient"
     )
-    attention: Literal["sdpa"] = Field(
-        "sdpa", description="attention kernel: PyTorch's scaled_dot_product_attention"
+    attention: Literal["sdpa", "eager", "opacus"] = Field(
+        "sdpa",
+        description="sdpa (PyTorch's scaled_dot_product_attention); eager (spelled out); opacus "
+        "(DPMultiheadAttention)",
     )
     device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
     max_grad_norm: Positive = Field(1.0, description="clipping bound C of a sample's gradient")

@@ -68,7 +68,9 @@ class Snapshot(Part):
     reserved_bytes: int | None = None
     rss_bytes: int | None = Field(None, description="resident memory of the process")
     elapsed_s: float = Field(description="since the libraries were imported")
-    components: dict[str, int] | None = None
+    components: dict[str, int] | None = Field(
+        None, description="bytes by owner; with unattributed they sum to allocated_bytes"
+    )
 
 
 class Memory(Part):
@@ -94,9 +96,11 @@ class Time(Part):
     """Raw samples, and the median that stands for this process."""
 
     step_s: list[float]
-    warmup_step_s: list[float]
+    warmup_step_s: list[float] | None
     median_s: float
-    phases_s: dict[str, float] | None = None
+    phases_s: dict[Phase, list[float]] | None = Field(
+        None, description="seconds of each phase in each timed step, one value a step"
+    )
 
 
 class Throughput(Part):

@@ -1,11 +1,14 @@
 import math
 
+import pandas as pd
 import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables, read_table
-from dpprof.planning import code_path
+from dpprof.analysis.frames import read_table
+from dpprof.analysis.statistics import NO_DIFFERENCE
+from dpprof.analysis.tables import build_tables
+from dpprof.planning import Manifest, code_path
 from dpprof.result import ResultError, result_path
 from dpprof.validation import InputError
 
@@ -43,8 +46,9 @@ def test_one_row_per_experiment_and_replicate(tables) -> None:
 def test_medians_are_taken_over_processes(tables) -> None:
     ghost = row_of(tables["experiments"], GHOST)
 
-    assert (ghost["median_step_s"], ghost["min_step_s"], ghost["max_step_s"]) == (3.0, 2.0, 4.0)
-    assert (ghost["replicates"], ghost["replicates_ok"]) == (3, 3)
+    # Of three processes, the bootstrap's interval is their range.
+    assert (ghost["median_step_s"], ghost["step_low_s"], ghost["step_high_s"]) == (3.0, 2.0, 4.0)
+    assert (ghost["runs"], ghost["runs_ok"], ghost["processes"]) == (3, 3, 3)
     assert ghost["tokens_per_s"] == pytest.approx(2 * 4 / 3.0)
 
 
@@ -79,6 +83,99 @@ def test_several_baselines_count_as_one_and_a_failed_one_does_not_count(tmp_path
     table = build_tables(collect(manifest, tmp_path, partial=False))["experiments"]
 
     assert row_of(table, GHOST)["step_ratio"] == 5.0 / 2.0
+    assert row_of(table, slow)["step_ratio"] == 3.0 / 2.0
+
+
+def replicate(root, experiment, seconds) -> list:
+    for number, step_s in enumerate(seconds):
+        write_synthetic(root, experiment, replicate=number, step_s=(step_s,))
+    return [(experiment, number) for number in range(len(seconds))]
+
+
+def test_a_ratio_within_the_noise_is_no_difference(tmp_path) -> None:
+    runs = replicate(tmp_path, STANDARD, [1.0, 1.1, 0.9])
+    runs += replicate(tmp_path, GHOST, [1.05, 0.95, 1.15])
+    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
+    ghost = row_of(table, GHOST)
+
+    assert ghost["step_ratio"] == pytest.approx(1.05)
+    assert ghost["step_floor"] > 0.05
+    assert ghost["step_verdict"] == NO_DIFFERENCE
+    assert ghost["step_ratio_low"] < 1 < ghost["step_ratio_high"]
+
+
+def test_a_ratio_beyond_the_noise_is_one(tmp_path) -> None:
+    runs = replicate(tmp_path, STANDARD, [1.0, 1.01, 0.99])
+    runs += replicate(tmp_path, GHOST, [2.0, 2.02, 1.98])
+    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
+    ghost = row_of(table, GHOST)
+
+    assert (ghost["step_ratio"], ghost["step_verdict"]) == (2.0, "larger")
+    assert ghost["step_floor"] < 0.05
+
+
+def test_noise_of_replicated_neighbours_serves_those_measured_once(tmp_path) -> None:
+    """Another batch size of the same model was replicated, and is about as noisy."""
+    runs = replicate(tmp_path, make_experiment(batch_size=7), [1.0, 1.2, 0.8])
+    runs += replicate(tmp_path, STANDARD, [1.0]) + replicate(tmp_path, GHOST, [1.1])
+    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
+    ghost = row_of(table, GHOST)
+
+    assert ghost["step_verdict"] == NO_DIFFERENCE
+    assert math.isnan(ghost["step_p_value"])
+
+
+def test_without_any_replicate_nothing_is_said_about_a_difference(tables, tmp_path) -> None:
+    runs = replicate(tmp_path, STANDARD, [1.0]) + replicate(tmp_path, GHOST, [9.0])
+    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
+    ghost = row_of(table, GHOST)
+
+    assert ghost["step_ratio"] == 9.0
+    assert pd.isna(ghost["step_verdict"])
+    assert pd.isna(ghost["step_floor"])
+
+
+def test_time_comes_from_clean_and_the_cpus_peak_from_phases(tmp_path) -> None:
+    write_synthetic(tmp_path, GHOST, step_s=(1.0,), peak_rss_bytes=500)
+    for number in range(2):
+        write_synthetic(
+            tmp_path,
+            GHOST,
+            instrument="phases",
+            replicate=number,
+            step_s=(7.0,),
+            peak_rss_bytes=None,
+            peak_allocated_bytes=100,
+        )
+    phases = make_manifest((GHOST, 0), (GHOST, 1), instrument="phases").runs
+    manifest = Manifest(runs=make_manifest((GHOST, 0)).runs + phases)
+    ghost = row_of(build_tables(collect(manifest, tmp_path, partial=False))["experiments"], GHOST)
+
+    assert (ghost["median_step_s"], ghost["processes"], ghost["runs"]) == (1.0, 1, 3)
+    assert (ghost["peak_kind"], ghost["peak_bytes"], ghost["peak_processes"]) == (
+        "allocated",
+        100,
+        2,
+    )
+
+
+def test_phases_components_and_samplers_are_rows(tmp_path) -> None:
+    write_synthetic(
+        tmp_path,
+        GHOST,
+        instrument="phases",
+        phases_s={"forward": [1.0, 5.0, 2.0], "step": [1.0, 1.0, 1.0]},
+        components={"parameters": 40, "unattributed": 2},
+        samplers={"Linear": "norm sampler"},
+    )
+    manifest = make_manifest((GHOST, 0), instrument="phases")
+    tables = build_tables(collect(manifest, tmp_path, partial=False))
+
+    forward = row_of(tables["phases"], GHOST, phase="forward")
+    assert (forward["median_s"], forward["min_s"], forward["max_s"]) == (2.0, 1.0, 5.0)
+    parameters = row_of(tables["components"], GHOST, component="parameters")
+    assert (parameters["snapshot"], parameters["bytes"]) == ("after_backward", 40)
+    assert row_of(tables["samplers"], GHOST, layer="Linear")["path"] == "norm sampler"
 
 
 @pytest.mark.parametrize("message", ["null", "12", "NA", "1234567e8901", 'a,b\n"c"'])

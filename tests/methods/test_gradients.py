@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpprof import catalogue
 from dpprof.methods.base import Batch, TrainingStep, clip_factor
 from dpprof.models.build import build_model
+from dpprof.models.precision import apply_dtype
 
 PER_SAMPLE = ["opacus-ew", "opacus-functorch", "opacus-hooks"]
 TWO_PASS = ["opacus-fast-gradient-clipping", "opacus-ghost"]
@@ -27,7 +28,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:
     experiment = make_experiment(method=method, **fields)
     torch.manual_seed(0)
-    model = build_model(experiment).to(getattr(torch, experiment.dtype))
+    model = apply_dtype(build_model(experiment), experiment)
     # Away from its start, where some gradients are too regular to tell methods apart.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,18 +62,20 @@ def sample_norms(**fields) -> Tensor:
     return flat.norm(dim=1)
 
 
-CASES = list(itertools.product(SHAPES, [1, 7], ["float64", "float32"]))
+ATTENTIONS = ["sdpa", "eager", "opacus"]
+CASES = list(itertools.product(SHAPES, ATTENTIONS, [1, 7], ["float64", "float32"]))
 
 
-@pytest.mark.parametrize(("shape", "batch_size", "dtype"), CASES)
+@pytest.mark.parametrize(("shape", "attention", "batch_size", "dtype"), CASES)
 @pytest.mark.parametrize("method", PRIVATE)
-def test_clipped_gradient_equals_microbatch(method, shape, batch_size, dtype) -> None:
+def test_clipped_gradient_equals_microbatch(method, shape, attention, batch_size, dtype) -> None:
     V, D, L, H, T = shape
     fields = {
         "model": {"vocab_size": V, "d_model": D, "layers": L, "heads": H},
         "seq_len": T,
         "batch_size": batch_size,
         "dtype": dtype,
+        "attention": attention,
         "noise_multiplier": 0,
     }
     # The bound lies between the samples' norms, so that some are clipped and one is not.
@@ -85,6 +88,22 @@ def test_clipped_gradient_equals_microbatch(method, shape, batch_size, dtype) ->
 
     error = (found - expected).norm() / expected.norm()
     assert error <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("method", sorted(set(PRIVATE) - {"opacus-ew"}))
+def test_autocast_gradient_is_microbatchs_to_bfloat16s_precision(method) -> None:
+    fields = {"batch_size": 5, "noise_multiplier": 0, "dtype": "bfloat16"}
+
+    expected, found = gradient("microbatch", **fields), gradient(method, **fields)
+
+    # bfloat16 keeps 8 bits, so about 0.4 % a rounding.
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() / expected.norm() < 0.03
+
+
+def test_expanded_weights_refuse_autocast() -> None:
+    with pytest.raises(catalogue.UnsupportedError, match="expanded weights do not work under"):
+        gradient("opacus-ew", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("bound", [1e-3, 1e3])

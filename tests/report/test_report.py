@@ -92,6 +92,90 @@ def test_a_second_attempt_is_told(tmp_path) -> None:
     ).replace("\\", "")
 
 
+def measured_document(root, standard, ghost, **fields) -> Document:
+    """Two replicated experiments with these step times, and what ``fields`` add to ghost."""
+    runs = [(GOOD, n) for n in range(len(standard))] + [(SLOW, n) for n in range(len(ghost))]
+    for number, seconds in enumerate(standard):
+        write_synthetic(root, GOOD, replicate=number, step_s=(seconds,), peak_allocated_bytes=2**20)
+    for number, seconds in enumerate(ghost):
+        known = {"peak_allocated_bytes": 2**21} | {
+            name: values[number] for name, values in fields.items()
+        }
+        write_synthetic(root, SLOW, replicate=number, step_s=(seconds,), **known)
+    tables = build_tables(collect(make_manifest(*runs), root, partial=False))
+    return build_document(tables, {})
+
+
+def table_of(document: Document, title: str) -> tuple[dict[str, str], ...]:
+    section = next(section for section in document.sections if section.title == title)
+    table = next(block for block in section.blocks if block.kind == "table")
+    return tuple(dict(zip(table.header, row, strict=True)) for row in table.rows)
+
+
+def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
+    document = measured_document(tmp_path, [0.010, 0.0101, 0.0099], [0.030, 0.031, 0.029])
+    ghost = next(r for r in table_of(document, "Results") if r["method"] == "opacus-ghost")
+    markdown = render_markdown(document)
+
+    assert ghost["step (ms)"] == "30.0"
+    assert ghost["interval"] == "29.0 to 31.0"
+    assert ghost["time ratio"] == "3.00 (2.87 to 3.13)"
+    assert (ghost["peak (MiB)"], ghost["peak ratio"], ghost["n"]) == ("2.0", "2.00", "3")
+    assert "covers 75% at most" in markdown
+    assert "the noise floor" in markdown
+    assert "same to the byte in all processes of each of the 2 experiments" in markdown
+
+
+def test_below_the_floor_it_reads_no_difference_detected(tmp_path) -> None:
+    document = measured_document(tmp_path, [0.010, 0.012, 0.008], [0.011, 0.009, 0.0105])
+    ghost = next(r for r in table_of(document, "Results") if r["method"] == "opacus-ghost")
+
+    assert ghost["time ratio"] == "no difference detected"
+
+
+def test_findings_come_first(tmp_path) -> None:
+    document = measured_document(
+        tmp_path, [0.01], [0.03, 0.03], peak_allocated_bytes=[2**20, 2**20 + 1]
+    )
+
+    assert document.sections[0].title == "Findings"
+    found = table_of(document, "Findings")
+    assert found[0]["finding"].startswith(
+        "peak_allocated_bytes differs between processes: r0 1,048"
+    )
+    assert "1 finding to read first, under Findings." in document.headline
+    assert "same to the byte" not in render_markdown(document)
+
+
+def test_without_findings_there_is_no_such_section(tmp_path) -> None:
+    document = measured_document(tmp_path, [0.01], [0.03])
+
+    assert "Findings" not in [section.title for section in document.sections]
+
+
+def test_phases_owners_and_code_paths_are_told(tmp_path) -> None:
+    document = measured_document(
+        tmp_path,
+        [0.01],
+        [0.03],
+        phases_s=[{"forward": [0.010], "backward": [0.020]}],
+        components=[{"parameters": 3 * 2**20, "norm_samples": 0, "unattributed": 2**20}],
+        samplers=[{"Linear": "norm sampler", "Scale": "functorch"}],
+    )
+
+    phases = table_of(document, "Where the time goes")
+    assert [(r["forward"], r["backward"], r["sum"]) for r in phases] == [("10.0", "20.0", "30.0")]
+    owners = table_of(document, "Who owns the memory")
+    assert [(r["parameters"], r["unattributed"]) for r in owners] == [("3.00", "1.00")]
+    assert "norm samples" not in owners[0]
+    paths = table_of(document, "Code paths")
+    assert [(r["layer"], r["path"]) for r in paths] == [
+        ("Linear", "norm sampler"),
+        ("Scale", "functorch"),
+    ]
+    assert "fell back to functorch for Scale" in render_summary(document)
+
+
 @pytest.mark.parametrize("character", list("\\`*_{}[]|#$~!"))
 def test_markdown_punctuation_means_itself(character: str) -> None:
     assert escape_markdown(f"a{character}b") == f"a\\{character}b"

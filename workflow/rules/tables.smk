@@ -9,7 +9,11 @@ rule tables:
         experiments="results/tables/experiments.csv",
         outcomes="results/tables/outcomes.csv",
         steps="results/tables/steps.csv",
+        phases="results/tables/phases.csv",
         snapshots="results/tables/snapshots.csv",
+        components="results/tables/components.csv",
+        samplers="results/tables/samplers.csv",
+        findings="results/tables/findings.csv",
         missing="results/tables/missing.csv",
         manifest="results/tables/manifest.txt",
     log:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
-from dpprof.analysis.tables import read_table
+from dpprof.analysis.frames import read_table
 from dpprof.report.content import build_document
 from dpprof.report.render import write_report
 
-TABLES = ("runs", "experiments", "outcomes", "missing")
+TABLES = (
+    *("runs", "experiments", "outcomes", "phases", "components"),
+    *("samplers", "findings", "missing"),
+)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
-from dpprof.analysis.tables import read_table
+from dpprof.analysis.frames import read_table
 from dpprof.validation import InputError
 
 

@@ -1,6 +1,7 @@
 """The interface of a device, as the instruments see it."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -36,12 +37,38 @@ class StepClock(ABC):
         """Return the seconds between successive marks, after waiting for the device."""
 
 
+class Recorded(NamedTuple):
+    """What a recording has seen, by the names that were given to it."""
+
+    peaks: dict[str, Peaks]
+    counters: dict[str, Counters]
+
+
+class Recorder(ABC):
+    """Follows the allocator from the start of a process, as exactly as the device can."""
+
+    @abstractmethod
+    def window(self, name: str) -> AbstractContextManager[None]:
+        """Find the peaks of what runs within."""
+
+    @abstractmethod
+    def read(self, name: str) -> Counters:
+        """Read the counters of this instant, as far as they are known before the end."""
+
+    @abstractmethod
+    def close(self) -> Recorded:
+        """End the recording; every name that met its instant or window is in what returns."""
+
+
 class Device(ABC):
     """Where an experiment runs."""
 
     torch_device: torch.device
     reasons: dict[str, str]
-    """Why figures of ``memory`` are null on this device, by dotted key."""
+    """Why counters of ``memory`` are null on this device, by dotted key."""
+
+    reasons_recorded: dict[str, str]
+    """Why they are null although a recorder followed the allocator."""
 
     @abstractmethod
     def prepare(self, experiment: Experiment) -> None:
@@ -60,5 +87,13 @@ class Device(ABC):
         """Read the high-water marks since ``reset_peaks``."""
 
     @abstractmethod
+    def recorder(self) -> Recorder:
+        """Begin to follow the allocator; before the model exists, once in a process."""
+
+    @abstractmethod
     def clock(self) -> StepClock:
         """Make a clock."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""

@@ -5,10 +5,12 @@ import time
 
 import torch
 
+from dpprof.devices.allocations import CpuRecorder
 from dpprof.devices.base import Counters, Device, Peaks, StepClock
 from dpprof.experiment import Experiment
 
-_NO_COUNTER = "PyTorch's CPU allocator keeps no counters"
+_NO_POOL = "PyTorch's CPU allocator reserves nothing and retries nothing"
+_NO_COUNTER = "PyTorch's CPU allocator keeps no counters; the instrument phases follows it"
 
 
 class WallClock(StepClock):
@@ -31,14 +33,16 @@ class Cpu(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self.reasons = {
+        self.reasons_recorded = {
+            "memory.peak_reserved_bytes": _NO_POOL,
+            "memory.snapshots.reserved_bytes": _NO_POOL,
+            "memory.peak_device_used_bytes": "the CPU has no memory apart from the host's",
+            "memory.alloc_retries": _NO_POOL,
+        }
+        self.reasons = self.reasons_recorded | {
             "memory.peak_allocated_bytes": _NO_COUNTER,
             "memory.first_step_peak_allocated_bytes": _NO_COUNTER,
-            "memory.peak_reserved_bytes": _NO_COUNTER,
             "memory.snapshots.allocated_bytes": _NO_COUNTER,
-            "memory.snapshots.reserved_bytes": _NO_COUNTER,
-            "memory.peak_device_used_bytes": "the CPU has no memory apart from the host's",
-            "memory.alloc_retries": _NO_COUNTER,
         }
 
     def prepare(self, experiment: Experiment) -> None:
@@ -63,6 +67,13 @@ class Cpu(Device):
     def peaks(self) -> Peaks:
         """Return nothing: there are none."""
         return Peaks(None, None, None, None)
+
+    def recorder(self) -> CpuRecorder:
+        """Have the profiler follow the allocator."""
+        return CpuRecorder()
+
+    def synchronize(self) -> None:
+        """Do nothing: CPU operators return when they are done."""
 
     def clock(self) -> StepClock:
         """Make a wall clock."""

@@ -1,9 +1,12 @@
 """A CUDA device: the caching allocator's own counters, and events on its stream."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from dpprof.catalogue import UnsupportedError
-from dpprof.devices.base import Counters, Device, Peaks, StepClock
+from dpprof.devices.base import Counters, Device, Peaks, Recorded, Recorder, StepClock
 from dpprof.experiment import Experiment
 
 _AMPERE = (8, 0)
@@ -28,12 +31,36 @@ class EventClock(StepClock):
         return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
+class CudaRecorder(Recorder):
+    """The caching allocator's counters, which are exact all the time."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._recorded = Recorded({}, {})
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
+        """Find the peaks of what runs within."""
+        self._device.reset_peaks()
+        yield
+        self._recorded.peaks[name] = self._device.peaks()
+
+    def read(self, name: str) -> Counters:
+        """Read the counters."""
+        counters = self._recorded.counters[name] = self._device.counters()
+        return counters
+
+    def close(self) -> Recorded:
+        """Return what was read."""
+        return self._recorded
+
+
 class Cuda(Device):
     """The one GPU that the supervisor left visible."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", 0)
-        self.reasons = {}
+        self.reasons = self.reasons_recorded = {}
         self._retries_before = 0
 
     def prepare(self, experiment: Experiment) -> None:
@@ -71,6 +98,14 @@ class Cuda(Device):
             device_used_bytes=total - free,
             alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - self._retries_before,
         )
+
+    def recorder(self) -> CudaRecorder:
+        """Keep what the counters say."""
+        return CudaRecorder(self)
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        torch.cuda.synchronize()
 
     def clock(self) -> StepClock:
         """Make an event clock."""

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dpprof.analysis.tables import varying_axes
+from dpprof.analysis.frames import varying_axes
 from dpprof.figures.style import method_style, new_figure, say_nothing_to_draw
 
 _MAX_PANELS = 12
@@ -20,7 +20,8 @@ def draw(experiments: pd.DataFrame) -> Figure:
 
     A line joins a method's batch sizes, and the larger the marker, the larger the batch;
     what else differs between experiments has a panel of its own. A point is the median
-    over processes; error bars reach from the smallest to the largest of them.
+    over processes; error bars are 95 % bootstrap intervals over processes for time, and
+    reach from the smallest to the largest of them for memory.
 
     Args:
         experiments: The table ``experiments``, one row per experiment.
@@ -71,7 +72,9 @@ def _draw_method(axis: Axes, method: str, points: pd.DataFrame, sizes: Mapping[i
         axis.errorbar(
             x,
             y,
-            xerr=[[x - point["min_step_s"] * 1e3], [point["max_step_s"] * 1e3 - x]],
+            xerr=None
+            if pd.isna(point["step_low_s"])
+            else [[x - point["step_low_s"] * 1e3], [point["step_high_s"] * 1e3 - x]],
             yerr=[[y - point["peak_min_bytes"] / 2**20], [point["peak_max_bytes"] / 2**20 - y]],
             markersize=sizes[point["batch_size"]],
             elinewidth=0.8,

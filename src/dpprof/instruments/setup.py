@@ -10,9 +10,15 @@ from torch.optim import SGD, AdamW, Optimizer
 from dpprof import catalogue
 from dpprof.devices.base import Device
 from dpprof.experiment import Experiment
+from dpprof.instruments.census import Holdings
 from dpprof.methods.base import Batch, TrainingStep
+from dpprof.models.attention import find_attention
 from dpprof.models.build import build_model
+from dpprof.models.precision import apply_dtype
 from dpprof.result import ModelFacts
+
+NO_SAMPLERS = {"samplers": "the method asks no layer for per-sample gradients or their norms"}
+"""Why a method has none, as an entry of ``reasons``."""
 
 
 class Training(NamedTuple):
@@ -21,6 +27,11 @@ class Training(NamedTuple):
     step: TrainingStep
     batch: Batch
     model: ModelFacts
+
+    @property
+    def holdings(self) -> Holdings:
+        """What holds the training's tensors."""
+        return Holdings(self.step.module, self.step.optimizer, self.batch)
 
 
 def import_method(experiment: Experiment) -> type[TrainingStep]:
@@ -32,6 +43,7 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
     method: type[TrainingStep] = catalogue.load("methods", experiment.method)
     if isinstance(experiment.model, str):
         catalogue.load("models", experiment.model)
+    find_attention(experiment.attention)
     # The first optimizer of a process imports torch._dynamo: 800 modules, 70 MiB.
     SGD([torch.zeros(1)], lr=1.0)
     return method
@@ -41,7 +53,7 @@ def set_up(
     experiment: Experiment,
     method: type[TrainingStep],
     device: Device,
-    moment: Callable[[str], None],
+    moment: Callable[[str, Holdings], None],
 ) -> Training:
     """Build what an experiment names, the same way for every instrument.
 
@@ -50,17 +62,16 @@ def set_up(
         method: What ``import_method`` returned.
         device: Where to build it; already prepared.
         moment: Called with ``model_loaded``, ``wrapped_with_dp`` and
-            ``optimizer_created`` as they are reached.
+            ``optimizer_created`` as they are reached, and with what holds tensors then.
     """
     torch.manual_seed(experiment.seed)
-    dtype = torch.float64 if experiment.dtype == "float64" else torch.float32
-    model = build_model(experiment).to(device=device.torch_device, dtype=dtype).train()
+    model = apply_dtype(build_model(experiment).to(device.torch_device), experiment).train()
     facts = _count(model)
-    moment("model_loaded")
+    moment("model_loaded", Holdings(model))
     step = method(model, experiment)
-    moment("wrapped_with_dp")
+    moment("wrapped_with_dp", Holdings(step.module))
     step.attach_optimizer(_build_optimizer(step.module, experiment))
-    moment("optimizer_created")
+    moment("optimizer_created", Holdings(step.module, step.optimizer))
     return Training(step, _make_batch(experiment, model, device), facts)
 
 

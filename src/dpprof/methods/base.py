@@ -11,6 +11,7 @@ Shape legend: B batch, T tokens, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,15 @@ class TrainingStep(ABC):
         enter("step")
         self.apply_gradient()
         self.optimizer.zero_grad()
+
+    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+        """Watch the steps within: which way each type of layer takes to what is clipped.
+
+        Returns:
+            A context with a mapping that fills as layers are seen, from a layer's type to
+            the name of its code path; it stays empty where a method has only one.
+        """
+        return nullcontext({})
 
 
 def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

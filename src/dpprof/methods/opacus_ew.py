@@ -4,16 +4,35 @@
 ordinary ones, so a linear layer costs no more than standard's 6 B T d p FLOPs.
 """
 
+from contextlib import AbstractContextManager
+
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
 
+from dpprof.catalogue import UnsupportedError
+from dpprof.experiment import Experiment
 from dpprof.methods.opacus_per_sample import OpacusPerSample
+from dpprof.methods.opacus_samplers import watch_expanded_weights
 
 
 class OpacusEw(OpacusPerSample):
-    """``grad_sample_mode="ew"``."""
+    """``grad_sample_mode="ew"``.
+
+    Raises:
+        UnsupportedError: ``bfloat16``: expanded weights compute outside autocast's reach, and
+            stop at the first product of a bfloat16 and a float32 matrix.
+    """
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        if experiment.dtype == "bfloat16":
+            raise UnsupportedError("PyTorch's expanded weights do not work under autocast")
+        super().__init__(model, experiment)
 
     @staticmethod
     def wrap(model: nn.Module) -> GradSampleModuleExpandedWeights:
         """Have the model called with expanded weights."""
         return GradSampleModuleExpandedWeights(model, batch_first=True, loss_reduction="mean")
+
+    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+        """Look at who has per-sample gradients."""
+        return watch_expanded_weights(self.module, self.optimizer)

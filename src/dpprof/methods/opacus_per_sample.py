@@ -6,8 +6,9 @@ memory: B x P elements of per-sample gradients, and P for their clipped sum, whi
 """
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 
-from opacus.grad_sample import AbstractGradSampleModule
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
 from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.opacus_samplers import watch_hooks
 
 
 class OpacusPerSample(TrainingStep):
@@ -57,3 +59,8 @@ class OpacusPerSample(TrainingStep):
     def apply_gradient(self) -> None:
         """Let the wrapped optimizer use the gradients."""
         self.optimizer.original_optimizer.step()
+
+    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+        """Watch Opacus's hooks."""
+        assert isinstance(self.module, GradSampleModule)
+        return watch_hooks(self.module)

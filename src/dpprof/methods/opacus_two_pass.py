@@ -5,6 +5,7 @@ pass leaves each sample's norm, the second differentiates the loss with each sam
 weighted by its clipping factor; the graph is kept in between.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep
 from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.opacus_samplers import watch_hooks
 
 
 class _PhasedModule(GradSampleModuleFastGradientClipping):
@@ -88,3 +90,7 @@ class OpacusTwoPass(TrainingStep):
     def apply_gradient(self) -> None:
         """Let the wrapped optimizer use the gradients."""
         self.optimizer.original_optimizer.step()
+
+    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+        """Watch Opacus's hooks."""
+        return watch_hooks(self.module)

@@ -17,6 +17,6 @@ def build_model(experiment: Experiment) -> nn.Module:
     if isinstance(recipe, str):
         recipe = catalogue.load("models", recipe)
     if isinstance(recipe, Dimensions):
-        return Transformer(recipe, experiment.seq_len)
+        return Transformer(recipe, experiment.seq_len, experiment.attention)
     model: nn.Module = recipe(experiment)
     return model

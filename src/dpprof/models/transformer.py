@@ -4,44 +4,23 @@ What that asks of it: no weight is shared (embedding and head are separate), pos
 are looked up per sample with contiguous ids, and every parameter sits in a layer that
 Opacus has a rule for.
 
-Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H), V vocabulary.
+Shape legend: B batch, T tokens, D d_model, V vocabulary.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dpprof.experiment import Dimensions
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
-
-    def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(d_model, 3 * d_model)
-        self.out = nn.Linear(d_model, d_model)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens; (B, T, D) to (B, T, D)."""
-        B, T, D = x_BTD.shape
-        q_BHTK, k_BHTK, v_BHTK = (
-            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
-            for part in self.qkv(x_BTD).split(D, dim=2)
-        )
-        y_BHTK = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        mixed_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
-        return mixed_BTD
+from dpprof.models.attention import find_attention
 
 
 class Block(nn.Module):
     """Attention and an MLP four times as wide, each behind a LayerNorm."""
 
-    def __init__(self, d_model: int, heads: int) -> None:
+    def __init__(self, d_model: int, attention: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(d_model)
-        self.attention = Attention(d_model, heads)
+        self.attention = attention
         self.mlp_norm = nn.LayerNorm(d_model)
         self.mlp = nn.Sequential(
             nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model)
@@ -60,15 +39,20 @@ class Transformer(nn.Module):
     Args:
         dimensions: The model's size.
         seq_len: How many positions are learned; no longer sequence can be processed.
+        attention: Which variant of attention: ``sdpa``, ``eager`` or ``opacus``.
     """
 
-    def __init__(self, dimensions: Dimensions, seq_len: int) -> None:
+    def __init__(self, dimensions: Dimensions, seq_len: int, attention: str = "sdpa") -> None:
         super().__init__()
         d_model = dimensions.d_model
         self.token_embedding = nn.Embedding(dimensions.vocab_size, d_model)
         self.position_embedding = nn.Embedding(seq_len, d_model)
+        build_attention = find_attention(attention)
         self.blocks = nn.Sequential(
-            *(Block(d_model, dimensions.heads) for _ in range(dimensions.layers))
+            *(
+                Block(d_model, build_attention(d_model, dimensions.heads))
+                for _ in range(dimensions.layers)
+            )
         )
         self.norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, dimensions.vocab_size, bias=False)

@@ -1,0 +1,89 @@
+"""Two things measured side by side, A B A B ..., and the ratio of the two.
+
+What drifts on a machine drifts under both, and a pair is resampled as one. A side is
+anything that returns one number: a whole process, or a step of a running one.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from dpprof.analysis.statistics import Interval, median_interval
+
+Side = Callable[[], float]
+
+MIN_PAIRS = 10
+"""Fewer pairs support no claim."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Pairs of numbers, one of each side, measured one after the other."""
+
+    name: str
+    values: tuple[float, ...]
+    base: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Median of the pairs' ratios."""
+        return statistics.median(self._ratios)
+
+    @property
+    def interval(self) -> Interval:
+        """95 % bootstrap interval of that median, over pairs."""
+        found = median_interval(self._ratios)
+        assert found is not None
+        return found
+
+    @property
+    def _ratios(self) -> list[float]:
+        return [value / base for value, base in zip(self.values, self.base, strict=True)]
+
+
+def measure(
+    name: str, side: Side, base: Side, pairs: int, tell: Callable[[str], None] = lambda _: None
+) -> Comparison:
+    """Measure two sides in turn.
+
+    Args:
+        name: What is compared, for the table.
+        side: Measures the one.
+        base: Measures what it is compared with.
+        pairs: How often; at least ``MIN_PAIRS``.
+        tell: Called with a line of progress after each pair.
+
+    Raises:
+        ValueError: Too few pairs.
+    """
+    if pairs < MIN_PAIRS:
+        raise ValueError(f"pairs: {pairs} is not allowed; it must be at least {MIN_PAIRS}")
+    values: list[float] = []
+    bases: list[float] = []
+    for pair in range(pairs):
+        values.append(side())
+        bases.append(base())
+        tell(f"{name}: pair {pair + 1} of {pairs}, ratio {values[-1] / bases[-1]:.3f}")
+    return Comparison(name, tuple(values), tuple(bases))
+
+
+def tabulate(comparisons: Iterable[Comparison], unit: str, scale: float = 1.0) -> str:
+    """Lay comparisons out as one Markdown table.
+
+    Args:
+        comparisons: The rows.
+        unit: The unit of what was measured, as it is to be written.
+        scale: How many of that unit one of the measured numbers is.
+    """
+    lines = [
+        f"| A / B | A, median ({unit}) | B, median ({unit}) | ratio | 95 % interval | pairs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in comparisons:
+        low, high = row.interval
+        a, b = (statistics.median(side) * scale for side in (row.values, row.base))
+        lines.append(
+            f"| {row.name} | {a:.2f} | {b:.2f} | {row.ratio:.3f} | {low:.3f} to {high:.3f} "
+            f"| {len(row.values)} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,142 @@
+"""Does dpprof change what it measures? Steps of ``clean`` beside steps of a bare loop.
+
+Both train in one process, a step of the one, a step of the other, so that what slows the
+machine for a moment slows both. A process gives one pair of medians; the ratio and its
+interval are over processes. The first row is the bare loop beside another of itself: what
+the machine's noise alone makes of a ratio.
+"""
+
+import argparse
+import datetime as dt
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import bare_loop
+from dpprof.console import say
+from dpprof.devices.selection import open_device
+from dpprof.experiment import Experiment
+from dpprof.handover import PhaseMark
+from dpprof.hardware import available_cores, cpu_name
+from dpprof.instruments.clean import time_steps
+from dpprof.instruments.setup import import_method, set_up
+from dpprof.models.presets import TINY
+from dpprof.provenance import package_versions
+from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+
+ROWS = {
+    "bare / bare, standard": ("bare", "standard"),
+    "clean / bare, standard": ("clean", "standard"),
+    "clean / bare, opacus-hooks": ("clean", "opacus-hooks"),
+    "clean / bare, opacus-ghost": ("clean", "opacus-ghost"),
+}
+BATCH_SIZE, SEQ_LEN = 8, 128
+WARMUP_STEPS, STEPS = 3, 40
+CLAIM = 1.05
+"""The upper end of every interval of clean over bare must lie below this."""
+
+
+def bare_side(method: str) -> Side:
+    """Build a bare loop; a call runs one step and returns its seconds."""
+    torch.manual_seed(0)
+    model = bare_loop.LanguageModel(TINY.vocab_size, TINY.d_model, TINY.layers, TINY.heads, SEQ_LEN)
+    tokens = torch.randint(TINY.vocab_size, (BATCH_SIZE, SEQ_LEN + 1))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return bare_loop.timed(bare_loop.make_step(model, method, *batch, noise_multiplier=1.0))
+
+
+def clean_side(method: str) -> Side:
+    """Build what ``clean`` times; a call runs one step its way and returns its seconds."""
+    experiment = Experiment.model_validate(
+        {"model": "tiny", "method": method, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}
+        | {"device": "cpu"}
+    )
+    device = open_device(experiment.device)
+    training = set_up(experiment, import_method(experiment), device, lambda *_: None)
+    with tempfile.TemporaryFile() as file:
+        mark = PhaseMark(file.fileno())
+
+    def run() -> None:
+        training.step.run(training.batch, mark.enter)
+
+    return lambda: time_steps(device, 1, run)[0]
+
+
+def measure_here(name: str) -> Comparison:
+    """Measure one row in this process, step by step."""
+    kind, method = ROWS[name]
+    side = {"bare": bare_side, "clean": clean_side}[kind](method)
+    base = bare_side(method)
+    for _ in range(WARMUP_STEPS):
+        side()
+        base()
+    return measure(name, side, base, STEPS)
+
+
+def measure_in_process(name: str, threads: int) -> tuple[float, float]:
+    """Measure one row in a fresh process; returns the medians of both sides, in seconds."""
+    settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--row", name],
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    value, base = json.loads(done.stdout)
+    return value, base
+
+
+def describe_machine(threads: int) -> str:
+    """Say where and with what a table was measured."""
+    versions = package_versions(("torch", "opacus"))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    model = f"{STEPS} steps a process, tiny, B = {BATCH_SIZE}, T = {SEQ_LEN}, AdamW"
+    cpu = f"{cpu_name()}, {available_cores()} cores, {threads} compute thread(s)"
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; {model}."
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", type=int, default=12, help=f"a row; at least {MIN_PAIRS}")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="compute threads; one is the least noisy"
+    )
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--row", choices=ROWS, help="measure this row here and print two medians")
+    arguments = parser.parse_args()
+    if arguments.row:
+        here = measure_here(arguments.row)
+        print(json.dumps([statistics.median(here.values), statistics.median(here.base)]))
+        return
+    if arguments.processes < MIN_PAIRS:
+        parser.error(f"--processes: {arguments.processes} is not allowed; at least {MIN_PAIRS}")
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in ROWS}
+    for process in range(arguments.processes):
+        for name, measured in pairs.items():
+            measured.append(measure_in_process(name, arguments.threads))
+            value, base = measured[-1]
+            say(f"[{process + 1}/{arguments.processes}] {name}: {value / base:.3f}")
+    rows = [
+        Comparison(name, tuple(v for v, _ in measured), tuple(b for _, b in measured))
+        for name, measured in pairs.items()
+    ]
+    table = tabulate(rows, "ms", 1e3)
+    print(table)
+    if arguments.output:
+        where = describe_machine(arguments.threads)
+        arguments.output.write_text(f"{__doc__}\n{where}\n\n{table}\n", encoding="utf-8")
+    beyond = [row.name for row in rows if row.interval.high >= CLAIM]
+    if beyond:
+        sys.exit(f"not below {CLAIM}: {', '.join(beyond)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a reader must know before believing the numbers, found by looking at them."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pandas as pd
+
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.frames import make_frame
+from dpprof.result import Result
+
+_COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
+Row = dict[str, str]
+
+
+def find(collected: Collected) -> pd.DataFrame:
+    """Look for what is not as it should be, one row each.
+
+    Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
+    it should be, to the byte), ``fallback`` (Opacus took functorch where the method's name
+    promises another way).
+    """
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for run, result in collected.found:
+        if result.outcome == "ok":
+            groups[run.id, run.instrument].append(result)
+    rows: list[Row] = []
+    for (name, instrument), results in groups.items():
+        for kind, finding in (*_unequal_peaks(results), *_fallbacks(results)):
+            row = {"kind": kind, "experiment_id": name}
+            rows.append(row | {"instrument": instrument, "finding": finding})
+    return make_frame(rows, _COLUMNS)
+
+
+def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    for figure in ("peak_allocated_bytes", "first_step_peak_allocated_bytes"):
+        peaks = {r.replicate: getattr(r.memory, figure) for r in results if r.memory}
+        known = {replicate: peak for replicate, peak in peaks.items() if peak is not None}
+        if len(set(known.values())) > 1:
+            listed = ", ".join(f"r{replicate} {peak:,}" for replicate, peak in known.items())
+            yield "peaks-differ", f"{figure} differs between processes: {listed}"
+
+
+def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    layers = {
+        layer
+        for r in results
+        if r.experiment.method != "opacus-functorch"
+        for layer, path in (r.samplers or {}).items()
+        if "functorch" in path
+    }
+    if layers:
+        yield "fallback", f"Opacus fell back to functorch for {', '.join(sorted(layers))}"

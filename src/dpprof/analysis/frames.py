@@ -1,0 +1,60 @@
+"""What all tables have in common: keys, axes, and columns that exist without rows."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dpprof.experiment import Experiment
+from dpprof.planning import PlannedRun
+
+RUN_KEY = ["experiment_id", "instrument", "replicate"]
+AXES = [name for name in Experiment.model_fields if name != "timeout_s"]
+"""What tells experiments apart in a table; a time limit does not."""
+
+_TEXTS = {
+    *("experiment_id", "instrument", "sweeps", "model", "method", "dtype", "optimizer"),
+    *("attention", "device", "outcome", "error_kind", "error_phase", "error_message"),
+    *("error_log", "started_at", "device_name", "hostname", "python", "torch", "opacus"),
+    *("git_commit", "code_digest", "peak_kind", "stage", "name", "phase", "component"),
+    *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
+}
+
+
+def make_frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
+    """Make a frame whose columns exist even where there are no rows."""
+    return pd.DataFrame(list(rows), columns=pd.Index(columns))
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Read a table back as it was written: a text like ``null`` or ``12`` stays a text."""
+    columns = pd.read_csv(path, nrows=0).columns
+    texts = dict.fromkeys(_TEXTS.intersection(columns), str)
+    return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
+
+
+def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
+    """List the axes, but for some, in which the experiments of a table differ."""
+    return [
+        name for name in AXES if name not in set(but) and len(set(experiments[name].map(str))) > 1
+    ]
+
+
+def key_of(run: PlannedRun) -> dict[str, Any]:
+    """Spell a run's key as columns."""
+    return {"experiment_id": run.id, "instrument": run.instrument, "replicate": run.replicate}
+
+
+def axes_of(experiment: Experiment) -> dict[str, Any]:
+    """Spell an experiment's axes as columns."""
+    fields = experiment.model_dump(mode="json")
+    return {name: fields[name] for name in AXES} | {"model": _model_text(experiment)}
+
+
+def _model_text(experiment: Experiment) -> str:
+    """Name the model; a mapping of dimensions is spelled out, ``V1000-d64-L2-H4``."""
+    model = experiment.model
+    if isinstance(model, str):
+        return model
+    return f"V{model.vocab_size}-d{model.d_model}-L{model.layers}-H{model.heads}"

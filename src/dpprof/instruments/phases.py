@@ -1,0 +1,117 @@
+"""Instrument ``phases``: how long each phase takes, who owns which bytes at named moments.
+
+First the memory, then the time, so that neither disturbs the other: the allocator is
+followed from before the model exists through warm-up and one more step, in which
+snapshots count components; then it is left alone, and the timed steps wait for the
+device at the end of every phase.
+"""
+
+import statistics
+import time
+
+from dpprof.devices.base import Device
+from dpprof.devices.selection import open_device
+from dpprof.experiment import Experiment
+from dpprof.instruments.census import take_census
+from dpprof.instruments.setup import NO_SAMPLERS, Training, import_method, set_up
+from dpprof.instruments.snapshots import Snapshots
+from dpprof.methods.base import Enter
+from dpprof.result import Measurement, Memory, Phase, Snapshot, Time
+
+_ELSEWHERE = "this instrument would be in it; the instrument clean tells"
+_REASONS = {
+    "memory.peak_rss_bytes": _ELSEWHERE,
+    "memory.snapshots.rss_bytes": _ELSEWHERE,
+    "time.warmup_step_s": "the allocator is followed in these steps; the instrument clean tells",
+    "throughput": _ELSEWHERE,
+}
+
+
+class _PhaseTimer:
+    """Tells each phase's share of a step, waiting for the device where a phase ends."""
+
+    def __init__(self, device: Device, enter: Enter) -> None:
+        self._device = device
+        self._pass_on = enter
+        self._step: dict[Phase, float] = {}
+        self._current: Phase | None = None
+        self._since = 0.0
+
+    def enter(self, phase: Phase | None) -> None:
+        """End the phase under way, and begin the next one unless it is None."""
+        self._device.synchronize()
+        now = time.perf_counter()
+        if self._current is not None:
+            self._step[self._current] = self._step.get(self._current, 0.0) + now - self._since
+        self._current = phase
+        if phase is not None:
+            self._pass_on(phase)
+        self._since = time.perf_counter()
+
+    def time_step(self, training: Training) -> dict[Phase, float]:
+        """Run one step; returns the seconds of each phase, which a step may enter often."""
+        self._step = {}
+        training.step.run(training.batch, self.enter)
+        self.enter(None)
+        return self._step
+
+
+def measure(experiment: Experiment, enter: Enter) -> Measurement:
+    """Measure one experiment in this process.
+
+    Args:
+        experiment: What to run.
+        enter: Called as each phase begins.
+    """
+    method = import_method(experiment)
+    device = open_device(experiment.device)
+    device.prepare(experiment)
+    recorder = device.recorder()
+    snapshots = Snapshots(recorder.read, components=take_census)
+    training = set_up(experiment, method, device, snapshots.take)
+    with recorder.window("first_step"):
+        training.step.run(training.batch, enter)
+    for _ in range(experiment.warmup_steps - 1):
+        training.step.run(training.batch, enter)
+    snapshots.take("after_warmup", training.holdings)
+    with recorder.window("steady"), training.step.watch_samplers() as samplers:
+        snapshots.watch_step(training, enter)
+    recorded = recorder.close()
+    steady = recorded.peaks["steady"]
+
+    timer = _PhaseTimer(device, enter)
+    steps = [timer.time_step(training) for _ in range(experiment.timed_steps)]
+    step_s = [sum(step.values()) for step in steps]
+    return Measurement(
+        model=training.model,
+        samplers=samplers or None,
+        memory=Memory(
+            peak_allocated_bytes=steady.allocated_bytes,
+            first_step_peak_allocated_bytes=recorded.peaks["first_step"].allocated_bytes,
+            peak_reserved_bytes=steady.reserved_bytes,
+            peak_device_used_bytes=steady.device_used_bytes,
+            alloc_retries=steady.alloc_retries,
+            snapshots=[
+                _complete(snapshot, recorded.counters[name].allocated_bytes)
+                for name, snapshot in snapshots.taken.items()
+            ],
+        ),
+        time=Time(
+            step_s=step_s,
+            warmup_step_s=None,
+            median_s=statistics.median(step_s),
+            phases_s={phase: [step[phase] for step in steps] for phase in steps[0]},
+        ),
+        reasons=device.reasons_recorded | _REASONS | (NO_SAMPLERS if not samplers else {}),
+    )
+
+
+def _complete(snapshot: Snapshot, allocated_bytes: int | None) -> Snapshot:
+    """Add what was allocated, and how much of it the census cannot tell whose it is."""
+    assert snapshot.components is not None
+    assert allocated_bytes is not None
+    rest = allocated_bytes - sum(snapshot.components.values())
+    components = snapshot.components | {"unattributed": rest}
+    return snapshot.model_copy(
+        update={"allocated_bytes": allocated_bytes, "components": components}
+    )

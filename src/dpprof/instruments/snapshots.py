@@ -1,0 +1,67 @@
+"""Counters at the named moments of a run."""
+
+import time
+from collections.abc import Callable
+
+from dpprof.devices.base import Counters
+from dpprof.instruments.census import Holdings
+from dpprof.instruments.setup import Training
+from dpprof.methods.base import Enter
+from dpprof.result import Phase, Snapshot
+
+_AFTER: dict[Phase, str] = {
+    "forward": "after_forward",
+    "backward": "after_backward",
+    "second_backward": "after_second_backward",
+    "step": "after_step",
+}
+
+
+class Snapshots:
+    """Collects snapshots at named moments.
+
+    Args:
+        counters: Reads the allocator at a moment of this name.
+        components: Says who owns which bytes; None to leave that out.
+        rss: Reads resident memory; None to leave that out.
+    """
+
+    def __init__(
+        self,
+        counters: Callable[[str], Counters],
+        components: Callable[[Holdings], dict[str, int]] | None = None,
+        rss: Callable[[], int] | None = None,
+    ) -> None:
+        self._counters = counters
+        self._components = components
+        self._rss = rss
+        self._start = time.perf_counter()
+        self.taken: dict[str, Snapshot] = {}
+
+    def take(self, name: str, holdings: Holdings) -> None:
+        """Record a moment under a name; a name met again is recorded anew."""
+        counters = self._counters(name)
+        self.taken[name] = Snapshot(
+            name=name,
+            allocated_bytes=counters.allocated_bytes,
+            reserved_bytes=counters.reserved_bytes,
+            rss_bytes=self._rss and self._rss(),
+            elapsed_s=time.perf_counter() - self._start,
+            components=self._components and self._components(holdings),
+        )
+
+    def watch_step(self, training: Training, enter: Enter) -> None:
+        """Run one step, taking a snapshot at the end of the phases that have one."""
+        current: Phase | None = None
+
+        def enter_and_take(phase: Phase | None) -> None:
+            nonlocal current
+            if current in _AFTER:
+                self.take(_AFTER[current], training.holdings)
+            current = phase
+            if phase is not None:
+                enter(phase)
+
+        self.take("before_forward", training.holdings)
+        training.step.run(training.batch, enter_and_take)
+        enter_and_take(None)

@@ -1,0 +1,69 @@
+"""Causal self-attention in the variants that can be compared.
+
+Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H).
+"""
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From queries, keys and values, each (B, H, T, K), to mixed values of that shape."""
+
+
+def causal_mask(T: int, device: torch.device) -> Tensor:
+    """Mark what a token must not see, itself and earlier ones excepted; (T, T) bool."""
+    return torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
+
+
+def mix_sdpa(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    """Leave it to PyTorch, which chooses a fused kernel where it has one."""
+    y_BHTK: Tensor = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+    return y_BHTK
+
+
+def mix_eager(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    """Spell it out; scores and probabilities, B H T^2 elements each, are kept for backward."""
+    T, K = q_BHTK.shape[-2:]
+    scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) * K**-0.5
+    scores_BHTT = scores_BHTT.masked_fill(causal_mask(T, q_BHTK.device), float("-inf"))
+    y_BHTK: Tensor = scores_BHTT.softmax(dim=-1) @ v_BHTK
+    return y_BHTK
+
+
+class Attention(nn.Module):
+    """Multi-head attention with one projection for queries, keys and values."""
+
+    def __init__(self, d_model: int, heads: int, mix: Mix) -> None:
+        super().__init__()
+        self.heads = heads
+        self.mix = mix
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Mix tokens; (B, T, D) to (B, T, D)."""
+        B, T, D = x_BTD.shape
+        q_BHTK, k_BHTK, v_BHTK = (
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for part in self.qkv(x_BTD).split(D, dim=2)
+        )
+        y_BHTK = self.mix(q_BHTK, k_BHTK, v_BHTK)
+        mixed_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        return mixed_BTD
+
+
+def find_attention(name: str) -> Callable[[int, int], nn.Module]:
+    """Return what builds a variant from d_model and heads, with all that it needs imported.
+
+    Opacus is imported for its own variant only: it is 70 MiB that a plain model lacks.
+    """
+    if name == "opacus":
+        module = importlib.import_module("dpprof.models.opacus_attention")
+        build: Callable[[int, int], nn.Module] = module.OpacusAttention
+        return build
+    mix = {"sdpa": mix_sdpa, "eager": mix_eager}[name]
+    return lambda d_model, heads: Attention(d_model, heads, mix)

@@ -1,0 +1,47 @@
+"""Opacus's ``DPMultiheadAttention`` as causal self-attention, one sample a row.
+
+It is used with ``batch_first=False``, because with ``batch_first=True`` Opacus 1.6.0
+refuses every mask and splices heads into positions (meta-pytorch/opacus#774; the test
+of equal outputs in tests/models/test_attention.py tells when that can go). Its linear
+layers must see the batch first all the same, since that is where Opacus's hooks look for
+samples: each is wrapped in a layer that swaps the two axes and swaps them back.
+
+Shape legend: B batch, T tokens, D d_model.
+"""
+
+from opacus.layers import DPMultiheadAttention
+from torch import Tensor, nn
+
+from dpprof.models.attention import causal_mask
+
+
+class _BatchFirst(nn.Module):
+    """A layer that gets (T, B, D) and hands (B, T, D) to the layer in it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_TBD: Tensor) -> Tensor:
+        """Apply the layer; (T, B, D) to (T, B, D)."""
+        y_BTD: Tensor = self.layer(x_TBD.transpose(0, 1))
+        return y_BTD.transpose(0, 1)
+
+
+class OpacusAttention(nn.Module):
+    """Multi-head attention with a projection each for queries, keys and values."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.attention = DPMultiheadAttention(d_model, heads)
+        for name, layer in list(self.attention.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(self.attention, name, _BatchFirst(layer))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Mix tokens; (B, T, D) to (B, T, D)."""
+        x_TBD = x_BTD.transpose(0, 1)
+        mask = causal_mask(x_BTD.shape[1], x_BTD.device)
+        y_TBD: Tensor
+        y_TBD, _ = self.attention(x_TBD, x_TBD, x_TBD, attn_mask=mask, need_weights=False)
+        return y_TBD.transpose(0, 1)

@@ -1,0 +1,161 @@
+"""The sections about what was measured: times, peaks, phases, owners, code paths."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.frames import varying_axes
+from dpprof.analysis.statistics import NO_DIFFERENCE, attainable_coverage
+from dpprof.report.cells import Cell, column, number, span, tabulate
+from dpprof.report.document import Paragraph, Picture, Section
+from dpprof.result import PHASES
+
+_MIB = 2**20
+_MS = 1e-3
+_CENSUS_AT = "after_backward"
+_ORDER = ["model", "seq_len", "batch_size"]
+
+
+def _naming(rows: pd.DataFrame) -> dict[str, Cell]:
+    """Make the columns that name an experiment, the axes that vary among them."""
+    varying = varying_axes(rows, but=("model", "method", "batch_size", "seq_len"))
+    return (
+        {"model": column("model")}
+        | {name: column(name) for name in varying}
+        | {"T": column("seq_len"), "B": column("batch_size"), "method": column("method")}
+    )
+
+
+def results(experiments: pd.DataFrame, captions: Mapping[str, str]) -> Section:
+    """Compare experiments by time and peak."""
+    known = experiments[experiments["processes"] + experiments["peak_processes"] > 0]
+    blocks: list[Any] = [Picture(name=name, caption=text) for name, text in captions.items()]
+    if known.empty:
+        blocks.append(Paragraph(text="No experiment succeeded, so there is nothing to compare."))
+        return Section(title="Results", blocks=tuple(blocks))
+    ordered = known.sort_values([*_ORDER, "median_step_s"])
+    naming = _naming(ordered)
+    columns: dict[str, Cell] = naming | {
+        "step (ms)": lambda row: number(row["median_step_s"], _MS),
+        "interval": lambda row: span(row["step_low_s"], row["step_high_s"], _MS),
+        "time ratio": _time_ratio,
+        "tokens/s": lambda row: number(row["tokens_per_s"], digits=0),
+        "peak (MiB)": lambda row: number(row["peak_bytes"], _MIB),
+        "peak ratio": lambda row: number(row["peak_ratio"], digits=2),
+        "n": column("processes"),
+    }
+    text = tuple(name for name in naming if name not in ("T", "B"))
+    blocks += tabulate(_explain(ordered), columns, ordered, text, "results/tables/experiments.csv")
+    return Section(title="Results", blocks=tuple(blocks))
+
+
+def _time_ratio(row: Any) -> str:
+    if row["step_verdict"] == NO_DIFFERENCE:
+        return NO_DIFFERENCE
+    ratio = number(row["step_ratio"], digits=2)
+    interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
+    return ratio if interval == "-" else f"{ratio} ({interval})"
+
+
+def _explain(rows: pd.DataFrame) -> str:
+    """Say what the numbers of the results are, and how far they carry."""
+    said = ["Step time is the median over processes of each process's median, n their number."]
+    said.append("Intervals are 95 % bootstrap intervals over processes.")
+    counts = rows["processes"][rows["processes"] > 1]
+    if len(counts):
+        best = attainable_coverage(int(counts.min()))
+        if best < 0.95:  # noqa: PLR2004 (the nominal coverage)
+            said.append(f"From {counts.min()} processes an interval covers {best:.0%} at most.")
+    said.append("Ratios are to standard with all else equal.")
+    floors = rows["step_floor"].dropna()
+    if len(floors):
+        said.append(
+            "A time ratio counts where it exceeds the noise floor, which is what 95 % of "
+            f"comparisons of equal experiments stay within: {_percent(floors)} here."
+        )
+    else:
+        said.append("Nothing was replicated, so the noise is unknown and time ratios are bare.")
+    kinds = set(rows["peak_kind"].dropna())
+    if "allocated" in kinds:
+        said.append("Peak is the allocator's, in the steady state.")
+        exact = rows[(rows["peak_kind"] == "allocated") & (rows["peak_processes"] > 1)]
+        if len(exact) and (exact["peak_min_bytes"] == exact["peak_max_bytes"]).all():
+            said.append(
+                f"It was the same to the byte in all processes of each of the {len(exact)} "
+                "experiments that were replicated."
+            )
+    if "rss" in kinds:
+        where = "Where the allocator's is not known, peak" if "allocated" in kinds else "Peak"
+        said.append(
+            f"{where} is the process's resident high-water mark, which includes Python and the "
+            "libraries: most of it for a small model, and more where Opacus is imported. The "
+            "instrument phases finds the allocator's."
+        )
+    return " ".join(said)
+
+
+def _percent(floors: "pd.Series[float]") -> str:
+    low, high = f"{floors.min():.1%}", f"{floors.max():.1%}"
+    return low if low == high else f"{low} to {high}, by model and number of processes,"
+
+
+def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Section | None:
+    """Say where the time goes; None where no run told."""
+    if table.empty:
+        return None
+    over_processes = table.groupby(["experiment_id", "phase"])["median_s"].median().unstack()  # noqa: PD010
+    shown = [phase for phase in PHASES if phase in over_processes]
+    rows = experiments.merge(over_processes, left_on="experiment_id", right_index=True)
+    rows = rows.assign(sum=rows[shown].sum(axis=1)).sort_values([*_ORDER, "sum"])
+    naming = _naming(rows)
+    columns = naming | {phase.replace("_", " "): _in(phase, _MS) for phase in (*shown, "sum")}
+    caption = (
+        "Milliseconds by phase, medians over steps and processes, from processes that wait for "
+        "the device where a phase ends. Their sum is therefore not the step time above."
+    )
+    text = tuple(name for name in naming if name not in ("T", "B"))
+    table_blocks = tabulate(caption, columns, rows, text, "results/tables/phases.csv")
+    return Section(title="Where the time goes", blocks=tuple(table_blocks))
+
+
+def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Section | None:
+    """Say who owns memory after the backward pass; None where no run told."""
+    census = components[components["snapshot"] == _CENSUS_AT]
+    if census.empty:
+        return None
+    # Replicates agree to the byte, or the findings say that they do not.
+    sizes = census.groupby(["experiment_id", "component"], sort=False)["bytes"].max().unstack()  # noqa: PD010
+    shown = [str(name) for name in sizes if sizes[name].any()]
+    rows = experiments.merge(sizes, left_on="experiment_id", right_index=True)
+    rows = rows.sort_values([*_ORDER, "method"])
+    naming = _naming(rows)
+    columns = naming | {name.replace("_", " "): _in(name, _MIB, 2) for name in shown}
+    caption = (
+        "MiB by owner at the end of the (first) backward pass, counted by identity. What no "
+        "tensor could be found for is unattributed: mostly what autograd keeps, where the graph "
+        "is kept for a second pass."
+    )
+    text = tuple(name for name in naming if name not in ("T", "B"))
+    table_blocks = tabulate(caption, columns, rows, text, "results/tables/components.csv")
+    return Section(title="Who owns the memory", blocks=tuple(table_blocks))
+
+
+def _in(name: str, unit: float, digits: int = 1) -> Cell:
+    return lambda row: number(row[name], unit, digits)
+
+
+def code_paths(samplers: pd.DataFrame) -> Section | None:
+    """Say which way each type of layer took; None where no run told."""
+    if samplers.empty:
+        return None
+    seen = samplers[["method", "layer", "path"]].drop_duplicates()
+    seen = seen.sort_values(["method", "layer", "path"])
+    columns: dict[str, Cell] = {name: column(name) for name in ("method", "layer", "path")}
+    caption = (
+        "The way each type of layer really took: a norm sampler finds norms without per-sample "
+        "gradients, a grad sampler is Opacus's rule for per-sample gradients, functorch is what "
+        "is left where there is no rule."
+    )
+    blocks = tabulate(caption, columns, seen, tuple(columns), "results/tables/samplers.csv")
+    return Section(title="Code paths", blocks=tuple(blocks))

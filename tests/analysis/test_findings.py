@@ -1,0 +1,62 @@
+from factory import make_experiment, make_manifest, write_synthetic
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.findings import find
+
+GHOST = make_experiment(method="opacus-ghost")
+
+
+def findings(root, experiment=GHOST, *, replicates: int = 1):
+    runs = [(experiment, number) for number in range(replicates)]
+    return find(collect(make_manifest(*runs, instrument="phases"), root, partial=False))
+
+
+def write(root, experiment=GHOST, **fields) -> None:
+    write_synthetic(root, experiment, instrument="phases", **fields)
+
+
+def test_peaks_that_differ_between_processes_are_a_finding(tmp_path) -> None:
+    for number, peak in enumerate([1_000, 1_000, 1_001]):
+        write(tmp_path, replicate=number, peak_allocated_bytes=peak)
+    table = findings(tmp_path, replicates=3)
+
+    assert table.to_dict("records") == [
+        {
+            "kind": "peaks-differ",
+            "experiment_id": GHOST.id,
+            "instrument": "phases",
+            "finding": "peak_allocated_bytes differs between processes: "
+            "r0 1,000, r1 1,000, r2 1,001",
+        }
+    ]
+
+
+def test_equal_peaks_and_failed_or_unknown_ones_are_none(tmp_path) -> None:
+    write(tmp_path, replicate=0, peak_allocated_bytes=1_000)
+    write(tmp_path, replicate=1, peak_allocated_bytes=1_000)
+    write(tmp_path, replicate=2, peak_allocated_bytes=None)
+    write(tmp_path, replicate=3, outcome="oom")
+
+    assert findings(tmp_path, replicates=4).empty
+
+
+def test_resident_memory_may_differ(tmp_path) -> None:
+    for number in range(2):
+        write(tmp_path, replicate=number, peak_rss_bytes=1_000 + number)
+
+    assert findings(tmp_path, replicates=2).empty
+
+
+def test_a_fallback_inside_ghost_is_a_finding(tmp_path) -> None:
+    write(tmp_path, samplers={"Linear": "norm sampler", "Scale": "functorch, grad sampler"})
+
+    found = findings(tmp_path)
+    assert found["kind"].tolist() == ["fallback"]
+    assert found["finding"].tolist() == ["Opacus fell back to functorch for Scale"]
+
+
+def test_functorch_where_it_was_asked_for_is_none(tmp_path) -> None:
+    functorch = make_experiment(method="opacus-functorch")
+    write(tmp_path, functorch, samplers={"Linear": "functorch"})
+
+    assert findings(tmp_path, functorch).empty

@@ -1,0 +1,148 @@
+"""Statistics against known answers, and against real step times of equal experiments."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dpprof.analysis.statistics import (
+    NO_DIFFERENCE,
+    attainable_coverage,
+    compare,
+    mann_whitney,
+    median_interval,
+    noise_floor,
+    ratio_interval,
+)
+
+REAL = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
+"""Medians of 40 processes of one experiment; the file says which."""
+
+REPLICATES = 10
+
+
+def synthetic(draw: np.random.Generator, count: int, spread: float = 0.05) -> np.ndarray:
+    """Positive numbers with median 1."""
+    return np.exp(draw.normal(0, spread, count))
+
+
+@pytest.mark.parametrize("count", [6, 10, 20])
+def test_an_interval_covers_the_median_as_often_as_it_says(count: int) -> None:
+    draw = np.random.default_rng(0)
+    intervals = [median_interval(synthetic(draw, count)) for _ in range(400)]
+    covered = np.mean([low <= 1 <= high for low, high in intervals])
+
+    # One standard error of a share of 0.95 in 400 is 0.011.
+    assert 0.915 <= covered <= 0.985
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_few_processes_cover_no_more_than_their_range_can(count: int) -> None:
+    draw = np.random.default_rng(0)
+    samples = [synthetic(draw, count) for _ in range(2_000)]
+    in_range = np.mean([min(sample) <= 1 <= max(sample) for sample in samples])
+
+    assert in_range == pytest.approx(attainable_coverage(count), abs=0.03)
+    for sample in samples[:50]:
+        low, high = median_interval(sample)
+        assert (low, high) == pytest.approx((min(sample), max(sample)))
+
+
+def test_a_ratios_interval_covers_the_ratio() -> None:
+    draw = np.random.default_rng(0)
+    intervals = [ratio_interval(1.5 * synthetic(draw, 10), synthetic(draw, 10)) for _ in range(400)]
+
+    covered = np.mean([low <= 1.5 <= high for low, high in intervals])
+    assert 0.93 <= covered <= 1
+
+
+def test_one_process_has_no_interval() -> None:
+    assert median_interval([1.0]) is None
+    assert ratio_interval([1.0], [1.0]) is None
+    assert ratio_interval([1.0, 2.0], [1.0]) is None
+    assert ratio_interval([1.0, 2.0], [1.0, 1.0]) == (1.0, 2.0)
+
+
+def test_the_same_numbers_give_the_same_interval() -> None:
+    sample = [1.0, 5.0, 2.0, 4.0, 3.0, 9.0]
+
+    assert median_interval(sample) == median_interval(sample)
+
+
+def test_mann_whitney_known_values() -> None:
+    """Complete separation of n from n has the two-sided p of 2 / (2n choose n)."""
+    assert mann_whitney([1, 2, 3], [4, 5, 6]) == pytest.approx(2 / math.comb(6, 3))
+    assert mann_whitney(range(8), range(8, 16)) == pytest.approx(2 / math.comb(16, 8))
+
+
+def test_the_floor_of_known_noise_is_its_quantile() -> None:
+    """Single processes: the logarithm of a ratio has the standard deviation sqrt(2) s."""
+    draw = np.random.default_rng(0)
+    floor = noise_floor([synthetic(draw, 200, 0.05)], (1, 1))
+
+    assert floor == pytest.approx(math.expm1(1.96 * math.sqrt(2) * 0.05), rel=0.1)
+
+
+def test_more_processes_lower_the_floor() -> None:
+    draw = np.random.default_rng(0)
+    groups = [synthetic(draw, 30)]
+
+    assert noise_floor(groups, (10, 10)) < noise_floor(groups, (3, 3)) < noise_floor(groups, (1, 1))
+
+
+def test_a_difference_between_groups_is_no_noise() -> None:
+    assert noise_floor([[1.0, 1.0], [5.0, 5.0]], (2, 2)) == 0
+
+
+def test_no_group_of_two_gives_no_floor_and_no_verdict() -> None:
+    assert noise_floor([[1.0], []], (1, 1)) is None
+    assert compare([2.0], [1.0], None).verdict is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(2.0, "larger"), (0.5, "smaller"), (1.01, NO_DIFFERENCE)]
+)
+def test_verdicts(factor: float, verdict: str) -> None:
+    base = synthetic(np.random.default_rng(0), 10, 0.03)
+    found = compare(base * factor, base, noise_floor([base], (10, 10)))
+
+    assert found.verdict == verdict
+    assert found.ratio == pytest.approx(factor)
+    assert found.interval.low <= factor <= found.interval.high
+
+
+def test_a_large_ratio_without_significance_is_no_difference() -> None:
+    """One outlying half moves the median beyond the floor, but the test sees an overlap."""
+    base = [1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3]
+    values = [1.0, 1.0, 1.0, 1.3, 1.3, 1.3, 1.3]
+    found = compare(values, base, floor=0.1)
+
+    assert found.ratio == pytest.approx(1.3)
+    assert found.p_value > 0.05
+    assert found.verdict == NO_DIFFERENCE
+
+
+def resampled(index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw two groups of ten real processes, none in both."""
+    drawn = np.random.default_rng(index).permutation(REAL)[: 2 * REPLICATES]
+    return drawn[:REPLICATES], drawn[REPLICATES:]
+
+
+def judge(values: np.ndarray, base: np.ndarray) -> str:
+    floor = noise_floor([values, base], (REPLICATES, REPLICATES))
+    return compare(values, base, floor).verdict
+
+
+def test_real_equal_experiments_do_not_differ() -> None:
+    verdicts = [judge(*resampled(index)) for index in range(20)]
+
+    assert verdicts.count(NO_DIFFERENCE) >= 19
+
+
+def test_a_slow_down_of_ten_percent_is_found_in_real_noise() -> None:
+    first, second = resampled(0)
+    assert judge(first * 1.1, second) == "larger"
+
+    verdicts = [judge(first * 1.1, second) for first, second in map(resampled, range(20))]
+    assert verdicts.count("larger") >= 18

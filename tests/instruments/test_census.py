@@ -1,0 +1,116 @@
+"""Who owns which bytes: answers that can be worked out by hand."""
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import nn
+
+from dpprof import catalogue
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.census import Holdings, take_census
+from dpprof.instruments.setup import Training, set_up
+
+B, T = 3, 4
+FIELDS = {"batch_size": B, "seq_len": T}
+P = 1176  # V 16, d 8, one block, T 4: embeddings 128 + 32, block 872, norm 16, head 128
+TENSORS = 17  # 2 embeddings, 12 in the block, 2 of the norm, 1 head
+INPUTS = 2 * B * T * 8
+
+
+def prepare(method: str, **fields) -> Training:
+    experiment = make_experiment(method=method, **FIELDS | fields)
+    kind = catalogue.load("methods", method)
+    return set_up(experiment, kind, Cpu(), lambda *_: None)
+
+
+def census_entering(training: Training, phase: str) -> dict[str, int]:
+    """Run a step and count as it enters a phase."""
+    taken = []
+
+    def enter(entered: str) -> None:
+        if entered == phase:
+            taken.append(take_census(training.holdings))
+
+    training.step.run(training.batch, enter)
+    return taken[-1]
+
+
+@pytest.mark.parametrize("method", ["opacus-hooks", "opacus-functorch", "opacus-ew"])
+def test_per_sample_gradients_are_a_gradient_for_each_sample(method) -> None:
+    census = census_entering(prepare(method), "clip")
+
+    assert census["per_sample_gradients"] == B * P * 4
+    assert census["parameters"] == P * 4
+    assert census["norm_samples"] == census["summed_gradients"] == 0
+
+
+@pytest.mark.parametrize("method", ["opacus-ghost", "opacus-fast-gradient-clipping"])
+def test_norm_samples_are_one_number_a_sample_and_parameter(method) -> None:
+    census = census_entering(prepare(method), "clip")
+
+    assert census["norm_samples"] == B * TENSORS * 4
+    assert census["per_sample_gradients"] == 0
+
+
+def test_hooks_keep_the_input_of_every_layer() -> None:
+    d, layers = 8, 5  # the norm and qkv, out, the norm, up: the input of each is B T d
+    census = census_entering(prepare("opacus-hooks", optimizer="sgd"), "backward")
+
+    # And of down B T 4d, of the last norm and of the head B T d, and the positions in int64.
+    assert census["dp_activations"] == B * T * (layers * d + 4 * d + 2 * d) * 4 + B * T * 8
+    assert census["inputs"] == INPUTS
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"), [("adamw", 2 * P * 4 + TENSORS * 4), ("sgd", 0)], ids=["adamw", "sgd"]
+)
+def test_optimizer_state_is_two_moments_and_the_steps(optimizer, state) -> None:
+    training = prepare("standard", optimizer=optimizer)
+    training.step.run(training.batch, lambda _: None)
+
+    assert take_census(training.holdings) == {
+        "inputs": INPUTS,
+        "parameters": P * 4,
+        "gradients": 0,
+        "per_sample_gradients": 0,
+        "norm_samples": 0,
+        "summed_gradients": 0,
+        "optimizer_state": state,
+        "dp_activations": 0,
+    }
+
+
+def test_gradients_and_their_clipped_sum() -> None:
+    training = prepare("opacus-hooks")
+    training.step.compute_gradient(training.batch, lambda _: None)
+    census = take_census(training.holdings)
+
+    assert census["gradients"] == P * 4
+    assert census["summed_gradients"] == P * 4
+
+
+def test_a_storage_counts_once_and_whole() -> None:
+    module = nn.Linear(4, 3, bias=False)
+    module.weight.grad = torch.zeros(100)[:12].view(3, 4)
+    module.weight.grad_sample = [module.weight.grad, torch.zeros(2, 3, 4)]
+    census = take_census(Holdings(module))
+
+    assert census["gradients"] == 100 * 4
+    assert census["per_sample_gradients"] == 2 * 12 * 4
+
+
+def test_another_devices_tensors_do_not_count() -> None:
+    """AdamW keeps its step counts on the CPU although parameters are on a GPU."""
+    module = nn.Linear(2, 2, bias=False, device="meta")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer.state[module.weight]["step"] = torch.zeros(1)
+
+    assert take_census(Holdings(module, optimizer))["optimizer_state"] == 0
+
+
+def test_counting_allocates_no_tensor() -> None:
+    training = prepare("opacus-hooks")
+    with torch.profiler.profile(profile_memory=True) as recording:
+        take_census(training.holdings)
+
+    assert not [event for event in recording.events() if event.name == "[memory]"]

@@ -1,0 +1,148 @@
+import itertools
+import json
+
+import pytest
+from factory import make_experiment
+from fresh_process import run_fresh
+
+from dpprof import catalogue
+
+MEASURE = """
+import sys
+from factory import make_experiment
+from dpprof.instruments import {instrument}
+fields = {{"method": sys.argv[1], "batch_size": 3, "seq_len": 4, "warmup_steps": 2}}
+experiment = make_experiment(timed_steps=3, **fields)
+print({instrument}.measure(experiment, lambda _: None).model_dump_json())
+"""
+P, B = 1176, 3
+CENSUS = ["parameters", "gradients", "optimizer_state", "per_sample_gradients", "norm_samples"]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Measurements by method and process, made as they are asked for."""
+    made = {}
+
+    def get(method: str, process: int = 0, instrument: str = "phases"):
+        key = (method, process, instrument)
+        if key not in made:
+            said = run_fresh(MEASURE.format(instrument=instrument), method)
+            made[key] = json.loads(said.splitlines()[-1])
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("method", catalogue.names("methods"))
+def test_peaks_are_equal_to_the_byte_in_three_processes(method, measured) -> None:
+    figures = ("peak_allocated_bytes", "first_step_peak_allocated_bytes")
+    peaks = {tuple(measured(method, n)["memory"][f] for f in figures) for n in range(3)}
+
+    assert len(peaks) == 1
+    assert min(next(iter(peaks))) > 4 * P * 4
+
+
+@pytest.mark.parametrize("method", catalogue.names("methods"))
+def test_components_and_what_nobody_claims_sum_to_what_is_allocated(method, measured) -> None:
+    snapshots = measured(method)["memory"]["snapshots"]
+
+    for snapshot in snapshots:
+        assert sum(snapshot["components"].values()) == snapshot["allocated_bytes"]
+        assert snapshot["components"]["unattributed"] >= 0
+        assert snapshot["allocated_bytes"] <= measured(method)["memory"]["peak_allocated_bytes"]
+
+
+def test_a_standard_step_is_accounted_for_to_the_byte(measured) -> None:
+    """Beside the forward pass, where autograd keeps activations, nothing is unattributed."""
+    snapshots = {s["name"]: s["components"] for s in measured("standard")["memory"]["snapshots"]}
+
+    assert snapshots["model_loaded"]["parameters"] == P * 4
+    assert snapshots["after_step"]["optimizer_state"] == 2 * P * 4 + 17 * 4
+    assert snapshots["after_backward"]["gradients"] == P * 4
+    assert snapshots["after_forward"].pop("unattributed") > 0
+    for name, components in snapshots.items():
+        assert components.get("unattributed", 0) <= 4, name  # the loss
+
+
+def test_per_sample_gradients_live_from_backward_to_step(measured) -> None:
+    snapshots = {
+        s["name"]: s["components"] for s in measured("opacus-hooks")["memory"]["snapshots"]
+    }
+    sizes = {name: census["per_sample_gradients"] for name, census in snapshots.items()}
+
+    assert sizes.pop("after_backward") == B * P * 4
+    assert set(sizes.values()) == {0}
+
+
+def test_phases_are_those_of_the_method_and_sum_to_the_step(measured) -> None:
+    time = measured("opacus-ghost")["time"]
+
+    phases = ["forward", "backward", "clip", "second_backward", "noise", "step"]
+    assert list(time["phases_s"]) == phases
+    for index, step_s in enumerate(time["step_s"]):
+        assert sum(samples[index] for samples in time["phases_s"].values()) == pytest.approx(step_s)
+    assert len(time["step_s"]) == 3
+    assert all(seconds > 0 for samples in time["phases_s"].values() for seconds in samples)
+
+
+def test_a_phase_entered_for_every_sample_is_summed_over_the_step(measured) -> None:
+    time = measured("microbatch")["time"]
+
+    assert list(time["phases_s"]) == ["forward", "backward", "clip", "noise", "step"]
+    assert {len(samples) for samples in time["phases_s"].values()} == {3}
+
+
+@pytest.mark.parametrize("instrument", ["clean", "phases"])
+def test_samplers_are_told_by_both_instruments(instrument, measured) -> None:
+    ghost = measured("opacus-ghost", instrument=instrument)
+    standard = measured("standard", instrument=instrument)
+
+    assert ghost["samplers"]["Linear"] == "norm sampler"
+    assert "samplers" not in ghost["reasons"]
+    assert standard["samplers"] is None
+    assert standard["reasons"]["samplers"].startswith("the method asks no layer")
+
+
+def test_snapshots_have_the_same_names_under_both_instruments(measured) -> None:
+    by_instrument = [
+        [s["name"] for s in measured("opacus-ghost", instrument=name)["memory"]["snapshots"]]
+        for name in ("clean", "phases")
+    ]
+
+    assert by_instrument[0] == by_instrument[1]
+    assert len(by_instrument[0]) == 9
+
+
+@pytest.mark.parametrize("method", ["standard", "opacus-hooks"])
+def test_every_null_has_a_reason(method, measured) -> None:
+    result = measured(method)
+    parts = {part: result[part] for part in ("memory", "time")}
+    later = {"memory.at_peak", "memory.timeline", "memory.attribution"}
+    nulls = {
+        f"{part}.{name}"
+        for part, figures in parts.items()
+        for name, value in figures.items()
+        if value is None
+    } | {
+        f"memory.snapshots.{name}"
+        for snapshot, name in itertools.product(result["memory"]["snapshots"], ["rss_bytes"])
+        if snapshot[name] is None
+    }
+
+    assert nulls - later <= set(result["reasons"])
+    assert result["throughput"] is None
+    assert "throughput" in result["reasons"]
+
+
+@pytest.mark.gpu
+def test_on_cuda_peaks_are_the_allocators_and_phases_wait_for_the_device() -> None:
+    from dpprof.instruments.phases import measure  # noqa: PLC0415
+
+    found = measure(make_experiment(method="opacus-hooks", device="cuda"), lambda _: None)
+    after_backward = next(s for s in found.memory.snapshots if s.name == "after_backward")
+
+    assert after_backward.components["per_sample_gradients"] == 2 * P * 4
+    assert sum(after_backward.components.values()) == after_backward.allocated_bytes
+    assert found.memory.peak_allocated_bytes >= after_backward.allocated_bytes
+    assert set(found.time.phases_s) == {"forward", "backward", "clip", "noise", "step"}

@@ -1,0 +1,89 @@
+"""The harness pairs what it should, and the bare loop does what it is compared with."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from factory import make_experiment
+from fresh_process import run_fresh
+
+from dpprof import catalogue
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.setup import set_up
+
+PERF = Path(__file__).parents[2] / "perf"
+sys.path.insert(0, str(PERF))
+
+import bare_loop  # noqa: E402
+from interleave import Comparison, measure, tabulate  # noqa: E402
+
+SIZE = {"vocab_size": 16, "d_model": 8, "layers": 2, "heads": 2}
+
+
+@pytest.mark.parametrize("method", bare_loop.METHODS)
+def test_the_bare_loop_trains_to_the_same_parameters(method) -> None:
+    experiment = make_experiment(method=method, model=SIZE, batch_size=3, noise_multiplier=0)
+    training = set_up(experiment, catalogue.load("methods", method), Cpu(), lambda *_: None)
+    model = bare_loop.LanguageModel(*SIZE.values(), experiment.seq_len)
+    with torch.no_grad():
+        for bare, own in zip(model.parameters(), training.step.module.parameters(), strict=True):
+            bare.copy_(own)
+    step = bare_loop.make_step(model, method, *training.batch, noise_multiplier=0.0)
+    start = [p.detach().clone() for p in model.parameters()]
+    for _ in range(3):
+        step()
+        training.step.run(training.batch, lambda _: None)
+
+    for before, bare, own in zip(
+        start, model.parameters(), training.step.module.parameters(), strict=True
+    ):
+        assert not torch.equal(before, bare)
+        torch.testing.assert_close(bare, own, rtol=1e-4, atol=1e-6)
+
+
+def test_the_bare_loop_knows_nothing_of_dpprof() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(PERF)!r})
+sys.argv = ["bare_loop.py", "--method", "opacus-ghost", "--batch-size", "2", "--seq-len", "4",
+            "--timed-steps", "2"]
+import bare_loop
+bare_loop.main()
+assert not [name for name in sys.modules if name.startswith("dpprof")]
+"""
+    assert len(json.loads(run_fresh(code))["step_s"]) == 2
+
+
+def test_sides_alternate() -> None:
+    order = []
+
+    def side(name: str, value: float):
+        return lambda: order.append(name) or value
+
+    found = measure("a / b", side("a", 3.0), side("b", 2.0), pairs=10)
+
+    assert order == ["a", "b"] * 10
+    assert (found.ratio, found.interval) == (1.5, (1.5, 1.5))
+
+
+def test_drift_that_hits_both_sides_leaves_the_ratio_alone() -> None:
+    drift = [1.0 + 0.5 * pair for pair in range(12)]
+    found = Comparison("a / b", tuple(1.1 * d for d in drift), tuple(drift))
+
+    assert found.ratio == pytest.approx(1.1)
+    assert found.interval == pytest.approx((1.1, 1.1))
+
+
+def test_too_few_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match="pairs: 9 is not allowed; it must be at least 10"):
+        measure("a / b", lambda: 1.0, lambda: 1.0, pairs=9)
+
+
+def test_one_table_comes_out() -> None:
+    row = Comparison("a / b", (0.002,) * 10, (0.001,) * 10)
+
+    assert tabulate([row], "ms", 1e3).splitlines()[2:] == [
+        "| a / b | 2.00 | 1.00 | 2.000 | 2.000 to 2.000 | 10 |"
+    ]
