@@ -26,8 +26,10 @@ def write_synthetic(
     step_s: tuple[float, ...] = (1.0,),
     peak_rss_bytes: int | None = 2**20,
     peak_allocated_bytes: int | None = None,
+    peak_reserved_bytes: int | None = None,
     message: str = "it broke",
     attempts: int = 1,
+    others_busy_cores: float | None = None,
     code_digest: str = "0" * 64,
     samplers: dict[str, str] | None = None,
     phases_s: dict[str, list[float]] | None = None,
@@ -43,6 +45,7 @@ def write_synthetic(
         "memory": {
             "peak_rss_bytes": peak_rss_bytes,
             "peak_allocated_bytes": peak_allocated_bytes,
+            "peak_reserved_bytes": peak_reserved_bytes,
             "snapshots": [
                 {"name": "model_loaded", "rss_bytes": 5, "elapsed_s": 0.5},
                 {"name": "after_backward", "elapsed_s": 0.6, "components": components},
@@ -70,12 +73,17 @@ def write_synthetic(
             "outcome": outcome,
             "error": error,
             "attempts": [Attempt(outcome="crashed", wall_s=1.0)] * (attempts - 1)
-            + [Attempt.model_validate({"outcome": outcome, "wall_s": 1.0, "error": error})],
+            + [
+                Attempt.model_validate(
+                    {"outcome": outcome, "wall_s": 1.0, "error": error}
+                    | {"others_busy_cores": others_busy_cores}
+                )
+            ],
             "started_at": "2026-01-01T00:00:00+00:00",
             "wall_s": 1.5,
-            "device": {"type": "cpu", "name": "synthetic cpu"},
+            "device": {"type": "cpu", "name": "synthetic cpu", "threads": 2},
             "provenance": {
-                "host": {"hostname": "nowhere"},
+                "host": {"hostname": "nowhere", "cores_logical": 4},
                 "python": "3.11.0",
                 "packages": {"torch": "0", "opacus": "0"},
                 "git": {"commit": None, "dirty": None, "reason": "synthetic"},

@@ -2,9 +2,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 
+from dpprof import catalogue
 from dpprof.sources import PACKAGE, code_digest, measuring_files
 
 LOADED = """
@@ -15,20 +17,30 @@ from dpprof.worker import run
 import tempfile
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
-report = run(Experiment.model_validate_json(sys.argv[1]), "clean", mark)
+report = run(Experiment.model_validate_json(sys.argv[1]), sys.argv[2], mark)
 assert report.outcome == "ok", report
 files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
 print("LOADED", json.dumps(files))
 """
 
 
-def test_the_digest_covers_every_file_that_a_worker_really_loads() -> None:
-    experiment = make_experiment(method="opacus-ghost")
-    said = run_fresh(LOADED, experiment.canonical)
+@pytest.mark.parametrize("instrument", catalogue.names("instruments"))
+def test_the_digest_covers_every_file_that_a_worker_really_loads(instrument) -> None:
+    experiment = make_experiment(method="opacus-ghost", attention="opacus")
+    said = run_fresh(LOADED, experiment.canonical, instrument)
     line = next(text for text in said.splitlines() if text.startswith("LOADED"))
     loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
 
-    assert loaded <= set(measuring_files("clean", "opacus-ghost"))
+    assert loaded <= set(measuring_files(instrument, "opacus-ghost"))
+
+
+def test_an_instrument_does_not_depend_on_another() -> None:
+    clean, phases = (
+        {file.name for file in measuring_files(name, "standard")} for name in ("clean", "phases")
+    )
+
+    assert clean - phases == {"clean.py"}
+    assert phases - clean == {"phases.py"}
 
 
 def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:

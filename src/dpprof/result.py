@@ -57,6 +57,9 @@ class Attempt(Part):
 
     outcome: Outcome
     wall_s: float
+    others_busy_cores: float | None = Field(
+        None, description="cores that other processes kept busy meanwhile, on average"
+    )
     error: Failure | None = None
 
 

@@ -27,6 +27,7 @@ from dpprof.experiment import Experiment
 from dpprof.handover import Assignment, PhaseMark, Report
 from dpprof.hardware import available_cores, describe_cpu, describe_gpu, visible_gpus
 from dpprof.lock import hold_one
+from dpprof.neighbours import Neighbours
 from dpprof.provenance import collect
 from dpprof.result import (
     SCHEMA_VERSION,
@@ -134,7 +135,7 @@ def _run_worker(
             phase_fd=phase_file.fileno(),
             report_fd=report_file.fileno(),
         )
-        start = time.monotonic()
+        start, neighbours = time.monotonic(), Neighbours()
         worker = subprocess.Popen(
             [sys.executable, "-P", "-m", "dpprof.worker", assignment.model_dump_json()],
             stdin=subprocess.DEVNULL,
@@ -155,21 +156,21 @@ def _run_worker(
             with suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
-        wall_s = time.monotonic() - start
+        wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        ended = partial(Attempt, wall_s=wall_s, others_busy_cores=others)
         report_file.seek(0)
         report = _read_report(report_file.read())
         if report is not None:  # also of a worker that hung or died after it had finished
-            attempt = Attempt(outcome=report.outcome, wall_s=wall_s, error=report.error)
-            return attempt, report.measurement
+            return ended(outcome=report.outcome, error=report.error), report.measurement
         if timed_out:
             failure = Failure(
                 kind="Timeout",
                 message=f"ended after timeout_s = {experiment.timeout_s:g} s",
                 phase=mark.read(),
             )
-            return Attempt(outcome="timeout", wall_s=wall_s, error=failure), None
+            return ended(outcome="timeout", error=failure), None
         outcome, failure = _judge_death(worker.returncode, mark.read(), last_words.lines())
-        return Attempt(outcome=outcome, wall_s=wall_s, error=failure), None
+        return ended(outcome=outcome, error=failure), None
 
 
 def _read_report(content: bytes) -> Report | None:

@@ -60,3 +60,13 @@ def test_functorch_where_it_was_asked_for_is_none(tmp_path) -> None:
     write(tmp_path, functorch, samplers={"Linear": "functorch"})
 
     assert findings(tmp_path, functorch).empty
+
+
+def test_cores_that_others_kept_busy_are_a_finding(tmp_path) -> None:
+    """Of the synthetic machine's four cores the run computes on two."""
+    for number, others in enumerate([0.1, 2.2, 3.0]):
+        write(tmp_path, replicate=number, others_busy_cores=others)
+
+    found = findings(tmp_path, replicates=3)
+    assert found["kind"].tolist() == ["contended"]
+    assert "(3.0 in r2)" in found["finding"][0]

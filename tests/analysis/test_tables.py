@@ -197,6 +197,23 @@ def test_allocated_peaks_are_preferred_and_not_compared_with_rss(tmp_path) -> No
     assert ghost["peak_ratio"] is None or math.isnan(ghost["peak_ratio"])
 
 
+def test_reserved_and_resident_memory_keep_their_spread(tmp_path) -> None:
+    for number, (allocated, reserved, rss) in enumerate([(60, 80, 500), (60, 100, 400)]):
+        peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+        write_synthetic(tmp_path, GHOST, replicate=number, peak_rss_bytes=rss, **peaks)
+    tables = build_tables(collect(make_manifest((GHOST, 0), (GHOST, 1)), tmp_path, partial=False))
+    ghost = row_of(tables["experiments"], GHOST)
+
+    assert (ghost["reserved_min_bytes"], ghost["reserved_max_bytes"]) == (80, 100)
+    assert (ghost["rss_min_bytes"], ghost["rss_max_bytes"]) == (400, 500)
+    assert (ghost["peak_min_bytes"], ghost["peak_max_bytes"]) == (60, 60)
+    assert tables["runs"]["fragmentation"].tolist() == pytest.approx([0.25, 0.4])
+
+
+def test_fragmentation_is_unknown_without_a_pool(tables) -> None:
+    assert tables["runs"]["fragmentation"].isna().all()
+
+
 def test_outcomes_and_success_rate_per_method(tables) -> None:
     outcomes = tables["outcomes"].set_index("method")
 

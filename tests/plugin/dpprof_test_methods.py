@@ -1,4 +1,4 @@
-"""Another package's methods, each of which fails in its own way, and a model.
+"""Another package's methods, each of which fails in its own way, and models.
 
 Found through its entry points when this folder is on PYTHONPATH, as an installed
 plug-in would be.
@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from dpprof.catalogue import UnsupportedError
@@ -86,6 +87,22 @@ class HangsAtExit(Standard):
 class Refuses(Standard):
     def __init__(self, model, experiment):  # noqa: ARG002
         raise UnsupportedError("this method refuses every model")
+
+
+class Scale(nn.Module):
+    """A layer that Opacus has no rule for."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def build_scaled(experiment):
+    """As ``build_linear``, with a layer in between that takes Opacus's fallback."""
+    return nn.Sequential(nn.Embedding(11, 3), Scale(3), nn.Linear(3, 11, bias=False))
 
 
 def build_linear(experiment):

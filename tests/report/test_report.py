@@ -133,6 +133,22 @@ def test_below_the_floor_it_reads_no_difference_detected(tmp_path) -> None:
     assert ghost["time ratio"] == "no difference detected"
 
 
+def test_how_far_figures_repeat_is_told(tmp_path) -> None:
+    document = measured_document(
+        tmp_path,
+        [0.010],
+        [0.03, 0.04],
+        peak_rss_bytes=[2**20, 2**21],
+        peak_reserved_bytes=[2**22, 2**22],
+    )
+
+    rows = table_of(document, "How far the figures repeat")
+    assert [
+        (r["method"], r["step (ms)"], r["allocated"], r["reserved (MiB)"], r["RSS (MiB)"])
+        for r in rows
+    ] == [("opacus-ghost", "30.0 to 40.0", "equal in 2", "4.0 to 4.0", "1.0 to 2.0")]
+
+
 def test_findings_come_first(tmp_path) -> None:
     document = measured_document(
         tmp_path, [0.01], [0.03, 0.03], peak_allocated_bytes=[2**20, 2**20 + 1]

@@ -35,6 +35,10 @@ _COLUMNS = [
     "peak_bytes",
     "peak_min_bytes",
     "peak_max_bytes",
+    "reserved_min_bytes",
+    "reserved_max_bytes",
+    "rss_min_bytes",
+    "rss_max_bytes",
     "step_ratio",
     "step_ratio_low",
     "step_ratio_high",
@@ -73,10 +77,15 @@ class _Group(NamedTuple):
             ("rss", "clean", "peak_rss_bytes"),
         )
         for kind, instrument, figure in sources:
-            values = [getattr(r.memory, figure) for r in self._ok(instrument) if r.memory]
-            if values and None not in values:
+            values = self.peaks_of(instrument, figure)
+            if values:
                 return _Peaks(kind, values)
         return _Peaks(None, [])
+
+    def peaks_of(self, instrument: str, figure: str) -> list[int]:
+        """One figure of ``memory``, where it is known, of the processes of an instrument."""
+        found = (getattr(r.memory, figure) for r in self._ok(instrument) if r.memory)
+        return [value for value in found if value is not None]
 
     def _ok(self, instrument: str) -> list[Result]:
         return [r for r in self.results if r.instrument == instrument and r.outcome == "ok"]
@@ -176,7 +185,15 @@ def _describe(group: _Group) -> dict[str, Any]:
             "peak_min_bytes": _or_none(peaks.min()),
             "peak_max_bytes": _or_none(peaks.max()),
         }
+        | _spread("reserved", group.peaks_of("clean", "peak_reserved_bytes"))
+        | _spread("rss", group.peaks_of("clean", "peak_rss_bytes"))
     )
+
+
+def _spread(name: str, values: Sequence[int]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {f"{name}_min_bytes": min(values), f"{name}_max_bytes": max(values)}
 
 
 def _compare_steps(group: _Group, base: _Group, noise: _Noise) -> dict[str, Any]:

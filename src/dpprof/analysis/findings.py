@@ -12,13 +12,16 @@ from dpprof.result import Result
 _COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
 Row = dict[str, str]
 
+TOLERATED_CORES = 0.25
+"""A shell, a browser and Snakemake itself together keep less than this busy."""
+
 
 def find(collected: Collected) -> pd.DataFrame:
     """Look for what is not as it should be, one row each.
 
     Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
     it should be, to the byte), ``fallback`` (Opacus took functorch where the method's name
-    promises another way).
+    promises another way), ``contended`` (others kept cores busy that the run computed on).
     """
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.found:
@@ -26,7 +29,7 @@ def find(collected: Collected) -> pd.DataFrame:
             groups[run.id, run.instrument].append(result)
     rows: list[Row] = []
     for (name, instrument), results in groups.items():
-        for kind, finding in (*_unequal_peaks(results), *_fallbacks(results)):
+        for kind, finding in (*_unequal_peaks(results), *_fallbacks(results), *_contended(results)):
             row = {"kind": kind, "experiment_id": name}
             rows.append(row | {"instrument": instrument, "finding": finding})
     return make_frame(rows, _COLUMNS)
@@ -51,3 +54,17 @@ def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     }
     if layers:
         yield "fallback", f"Opacus fell back to functorch for {', '.join(sorted(layers))}"
+
+
+def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    busy: dict[int, float] = {}
+    for r in results:
+        cores = r.provenance["host"].get("cores_logical")
+        others = r.attempts[-1].others_busy_cores
+        if cores is not None and others is not None:
+            free = cores - r.device.get("threads", 1)
+            if others > free + TOLERATED_CORES:
+                busy[r.replicate] = others
+    if busy:
+        listed = ", ".join(f"{cores:.1f} in r{number}" for number, cores in busy.items())
+        yield "contended", f"others kept cores busy ({listed}), so its times are too long"

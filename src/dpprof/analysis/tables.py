@@ -10,7 +10,7 @@ from dpprof.analysis.experiments import tabulate_experiments
 from dpprof.analysis.findings import find
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.planning import PlannedRun
-from dpprof.result import OUTCOMES, Result
+from dpprof.result import OUTCOMES, Memory, Result
 
 Rows = Iterable[dict[str, Any]]
 
@@ -67,6 +67,7 @@ _RUN_COLUMNS = [
     *AXES,
     "outcome",
     "attempts",
+    "others_busy_cores",
     "error_kind",
     "error_phase",
     "error_message",
@@ -78,6 +79,7 @@ _RUN_COLUMNS = [
     "samples_per_s",
     "steps_per_s",
     *_MEMORY,
+    "fragmentation",
     "started_at",
     "wall_s",
     "device_name",
@@ -99,6 +101,7 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
     row |= {
         "outcome": result.outcome,
         "attempts": len(result.attempts),
+        "others_busy_cores": result.attempts[-1].others_busy_cores,
         "error_kind": error and error.kind,
         "error_phase": error and error.phase,
         "error_message": error and error.message,
@@ -121,8 +124,14 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
     if result.throughput is not None:
         row |= result.throughput.model_dump()
     if memory is not None:
-        row |= memory.model_dump(include=set(_MEMORY))
+        row |= memory.model_dump(include=set(_MEMORY)) | {"fragmentation": _fragmentation(memory)}
     return row
+
+
+def _fragmentation(memory: Memory) -> float | None:
+    """Return the share of the peak reserved that the peak allocated left unused."""
+    allocated, reserved = memory.peak_allocated_bytes, memory.peak_reserved_bytes
+    return 1 - allocated / reserved if allocated is not None and reserved else None
 
 
 def _step_rows(collected: Collected) -> Rows:

@@ -78,5 +78,6 @@ def _draw_method(axis: Axes, method: str, points: pd.DataFrame, sizes: Mapping[i
             yerr=[[y - point["peak_min_bytes"] / 2**20], [point["peak_max_bytes"] / 2**20 - y]],
             markersize=sizes[point["batch_size"]],
             elinewidth=0.8,
+            capsize=2,
             **style,
         )

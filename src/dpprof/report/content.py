@@ -24,6 +24,7 @@ def build_document(tables: Tables, captions: Mapping[str, str]) -> Document:
     sections = [
         _findings(tables["findings"]),
         measured.results(experiments, captions),
+        measured.spread(experiments),
         measured.phases(tables["phases"], experiments),
         measured.owners(tables["components"], experiments),
         measured.code_paths(tables["samplers"]),

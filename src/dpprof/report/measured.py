@@ -14,6 +14,9 @@ from dpprof.result import PHASES
 _MIB = 2**20
 _MS = 1e-3
 _CENSUS_AT = "after_backward"
+_LEAST_MIB = 0.005
+"""An owner of less everywhere would fill a column with zeros."""
+
 _ORDER = ["model", "seq_len", "batch_size"]
 
 
@@ -100,6 +103,40 @@ def _percent(floors: "pd.Series[float]") -> str:
     return low if low == high else f"{low} to {high}, by model and number of processes,"
 
 
+def spread(experiments: pd.DataFrame) -> Section | None:
+    """Say how far figures repeat between processes; None where nothing was replicated."""
+    most = experiments[["processes", "peak_processes"]].max(axis=1)
+    rows = experiments[most > 1].sort_values([*_ORDER, "method"])
+    if rows.empty:
+        return None
+    naming = _naming(rows)
+    columns = naming | {
+        "step (ms)": lambda row: span(row["step_low_s"], row["step_high_s"], _MS),
+        "allocated": _equal_or_span,
+        "reserved (MiB)": lambda row: _range(row, "reserved"),
+        "RSS (MiB)": lambda row: _range(row, "rss"),
+    }
+    caption = (
+        "From the smallest to the largest of the processes of an experiment; for the step the "
+        "interval. Allocated bytes must repeat exactly, reserved and resident ones need not."
+    )
+    text = tuple(name for name in columns if name not in ("T", "B"))
+    blocks = tabulate(caption, columns, rows, text, "results/tables/experiments.csv")
+    return Section(title="How far the figures repeat", blocks=tuple(blocks))
+
+
+def _equal_or_span(row: Any) -> str:
+    if row["peak_kind"] != "allocated" or row["peak_processes"] < 2:  # noqa: PLR2004 (one repeats nothing)
+        return "-"
+    if row["peak_min_bytes"] == row["peak_max_bytes"]:
+        return f"equal in {row['peak_processes']}"
+    return f"{row['peak_min_bytes']:,.0f} to {row['peak_max_bytes']:,.0f} bytes"
+
+
+def _range(row: Any, kind: str) -> str:
+    return span(row[f"{kind}_min_bytes"], row[f"{kind}_max_bytes"], _MIB)
+
+
 def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Section | None:
     """Say where the time goes; None where no run told."""
     if table.empty:
@@ -126,7 +163,7 @@ def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Section | Non
         return None
     # Replicates agree to the byte, or the findings say that they do not.
     sizes = census.groupby(["experiment_id", "component"], sort=False)["bytes"].max().unstack()  # noqa: PD010
-    shown = [str(name) for name in sizes if sizes[name].any()]
+    shown = [str(name) for name in sizes if sizes[name].max() / _MIB >= _LEAST_MIB]
     rows = experiments.merge(sizes, left_on="experiment_id", right_index=True)
     rows = rows.sort_values([*_ORDER, "method"])
     naming = _naming(rows)
@@ -134,7 +171,7 @@ def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Section | Non
     caption = (
         "MiB by owner at the end of the (first) backward pass, counted by identity. What no "
         "tensor could be found for is unattributed: mostly what autograd keeps, where the graph "
-        "is kept for a second pass."
+        "is kept for a second pass. Owners of less than 0.01 MiB are left to the CSV."
     )
     text = tuple(name for name in naming if name not in ("T", "B"))
     table_blocks = tabulate(caption, columns, rows, text, "results/tables/components.csv")
