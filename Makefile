@@ -38,9 +38,10 @@ lint: install
 	lint-imports
 	snakemake --lint
 
-# What dpprof itself costs a step, beside a bare loop.
+# What dpprof itself costs: a step beside a bare loop, and a report on many results.
 perf: install
 	python perf/overhead.py --output perf/overhead.md
+	python perf/large_report.py
 
 # Schemas and the key tables of config/README.md, from the pydantic models.
 schemas: install

@@ -5,6 +5,7 @@ declare more. Looking names up imports nothing that they name, so planning needs
 no torch.
 """
 
+import ast
 import functools
 import importlib.metadata
 import importlib.util
@@ -89,6 +90,19 @@ def source_file(group: Group, name: str) -> Path | None:
     path = Path(found.origin).parent.joinpath(*rest)
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def caption(group: Group, name: str) -> str:
+    """Read the docstring of what a name stands for, up to its arguments, without importing it."""
+    file = source_file(group, name)
+    if file is None:
+        return name
+    wanted = _entries(group)[name].attr
+    for node in ast.parse(file.read_bytes()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == wanted:
+            text = ast.get_docstring(node) or name
+            return " ".join(text.partition("\nArgs:")[0].split())
+    return name
 
 
 def distribution_of(group: Group, name: str) -> str:

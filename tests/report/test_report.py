@@ -6,9 +6,9 @@ from pypdf import PdfReader
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
-from dpprof.figures.tradeoff import draw
+from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
-from dpprof.report.document import Document, Paragraph, Section
+from dpprof.report.document import Document, Drawing, Paragraph, Section, Table
 from dpprof.report.render import escape_markdown, render_markdown, render_summary, write_report
 
 EVIL = (
@@ -29,8 +29,12 @@ def document_of(tmp_path, *, partial: bool = False, only_failures: bool = False)
         runs.append((BAD, 1))
     tables = build_tables(collect(make_manifest(*runs), tmp_path, partial=partial))
     (tmp_path / "figures").mkdir(exist_ok=True)
-    draw(tables["experiments"]).savefig(tmp_path / "figures" / "tradeoff.pdf")
-    return build_document(tables, {"tradeoff": "Memory against time."})
+    draw(tables).savefig(tmp_path / "figures" / "outcomes.pdf")
+    drawings = [
+        Drawing(name="outcomes", caption="How runs ended.", missing=None),
+        Drawing(name="seq-len", caption="Growth.", missing="no two lengths"),
+    ]
+    return build_document(tables, drawings)
 
 
 def pdf_text(path) -> str:
@@ -76,6 +80,7 @@ def test_only_failures_still_make_a_report(tmp_path) -> None:
     write_report(document_of(tmp_path, only_failures=True), tmp_path)
 
     assert "No experiment succeeded" in pdf_text(tmp_path / "report.pdf")
+    assert "No private method succeeded" in (tmp_path / "report.md").read_text()
     assert "1 run of 1 experiment: 0 ok (0%)." in (tmp_path / "summary.txt").read_text()
 
 
@@ -103,18 +108,18 @@ def measured_document(root, standard, ghost, **fields) -> Document:
         }
         write_synthetic(root, SLOW, replicate=number, step_s=(seconds,), **known)
     tables = build_tables(collect(make_manifest(*runs), root, partial=False))
-    return build_document(tables, {})
+    return build_document(tables, [])
 
 
-def table_of(document: Document, title: str) -> tuple[dict[str, str], ...]:
+def table_of(document: Document, title: str, index: int = 0) -> tuple[dict[str, str], ...]:
     section = next(section for section in document.sections if section.title == title)
-    table = next(block for block in section.blocks if block.kind == "table")
+    table = [block for block in section.blocks if block.kind == "table"][index]
     return tuple(dict(zip(table.header, row, strict=True)) for row in table.rows)
 
 
 def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
     document = measured_document(tmp_path, [0.010, 0.0101, 0.0099], [0.030, 0.031, 0.029])
-    ghost = next(r for r in table_of(document, "Results") if r["method"] == "opacus-ghost")
+    ghost = next(r for r in table_of(document, "Comparison") if r["method"] == "opacus-ghost")
     markdown = render_markdown(document)
 
     assert ghost["step (ms)"] == "30.0"
@@ -128,7 +133,7 @@ def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
 
 def test_below_the_floor_it_reads_no_difference_detected(tmp_path) -> None:
     document = measured_document(tmp_path, [0.010, 0.012, 0.008], [0.011, 0.009, 0.0105])
-    ghost = next(r for r in table_of(document, "Results") if r["method"] == "opacus-ghost")
+    ghost = next(r for r in table_of(document, "Comparison") if r["method"] == "opacus-ghost")
 
     assert ghost["time ratio"] == "no difference detected"
 
@@ -156,17 +161,15 @@ def test_findings_come_first(tmp_path) -> None:
 
     assert document.sections[0].title == "Findings"
     found = table_of(document, "Findings")
-    assert found[0]["finding"].startswith(
-        "peak_allocated_bytes differs between processes: r0 1,048"
-    )
-    assert "1 finding to read first, under Findings." in document.headline
+    assert found[0]["caveat"].startswith("peak_allocated_bytes differs between processes: r0 1,048")
+    assert "1 caveat to read before the numbers, under Findings." in document.headline
     assert "same to the byte" not in render_markdown(document)
 
 
-def test_without_findings_there_is_no_such_section(tmp_path) -> None:
+def test_without_caveats_there_is_no_such_table(tmp_path) -> None:
     document = measured_document(tmp_path, [0.01], [0.03])
 
-    assert "Findings" not in [section.title for section in document.sections]
+    assert not [block for block in document.sections[0].blocks if isinstance(block, Table)]
 
 
 def test_phases_owners_and_code_paths_are_told(tmp_path) -> None:
@@ -179,9 +182,9 @@ def test_phases_owners_and_code_paths_are_told(tmp_path) -> None:
         samplers=[{"Linear": "norm sampler", "Scale": "functorch"}],
     )
 
-    phases = table_of(document, "Where the time goes")
+    phases = table_of(document, "Time")
     assert [(r["forward"], r["backward"], r["sum"]) for r in phases] == [("10.0", "20.0", "30.0")]
-    owners = table_of(document, "Who owns the memory")
+    owners = table_of(document, "Memory")
     assert [(r["parameters"], r["unattributed"]) for r in owners] == [("3.00", "1.00")]
     assert "norm samples" not in owners[0]
     paths = table_of(document, "Code paths")

@@ -51,7 +51,7 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout)
     assert (with_plugin.path / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "<script>" not in report
     assert not (with_plugin.path / "pwned").exists()
-    assert "1 finding to read first, under Findings." in report
+    assert "1 caveat to read before the numbers, under Findings." in report
     assert "Opacus fell back to functorch for Scale" in report
     samplers = with_plugin.table("samplers").set_index("layer")["path"]
     assert samplers.to_dict() == {

@@ -84,6 +84,11 @@ def results_of(wildcards):
     return [str(run.path(Path())) for run in PLAN.manifest.runs]
 
 
+def caption_of(wildcards):
+    """Say what a figure shows."""
+    return catalogue.caption("figures", wildcards.figure)
+
+
 def start_progress():
     """List the runs to come, for the processes that announce them."""
     if PLAN is None:

@@ -2,12 +2,19 @@ rule report:
     input:
         tables=rules.tables.output,
         figures=expand(
-            "results/figures/{figure}.{format}", figure=FIGURES, format=["png", "pdf"]
+            "results/figures/{figure}.{format}",
+            figure=FIGURES,
+            format=["png", "pdf", "json"],
         ),
         code="results/plan/code/report.sha256",
     output:
         markdown="results/report.md",
-        pdf="results/report.pdf",
+        latex="results/report.tex",
+        pdf=report(
+            "results/report.pdf",
+            caption="../report/report.rst",
+            category="Report",
+        ),
         summary="results/summary.txt",
         content="results/report.json",
     log:

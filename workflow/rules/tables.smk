@@ -7,6 +7,8 @@ rule tables:
     output:
         runs="results/tables/runs.csv",
         experiments="results/tables/experiments.csv",
+        settings="results/tables/settings.csv",
+        methods="results/tables/methods.csv",
         outcomes="results/tables/outcomes.csv",
         steps="results/tables/steps.csv",
         phases="results/tables/phases.csv",

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
-from dpprof.analysis.frames import read_table
+from dpprof.analysis.frames import TableFolder
+from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
+from dpprof.report.document import Drawing
+from dpprof.storage import write_atomically
 from dpprof.validation import InputError
 
 
@@ -18,18 +21,34 @@ def main() -> None:
     )
     parser.add_argument("--tables", type=Path, required=True, help="the folder of the CSV tables")
     parser.add_argument(
-        "--output", type=Path, action="append", required=True, help="a .png, .pdf or .svg to write"
+        "--output",
+        type=Path,
+        action="append",
+        required=True,
+        help="a .png, .pdf or .svg to write, or a .json for the caption",
     )
     arguments = parser.parse_args()
     try:
         catalogue.check("figures", arguments.figure, "--figure")
-        experiments = read_table(arguments.tables / "experiments.csv")
-    except (InputError, OSError) as error:
+    except InputError as error:
         sys.exit(f"error: {error}")
-    figure = catalogue.load("figures", arguments.figure)(experiments)
+    draw = catalogue.load("figures", arguments.figure)
+    missing = None
+    try:
+        figure = draw(TableFolder(arguments.tables))
+    except NothingToDrawError as nothing:
+        missing = str(nothing)
+        figure = say_nothing_to_draw(f"Nothing to draw: {missing}.")
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    caption = catalogue.caption("figures", arguments.figure)
+    drawing = Drawing(name=arguments.figure, caption=caption, missing=missing)
     for output in arguments.output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
+        if output.suffix == ".json":
+            write_atomically(output, drawing.model_dump_json() + "\n")
+        else:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(output)
 
 
 if __name__ == "__main__":

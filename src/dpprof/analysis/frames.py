@@ -1,6 +1,6 @@
 """What all tables have in common: keys, axes, and columns that exist without rows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,20 @@ RUN_KEY = ["experiment_id", "instrument", "replicate"]
 AXES = [name for name in Experiment.model_fields if name != "timeout_s"]
 """What tells experiments apart in a table; a time limit does not."""
 
+BASELINE = "standard"
+NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}
+"""What the non-private step does not depend on."""
+
+SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]
+"""What experiments have in common whose methods are compared."""
+
 _TEXTS = {
     *("experiment_id", "instrument", "sweeps", "model", "method", "dtype", "optimizer"),
     *("attention", "device", "outcome", "error_kind", "error_phase", "error_message"),
     *("error_log", "started_at", "device_name", "hostname", "python", "torch", "opacus"),
     *("git_commit", "code_digest", "peak_kind", "stage", "name", "phase", "component"),
     *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
+    *("smallest", "fastest", "fastest_verdict", "not_slower"),
 }
 
 
@@ -34,11 +42,29 @@ def read_table(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
 
 
+class TableFolder(Mapping[str, pd.DataFrame]):
+    """The tables of a folder of CSV files, by stem, each read when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[str, pd.DataFrame] = {}
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        if name not in self._read:
+            self._read[name] = read_table(self._folder / f"{name}.csv")
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(path.stem for path in self._folder.glob("*.csv")))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
     """List the axes, but for some, in which the experiments of a table differ."""
-    return [
-        name for name in AXES if name not in set(but) and len(set(experiments[name].map(str))) > 1
-    ]
+    there = [name for name in AXES if name in experiments and name not in set(but)]
+    return [name for name in there if len(set(experiments[name].map(str))) > 1]
 
 
 def key_of(run: PlannedRun) -> dict[str, Any]:

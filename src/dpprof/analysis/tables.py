@@ -9,6 +9,8 @@ from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments import tabulate_experiments
 from dpprof.analysis.findings import find
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.methods import tabulate_methods
+from dpprof.analysis.settings import tabulate_settings
 from dpprof.planning import PlannedRun
 from dpprof.result import OUTCOMES, Memory, Result
 
@@ -20,18 +22,22 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
 
     Returns:
         ``runs`` (one row per experiment, instrument and replicate), ``experiments`` (one
-        row per experiment, over its processes), ``outcomes`` (one row per method),
+        row per experiment, over its processes), ``settings`` (one row per setting in which
+        methods compete), ``methods`` and ``outcomes`` (one row per method),
         ``steps`` (one row per step, warm-up included), ``phases`` (one row per phase of a
         run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
         component of a snapshot), ``samplers`` (one row per type of layer), ``findings`` (one
         row per thing to know before believing the numbers) and ``missing`` (one row per run
         without a result).
     """
+    experiments = tabulate_experiments(collected)
     return {
         "runs": make_frame(
             (_run_row(run, result, collected) for run, result in collected.found), _RUN_COLUMNS
         ),
-        "experiments": tabulate_experiments(collected),
+        "experiments": experiments,
+        "settings": tabulate_settings(collected),
+        "methods": tabulate_methods(experiments),
         "outcomes": _outcomes(collected),
         "steps": make_frame(_step_rows(collected), [*RUN_KEY, "stage", "index", "step_s"]),
         "phases": make_frame(

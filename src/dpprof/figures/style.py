@@ -1,6 +1,7 @@
 """One look for every figure: colour-blind safe, a method always in the same colour."""
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import matplotlib as mpl
@@ -8,6 +9,9 @@ from matplotlib.figure import Figure
 
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text stays legible at this size."""
+
+PAGE_INCHES = 9.0
+"""A figure higher than this leaves no room for its caption on a page."""
 
 # Okabe and Ito 2008, "Color Universal Design".
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -23,6 +27,40 @@ _METHODS: dict[str, tuple[str, str]] = {
 }
 _OTHER_MARKERS = ("<", ">", "h", "p", "*")
 
+COMPONENT_COLOURS: dict[str, str] = {
+    "parameters": _PALETTE[0],
+    "gradients": _PALETTE[4],
+    "optimizer_state": _PALETTE[3],
+    "per_sample_gradients": _PALETTE[5],
+    "norm_samples": _PALETTE[6],
+    "summed_gradients": _PALETTE[1],
+    "dp_activations": _PALETTE[2],
+    "inputs": "#882255",
+    "unattributed": "#D9D9D9",
+}
+"""Colours of components, in the order in which they are stacked."""
+
+PHASE_COLOURS: dict[str, str] = {
+    "forward": _PALETTE[4],
+    "backward": _PALETTE[0],
+    "second_backward": _PALETTE[3],
+    "clip": _PALETTE[1],
+    "noise": _PALETTE[2],
+    "step": "#999999",
+}
+OUTCOME_COLOURS: dict[str, str] = {
+    "ok": _PALETTE[2],
+    "oom": _PALETTE[5],
+    "unsupported": "#BBBBBB",
+    "timeout": _PALETTE[1],
+    "killed": _PALETTE[3],
+    "crashed": _BLACK,
+}
+
+
+class NothingToDrawError(Exception):
+    """The tables hold nothing that a figure could show; says what is missing."""
+
 
 _SETTINGS: dict[Any, Any] = {
     "figure.dpi": 200,
@@ -31,6 +69,7 @@ _SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.5,
     "legend.frameon": False,
@@ -63,14 +102,28 @@ def method_style(method: str) -> dict[str, Any]:
     }
 
 
-def new_figure(columns: int = 1, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
+def sort_methods(names: Iterable[str]) -> list[str]:
+    """Order methods as every figure does: the baseline first, then by name."""
+    return sorted(set(names), key=lambda name: (name != "standard", name))
+
+
+def new_figure(
+    columns: int = 1, rows: int = 1, *, row_inches: float = 2.5, **options: Any
+) -> tuple[Figure, Any]:
     """Make a figure of panels, each as wide as a paper's column.
+
+    Args:
+        columns: Panels beside each other.
+        rows: Panels above each other.
+        row_inches: Height of a row, less where the whole would be too high for a page.
+        options: Passed on to ``Figure.subplots``.
 
     Returns:
         The figure, and its axes as a (rows, columns) array.
     """
     mpl.rcParams.update(_SETTINGS)
-    figure = Figure(figsize=(COLUMN_INCHES * columns, 2.5 * rows), layout="constrained")
+    row_inches = min(row_inches, PAGE_INCHES / rows)
+    figure = Figure(figsize=(COLUMN_INCHES * columns, row_inches * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, axes
 

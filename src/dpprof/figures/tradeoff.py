@@ -1,21 +1,23 @@
 """What does a method's speed cost in memory?"""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dpprof.analysis.frames import varying_axes
-from dpprof.figures.style import method_style, new_figure, say_nothing_to_draw
+from dpprof.figures.panels import split
+from dpprof.figures.style import method_style, sort_methods
 
-_MAX_PANELS = 12
 _PEAK_LABELS = {"allocated": "peak allocated (MiB)", "rss": "peak RSS (MiB)"}
 
+_MAX_SIZES = 6
+"""Of more batch sizes the legend shows the smallest and the largest."""
 
-def draw(experiments: pd.DataFrame) -> Figure:
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Memory against time: a point per experiment, lower left is better.
 
     A line joins a method's batch sizes, and the larger the marker, the larger the batch;
@@ -24,43 +26,39 @@ def draw(experiments: pd.DataFrame) -> Figure:
     reach from the smallest to the largest of them for memory.
 
     Args:
-        experiments: The table ``experiments``, one row per experiment.
+        tables: Of these, ``experiments``.
     """
-    drawn = experiments.dropna(subset=["median_step_s", "peak_bytes"])
-    if drawn.empty:
-        return say_nothing_to_draw("No experiment has both a time and a peak: nothing to draw.")
-    others = varying_axes(drawn, but=("model", "seq_len", "method", "batch_size"))
-    by = ["model", "seq_len", *others, "peak_kind"]
-    panels = list(drawn.groupby(by, dropna=False))
-    beyond, panels = len(panels) - _MAX_PANELS, panels[:_MAX_PANELS]
-    sizes = {
-        batch: 3.0 + 2.0 * rank for rank, batch in enumerate(sorted(drawn["batch_size"].unique()))
-    }
-    columns = min(2, len(panels))
-    figure, axes = new_figure(columns, math.ceil(len(panels) / columns))
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
-    for axis, ((model, seq_len, *values, kind), panel) in zip(axes.flat, panels, strict=False):
-        for method, points in panel.groupby("method"):
+    drawn = tables["experiments"].dropna(subset=["median_step_s", "peak_bytes"])
+    missing = "no experiment has both a time and a peak"
+    panels = split(drawn, missing, but=["batch_size"], also=["peak_kind"], most=8)
+    shown = pd.concat([panel.rows for panel in panels.shown])
+    sizes = _marker_sizes(sorted(shown["batch_size"].unique()))
+    figure, axes = panels.lay_out()
+    for axis, panel in zip(axes, panels.shown, strict=True):
+        for method, points in panel.rows.groupby("method"):
             _draw_method(axis, str(method), points.sort_values("batch_size"), sizes)
-        named = [f"{name} = {value}" for name, value in zip(others, values, strict=True)]
-        axis.set_title(", ".join([str(model), f"T = {seq_len}", *named]))
         axis.set_xlabel("step time (ms)")
-        axis.set_ylabel(_PEAK_LABELS[str(kind)])
+        axis.set_ylabel(_PEAK_LABELS[panel.rows["peak_kind"].iloc[0]])
         axis.margins(0.12)
         axis.set_xlim(left=0)
-    methods = sorted(drawn["method"].unique(), key=lambda name: (name != "standard", name))
-    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
-    handles += [
-        Line2D(
-            [], [], label=f"B = {batch}", marker="o", color="grey", linestyle="", markersize=size
-        )
-        for batch, size in sizes.items()
+    handles = [
+        Line2D([], [], label=name, **method_style(name)) for name in sort_methods(shown["method"])
     ]
-    if beyond > 0:
-        figure.suptitle(f"{beyond} more panels are not drawn; see results/tables/experiments.csv")
-    figure.legend(handles=handles, loc="outside lower center", ncols=2 * columns)
+    told = list(sizes) if len(sizes) <= _MAX_SIZES else [min(sizes), max(sizes)]
+    grey: dict[str, Any] = {"marker": "o", "color": "grey", "linestyle": ""}
+    handles += [
+        Line2D([], [], label=f"B = {batch}", markersize=sizes[batch], **grey) for batch in told
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=4 if len(panels.shown) > 1 else 2
+    )
     return figure
+
+
+def _marker_sizes(batches: Sequence[int]) -> dict[int, float]:
+    """Let markers grow from the smallest batch to the largest, in points."""
+    most = max(1, len(batches) - 1)
+    return {batch: 3.0 + 4.0 * rank / most for rank, batch in enumerate(batches)}
 
 
 def _draw_method(axis: Axes, method: str, points: pd.DataFrame, sizes: Mapping[int, float]) -> None:

@@ -24,31 +24,25 @@ def tabulate(
     frame: pd.DataFrame,
     text: tuple[str, ...],
     source: str,
-) -> list[Table | Paragraph]:
-    """Format a frame's first rows; columns not named in ``text`` are set flush right.
+) -> Table | Paragraph:
+    """Format a frame's rows; columns not named in ``text`` are set flush right.
 
     Args:
         caption: What the table shows.
         columns: From a heading to what writes its cell of a row.
-        frame: The rows.
+        frame: The rows; if they are more than ``MAX_ROWS``, only where they are is said.
         text: The headings of columns of text.
-        source: The CSV that holds the rows beyond ``MAX_ROWS``.
+        source: The CSV that holds the rows.
     """
-    shown = frame.head(MAX_ROWS)
-    rows = [tuple(cell(row) for cell in columns.values()) for _, row in shown.iterrows()]
-    table = Table(
+    if len(frame) > MAX_ROWS:
+        return Paragraph(text=f"{caption} These are {len(frame):,} rows: see {source}.")
+    rows = [tuple(cell(row) for cell in columns.values()) for _, row in frame.iterrows()]
+    return Table(
         caption=caption,
         header=tuple(columns),
         rows=tuple(rows),
         numeric=tuple(name not in text for name in columns),
     )
-    return [table, *mention_rest(len(frame), source)]
-
-
-def mention_rest(count: int, source: str) -> list[Paragraph]:
-    """Say where the rows beyond ``MAX_ROWS`` are."""
-    rest = count - MAX_ROWS
-    return [Paragraph(text=f"{rest:,} more are in {source}.")] if rest > 0 else []
 
 
 def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:

@@ -1,41 +1,76 @@
-"""What the report says, computed from the tables."""
+"""What the report says, composed from the tables."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from dpprof.report import measured
-from dpprof.report.cells import MAX_ROWS, Cell, column, mention_rest, plural, tabulate, text_of
-from dpprof.report.document import Bullets, Document, Paragraph, Section
+from dpprof.report import measured, outcomes
+from dpprof.report.cells import Cell, column, plural, tabulate
+from dpprof.report.document import (
+    Bullets,
+    Document,
+    Drawing,
+    Paragraph,
+    Picture,
+    Section,
+    Table,
+)
+from dpprof.report.findings import tell_findings
 from dpprof.result import OUTCOMES
 
 Tables = Mapping[str, pd.DataFrame]
+Blocks = list[Paragraph | Bullets | Table | Picture]
+
+_FIGURES_OF = {
+    "Memory": ("breakdown", "timeline"),
+    "Time": ("tradeoff", "phases"),
+    "Growth": ("batch-size", "seq-len"),
+    "Outcomes": ("outcomes",),
+}
+"""Where dpprof's own figures stand; another package's have a section of their own."""
+
+_SUMMARY = ("Findings", "Comparison", "Outcomes", "Missing results")
 
 
-def build_document(tables: Tables, captions: Mapping[str, str]) -> Document:
+def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     """Compose the report.
 
     Args:
         tables: The tables of ``analysis.tables``, by file stem.
-        captions: What each figure shows, by its name.
+        drawings: What is known of the figures that exist.
     """
     experiments = tables["experiments"]
-    sections = [
-        _findings(tables["findings"]),
-        measured.results(experiments, captions),
-        measured.spread(experiments),
-        measured.phases(tables["phases"], experiments),
-        measured.owners(tables["components"], experiments),
-        measured.code_paths(tables["samplers"]),
-        _outcomes(tables["outcomes"], tables["runs"]),
-        _missing(tables["missing"]),
-        _how(tables["runs"]),
-    ]
+    sections: dict[str, Blocks] = {
+        "Findings": [
+            *tell_findings(tables["settings"], tables["methods"]),
+            *_caveats(tables["findings"]),
+        ],
+        "Memory": [*measured.owners(tables["components"], experiments)],
+        "Time": [*measured.phases(tables["phases"], experiments)],
+        "Growth": [],
+        "Comparison": [*measured.by_method(tables["methods"]), *measured.compare(experiments)],
+        "How far the figures repeat": [*measured.repeat(experiments)],
+        "Code paths": [*measured.code_paths(tables["samplers"])],
+        "Outcomes": outcomes.tell_outcomes(tables["outcomes"], tables["runs"]),
+        "Missing results": outcomes.tell_missing(tables["missing"]),
+        "More figures": [],
+        "How this was measured": _how(tables["runs"]),
+        "What this does not say": _limits(tables["runs"]),
+    }
+    home = {figure: title for title, figures in _FIGURES_OF.items() for figure in figures}
+    order = {figure: position for position, figure in enumerate(home)}
+    drawn = [drawing for drawing in drawings if drawing.missing is None]
+    for drawing in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
+        picture = Picture(name=drawing.name, caption=drawing.caption)
+        sections[home.get(drawing.name, "More figures")].insert(0, picture)
     return Document(
         title="What differentially private training costs",
         headline=_headline(tables),
-        sections=tuple(section for section in sections if section is not None),
+        sections=tuple(
+            Section(title=title, blocks=tuple(blocks), in_summary=title in _SUMMARY)
+            for title, blocks in sections.items()
+            if blocks
+        ),
     )
 
 
@@ -43,91 +78,50 @@ def _headline(tables: Tables) -> tuple[str, ...]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
     experiments = runs["experiment_id"].nunique()
-    counted = f"{len(runs)} {plural(len(runs), 'run')} of {experiments} "
+    counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
     said = [f"{counted}{plural(experiments, 'experiment')}: {_success(ok, len(runs))}."]
     failures = [
-        f"{count} {outcome}"
+        f"{count:,} {outcome}"
         for outcome in OUTCOMES[1:]
         if (count := int((runs["outcome"] == outcome).sum()))
     ]
     if failures:
-        said.append(f"Not ok: {', '.join(failures)}; each is listed under Outcomes.")
+        said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
     if len(missing):
         said.append(
-            f"This report is partial: {len(missing)} planned "
+            f"This report is partial: {len(missing):,} planned "
             f"{plural(len(missing), 'run has', 'runs have')} no result yet."
         )
-    if findings := len(tables["findings"]):
-        said.append(f"{findings} {plural(findings, 'finding')} to read first, under Findings.")
+    if caveats := len(tables["findings"]):
+        said.append(
+            f"{caveats:,} {plural(caveats, 'caveat')} to read before the numbers, under Findings."
+        )
     outdated = int((~runs["code_is_current"].astype(bool)).sum())
     if outdated:
         said.append(
-            f"{outdated} {plural(outdated, 'run was', 'runs were')} measured by other code than "
+            f"{outdated:,} {plural(outdated, 'run was', 'runs were')} measured by other code than "
             "the present; workflow/scripts/forget.py --outdated, then snakemake, measures again."
         )
     return tuple(said)
 
 
-def _findings(findings: pd.DataFrame) -> Section | None:
+def _success(ok: int, total: int) -> str:
+    return f"{ok:,} ok ({ok / total:.0%})" if total else "none has a result"
+
+
+def _caveats(findings: pd.DataFrame) -> list[Table | Paragraph]:
     if findings.empty:
-        return None
+        return []
     columns: dict[str, Cell] = {
         "experiment": lambda row: f"{row['experiment_id']} {row['instrument']}",
-        "finding": column("finding"),
+        "caveat": column("finding"),
     }
     caption = "What to know before believing the numbers."
     source = "results/tables/findings.csv"
-    blocks = tabulate(caption, columns, findings, tuple(columns), source)
-    return Section(title="Findings", blocks=tuple(blocks))
+    return [tabulate(caption, columns, findings, tuple(columns), source)]
 
 
-def _outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Section:
-    columns: dict[str, Cell] = {
-        "method": lambda row: row["method"],
-        "runs": lambda row: str(row["runs"]),
-    }
-    for outcome in OUTCOMES:
-        columns[outcome] = column(outcome)
-    columns["success"] = lambda row: (
-        "unknown" if pd.isna(row["success_rate"]) else f"{row['success_rate']:.0%}"
-    )
-    source = "results/tables/outcomes.csv"
-    blocks: list[Any] = tabulate("Outcomes by method.", columns, outcomes, ("method",), source)
-    failed = runs[runs["outcome"] != "ok"]
-    if len(failed):
-        details: dict[str, Cell] = {
-            "experiment": lambda row: (
-                f"{row['experiment_id']} {row['instrument']} r{row['replicate']}"
-            ),
-            "outcome": lambda row: row["outcome"],
-            "kind": lambda row: text_of(row["error_kind"]),
-            "phase": lambda row: text_of(row["error_phase"]),
-            "message": lambda row: text_of(row["error_message"])[:200],
-            "log": lambda row: text_of(row["error_log"]),
-        }
-        caption = "What went wrong, and where to read more."
-        blocks += tabulate(caption, details, failed, tuple(details), "results/tables/runs.csv")
-    again = runs[(runs["attempts"] > 1) & (runs["outcome"] == "ok")]
-    if len(again):
-        names = ", ".join(sorted(set(again["experiment_id"]))[:MAX_ROWS])
-        blocks.append(Paragraph(text=f"Succeeded only at the second attempt: {names}."))
-    return Section(title="Outcomes", blocks=tuple(blocks))
-
-
-def _missing(missing: pd.DataFrame) -> Section | None:
-    if missing.empty:
-        return None
-    listed = missing.head(MAX_ROWS)
-    items = [
-        f"{row['experiment_id']} {row['instrument']} r{row['replicate']}"
-        for _, row in listed.iterrows()
-    ]
-    rest = mention_rest(len(missing), "results/tables/missing.csv")
-    blocks = (Bullets(items=tuple(items)), *rest)
-    return Section(title="Missing results", blocks=blocks)
-
-
-def _how(runs: pd.DataFrame) -> Section:
+def _how(runs: pd.DataFrame) -> Blocks:
     facts = [
         ("device", "device_name"),
         ("host", "hostname"),
@@ -151,11 +145,26 @@ def _how(runs: pd.DataFrame) -> Section:
         "docs/methodology.md. All numbers are in the result files, with the full environment "
         "of each run."
     )
-    return Section(
-        title="How this was measured",
-        blocks=(Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")),
-    )
+    return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
 
 
-def _success(ok: int, total: int) -> str:
-    return f"{ok} ok ({ok / total:.0%})" if total else "none has a result"
+def _limits(runs: pd.DataFrame) -> Blocks:
+    """Say what must not be read into the numbers."""
+    said = [
+        (
+            "Tokens and weights are random: this is cost, not learning, and no privacy budget is "
+            "accounted for."
+        ),
+        (
+            "Every batch has the size that was asked for; Poisson-sampled batches vary, and memory "
+            "follows the largest."
+        ),
+        (
+            "Numbers are this machine's. Ratios between methods change with the model, the batch, "
+            "the sequence length and the device."
+        ),
+        "Owners of memory are counted at named moments, not at the peak between them.",
+    ]
+    if set(runs["device"].dropna()) == {"cpu"}:
+        said.append("Nothing here was measured on a GPU.")
+    return [Bullets(items=tuple(said))]

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from dpprof.experiment import Name
+
 
 def _printable(text: str) -> str:
     """Put a text on one line and make control characters visible."""
@@ -53,8 +55,19 @@ class Picture(Block):
     """A figure, by the stem of its files."""
 
     kind: Literal["picture"] = "picture"
-    name: Text
+    name: Name
     caption: Text
+
+
+class Drawing(BaseModel):
+    """What is known of a figure beside its files."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Name
+    caption: Text
+    missing: Text | None
+    """Why nothing could be drawn; the picture then says only that."""
 
 
 class Section(BaseModel):
@@ -64,6 +77,8 @@ class Section(BaseModel):
 
     title: Text
     blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
+    in_summary: bool = False
+    """Whether the few lines for the terminal have it too."""
 
 
 class Document(BaseModel):

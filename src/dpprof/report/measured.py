@@ -1,4 +1,4 @@
-"""The sections about what was measured: times, peaks, phases, owners, code paths."""
+"""The sections about what was measured: memory, time, growth, code paths, repeatability."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.frames import varying_axes
-from dpprof.analysis.statistics import NO_DIFFERENCE, attainable_coverage
+from dpprof.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
 from dpprof.report.cells import Cell, column, number, span, tabulate
-from dpprof.report.document import Paragraph, Picture, Section
+from dpprof.report.document import Paragraph, Table
 from dpprof.result import PHASES
 
 _MIB = 2**20
@@ -18,6 +18,7 @@ _LEAST_MIB = 0.005
 """An owner of less everywhere would fill a column with zeros."""
 
 _ORDER = ["model", "seq_len", "batch_size"]
+Told = list[Table | Paragraph]
 
 
 def _naming(rows: pd.DataFrame) -> dict[str, Cell]:
@@ -30,13 +31,15 @@ def _naming(rows: pd.DataFrame) -> dict[str, Cell]:
     )
 
 
-def results(experiments: pd.DataFrame, captions: Mapping[str, str]) -> Section:
+def _texts(naming: Mapping[str, Cell]) -> tuple[str, ...]:
+    return tuple(name for name in naming if name not in ("T", "B"))
+
+
+def compare(experiments: pd.DataFrame) -> Told:
     """Compare experiments by time and peak."""
     known = experiments[experiments["processes"] + experiments["peak_processes"] > 0]
-    blocks: list[Any] = [Picture(name=name, caption=text) for name, text in captions.items()]
     if known.empty:
-        blocks.append(Paragraph(text="No experiment succeeded, so there is nothing to compare."))
-        return Section(title="Results", blocks=tuple(blocks))
+        return [Paragraph(text="No experiment succeeded, so there is nothing to compare.")]
     ordered = known.sort_values([*_ORDER, "median_step_s"])
     naming = _naming(ordered)
     columns: dict[str, Cell] = naming | {
@@ -48,9 +51,8 @@ def results(experiments: pd.DataFrame, captions: Mapping[str, str]) -> Section:
         "peak ratio": lambda row: number(row["peak_ratio"], digits=2),
         "n": column("processes"),
     }
-    text = tuple(name for name in naming if name not in ("T", "B"))
-    blocks += tabulate(_explain(ordered), columns, ordered, text, "results/tables/experiments.csv")
-    return Section(title="Results", blocks=tuple(blocks))
+    source = "results/tables/experiments.csv"
+    return [tabulate(_explain(ordered), columns, ordered, _texts(naming), source)]
 
 
 def _time_ratio(row: Any) -> str:
@@ -62,13 +64,13 @@ def _time_ratio(row: Any) -> str:
 
 
 def _explain(rows: pd.DataFrame) -> str:
-    """Say what the numbers of the results are, and how far they carry."""
+    """Say what the numbers of the comparison are, and how far they carry."""
     said = ["Step time is the median over processes of each process's median, n their number."]
     said.append("Intervals are 95 % bootstrap intervals over processes.")
     counts = rows["processes"][rows["processes"] > 1]
     if len(counts):
         best = attainable_coverage(int(counts.min()))
-        if best < 0.95:  # noqa: PLR2004 (the nominal coverage)
+        if best < CONFIDENCE:
             said.append(f"From {counts.min()} processes an interval covers {best:.0%} at most.")
     said.append("Ratios are to standard with all else equal.")
     floors = rows["step_floor"].dropna()
@@ -103,12 +105,32 @@ def _percent(floors: "pd.Series[float]") -> str:
     return low if low == high else f"{low} to {high}, by model and number of processes,"
 
 
-def spread(experiments: pd.DataFrame) -> Section | None:
-    """Say how far figures repeat between processes; None where nothing was replicated."""
+def by_method(methods: pd.DataFrame) -> Told:
+    """Summarise what each method costs over all settings."""
+    known = methods[methods["step_ratio_count"] + methods["peak_ratio_count"] > 0]
+    if known.empty or known["experiments"].max() == 1:
+        return []  # the comparison itself says it all
+    columns: dict[str, Cell] = {
+        "method": column("method"),
+        "experiments": column("experiments"),
+        "time ratio": lambda row: number(row["step_ratio_median"], digits=2),
+        "time, range": lambda row: span(row["step_ratio_min"], row["step_ratio_max"], digits=2),
+        "peak ratio": lambda row: number(row["peak_ratio_median"], digits=2),
+        "peak, range": lambda row: span(row["peak_ratio_min"], row["peak_ratio_max"], digits=2),
+    }
+    caption = (
+        "Ratios to standard over all settings: the median, and from the smallest to the largest. "
+        "Whether a single ratio exceeds the noise is told where experiments are compared."
+    )
+    return [tabulate(caption, columns, known, ("method",), "results/tables/methods.csv")]
+
+
+def repeat(experiments: pd.DataFrame) -> Told:
+    """Say how far figures repeat between processes; nothing where nothing was replicated."""
     most = experiments[["processes", "peak_processes"]].max(axis=1)
     rows = experiments[most > 1].sort_values([*_ORDER, "method"])
     if rows.empty:
-        return None
+        return []
     naming = _naming(rows)
     columns = naming | {
         "step (ms)": lambda row: span(row["step_low_s"], row["step_high_s"], _MS),
@@ -120,13 +142,12 @@ def spread(experiments: pd.DataFrame) -> Section | None:
         "From the smallest to the largest of the processes of an experiment; for the step the "
         "interval. Allocated bytes must repeat exactly, reserved and resident ones need not."
     )
-    text = tuple(name for name in columns if name not in ("T", "B"))
-    blocks = tabulate(caption, columns, rows, text, "results/tables/experiments.csv")
-    return Section(title="How far the figures repeat", blocks=tuple(blocks))
+    text = (*_texts(naming), "step (ms)", "allocated", "reserved (MiB)", "RSS (MiB)")
+    return [tabulate(caption, columns, rows, text, "results/tables/experiments.csv")]
 
 
 def _equal_or_span(row: Any) -> str:
-    if row["peak_kind"] != "allocated" or row["peak_processes"] < 2:  # noqa: PLR2004 (one repeats nothing)
+    if row["peak_kind"] != "allocated" or row["peak_processes"] == 1:
         return "-"
     if row["peak_min_bytes"] == row["peak_max_bytes"]:
         return f"equal in {row['peak_processes']}"
@@ -137,11 +158,12 @@ def _range(row: Any, kind: str) -> str:
     return span(row[f"{kind}_min_bytes"], row[f"{kind}_max_bytes"], _MIB)
 
 
-def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Section | None:
-    """Say where the time goes; None where no run told."""
+def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Told:
+    """Say where the time goes; nothing where no run told."""
     if table.empty:
-        return None
-    over_processes = table.groupby(["experiment_id", "phase"])["median_s"].median().unstack()  # noqa: PD010
+        return []
+    medians = table.groupby(["experiment_id", "phase"])["median_s"].median()
+    over_processes = medians.unstack()  # noqa: PD010 (there is nothing to aggregate)
     shown = [phase for phase in PHASES if phase in over_processes]
     rows = experiments.merge(over_processes, left_on="experiment_id", right_index=True)
     rows = rows.assign(sum=rows[shown].sum(axis=1)).sort_values([*_ORDER, "sum"])
@@ -149,20 +171,19 @@ def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Section | None:
     columns = naming | {phase.replace("_", " "): _in(phase, _MS) for phase in (*shown, "sum")}
     caption = (
         "Milliseconds by phase, medians over steps and processes, from processes that wait for "
-        "the device where a phase ends. Their sum is therefore not the step time above."
+        "the device where a phase ends. Their sum is therefore not the step time that is compared."
     )
-    text = tuple(name for name in naming if name not in ("T", "B"))
-    table_blocks = tabulate(caption, columns, rows, text, "results/tables/phases.csv")
-    return Section(title="Where the time goes", blocks=tuple(table_blocks))
+    return [tabulate(caption, columns, rows, _texts(naming), "results/tables/phases.csv")]
 
 
-def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Section | None:
-    """Say who owns memory after the backward pass; None where no run told."""
+def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Told:
+    """Say who owns memory after the backward pass; nothing where no run told."""
     census = components[components["snapshot"] == _CENSUS_AT]
     if census.empty:
-        return None
+        return []
     # Replicates agree to the byte, or the findings say that they do not.
-    sizes = census.groupby(["experiment_id", "component"], sort=False)["bytes"].max().unstack()  # noqa: PD010
+    largest = census.groupby(["experiment_id", "component"], sort=False)["bytes"].max()
+    sizes = largest.unstack(sort=False)  # noqa: PD010 (there is nothing to aggregate)
     shown = [str(name) for name in sizes if sizes[name].max() / _MIB >= _LEAST_MIB]
     rows = experiments.merge(sizes, left_on="experiment_id", right_index=True)
     rows = rows.sort_values([*_ORDER, "method"])
@@ -173,19 +194,17 @@ def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Section | Non
         "tensor could be found for is unattributed: mostly what autograd keeps, where the graph "
         "is kept for a second pass. Owners of less than 0.01 MiB are left to the CSV."
     )
-    text = tuple(name for name in naming if name not in ("T", "B"))
-    table_blocks = tabulate(caption, columns, rows, text, "results/tables/components.csv")
-    return Section(title="Who owns the memory", blocks=tuple(table_blocks))
+    return [tabulate(caption, columns, rows, _texts(naming), "results/tables/components.csv")]
 
 
 def _in(name: str, unit: float, digits: int = 1) -> Cell:
     return lambda row: number(row[name], unit, digits)
 
 
-def code_paths(samplers: pd.DataFrame) -> Section | None:
-    """Say which way each type of layer took; None where no run told."""
+def code_paths(samplers: pd.DataFrame) -> Told:
+    """Say which way each type of layer took; nothing where no run told."""
     if samplers.empty:
-        return None
+        return []
     seen = samplers[["method", "layer", "path"]].drop_duplicates()
     seen = seen.sort_values(["method", "layer", "path"])
     columns: dict[str, Cell] = {name: column(name) for name in ("method", "layer", "path")}
@@ -194,5 +213,4 @@ def code_paths(samplers: pd.DataFrame) -> Section | None:
         "gradients, a grad sampler is Opacus's rule for per-sample gradients, functorch is what "
         "is left where there is no rule."
     )
-    blocks = tabulate(caption, columns, seen, tuple(columns), "results/tables/samplers.csv")
-    return Section(title="Code paths", blocks=tuple(blocks))
+    return [tabulate(caption, columns, seen, tuple(columns), "results/tables/samplers.csv")]

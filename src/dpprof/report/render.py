@@ -1,18 +1,26 @@
-"""From content to files: Markdown and plain text by Jinja2, PDF by Typst."""
+"""From content to files: Markdown and plain text, LaTeX, and a PDF by one of two routes."""
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import typst
 
+from dpprof.console import say
 from dpprof.report.document import Document, Table
+from dpprof.report.latex import LatexError, compile_latex, has_latex, render_latex
 from dpprof.sources import TEMPLATES
 from dpprof.storage import write_atomically
 
+ROUTES = ("latex", "typst")
+
 CELL_WIDTH = 64
 """The most that a table cell may take of a terminal's line."""
+
+SUMMARY_WIDTH = 100
+"""Where running text is broken for a terminal."""
 
 
 def escape_markdown(value: Any) -> str:
@@ -40,9 +48,10 @@ def render_markdown(document: Document) -> str:
 
 
 def render_summary(document: Document) -> str:
-    """Lay headline and tables out for a terminal."""
+    """Lay out for a terminal what was found, and the tables that it rests on."""
     environment = _environment()
     environment.filters["aligned"] = align
+    environment.filters["wrapped"] = wrap
     return environment.get_template("summary.txt.j2").render(document=document)
 
 
@@ -59,6 +68,18 @@ def align(table: Table) -> list[str]:
         return "  ".join(padded).rstrip()
 
     return [line(cells[0]), "  ".join("-" * width for width in widths), *map(line, cells[1:])]
+
+
+def wrap(text: str, mark: str = "") -> str:
+    """Break a text into lines; the first begins with the mark, the others below its text."""
+    return textwrap.fill(
+        text,
+        SUMMARY_WIDTH,
+        initial_indent=mark,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _cut(text: str) -> str:
@@ -83,10 +104,30 @@ def render_pdf(content: Path, output: Path) -> None:
     write_atomically(output, document)
 
 
-def write_report(document: Document, folder: Path) -> None:
-    """Write ``report.json``, ``report.md``, ``report.pdf`` and ``summary.txt``."""
-    content = folder / "report.json"
+def write_report(document: Document, folder: Path, pdf: str = "auto") -> None:
+    """Write ``report.json``, ``report.md``, ``report.tex``, ``report.pdf`` and ``summary.txt``.
+
+    Args:
+        document: What to write.
+        folder: Where to; figures are in ``figures/`` in it.
+        pdf: What makes the PDF, of ``ROUTES``; ``auto`` is latex where it is installed and
+            works, else typst. Both lay out the same content.
+
+    Raises:
+        LatexError: ``latex`` was asked for and made no PDF.
+    """
+    content, source, output = (folder / f"report.{kind}" for kind in ("json", "tex", "pdf"))
     write_atomically(content, document.model_dump_json(indent=1) + "\n")
     write_atomically(folder / "report.md", render_markdown(document))
+    write_atomically(source, render_latex(document))
     write_atomically(folder / "summary.txt", render_summary(document))
-    render_pdf(content, folder / "report.pdf")
+    if pdf == "latex" or (pdf == "auto" and has_latex()):
+        try:
+            compile_latex(source, output)
+        except LatexError as error:
+            if pdf == "latex":
+                raise
+            say(f"LaTeX made no PDF ({error}); typst makes it")
+        else:
+            return
+    render_pdf(content, output)

@@ -1,0 +1,105 @@
+"""Runs grouped into experiments, experiments into settings, and how noisy each is."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.frames import NOT_IN_BASELINE, axes_of
+from dpprof.analysis.statistics import Comparison, compare, noise_floor
+from dpprof.experiment import Experiment
+from dpprof.result import Result
+from dpprof.storage import canonical_json
+
+
+class Peaks(NamedTuple):
+    """What is known of a peak, one value a process."""
+
+    kind: str | None
+    sizes: Sequence[int]
+
+
+class Group(NamedTuple):
+    """An experiment and what its processes measured."""
+
+    experiment: Experiment
+    planned: int
+    results: Sequence[Result]
+
+    @property
+    def step_s(self) -> list[float]:
+        """Medians of the clean processes: the only source of step times."""
+        return [r.time.median_s for r in self._ok("clean") if r.time]
+
+    @property
+    def peaks(self) -> Peaks:
+        """The allocator's peaks, from clean processes or else ``phases``; else resident memory."""
+        sources = (
+            ("allocated", "clean", "peak_allocated_bytes"),
+            ("allocated", "phases", "peak_allocated_bytes"),
+            ("rss", "clean", "peak_rss_bytes"),
+        )
+        for kind, instrument, figure in sources:
+            values = self.peaks_of(instrument, figure)
+            if values:
+                return Peaks(kind, values)
+        return Peaks(None, [])
+
+    def peaks_of(self, instrument: str, figure: str) -> list[int]:
+        """One figure of ``memory``, where it is known, of the processes of an instrument."""
+        found = (getattr(r.memory, figure) for r in self._ok(instrument) if r.memory)
+        return [value for value in found if value is not None]
+
+    def _ok(self, instrument: str) -> list[Result]:
+        return [r for r in self.results if r.instrument == instrument and r.outcome == "ok"]
+
+
+class Noise:
+    """How much processes of the same experiment differ, by what makes experiments alike."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._step_s: dict[str, list[Sequence[float]]] = defaultdict(list)
+        self._floors: dict[tuple[str, tuple[int, int]], float | None] = {}
+        for group in groups:
+            for key in self._keys(group.experiment):
+                self._step_s[key].append(group.step_s)
+
+    def compare(self, group: Group, base: Group) -> Comparison:
+        """Compare step times, by the noise floor of the most alike that were replicated."""
+        counts = (len(group.step_s), len(base.step_s))
+        floors = (self._floor(key, counts) for key in self._keys(group.experiment))
+        floor = next((floor for floor in floors if floor is not None), None)
+        return compare(group.step_s, base.step_s, floor)
+
+    def _floor(self, key: str, counts: tuple[int, int]) -> float | None:
+        if (key, counts) not in self._floors:
+            self._floors[key, counts] = noise_floor(self._step_s[key], counts)
+        return self._floors[key, counts]
+
+    @staticmethod
+    def _keys(experiment: Experiment) -> tuple[str, str]:
+        """Name those with the same baseline, then those of the same model on the same device."""
+        model = axes_of(experiment)["model"]
+        return setting_key(experiment), f"{model} on {experiment.device}"
+
+
+def group_runs(collected: Collected) -> list[Group]:
+    """Group the runs of a config by experiment."""
+    planned: dict[str, int] = defaultdict(int)
+    results: dict[str, list[Result]] = defaultdict(list)
+    for run in [*(run for run, _ in collected.found), *collected.missing]:
+        planned[run.id] += 1
+    for run, result in collected.found:
+        results[run.id].append(result)
+    return [Group(found[0].experiment, planned[name], found) for name, found in results.items()]
+
+
+def merge(groups: Sequence[Group]) -> Group:
+    """Take experiments that differ in nothing that matters to them for one."""
+    results = [result for group in groups for result in group.results]
+    return Group(groups[0].experiment, len(results), results)
+
+
+def setting_key(experiment: Experiment) -> str:
+    """Spell what an experiment shares with its non-private baseline, and with what competes."""
+    return canonical_json(experiment.model_dump(mode="json", exclude=NOT_IN_BASELINE))

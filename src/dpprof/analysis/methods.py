@@ -1,0 +1,36 @@
+"""The table ``methods``: what each method costs over standard, over all settings."""
+
+import pandas as pd
+
+from dpprof.analysis.frames import make_frame
+
+_RATIOS = ("step_ratio", "peak_ratio")
+_COLUMNS = [
+    "method",
+    "experiments",
+    *(f"{ratio}_{name}" for ratio in _RATIOS for name in ("count", "median", "min", "max")),
+]
+
+
+def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Reduce ratios over settings: how many are known, their median, smallest and largest.
+
+    Ratios of resident memory count only where the allocator's peak is known nowhere.
+
+    Args:
+        experiments: The table ``experiments``.
+    """
+    allocated = experiments["peak_kind"] == "allocated"
+    if allocated.any():
+        peaks = experiments["peak_ratio"].where(allocated)
+        experiments = experiments.assign(peak_ratio=peaks)
+    rows = []
+    for method, group in experiments.groupby("method"):
+        row = {"method": method, "experiments": len(group)}
+        for ratio in _RATIOS:
+            known = group[ratio].astype(float).dropna()
+            found = {"median": known.median(), "min": known.min(), "max": known.max()}
+            row |= {f"{ratio}_count": len(known)}
+            row |= {f"{ratio}_{name}": value for name, value in found.items()}
+        rows.append(row)
+    return make_frame(rows, _COLUMNS)

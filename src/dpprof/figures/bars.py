@@ -1,0 +1,72 @@
+"""Stacked bars, one a method, drawn alike in every figure."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dpprof.analysis.frames import BASELINE
+
+VISIBLE = 0.005
+"""A part of less than this share of the longest bar is no more than a line."""
+
+
+def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
+    """Draw a horizontal bar for each row, the first on top; invisible parts are left out.
+
+    Args:
+        axis: Where to draw.
+        parts: Lengths, a row a bar and a column a part.
+        colours: Of the parts, in the order in which they are stacked.
+    """
+    rows = range(len(parts))
+    left = pd.Series(0.0, index=parts.index)
+    least = parts.sum(axis=1).max() * VISIBLE
+    for name, colour in colours.items():
+        if name in parts and (parts[name] > least).any():
+            axis.barh(
+                rows,
+                parts[name].fillna(0),
+                left=left,
+                height=0.7,
+                color=colour,
+                edgecolor="#333333",
+                linewidth=0.4,
+                label=name.replace("_", " "),
+            )
+            left = left + parts[name].fillna(0)
+    axis.set_yticks(rows, [str(name) for name in parts.index])
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+
+
+def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:
+    """Write a text behind the end of each bar, and make room for it."""
+    for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
+        axis.annotate(
+            text, (length, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
+        )
+    axis.set_xlim(0, max(lengths) * 1.3)
+
+
+def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":
+    """Write each length, by method, as a multiple of the baseline's; empty without one."""
+    if BASELINE not in lengths.index:
+        return pd.Series("", index=lengths.index)
+    base = float(lengths[[BASELINE]].iloc[0])
+    return (lengths / base).map("{:.2f}x".format)
+
+
+def share_legend(figure: Figure, axes: Sequence[Axes], colours: Mapping[str, str]) -> None:
+    """Put one legend under all panels, in the order of the colours."""
+    found = {
+        label: handle
+        for axis in axes
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    order = [name.replace("_", " ") for name in colours]
+    labels = [label for label in order if label in found]
+    columns = 3 if len(axes) == 1 else 5
+    handles = [found[label] for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))

@@ -1,0 +1,90 @@
+"""How experiments are dealt out to the panels of a figure."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpprof.analysis.frames import varying_axes
+from dpprof.figures.style import NothingToDrawError, new_figure
+
+MAX_PANELS = 12
+
+
+class Panel(NamedTuple):
+    """What one pair of axes shows."""
+
+    title: str
+    rows: pd.DataFrame
+
+
+class Panels(NamedTuple):
+    """The panels of a figure, and how many more there would be."""
+
+    shown: list[Panel]
+    beyond: int
+
+    def lay_out(self, **options: Any) -> tuple[Figure, list[Any]]:
+        """Make a figure with an axis for each panel, two beside each other."""
+        columns = min(2, len(self.shown))
+        figure, axes = new_figure(columns, math.ceil(len(self.shown) / columns), **options)
+        for axis in axes.flat[len(self.shown) :]:
+            axis.axis("off")
+        for axis, panel in zip(axes.flat, self.shown, strict=False):
+            axis.set_title(panel.title)
+        self.tell_beyond(figure)
+        return figure, list(axes.flat[: len(self.shown)])
+
+    def tell_beyond(self, figure: Figure) -> None:
+        """Say above the panels of how many they are the largest."""
+        if self.beyond > 0:
+            count = len(self.shown)
+            figure.suptitle(f"the largest {count} of {count + self.beyond:,} settings", fontsize=8)
+
+
+_SHORT = {"seq_len": "T", "batch_size": "B"}
+
+
+def split(
+    rows: pd.DataFrame,
+    missing: str,
+    *,
+    but: Iterable[str] = (),
+    also: Iterable[str] = (),
+    most: int = MAX_PANELS,
+) -> Panels:
+    """Give everything in which experiments differ but the method panels of its own.
+
+    Args:
+        rows: Rows with the axes of experiments as columns.
+        missing: What to say where there are no rows.
+        but: Axes that vary within a panel.
+        also: Other columns that may not be mixed within a panel.
+        most: How many panels there may be; the largest models and batches are kept.
+
+    Raises:
+        NothingToDrawError: There are no rows.
+    """
+    if rows.empty:
+        raise NothingToDrawError(missing)
+    inside = {"method", *but}
+    named = [name for name in ("model", "seq_len", "batch_size") if name not in inside]
+    named += varying_axes(rows, but={*named, *inside})
+    outside = [*named, *also]
+    size = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
+    groups = [group for _, group in rows.assign(_size=size).groupby(outside, dropna=False)]
+    sizes = sorted((float(group["_size"].max()) for group in groups), reverse=True)
+    least = sizes[min(most, len(sizes)) - 1]
+    kept = [group for group in groups if float(group["_size"].max()) >= least][-most:]
+    panels = [Panel(_title(group.iloc[0], named), group) for group in kept]
+    return Panels(panels, len(groups) - len(panels))
+
+
+def _title(row: Any, named: Iterable[str]) -> str:
+    parts = [
+        str(row[name]) if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
+        for name in named
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,36 @@
+"""Where in a step does the time go?"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpprof.figures.bars import note, over_baseline, share_legend, stack
+from dpprof.figures.panels import split
+from dpprof.figures.style import PHASE_COLOURS, sort_methods
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Time by phase, stacked; the number is the sum over that of standard.
+
+    Medians over processes of medians over steps, from processes that wait for the device
+    where a phase ends.
+
+    Args:
+        tables: Of these, ``phases`` and ``experiments``.
+    """
+    over_processes = tables["phases"].groupby(["experiment_id", "phase"])["median_s"].median()
+    spread = over_processes.unstack()  # noqa: PD010 (there is nothing to aggregate)
+    told = tables["experiments"].merge(spread, left_on="experiment_id", right_index=True)
+    panels = split(told, "no run of the instrument phases succeeded", most=8)
+    figure, axes = panels.lay_out(row_inches=2.0)
+    for axis, panel in zip(axes, panels.shown, strict=True):
+        rows = panel.rows.set_index("method")
+        rows = rows.loc[sort_methods(rows.index)]
+        shown = rows[[phase for phase in PHASE_COLOURS if phase in rows]] * 1e3
+        stack(axis, shown, PHASE_COLOURS)
+        total = shown.sum(axis=1)
+        note(axis, total, over_baseline(total))
+        axis.set_xlabel("time of a step (ms)")
+    share_legend(figure, axes, PHASE_COLOURS)
+    return figure

@@ -1,0 +1,93 @@
+"""How do memory and time grow with the batch and with the sequence?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
+
+from dpprof.figures.panels import Panel, split
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+
+_LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
+_ROWS = 4
+_MAX_TICKS = 6
+
+
+def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Memory and time as the batch grows, all else equal.
+
+    Points are medians over processes, error bars 95 % bootstrap intervals over processes.
+
+    Args:
+        tables: Of these, ``experiments``.
+    """
+    return _draw(tables["experiments"], "batch_size")
+
+
+def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Memory and time as sequences grow longer, all else equal.
+
+    Points are medians over processes, error bars 95 % bootstrap intervals over processes.
+
+    Args:
+        tables: Of these, ``experiments``.
+    """
+    return _draw(tables["experiments"], "seq_len")
+
+
+def _draw(experiments: pd.DataFrame, along: str) -> Figure:
+    known = experiments.dropna(subset=["median_step_s", "peak_bytes"])
+    missing = f"no two experiments that succeeded differ in {along} alone"
+    inside = {"but": [along], "also": ["peak_kind"]}
+    every = split(known, missing, **inside, most=len(known)).shown
+    scaling = [panel.rows for panel in every if _varies(panel.rows, along)]
+    if not scaling:
+        raise NothingToDrawError(missing)
+    panels = split(pd.concat(scaling), missing, **inside, most=_ROWS)
+    shown = panels.shown
+    figure, axes = new_figure(2, len(shown), row_inches=2.2)
+    for (memory, time), panel in zip(axes, shown, strict=True):
+        for method, points in panel.rows.groupby("method"):
+            if _varies(points, along):
+                _draw_method(memory, time, str(method), points.sort_values(along), along)
+        _dress(memory, panel, along, "peak (MiB)")
+        _dress(time, panel, along, "step time (ms)")
+    panels.tell_beyond(figure)
+    methods = sort_methods(name for panel in shown for name in panel.rows["method"])
+    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure
+
+
+def _varies(rows: pd.DataFrame, along: str) -> bool:
+    """Tell whether there is a method with two different values."""
+    return bool((~rows.duplicated(["method", along])).groupby(rows["method"]).sum().gt(1).any())
+
+
+def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
+    style: dict[str, Any] = method_style(method) | {"linewidth": 1, "markersize": 4}
+    memory.plot(points[along], points["peak_bytes"] / 2**20, **style)
+    step_ms = points["median_step_s"] * 1e3
+    low = step_ms - points["step_low_s"].fillna(points["median_step_s"]) * 1e3
+    high = points["step_high_s"].fillna(points["median_step_s"]) * 1e3 - step_ms
+    time.errorbar(points[along], step_ms, yerr=[low, high], elinewidth=0.8, capsize=2, **style)
+
+
+def _dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
+    values = sorted(panel.rows[along].unique())
+    if len(values) > _MAX_TICKS:
+        # The largest, and what is left of it when halved again and again.
+        values = [values[-1] // 2**halved for halved in reversed(range(_MAX_TICKS))]
+        values = sorted({value for value in values if value >= panel.rows[along].min()})
+    axis.set_title(panel.title)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(values, [str(value) for value in values])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel(_LABELS[along])
+    axis.set_ylabel(label)
+    axis.set_ylim(bottom=0)
+    axis.margins(x=0.1)

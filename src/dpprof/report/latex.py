@@ -1,0 +1,151 @@
+"""From content to LaTeX, and from LaTeX to PDF where TeX is installed."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from dpprof.report.document import Document, Table
+from dpprof.sources import TEMPLATES
+from dpprof.storage import write_atomically
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "{}%&#$_"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "`": r"\textasciigrave{}",
+    "'": r"\textquotesingle{}",
+    # After the end of a row these would be read as its arguments.
+    **{character: f"{{{character}}}" for character in "[]*"},
+}
+_LIGATURE = re.compile(r"([-,])(?=\1)")
+"""Two of these would become a dash, or a quotation mark."""
+
+_LONG = 30
+"""A column of longer texts is broken into lines."""
+
+_WIDTH_OF_LONG = 0.8
+"""What long columns share of the text's width."""
+
+_TIMEOUT_S = 300
+
+
+class LatexError(Exception):
+    """LaTeX made no PDF; says what it complained about."""
+
+
+class _Markup(str):
+    """Text that is LaTeX already."""
+
+    __slots__ = ()
+
+
+def escape_latex(value: Any) -> str:
+    """Make a text mean itself in LaTeX; what its fonts lack is spelled as a code point."""
+    if isinstance(value, _Markup):
+        return value
+    text = "".join(_SPECIAL.get(character, _known(character)) for character in str(value))
+    return _LIGATURE.sub(r"\1{}", text)
+
+
+def _known(character: str) -> str:
+    in_latin_1 = " " <= character <= "~" or "\xa1" <= character <= "\xff"
+    return character if in_latin_1 else f"U+{ord(character):04X}"
+
+
+def _cell(text: str) -> str:
+    """Escape a cell's text, which may be broken within long names and paths."""
+    return re.sub(r"(\\_|[-/.])", r"\1\\allowbreak{}", escape_latex(text))
+
+
+def _row(cells: Iterable[str]) -> _Markup:
+    return _Markup(" & ".join(map(_cell, cells)))
+
+
+def _path(picture: str) -> _Markup:
+    """Name a picture's file; such names hold nothing that LaTeX could interpret."""
+    return _Markup(f"figures/{picture}.pdf")
+
+
+def _columns(table: Table) -> _Markup:
+    """Choose the columns: long texts in paragraphs, by length, the rest as wide as they need."""
+    longest = [
+        min(120, max([0, *(len(row[column]) for row in table.rows)]))
+        for column in range(len(table.header))
+    ]
+    shared = sum(length for length in longest if length > _LONG)
+    kinds = []
+    for length, numeric in zip(longest, table.numeric, strict=True):
+        if length > _LONG:
+            width = _WIDTH_OF_LONG * length / shared
+            kinds.append(rf">{{\raggedright\arraybackslash}}p{{{width:.3f}\textwidth}}")
+        else:
+            kinds.append("r" if numeric else "l")
+    return _Markup("".join(kinds))
+
+
+def render_latex(document: Document) -> str:
+    """Lay the content out as LaTeX; figures are included as PDF."""
+    environment = jinja2.Environment(  # noqa: S701 (finalize escapes, for LaTeX)
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        block_start_string="<%",
+        block_end_string="%>",
+        variable_start_string="<<",
+        variable_end_string=">>",
+        comment_start_string="<#",
+        comment_end_string="#>",
+        finalize=escape_latex,
+    )
+    template = environment.get_template("report.tex.j2")
+    return template.render(document=document, columns=_columns, row=_row, path=_path)
+
+
+def has_latex() -> bool:
+    """Tell whether the PDF can be made by LaTeX here."""
+    return all(shutil.which(program) for program in ("latexmk", "pdflatex"))
+
+
+def compile_latex(source: Path, output: Path) -> None:
+    """Make the PDF of a LaTeX file.
+
+    Args:
+        source: The file; figures are looked up in ``figures/`` beside it.
+        output: The PDF to write.
+
+    Raises:
+        LatexError: It could not be made.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["latexmk", "-pdf", "-norc", "-interaction=nonstopmode", "-halt-on-error"]
+        command += ["-pdflatex=pdflatex -no-shell-escape %O %S", f"-outdir={folder}", source.name]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=source.parent,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LatexError(str(error)) from None
+        made = Path(folder) / f"{source.stem}.pdf"
+        if done.returncode or not made.is_file():
+            said = done.stdout.decode(errors="replace").splitlines()
+            complaint = next((line for line in said if line.startswith("!")), None)
+            raise LatexError(complaint or f"latexmk ended with exit code {done.returncode}")
+        write_atomically(output, made.read_bytes())

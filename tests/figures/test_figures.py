@@ -1,0 +1,196 @@
+"""Every figure, on tables that are full, thin, hostile or empty."""
+
+import itertools
+
+import pandas as pd
+import pytest
+from factory import make_experiment, make_manifest, write_synthetic
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from dpprof import catalogue
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.figures.panels import split
+from dpprof.figures.style import (
+    COMPONENT_COLOURS,
+    OUTCOME_COLOURS,
+    PHASE_COLOURS,
+    NothingToDrawError,
+)
+from dpprof.planning import Manifest
+from dpprof.result import OUTCOMES, PHASES
+
+FIGURES = catalogue.names("figures")
+METHODS = ("standard", "opacus-ghost")
+COMPONENTS = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
+
+
+def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fields):
+    experiments = [
+        make_experiment(method=method, batch_size=batch, seq_len=length)
+        for method, batch, length in itertools.product(methods, batch_sizes, seq_lens)
+    ]
+    for position, experiment in enumerate(experiments):
+        measured = {"step_s": (0.01 * (position + 1),)} | fields
+        write_synthetic(root, experiment, **measured)
+        write_synthetic(
+            root,
+            experiment,
+            instrument="phases",
+            peak_allocated_bytes=2**22 + position,
+            phases_s={"forward": [0.01], "backward": [0.02], "step": [0.001]},
+            components=COMPONENTS,
+            **measured,
+        )
+    runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
+    manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))
+    return build_tables(collect(manifest, root, partial=False))
+
+
+WATCHED = ("clean", "phases")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return tables_of(tmp_path_factory.mktemp("full"))
+
+
+def draw(name, tables):
+    return catalogue.load("figures", name)(tables)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_text_is_clipped_and_no_panel_empty(name, full) -> None:
+    figure = draw(name, full)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    width, height = canvas.get_width_height()
+
+    shown = [axis for axis in figure.axes if axis.axison]
+    assert shown
+    for axis in shown:
+        assert axis.lines or axis.patches or axis.containers
+        assert axis.get_xlabel() or axis.get_ylabel() or axis.get_xticklabels()
+    texts = [text for axis in shown for text in (axis.title, *axis.texts)]
+    texts += [text for legend in figure.legends for text in legend.get_texts()]
+    assert figure.legends
+    for text in filter(lambda text: text.get_text(), texts):
+        box = text.get_window_extent(renderer)
+        inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
+        assert inside, text.get_text()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_saved_as_picture_and_as_vectors(name, full, tmp_path) -> None:
+    figure = draw(name, full)
+    for kind, start in (("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")):
+        path = tmp_path / f"x.{kind}"
+        figure.savefig(path)
+        assert path.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_first_line_is_a_caption_and_the_module_asks_a_question(name) -> None:
+    function = catalogue.load("figures", name)
+
+    assert function.__doc__.splitlines()[0].endswith(".")
+    module = __import__(function.__module__, fromlist=["x"])
+    assert module.__doc__.strip().endswith("?")
+
+
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"outcomes"}))
+def test_only_failures_leave_nothing_to_draw(name, tmp_path) -> None:
+    with pytest.raises(NothingToDrawError, match=r"no "):
+        draw(name, tables_of(tmp_path, outcome="crashed"))
+
+
+def test_failures_are_counted_by_the_figure_of_outcomes(tmp_path) -> None:
+    axis = draw("outcomes", tables_of(tmp_path, outcome="crashed")).axes[0]
+
+    assert [patch.get_width() for patch in axis.patches] == [8, 8]
+
+
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"batch-size", "seq-len"}))
+def test_one_method_once_is_enough(name, tmp_path) -> None:
+    tables = tables_of(tmp_path, methods=["opacus-ghost"], batch_sizes=[2], seq_lens=[4])
+
+    assert draw(name, tables).axes
+
+
+@pytest.mark.parametrize(("name", "axis"), [("batch-size", "batch_size"), ("seq-len", "seq_len")])
+def test_growth_needs_two_sizes(name, axis, tmp_path) -> None:
+    tables = tables_of(tmp_path, batch_sizes=[2], seq_lens=[4])
+
+    with pytest.raises(NothingToDrawError, match=axis):
+        draw(name, tables)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_hostile_names_are_drawn_as_they_are(name, full) -> None:
+    evil = r"a_b%c&d#e$f{g}~h^i\j<k>l$x$"
+    tables = {stem: table.replace({"opacus-ghost": evil}) for stem, table in full.items()}
+    figure = draw(name, tables)
+    FigureCanvasAgg(figure).draw()
+
+    texts = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
+    texts += [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
+    texts += [axis.get_title() for axis in figure.axes]
+    assert evil in texts
+
+
+@pytest.mark.parametrize("name", ["tradeoff", "batch-size", "seq-len"])
+def test_unknown_times_are_left_out(name, full) -> None:
+    experiments = full["experiments"].assign(median_step_s=float("nan"))
+
+    with pytest.raises(NothingToDrawError):
+        draw(name, full | {"experiments": experiments})
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_empty_tables_are_said(name, full) -> None:
+    empty = {stem: table.head(0) for stem, table in full.items()}
+
+    with pytest.raises(NothingToDrawError):
+        draw(name, empty)
+
+
+def test_the_breakdowns_bars_are_the_components_and_its_tick_the_peak(full) -> None:
+    axis = draw("breakdown", full).axes[0]
+    widths = {
+        container.get_label(): container.patches[0].get_width() for container in axis.containers
+    }
+
+    assert widths == {"parameters": 1.0, "optimizer state": 2.0, "unattributed": 0.5}
+    ticks = next(line for line in axis.lines if line.get_marker() == "|")
+    assert list(ticks.get_xdata()) == pytest.approx([4.0, 4.0], rel=1e-5)
+
+
+def test_phases_are_stacked_and_compared_with_standard(full) -> None:
+    axis = draw("phases", full).axes[0]
+
+    widths = [container.patches[0].get_width() for container in axis.containers]
+    assert widths == pytest.approx([10.0, 20.0, 1.0])
+    assert [text.get_text() for text in axis.texts] == ["1.00x", "1.00x"]
+
+
+def test_every_component_phase_and_outcome_has_a_colour_of_its_own() -> None:
+    assert list(PHASE_COLOURS) == list(PHASES[1:])
+    assert list(OUTCOME_COLOURS) == list(OUTCOMES)
+    for colours in (COMPONENT_COLOURS, PHASE_COLOURS, OUTCOME_COLOURS):
+        assert len(set(colours.values())) == len(colours)
+
+
+def test_of_too_many_settings_the_largest_are_shown() -> None:
+    rows = pd.DataFrame(
+        [
+            make_experiment(seq_len=length).model_dump() | {"model": "m", "parameters_total": 10}
+            for length in range(1, 31)
+        ]
+    )
+    panels = split(rows, "nothing")
+
+    assert [panel.title for panel in panels.shown] == [f"m, T = {n}, B = 2" for n in range(19, 31)]
+    assert panels.beyond == 18
+    figure, _ = panels.lay_out()
+    assert figure.get_suptitle() == "the largest 12 of 30 settings"

@@ -1,0 +1,35 @@
+"""What can be made of a sweep that has ended."""
+
+import zipfile
+
+import pytest
+from conftest import Checkout
+
+from dpprof import catalogue
+
+pytestmark = pytest.mark.workflow
+
+
+def test_snakemakes_own_report_carries_the_figures_with_captions(finished: Checkout) -> None:
+    finished.snakemake("--report", "report.zip")
+
+    with zipfile.ZipFile(finished.path / "report.zip") as packed:
+        names = packed.namelist()
+        page = next(name for name in names if name.endswith("report.html"))
+        text = packed.read(page).decode()
+    assert "Memory against time: a point per experiment, lower left is better." in text
+    for figure in catalogue.names("figures"):
+        assert any(name.endswith(f"{figure}.png") for name in names), figure
+
+
+def test_scripts_run_alone_on_existing_tables(finished: Checkout) -> None:
+    tables, output = finished.path / "results" / "tables", finished.path / "alone"
+    files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
+    finished.script("draw_figure.py", "--figure=tradeoff", f"--tables={tables}", *files)
+    finished.script(
+        "build_report.py", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst"
+    )
+
+    assert (output / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert "figures/tradeoff.png" in (output / "report.md").read_text()
+    assert "figures/timeline.png" not in (output / "report.md").read_text()
