@@ -28,7 +28,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     told = tables["experiments"].merge(fullest, left_on="experiment_id", right_index=True)
     told = told[told["peak_kind"] == "allocated"]
     panels = split(told, MISSING, most=8)
-    figure, axes = panels.lay_out(row_inches=2.0)
+    figure, axes = panels.lay_out(row_inches=1.65)
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.rows.set_index("method")
         rows = rows.loc[sort_methods(rows.index)]

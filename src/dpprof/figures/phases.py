@@ -23,7 +23,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     spread = over_processes.unstack()  # noqa: PD010 (there is nothing to aggregate)
     told = tables["experiments"].merge(spread, left_on="experiment_id", right_index=True)
     panels = split(told, "no run of the instrument phases succeeded", most=8)
-    figure, axes = panels.lay_out(row_inches=2.0)
+    figure, axes = panels.lay_out(row_inches=1.65)
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.rows.set_index("method")
         rows = rows.loc[sort_methods(rows.index)]

@@ -55,7 +55,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "Missing results": outcomes.tell_missing(tables["missing"]),
         "More figures": [],
         "How this was measured": _how(tables["runs"]),
-        "What this does not say": _limits(tables["runs"]),
+        "What this does not say": _limits(tables["runs"], drawings),
     }
     home = {figure: title for title, figures in _FIGURES_OF.items() for figure in figures}
     order = {figure: position for position, figure in enumerate(home)}
@@ -148,8 +148,8 @@ def _how(runs: pd.DataFrame) -> Blocks:
     return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
 
 
-def _limits(runs: pd.DataFrame) -> Blocks:
-    """Say what must not be read into the numbers."""
+def _limits(runs: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
+    """Say what must not be read into the numbers, and what is missing."""
     said = [
         (
             "Tokens and weights are random: this is cost, not learning, and no privacy budget is "
@@ -167,4 +167,5 @@ def _limits(runs: pd.DataFrame) -> Blocks:
     ]
     if set(runs["device"].dropna()) == {"cpu"}:
         said.append("Nothing here was measured on a GPU.")
+    said += [f"There is no figure {one.name}: {one.missing}." for one in drawings if one.missing]
     return [Bullets(items=tuple(said))]

@@ -1,0 +1,89 @@
+"""Whatever the tables hold, there is a report, and it says what is missing."""
+
+import itertools
+
+import pandas as pd
+import pytest
+from factory import make_experiment, make_manifest, write_synthetic
+from pypdf import PdfReader
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.report.content import build_document
+from dpprof.report.document import Drawing
+from dpprof.report.latex import has_latex
+from dpprof.report.render import ROUTES, write_report
+
+HOSTILE = r"a_b % c & d # e $ f { g } ~ ^ \input{/etc/passwd} < k > $(touch pwned) `id`"
+
+
+def tables_of(root, methods=("standard", "opacus-ghost"), replicates=2, **fields):
+    experiments = [make_experiment(method=method) for method in methods]
+    runs = list(itertools.product(experiments, range(replicates)))
+    for experiment, number in runs:
+        write_synthetic(root, experiment, replicate=number, **fields)
+    return build_tables(collect(make_manifest(*runs), root, partial=False))
+
+
+def without_times(root):
+    tables = tables_of(root)
+    unknown = dict.fromkeys(["median_step_s", "step_low_s", "step_high_s", "step_ratio"])
+    settings = tables["settings"].assign(fastest=None, fastest_step_s=None, fastest_ratio=None)
+    return tables | {
+        "experiments": tables["experiments"].assign(**unknown, step_verdict=None),
+        "settings": settings,
+    }
+
+
+CASES = {
+    "one method": (lambda root: tables_of(root, methods=["opacus-ghost"]), "of 1 private method,"),
+    "only standard": (lambda root: tables_of(root, methods=["standard"]), "No private method"),
+    "one replicate": (lambda root: tables_of(root, replicates=1), "nothing was replicated"),
+    "only failures": (lambda root: tables_of(root, outcome="oom"), "No experiment succeeded"),
+    "hostile message": (
+        lambda root: tables_of(root, outcome="crashed", message=HOSTILE),
+        r"\input{/etc/passwd}",
+    ),
+    "no times": (without_times, "peaks lowest"),
+    "hostile names": (
+        lambda root: {
+            stem: table.replace({"opacus-ghost": HOSTILE})
+            for stem, table in tables_of(root).items()
+        },
+        r"\input{/etc/passwd}",
+    ),
+    "empty tables": (
+        lambda root: {stem: table.head(0) for stem, table in tables_of(root).items()},
+        "none has a result",
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_report_is_built_and_says_what_is_missing(case, route, tmp_path) -> None:
+    if route == "latex" and not has_latex():
+        pytest.skip("no latexmk and pdflatex here")
+    make, sentence = CASES[case]
+    missing = Drawing(name="tradeoff", caption="x", missing="no experiment has a time")
+    document = build_document(make(tmp_path), [missing])
+    write_report(document, tmp_path, route)
+
+    pages = [page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages]
+    text = "".join("".join(pages).replace("\u200b", "").split())
+    assert "".join(sentence.split()) in text
+    assert "Thereisnofiguretradeoff:noexperimenthasatime." in text
+    for file in ("report.md", "report.tex", "summary.txt", "report.json"):
+        content = (tmp_path / file).read_text()
+        assert "root:x:" not in content
+        assert " nan" not in content.lower(), file
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_unknown_numbers_are_dashes_and_never_nan(tmp_path) -> None:
+    document = build_document(without_times(tmp_path), [])
+    section = next(section for section in document.sections if section.title == "Comparison")
+    row = next(block for block in section.blocks if block.kind == "table").rows[0]
+
+    assert "-" in row
+    assert not any(cell == str(pd.NA) or "nan" in cell.lower() for cell in row)
