@@ -107,4 +107,5 @@ def _fastest(private: Sequence[Group], base: Group | None, noise: Noise) -> dict
         "fastest_ratio_low": found.interval and found.interval.low,
         "fastest_ratio_high": found.interval and found.interval.high,
         "fastest_verdict": found.verdict,
+        "noise_known": row["noise_known"] and found.verdict is not None,
     }
