@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.frames import BASELINE
+from dpprof.figures.panels import Panels
 
 VISIBLE = 0.005
 """A part of less than this share of the longest bar is no more than a line."""
@@ -39,6 +40,12 @@ def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
     axis.set_yticks(rows, [str(name) for name in parts.index])
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
+
+
+def height_of(panels: Panels) -> float:
+    """Choose the height of a row of panels, in inches, so that their bars stand apart."""
+    bars = max(len(panel.rows) for panel in panels.shown)
+    return 0.65 + 0.17 * bars
 
 
 def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:

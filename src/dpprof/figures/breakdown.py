@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.figures.bars import note, over_baseline, share_legend, stack
+from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.census import MISSING, by_snapshot
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS, sort_methods
@@ -28,7 +28,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     told = tables["experiments"].merge(fullest, left_on="experiment_id", right_index=True)
     told = told[told["peak_kind"] == "allocated"]
     panels = split(told, MISSING, most=8)
-    figure, axes = panels.lay_out(row_inches=1.65)
+    figure, axes = panels.lay_out(row_inches=height_of(panels))
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.rows.set_index("method")
         rows = rows.loc[sort_methods(rows.index)]
@@ -38,7 +38,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             COMPONENT_COLOURS,
         )
         peaks = rows["peak_bytes"] / _MIB
-        axis.plot(peaks, range(len(peaks)), "|", color="black", markersize=11, markeredgewidth=1.5)
+        axis.plot(peaks, range(len(peaks)), "|", color="black", markersize=7, markeredgewidth=1.5)
         note(axis, peaks, over_baseline(peaks))
         axis.set_xlabel("allocated (MiB)")
     share_legend(figure, axes, COMPONENT_COLOURS)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.figures.bars import note, over_baseline, share_legend, stack
+from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import PHASE_COLOURS, sort_methods
 
@@ -23,7 +23,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     spread = over_processes.unstack()  # noqa: PD010 (there is nothing to aggregate)
     told = tables["experiments"].merge(spread, left_on="experiment_id", right_index=True)
     panels = split(told, "no run of the instrument phases succeeded", most=8)
-    figure, axes = panels.lay_out(row_inches=1.65)
+    figure, axes = panels.lay_out(row_inches=height_of(panels))
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.rows.set_index("method")
         rows = rows.loc[sort_methods(rows.index)]
