@@ -1,6 +1,7 @@
 """Fixtures that many tests share."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def own_locks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = os.environ.get("DPPROF_LOCK_DIR") or str(tmp_path_factory.getbasetemp())
     monkeypatch.setenv("DPPROF_LOCK_DIR", folder)
     monkeypatch.delenv("DPPROF_PROGRESS", raising=False)
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, and let children hear it, also where a shell started this in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
