@@ -7,7 +7,6 @@ from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.methods import tabulate_methods
-from dpprof.analysis.settings import tabulate_settings
 from dpprof.analysis.tables import build_tables
 
 STANDARD = make_experiment(method="standard")
@@ -16,7 +15,7 @@ HOOKS = make_experiment(method="opacus-hooks")
 EW = make_experiment(method="opacus-ew")
 
 
-def collected(root, times, peaks, **fields):
+def collected(root, times, peaks):
     runs = []
     for experiment, seconds in times.items():
         for number, step_s in enumerate(seconds):
@@ -27,10 +26,13 @@ def collected(root, times, peaks, **fields):
                 replicate=number,
                 step_s=(step_s,),
                 peak_allocated_bytes=peak,
-                **fields,
             )
             runs.append((experiment, number))
     return collect(make_manifest(*runs), root, partial=False)
+
+
+def settings_of(root, times, peaks):
+    return build_tables(collected(root, times, peaks))["settings"]
 
 
 def only_row(table):
@@ -45,11 +47,7 @@ def test_smallest_fastest_and_their_ratios(tmp_path) -> None:
         HOOKS: [2.0, 2.01, 1.99],
         EW: [2.02, 2.0, 2.01],
     }
-    row = only_row(
-        tabulate_settings(
-            collected(tmp_path, times, {STANDARD: 100, GHOST: 150, HOOKS: 400, EW: 401})
-        )
-    )
+    row = only_row(settings_of(tmp_path, times, {STANDARD: 100, GHOST: 150, HOOKS: 400, EW: 401}))
 
     assert (row["methods"], row["noise_known"]) == (3, True)
     assert (row["smallest"], row["smallest_peak_bytes"], row["smallest_ratio"]) == (
@@ -69,7 +67,7 @@ def test_smallest_fastest_and_their_ratios(tmp_path) -> None:
 
 def test_without_replicates_the_noise_is_unknown(tmp_path) -> None:
     times = {STANDARD: [1.0], GHOST: [3.0], HOOKS: [2.0]}
-    row = only_row(tabulate_settings(collected(tmp_path, times, {})))
+    row = only_row(settings_of(tmp_path, times, {}))
 
     assert not row["noise_known"]
     assert row["not_slower"] is None or math.isnan(row["not_slower"])
@@ -77,7 +75,7 @@ def test_without_replicates_the_noise_is_unknown(tmp_path) -> None:
 
 
 def test_without_standard_there_is_no_ratio(tmp_path) -> None:
-    row = only_row(tabulate_settings(collected(tmp_path, {GHOST: [3.0]}, {GHOST: 10})))
+    row = only_row(settings_of(tmp_path, {GHOST: [3.0]}, {GHOST: 10}))
 
     assert (row["smallest"], row["fastest"]) == ("opacus-ghost", "opacus-ghost")
     assert all(row[name] is None or math.isnan(row[name]) for name in ("smallest_ratio",))
@@ -86,7 +84,7 @@ def test_without_standard_there_is_no_ratio(tmp_path) -> None:
 
 def test_peaks_of_two_kinds_have_no_smallest(tmp_path) -> None:
     times = {GHOST: [3.0], HOOKS: [2.0]}
-    row = only_row(tabulate_settings(collected(tmp_path, times, {GHOST: 10})))
+    row = only_row(settings_of(tmp_path, times, {GHOST: 10}))
 
     assert row["smallest"] is None or math.isnan(row["smallest"])
     assert row["fastest"] == "opacus-hooks"
@@ -97,13 +95,13 @@ def test_settings_without_a_private_method_that_succeeded_are_left_out(tmp_path)
     write_synthetic(tmp_path, GHOST, outcome="oom")
     runs = make_manifest((STANDARD, 0), (GHOST, 0))
 
-    assert tabulate_settings(collect(runs, tmp_path, partial=False)).empty
+    assert build_tables(collect(runs, tmp_path, partial=False))["settings"].empty
 
 
 def test_every_setting_has_a_row(tmp_path) -> None:
     other = [make_experiment(method=m, batch_size=9) for m in ("standard", "opacus-ghost")]
     times = {STANDARD: [1.0], GHOST: [3.0], other[0]: [1.0], other[1]: [4.0]}
-    table = tabulate_settings(collected(tmp_path, times, {}))
+    table = settings_of(tmp_path, times, {})
 
     assert dict(zip(table["batch_size"], table["fastest_ratio"], strict=True)) == {2: 3.0, 9: 4.0}
 

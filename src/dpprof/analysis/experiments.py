@@ -7,9 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import AXES, BASELINE, axes_of, make_frame
-from dpprof.analysis.groups import Group, Noise, group_runs, merge, setting_key
+from dpprof.analysis.groups import Group, Noise, merge, setting_key
 from dpprof.analysis.statistics import median_interval
 from dpprof.result import OUTCOMES
 
@@ -44,13 +43,15 @@ _COLUMNS = [
 ]
 
 
-def tabulate_experiments(collected: Collected) -> pd.DataFrame:
+def tabulate_experiments(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
     """Reduce runs over their processes: medians over processes, never over steps.
 
     Ratios are to ``standard`` with all else equal; several such baselines count as one.
+
+    Args:
+        groups: The experiments of a config.
+        noise: How much their processes differ.
     """
-    groups = group_runs(collected)
-    noise = Noise(groups)
     baselines: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         if group.experiment.method == BASELINE:

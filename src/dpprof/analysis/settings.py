@@ -11,9 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
-from dpprof.analysis.groups import Group, Noise, group_runs, merge, setting_key
+from dpprof.analysis.groups import Group, Noise, merge, setting_key
 from dpprof.analysis.statistics import NO_DIFFERENCE
 
 _COLUMNS = [
@@ -35,15 +34,17 @@ _COLUMNS = [
 ]
 
 
-def tabulate_settings(collected: Collected) -> pd.DataFrame:
+def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
     """Compare the private methods of every setting in which one succeeded.
 
     ``smallest`` and ``fastest`` go by medians over processes; ``not_slower`` names the
     methods whose step time was not found to differ from the fastest one's; that nothing was
     replicated says ``noise_known``. Ratios are to ``standard``.
+
+    Args:
+        groups: The experiments of a config.
+        noise: How much their processes differ.
     """
-    groups = group_runs(collected)
-    noise = Noise(groups)
     settings: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         settings[setting_key(group.experiment)].append(group)

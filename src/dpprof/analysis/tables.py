@@ -9,6 +9,7 @@ from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments import tabulate_experiments
 from dpprof.analysis.findings import find
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.groups import Noise, group_runs
 from dpprof.analysis.methods import tabulate_methods
 from dpprof.analysis.settings import tabulate_settings
 from dpprof.planning import PlannedRun
@@ -30,13 +31,15 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         row per thing to know before believing the numbers) and ``missing`` (one row per run
         without a result).
     """
-    experiments = tabulate_experiments(collected)
+    groups = group_runs(collected)
+    noise = Noise(groups)
+    experiments = tabulate_experiments(groups, noise)
     return {
         "runs": make_frame(
             (_run_row(run, result, collected) for run, result in collected.found), _RUN_COLUMNS
         ),
         "experiments": experiments,
-        "settings": tabulate_settings(collected),
+        "settings": tabulate_settings(groups, noise),
         "methods": tabulate_methods(experiments),
         "outcomes": _outcomes(collected),
         "steps": make_frame(_step_rows(collected), [*RUN_KEY, "stage", "index", "step_s"]),
