@@ -7,6 +7,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from dpprof.analysis.frames import BASELINE
+
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text stays legible at this size."""
 
@@ -104,7 +106,7 @@ def method_style(method: str) -> dict[str, Any]:
 
 def sort_methods(names: Iterable[str]) -> list[str]:
     """Order methods as every figure does: the baseline first, then by name."""
-    return sorted(set(names), key=lambda name: (name != "standard", name))
+    return sorted(set(names), key=lambda name: (name != BASELINE, name))
 
 
 def new_figure(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import varying_axes
+from dpprof.analysis.frames import BASELINE, varying_axes
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.report.cells import number, plural, span
 from dpprof.report.document import Bullets, Paragraph
@@ -86,7 +86,7 @@ def _all(settings: pd.DataFrame, methods: pd.DataFrame) -> list[str]:
         if shares:
             said.append(f"The private method that {what} of {known:,} settings: {_comma(shares)}.")
     for ratio, what in (("peak_ratio", "peak memory"), ("step_ratio", "step time")):
-        private = methods[(methods["method"] != "standard") & (methods[f"{ratio}_count"] > 0)]
+        private = methods[(methods["method"] != BASELINE) & (methods[f"{ratio}_count"] > 0)]
         shares = [
             f"{row['method']} {row[f'{ratio}_median']:.2f} "
             f"({span(row[f'{ratio}_min'], row[f'{ratio}_max'], digits=2)})"
