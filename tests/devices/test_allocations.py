@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from fresh_process import run_fresh
 
 CODE = """
@@ -33,8 +34,13 @@ print(json.dumps([{n: p.allocated_bytes for n, p in recorded.peaks.items()},
 """
 
 
-def test_windows_and_marks_are_exact() -> None:
-    peaks, counters, reserved = json.loads(run_fresh(CODE))
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(run_fresh(CODE))
+
+
+def test_windows_and_marks_are_exact(recorded) -> None:
+    peaks, counters, reserved = recorded
 
     assert peaks["first"] == 1_000 + 4_000
     assert counters["between"] == 1_000
@@ -43,3 +49,10 @@ def test_windows_and_marks_are_exact() -> None:
     assert peaks["third"] >= 3_000 + 1_000
     assert counters["twice"] == 3_000 + 2_000  # d, its gradient and e; the last mark of a name
     assert reserved is None
+
+
+def test_windows_have_peaks_and_marks_have_counters(recorded) -> None:
+    peaks, counters, _ = recorded
+
+    assert set(peaks) == {"first", "second", "third", "third_again"}
+    assert set(counters) == {"between", "inside", "twice"}

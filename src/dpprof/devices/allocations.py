@@ -5,22 +5,25 @@ every release. What was allocated before the recording began is unknown to it, s
 recording serves one process, and begins before the model exists.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dpprof.devices.base import Counters, Peaks, Recorded, Recorder
 
-_LABEL = "dpprof:"
+_WINDOW = "dpprof window:"
+_MARK = "dpprof mark:"
 
 
-class _Event(NamedTuple):
-    """Something that happened at an instant, in nanoseconds."""
+class _Level(NamedTuple):
+    """How much is allocated from an instant on, until the next level."""
 
-    at_ns: int
+    since_ns: int
     allocated_bytes: int
 
 
@@ -35,12 +38,12 @@ class CpuRecorder(Recorder):
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
         """Find the peak of what runs within."""
-        with record_function(f"{_LABEL}{name}"):
+        with record_function(f"{_WINDOW}{name}"):
             yield
 
     def read(self, name: str) -> Counters:
         """Mark an instant; what was allocated then is known once the recording is closed."""
-        with record_function(f"{_LABEL}{name}"):
+        with record_function(f"{_MARK}{name}"):
             return Counters(None, None)
 
     def close(self) -> Recorded:
@@ -48,33 +51,44 @@ class CpuRecorder(Recorder):
         self._profile.stop()
         assert self._profile.profiler is not None
         assert self._profile.profiler.kineto_results is not None
-        sizes: list[_Event] = []
-        marks: list[tuple[str, int, int]] = []
+        changes: list[tuple[int, int]] = []
+        windows: list[tuple[int, int, str]] = []
+        marks: list[tuple[int, str]] = []
         event: Any  # the type's stub lacks what is used of it
         for event in self._profile.profiler.kineto_results.events():
-            name = event.name()
+            name, start_ns = event.name(), event.start_ns()
             if name == "[memory]" and event.device_type().name == "CPU":
-                sizes.append(_Event(event.start_ns(), event.nbytes()))
-            elif name.startswith(_LABEL):
-                marks.append((name.removeprefix(_LABEL), event.start_ns(), event.end_ns()))
-        sizes.sort(key=lambda event: event.at_ns)
-        totals = accumulate(event.allocated_bytes for event in sizes)
-        levels = [_Event(event.at_ns, total) for event, total in zip(sizes, totals, strict=True)]
-        marks.sort(key=lambda mark: mark[1])
+                changes.append((start_ns, event.nbytes()))
+            elif name.startswith(_WINDOW):
+                windows.append((start_ns, event.end_ns(), name.removeprefix(_WINDOW)))
+            elif name.startswith(_MARK):
+                marks.append((start_ns, name.removeprefix(_MARK)))
+        levels = _add_up(changes)
         return Recorded(
-            peaks={name: _peak(levels, start, end) for name, start, end in marks},
-            counters={name: Counters(_level(levels, start), None) for name, start, _ in marks},
+            peaks={name: _peak(levels, start, end) for start, end, name in sorted(windows)},
+            counters={name: _counters(levels, at_ns) for at_ns, name in sorted(marks)},
         )
 
 
-def _level(levels: list[_Event], at_ns: int) -> int:
+def _add_up(changes: Iterable[tuple[int, int]]) -> list[_Level]:
+    """Turn instants and bytes, of which releases are negative, into levels; the first is empty."""
+    ordered = sorted(changes, key=itemgetter(0))
+    totals = accumulate((size for _, size in ordered), initial=0)
+    return [_Level(*level) for level in zip([0, *(at for at, _ in ordered)], totals, strict=True)]
+
+
+def _position(levels: Sequence[_Level], at_ns: int) -> int:
+    """Find the level of an instant: the last that begins no later."""
+    return bisect_right(levels, at_ns, key=attrgetter("since_ns")) - 1
+
+
+def _counters(levels: Sequence[_Level], at_ns: int) -> Counters:
     """Say how much was allocated at an instant."""
-    earlier = [level.allocated_bytes for level in levels if level.at_ns <= at_ns]
-    return earlier[-1] if earlier else 0
+    return Counters(levels[_position(levels, at_ns)].allocated_bytes, reserved_bytes=None)
 
 
-def _peak(levels: list[_Event], start_ns: int, end_ns: int) -> Peaks:
+def _peak(levels: Sequence[_Level], start_ns: int, end_ns: int) -> Peaks:
     """Find the most that was allocated between two instants, the first included."""
-    within = [level.allocated_bytes for level in levels if start_ns <= level.at_ns <= end_ns]
-    peak = max([_level(levels, start_ns), *within])
+    within = levels[_position(levels, start_ns) : _position(levels, end_ns) + 1]
+    peak = max(level.allocated_bytes for level in within)
     return Peaks(peak, reserved_bytes=None, device_used_bytes=None, alloc_retries=None)

@@ -38,7 +38,7 @@ class StepClock(ABC):
 
 
 class Recorded(NamedTuple):
-    """What a recording has seen, by the names that were given to it."""
+    """What a recording has seen: the peaks of windows and the counters of instants, by name."""
 
     peaks: dict[str, Peaks]
     counters: dict[str, Counters]
