@@ -71,7 +71,6 @@ def test_no_text_is_clipped_and_no_panel_empty(name, full) -> None:
     assert shown
     for axis in shown:
         assert axis.lines or axis.patches or axis.containers
-        assert axis.get_xlabel() or axis.get_ylabel() or axis.get_xticklabels()
     texts = [text for axis in shown for text in (axis.title, *axis.texts)]
     texts += [text for legend in figure.legends for text in legend.get_texts()]
     assert figure.legends
@@ -79,6 +78,42 @@ def test_no_text_is_clipped_and_no_panel_empty(name, full) -> None:
         box = text.get_window_extent(renderer)
         inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
         assert inside, text.get_text()
+
+
+MOMENTS = ("after backward",)
+AXES = {
+    # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
+    "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
+    "breakdown": [("allocated (MiB)", METHODS)],
+    "outcomes": [("runs", METHODS)],
+    "phases": [("time of a step (ms)", METHODS)],
+    "seq-len": [
+        ("sequence length (tokens)", "peak (MiB)"),
+        ("sequence length (tokens)", "step time (ms)"),
+    ],
+    "timeline": [(MOMENTS, "allocated (MiB)"), (MOMENTS, ())],  # the right on the left's scale
+    "tradeoff": [("step time (ms)", "peak allocated (MiB)")],
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_axis_says_its_quantity_and_unit(name, full) -> None:
+    shown = [axis for axis in draw(name, full).axes if axis.axison]
+    told = [
+        tuple(
+            side.get_label_text() or tuple(tick.get_text() for tick in side.get_ticklabels())
+            for side in (axis.xaxis, axis.yaxis)
+        )
+        for axis in shown
+    ]
+
+    assert told == AXES[name] * (len(shown) // len(AXES[name]))
+
+
+def test_the_timelines_panels_have_one_scale(full) -> None:
+    left, right = draw("timeline", full).axes
+
+    assert left.get_ylim() == right.get_ylim()
 
 
 @pytest.mark.parametrize("name", FIGURES)
