@@ -209,6 +209,29 @@ def test_phases_are_stacked_and_compared_with_standard(full) -> None:
     assert [text.get_text() for text in axis.texts] == ["1.00x", "1.00x"]
 
 
+def test_an_error_bar_spans_the_sums_of_several_processes(tmp_path) -> None:
+    several, once = (make_experiment(method=method) for method in METHODS)
+    runs = [(several, 0), (several, 1), (several, 2), (once, 0)]
+    # Sums of 31, 36 and 35 ms; the medians of the phases sum to 11 + 24 ms.
+    phases_ms = [(10, 21), (12, 24), (11, 24), (20, 40)]
+    for (experiment, number), (forward, backward) in zip(runs, phases_ms, strict=True):
+        write_synthetic(
+            tmp_path,
+            experiment,
+            instrument="phases",
+            replicate=number,
+            phases_s={"forward": [forward / 1e3], "backward": [backward / 1e3]},
+        )
+    manifest = make_manifest(*runs, instrument="phases")
+    (axis,) = draw("phases", build_tables(collect(manifest, tmp_path, partial=False))).axes
+
+    *parts, errors = axis.containers
+    assert [part.patches[0].get_width() for part in parts] == pytest.approx([11.0, 24.0])
+    assert errors.lines[2][0].get_segments()[0].flatten() == pytest.approx([31.0, 0.0, 36.0, 0.0])
+    # What is written stands clear of whichever is longer, and behind a bar that has no error.
+    assert [text.xy for text in axis.texts] == [pytest.approx((36.0, 0)), pytest.approx((60.0, 1))]
+
+
 def test_every_component_phase_and_outcome_has_a_colour_of_its_own() -> None:
     assert list(PHASE_COLOURS) == list(PHASES[1:])
     assert list(OUTCOME_COLOURS) == list(OUTCOMES)

@@ -48,6 +48,22 @@ def height_of(panels: Panels) -> float:
     return 0.65 + 0.17 * bars
 
 
+def bracket(axis: Axes, low: "pd.Series[float]", high: "pd.Series[float]") -> None:
+    """Draw an error bar over each bar of which is known how low and how high it could end."""
+    for row, (least, most) in enumerate(zip(low, high, strict=True)):
+        if pd.notna(least) and pd.notna(most):
+            # About the middle, because the bar itself may end outside.
+            axis.errorbar(
+                (least + most) / 2,
+                row,
+                xerr=(most - least) / 2,
+                fmt="none",
+                ecolor="black",
+                elinewidth=0.8,
+                capsize=2,
+            )
+
+
 def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:
     """Write a text behind the end of each bar, and make room for it."""
     for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
+from dpprof.analysis.frames import RUN_KEY
+from dpprof.figures.bars import bracket, height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import PHASE_COLOURS, sort_methods
 
@@ -14,14 +15,18 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Time by phase, stacked; the number is the sum over that of standard.
 
     Medians over processes of medians over steps, from processes that wait for the device
-    where a phase ends.
+    where a phase ends. An error bar reaches from the smallest sum of a process to the largest,
+    where several processes succeeded.
 
     Args:
         tables: Of these, ``phases`` and ``experiments``.
     """
-    over_processes = tables["phases"].groupby(["experiment_id", "phase"])["median_s"].median()
+    phases = tables["phases"]
+    over_processes = phases.groupby(["experiment_id", "phase"])["median_s"].median()
     spread = over_processes.unstack()  # noqa: PD010 (there is nothing to aggregate)
-    told = tables["experiments"].merge(spread, left_on="experiment_id", right_index=True)
+    told = tables["experiments"].merge(
+        spread.join(_reach(phases)), left_on="experiment_id", right_index=True
+    )
     panels = split(told, "no run of the instrument phases succeeded", most=8)
     figure, axes = panels.lay_out(row_inches=height_of(panels))
     for axis, panel in zip(axes, panels.shown, strict=True):
@@ -30,7 +35,16 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         shown = rows[[phase for phase in PHASE_COLOURS if phase in rows]] * 1e3
         stack(axis, shown, PHASE_COLOURS)
         total = shown.sum(axis=1)
-        note(axis, total, over_baseline(total))
+        low, high = rows["least_s"] * 1e3, rows["most_s"] * 1e3
+        bracket(axis, low, high)
+        note(axis, pd.concat([total, high], axis=1).max(axis=1), over_baseline(total))
         axis.set_xlabel("time of a step (ms)")
     share_legend(figure, axes, PHASE_COLOURS)
     return figure
+
+
+def _reach(phases: pd.DataFrame) -> pd.DataFrame:
+    """Sum the phases of every process; of an experiment's sums, tell the least and the most."""
+    sums = phases.groupby(RUN_KEY)["median_s"].sum().groupby("experiment_id")
+    reach = pd.DataFrame({"least_s": sums.min(), "most_s": sums.max()})
+    return reach[sums.count() > 1]
