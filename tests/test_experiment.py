@@ -17,6 +17,7 @@ COMPLETE = {
     "optimizer": "adamw",
     "attention": "sdpa",
     "device": "cpu",
+    "target": None,
     "max_grad_norm": 1.0,
     "noise_multiplier": 1.0,
     "learning_rate": 0.001,
@@ -57,6 +58,7 @@ def test_every_field_changes_the_digest(field: str) -> None:
         "device": "cuda",
         "cpu_threads": 2,
         "memory_limit_bytes": 2**30,
+        "target": "cpu",
     }
     changed = COMPLETE | {field: other.get(field) or COMPLETE[field] + 1}
 

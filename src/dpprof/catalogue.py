@@ -1,4 +1,4 @@
-"""The names that exist: models, methods, instruments and figures, by entry point.
+"""The names that exist: models, methods, instruments, targets and figures, by entry point.
 
 dpprof declares its own in its pyproject.toml, exactly as another package would
 declare more. Looking names up imports nothing that they name, so planning needs
@@ -24,7 +24,7 @@ class UnsupportedError(Exception):
     """A combination of valid values that cannot run, here or at all; says why."""
 
 
-Group = Literal["models", "methods", "instruments", "figures"]
+Group = Literal["models", "methods", "instruments", "figures", "targets"]
 
 
 @functools.cache
@@ -68,6 +68,17 @@ def check(group: Group, name: str, key: str) -> None:
     """
     if name not in _entries(group):
         raise refuse(key, name, one_of(names(group), name))
+
+
+def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:
+    """Refuse a target for an instrument that measures what is there.
+
+    Raises:
+        InputError: Names the key, the target, and the instrument that takes one.
+    """
+    if experiment.target is not None and instrument != "estimate":
+        allowed = f"the instrument {instrument} measures what is here; only estimate takes a target"
+        raise refuse(key, experiment.target, allowed)
 
 
 def load(group: Group, name: str) -> Any:
@@ -119,6 +130,6 @@ def why_unsupported(experiment: Experiment) -> str | None:
     """
     if experiment.dtype == "tf32" and experiment.device != "cuda":
         return "dtype tf32 is a mode of CUDA matrix products and does not exist on cpu"
-    if experiment.device == "cuda" and (reason := why_no_cuda()):
+    if experiment.target is None and experiment.device == "cuda" and (reason := why_no_cuda()):
         return f"device cuda cannot be used here: {reason}"
     return None

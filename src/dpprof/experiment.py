@@ -1,5 +1,6 @@
 """One point of a sweep: frozen, validated, and named by its own content."""
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -7,20 +8,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ByteSize,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
     model_validator,
 )
 
+from dpprof.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
 from dpprof.storage import canonical_json, sha256_hex
-from dpprof.validation import UNION_TAGS, InputError
+from dpprof.target import Dtype, Target
+from dpprof.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """What a model, method or instrument may be called: safe in a path, a shell and a report."""
@@ -28,45 +27,12 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
-def _refuse_bool(value: Any) -> Any:
-    """YAML's ``true`` is no number, although Python would count it as 1."""
-    if isinstance(value, bool):
-        raise ValueError("it must be a number, not true or false")  # noqa: TRY004 (pydantic's way)
-    return value
-
-
-def _read_size(value: Any, parse: ValidatorFunctionWrapHandler) -> ByteSize:
-    """Read a number of bytes, or a number with a unit."""
-    try:
-        size: ByteSize = parse(_refuse_bool(value))
-    except (ValidationError, ValueError):
-        size = ByteSize(0)
-    if size <= 0:
-        raise ValueError("it must be a number of bytes above 0, or one with a unit, such as 4GiB")
-    return size
-
-
-# The bound stands before the validator: pydantic publishes it in the JSON schema only so.
-Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(_refuse_bool)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_refuse_bool)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_refuse_bool)]
-Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_refuse_bool)]
-Replicates = Annotated[int, Field(ge=1, le=1000), BeforeValidator(_refuse_bool)]
-_SIZE_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "pattern": r"^\s*\d*\.?\d+\s*[A-Za-z]*\s*$"},
-        {"type": "integer", "minimum": 1},
-    ]
-}
-Size = Annotated[ByteSize, WrapValidator(_read_size), WithJsonSchema(_SIZE_SCHEMA)]
-
-
 class Dimensions(BaseModel):
     """The size of a decoder-only transformer; its MLP is four times ``d_model`` wide."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vocab_size: Annotated[int, Field(ge=2, le=10**9), BeforeValidator(_refuse_bool)] = Field(
+    vocab_size: Annotated[int, Field(ge=2, le=10**9), BeforeValidator(refuse_bool)] = Field(
         description="tokens in the vocabulary"
     )
     d_model: Count = Field(description="width of the residual stream")
@@ -82,23 +48,42 @@ class Dimensions(BaseModel):
         return self
 
 
-def _model_kind(value: Any) -> str | None:
-    """Tell the two ways to write a model apart; the tags are no part of a key."""
-    name, dimensions = UNION_TAGS
-    if isinstance(value, str):
-        return name
-    return dimensions if isinstance(value, dict | Dimensions) else None
+def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | None]:
+    """Tell a name from a mapping, for a union; the tags are no part of a key."""
+
+    def kind(value: Any) -> str | None:
+        if isinstance(value, str):
+            return NAME_TAG
+        return tag if isinstance(value, dict | mapping) else None
+
+    return kind
 
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Model = Annotated[
-    Annotated[Name, Tag(UNION_TAGS[0])] | Annotated[Dimensions, Tag(UNION_TAGS[1])],
+    Annotated[Name, Tag(NAME_TAG)] | Annotated[Dimensions, Tag(DIMENSIONS_TAG)],
     Discriminator(
-        _model_kind,
+        _tell_apart(Dimensions, DIMENSIONS_TAG),
         custom_error_type="model_kind",
         custom_error_message="it must be a model's name or a mapping of dimensions",
     ),
 ]
+For = Annotated[
+    Annotated[Name, Tag(NAME_TAG)] | Annotated[Target, Tag(TARGET_TAG)],
+    Discriminator(
+        _tell_apart(Target, TARGET_TAG),
+        custom_error_type="target_kind",
+        custom_error_message="it must be a target's name, or a mapping of memory_bytes, "
+        "flops_per_s and bandwidth_bytes_per_s",
+    ),
+]
+CPU_TARGET = "cpu"
+"""The target that is this machine: nothing of CUDA is modelled."""
+
+
+def device_of(target: "str | Target") -> Literal["cpu", "cuda"]:
+    """Say on which kind of device a target's experiments run."""
+    return "cpu" if target == CPU_TARGET else "cuda"
 
 
 class Experiment(BaseModel):
@@ -116,7 +101,7 @@ class Experiment(BaseModel):
     method: Name = Field(description="how the clipped, noised gradient is computed")
     batch_size: Count = Field(description="samples (sequences) in a batch")
     seq_len: Count = Field(description="tokens in a sample")
-    dtype: Literal["float32", "tf32", "bfloat16", "float64"] = Field(
+    dtype: Dtype = Field(
         "float32",
         description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
         "(autocast, parameters stay float32); float64",
@@ -130,6 +115,12 @@ class Experiment(BaseModel):
         "(DPMultiheadAttention)",
     )
     device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
+    target: For | None = Field(
+        None,
+        description="what the instrument estimate predicts for: a target's name, cpu (this "
+        "machine), or a mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s; null: "
+        "the device",
+    )
     max_grad_norm: Positive = Field(1.0, description="clipping bound C of a sample's gradient")
     noise_multiplier: NotNegative = Field(
         1.0, description="noise standard deviation as a multiple of max_grad_norm"
@@ -149,6 +140,15 @@ class Experiment(BaseModel):
         description="memory the experiment may use, such as 4GiB; beyond it is oom. On cpu: "
         "private writable memory of the process; on cuda: the allocator's share of the device",
     )
+
+    @model_validator(mode="after")
+    def _refuse_other_device(self) -> Self:
+        if self.target is not None and self.device != device_of(self.target):
+            raise ValueError(
+                f"target {_spell(self.target)} goes with device {device_of(self.target)}, "
+                f"and device is {self.device}"
+            )
+        return self
 
     @cached_property
     def canonical(self) -> str:
@@ -171,6 +171,10 @@ class Experiment(BaseModel):
     def model_name(self) -> str:
         """The preset's name, or ``custom`` for a mapping of dimensions."""
         return self.model if isinstance(self.model, str) else "custom"
+
+
+def _spell(target: str | Target) -> str:
+    return target if isinstance(target, str) else "of the config"
 
 
 def read_spec(path: Path) -> Experiment:

@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from dpprof import catalogue
-from dpprof.experiment import Experiment, read_spec
+from dpprof.experiment import Experiment, device_of, read_spec
 from dpprof.hardware import resolve_device
 from dpprof.validation import InputError, explain, option_name, refuse
 
@@ -37,13 +37,15 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
             options = ", ".join(map(option_name, fields))
             raise InputError(f"--spec is the whole experiment; leave out {options}")
         return read_spec(arguments.spec)
-    if fields.get("model", "").lstrip().startswith("{"):
-        try:
-            fields["model"] = yaml.safe_load(fields["model"])
-        except yaml.YAMLError:
-            raise refuse("--model", fields["model"], "it must be a mapping, in YAML") from None
+    for name in ("model", "target"):
+        if fields.get(name, "").lstrip().startswith("{"):
+            try:
+                fields[name] = yaml.safe_load(fields[name])
+            except yaml.YAMLError:
+                raise refuse(f"--{name}", fields[name], "it must be a mapping, in YAML") from None
     if fields.get("device", "auto") == "auto":
-        fields["device"] = resolve_device()
+        target = fields.get("target")
+        fields["device"] = resolve_device() if target is None else device_of(target)
     try:
         experiment = Experiment.model_validate(fields)
     except ValidationError as error:
@@ -51,4 +53,6 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
     if isinstance(experiment.model, str):
         catalogue.check("models", experiment.model, "--model")
     catalogue.check("methods", experiment.method, "--method")
+    if isinstance(experiment.target, str):
+        catalogue.check("targets", experiment.target, "--target")
     return experiment

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpprof import catalogue
+from dpprof.catalogue import refuse_target
 from dpprof.experiment import Experiment
 from dpprof.hardware import resolve_device
 from dpprof.result import result_path
@@ -77,6 +78,15 @@ class Plan:
     experiments: dict[str, Experiment]
 
 
+_NAMING: dict[str, catalogue.Group] = {
+    "model": "models",
+    "method": "methods",
+    "target": "targets",
+    "instruments": "instruments",
+}
+"""Keys whose values name something that the catalogue must know."""
+
+
 def spec_path(experiment_id: str) -> Path:
     """Say where an experiment's spec lives, relative to the working folder."""
     return PLAN / "specs" / f"{experiment_id}.json"
@@ -97,14 +107,10 @@ def _check_names(config: Config) -> None:
     grids |= {f"sweeps.{name}": sweep for name, sweep in config.sweeps.items()}
     grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
     for where, grid in grids.items():
-        keys = given(grid)
-        for model in keys.get("model", []):
-            if isinstance(model, str):
-                catalogue.check("models", model, f"{where}.model")
-        for method in keys.get("method", []):
-            catalogue.check("methods", method, f"{where}.method")
-        for instrument in keys.get("instruments", []):
-            catalogue.check("instruments", instrument, f"{where}.instruments")
+        for key, group in _NAMING.items():
+            for name in given(grid).get(key, []):
+                if isinstance(name, str):
+                    catalogue.check(group, name, f"{where}.{key}")
 
 
 def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -> Plan:
@@ -122,6 +128,7 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
     sweeps_of: dict[Run, list[str]] = {}
     for name, runs in expand(config, device).items():
         for run in dict.fromkeys(runs):
+            refuse_target(run.experiment, run.instrument, f"sweeps.{name}.target")
             sweeps_of.setdefault(run, []).append(name)
     experiments: dict[str, Experiment] = {}
     for run in sweeps_of:

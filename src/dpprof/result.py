@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,18 +13,33 @@ from dpprof.validation import explain
 SCHEMA_VERSION: Literal[1] = 1
 
 Outcome = Literal["ok", "oom", "unsupported", "timeout", "killed", "crashed"]
-OUTCOMES: tuple[Outcome, ...] = ("ok", "oom", "unsupported", "timeout", "killed", "crashed")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 Phase = Literal["setup", "forward", "backward", "second_backward", "clip", "noise", "step"]
-PHASES: tuple[Phase, ...] = (
-    "setup",
-    "forward",
-    "backward",
-    "second_backward",
-    "clip",
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+Component = Literal[
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "saved_activations",
+    "dp_activations",
+    "output_gradients",
+    "per_sample_gradients",
+    "norm_samples",
+    "gram_matrices",
+    "summed_gradients",
     "noise",
-    "step",
-)
+    "inputs",
+    "logits_and_loss",
+    "workspace",
+    "unattributed",
+]
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
+Evidence = Literal["identity", "birthplace", "phase"]
+EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 
 
 class Part(BaseModel):
@@ -76,6 +91,91 @@ class Snapshot(Part):
     )
 
 
+class Held(Part):
+    """Storages that were alive at the peak and have their owner and birthplace in common."""
+
+    component: Component
+    evidence: Evidence | None
+    bytes: int
+    storages: int
+    op: str = Field(description="the operator that made them")
+    phase: Phase
+    module: str | None = Field(description="whose forward or backward was under way")
+    function: str | None = Field(description="the function that was under way: module:function")
+
+
+class AtPeak(Part):
+    """Who owned what at the peak of the steady step, and what made the peak."""
+
+    components: dict[Component, int] = Field(description="bytes; they sum to the ledger's peak")
+    phase: Phase
+    module: str | None
+    op: str | None
+    largest: list[Held] = Field(description="the largest holdings, the largest first")
+
+
+class Timeline(Part):
+    """Live bytes by component over one steady step: the instants that matter, in order."""
+
+    ops: list[int] = Field(description="operators that had run since the step began")
+    elapsed_s: list[float] | None = Field(description="since then, the instrument in it")
+    phase: list[Phase]
+    components: dict[Component, list[int]]
+
+
+class Attribution(Part):
+    """How far the ledger can be believed."""
+
+    valid: bool | None = Field(description="whether the gap is within its bound")
+    ledger_peak_bytes: int
+    allocator_peak_bytes: int | None
+    gap_bytes: int | None = Field(description="the allocator's peak less the ledger's")
+    evidence: dict[Evidence, int] = Field(
+        description="bytes at the peak by what their owner is known from; with unattributed "
+        "they sum to the ledger's peak"
+    )
+    reason: str | None
+
+
+class Compute(Part):
+    """FLOPs of one steady step; products of matrices and attention alone where not said."""
+
+    model_flops: int | None = Field(description="6 N + 12 L d T for each token (PaLM, appendix B)")
+    executed_flops: int
+    other_flops: int = Field(description="elementwise operators and reductions")
+    flops_by_phase: dict[Phase, int]
+    flops_by_module: dict[str, int]
+    flops_by_component: dict[Component, int] = Field(description="by who owns the output")
+    dp_flop_multiplier: float | None = Field(description="executed over model FLOPs")
+    mfu: float | None
+    hfu: float | None
+    peak_flops_per_s: float | None
+    peak_source: str | None
+    roofline_step_s: float | None = Field(
+        description="no step can be faster: each operator at the ceiling that binds it"
+    )
+    reason: str | None
+
+
+class Moved(Part):
+    """Bytes that operators must at least read and write."""
+
+    read: int
+    written: int
+
+
+class Io(Part):
+    """Memory traffic of one steady step, had each operator read and written all once."""
+
+    bytes_read: int
+    bytes_written: int
+    by_phase: dict[Phase, Moved]
+    by_category: dict[str, Moved]
+    by_module: dict[str, Moved]
+    by_component: dict[Component, Moved]
+    arithmetic_intensity: float | None = Field(description="executed FLOPs over bytes moved")
+
+
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where they differ."""
 
@@ -90,9 +190,9 @@ class Memory(Part):
     )
     alloc_retries: int | None = None
     snapshots: list[Snapshot] = Field(default_factory=list)
-    at_peak: None = None
-    timeline: None = None
-    attribution: None = None
+    at_peak: AtPeak | None = None
+    timeline: Timeline | None = None
+    attribution: Attribution | None = None
 
 
 class Time(Part):
@@ -131,8 +231,8 @@ class Measurement(Part):
     memory: Memory | None = None
     time: Time | None = None
     throughput: Throughput | None = None
-    compute: None = None
-    io: None = None
+    compute: Compute | None = None
+    io: Io | None = None
     kernels: None = None
     energy: None = None
     verification: None = None

@@ -59,11 +59,14 @@ class _Place(NamedTuple):
 
 
 def _places(experiment: Experiment) -> list[_Place]:
-    """List the interchangeable devices that this experiment could run on."""
+    """List the interchangeable devices that this experiment could run on.
+
+    What is for a target runs on the CPU: the target need not be here.
+    """
     threads = experiment.cpu_threads or available_cores()
     environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     cpu = _Place("cpu", partial(describe_cpu, threads), environment)
-    if experiment.device == "cpu":
+    if experiment.device == "cpu" or experiment.target is not None:
         return [cpu]
     return [
         _Place(
@@ -257,7 +260,7 @@ def supervise(
     places = _places(experiment)
 
     def waiting() -> None:
-        busy = "the CPU is" if experiment.device == "cpu" else "every visible GPU is"
+        busy = "the CPU is" if places[0].lock_name == "cpu" else "every visible GPU is"
         say(f"{busy} taken by another experiment; waiting")
 
     attempts: list[Attempt] = []

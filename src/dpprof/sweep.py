@@ -11,7 +11,8 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from dpprof.experiment import Experiment, Name, Replicates
+from dpprof.experiment import Experiment, Name, device_of
+from dpprof.quantities import Replicates
 from dpprof.validation import InputError, explain, refuse
 
 MAX_RUNS = 100_000
@@ -148,22 +149,21 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     def auto() -> str:
         return resolve_device()
 
-    def resolved(keys: dict[str, Any], unless_given: list[str]) -> dict[str, Any]:
-        values = keys.get("device", unless_given)
-        return keys | {"device": [auto() if value == "auto" else value for value in values]}
+    def resolved(keys: dict[str, Any]) -> dict[str, Any]:
+        return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}
 
     sweeps = {name: given(config.defaults) | given(sweep) for name, sweep in config.sweeps.items()}
     _refuse_missing(sweeps)
     _refuse_too_many(sweeps)
     excluded = [given(entry) for entry in config.exclude]
-    excluded = [resolved(keys, []) if "device" in keys else keys for keys in excluded]
+    excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
     runs: dict[str, list[Run]] = {}
     for name, keys in sweeps.items():
         instruments = keys.get("instruments", ["clean"])
         watched = list(itertools.product(instruments, range(keys.get("replicates", 1))))
         runs[name] = [
             Run(experiment, *how)
-            for experiment in _multiply(resolved(keys, ["auto"]))
+            for experiment in _multiply(name, keys, auto)
             if not any(_matches(experiment, dropped) for dropped in excluded)
             for how in watched
         ]
@@ -172,10 +172,18 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     return runs
 
 
-def _multiply(keys: dict[str, Any]) -> Iterator[Experiment]:
+def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iterator[Experiment]:
     axes = {name: keys[name] for name in Experiment.model_fields if name in keys}
     for values in itertools.product(*axes.values()):
-        yield Experiment.model_validate(dict(zip(axes, values, strict=True)))
+        fields = dict(zip(axes, values, strict=True))
+        if fields.get("device", "auto") == "auto":
+            target = fields.get("target")
+            fields["device"] = auto() if target is None else device_of(target)
+        try:
+            experiment = Experiment.model_validate(fields)
+        except ValidationError as error:
+            raise InputError(f"sweeps.{sweep}: {explain(error, Experiment)}") from None
+        yield experiment
 
 
 def _matches(experiment: Experiment, keys: dict[str, list[Any]]) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-UNION_TAGS = ("<name>", "<dimensions>")
-"""How the ways to write a model are told apart; pydantic puts them into locations."""
+NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
+"""How the ways to write a model or a target are told apart; pydantic puts them into locations."""
 
-_NOT_KEYS = (*UNION_TAGS, "[key]")
+_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, "[key]")
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80

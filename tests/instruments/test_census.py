@@ -9,6 +9,7 @@ from dpprof import catalogue
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.census import Holdings, take_census
 from dpprof.instruments.setup import Training, set_up
+from dpprof.methods.opacus_optimizer import ATTRIBUTES
 
 B, T = 3, 4
 FIELDS = {"batch_size": B, "seq_len": T}
@@ -93,7 +94,7 @@ def test_a_storage_counts_once_and_whole() -> None:
     module = nn.Linear(4, 3, bias=False)
     module.weight.grad = torch.zeros(100)[:12].view(3, 4)
     module.weight.grad_sample = [module.weight.grad, torch.zeros(2, 3, 4)]
-    census = take_census(Holdings(module))
+    census = take_census(Holdings(module, attributes=ATTRIBUTES))
 
     assert census["gradients"] == 100 * 4
     assert census["per_sample_gradients"] == 2 * 12 * 4

@@ -6,6 +6,7 @@ from factory import make_experiment
 from torch import Tensor, nn
 
 from dpprof import catalogue
+from dpprof.instruments.samplers import SamplerPaths
 from dpprof.methods.base import Batch, TrainingStep
 from dpprof.models.build import build_model
 
@@ -51,19 +52,21 @@ def prepare(method: str, *, scaled: bool = False) -> tuple[TrainingStep, Batch]:
 @pytest.mark.parametrize("method", catalogue.names("methods"))
 def test_the_path_of_every_layer_type(method) -> None:
     step, batch = prepare(method)
-    with step.watch_samplers() as paths:
+    paths = SamplerPaths()
+    with step.watch_samplers(paths):
         step.run(batch, lambda _: None)
 
-    assert paths == TRANSFORMER[method]
+    assert (paths.by_layer or {}) == TRANSFORMER[method]
 
 
 @pytest.mark.parametrize("method", ["opacus-ghost", "opacus-hooks"])
 def test_a_silent_fallback_is_told(method) -> None:
     step, batch = prepare(method, scaled=True)
-    with step.watch_samplers() as paths:
+    paths = SamplerPaths()
+    with step.watch_samplers(paths):
         step.run(batch, lambda _: None)
 
-    assert paths == TRANSFORMER[method] | {"Scale": "functorch"}
+    assert paths.by_layer == TRANSFORMER[method] | {"Scale": "functorch"}
 
 
 @pytest.mark.parametrize("method", catalogue.names("methods"))
@@ -72,11 +75,13 @@ def test_nothing_is_told_of_steps_outside_and_nothing_stays(method) -> None:
     step.run(batch, lambda _: None)
     objects = [*step.module.modules(), step.optimizer]
     before = [set(vars(one)) for one in objects]
-    with step.watch_samplers() as paths:
+    paths = SamplerPaths()
+    with step.watch_samplers(paths):
         pass
     step.run(batch, lambda _: None)
 
-    assert paths == {}
+    assert paths.by_layer is None
+    assert paths.reasons
     assert [set(vars(one)) for one in objects] == before
 
 
@@ -88,7 +93,7 @@ def test_watching_changes_no_gradient(method) -> None:
         step, batch = prepare(method)
         torch.manual_seed(1)
         if watched:
-            with step.watch_samplers():
+            with step.watch_samplers(SamplerPaths()):
                 step.compute_gradient(batch, lambda _: None)
         else:
             step.compute_gradient(batch, lambda _: None)

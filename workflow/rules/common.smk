@@ -58,8 +58,9 @@ def code_of(wildcards):
 
 
 def gpus_of(wildcards):
-    """Ask for a GPU where the experiment runs on one."""
-    return 1 if experiment_of(wildcards.id).device == "cuda" else 0
+    """Ask for a GPU where the experiment runs on one; a target need not be there."""
+    experiment = experiment_of(wildcards.id)
+    return 1 if experiment.device == "cuda" and experiment.target is None else 0
 
 
 def priority_of(wildcards):

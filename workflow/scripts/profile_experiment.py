@@ -43,6 +43,7 @@ def main() -> None:
     try:
         experiment = read_experiment(arguments)
         catalogue.check("instruments", arguments.instrument, "--instrument")
+        catalogue.refuse_target(experiment, arguments.instrument, "--target")
     except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)

@@ -22,10 +22,11 @@ SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]
 
 _TEXTS = {
     *("experiment_id", "instrument", "sweeps", "model", "method", "dtype", "optimizer"),
-    *("attention", "device", "outcome", "error_kind", "error_phase", "error_message"),
+    *("attention", "device", "target", "outcome", "error_kind", "error_phase", "error_message"),
     *("error_log", "started_at", "device_name", "hostname", "python", "torch", "opacus"),
     *("git_commit", "code_digest", "peak_kind", "stage", "name", "phase", "component"),
     *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
+    *("op", "module", "function", "evidence", "reason", "by", "key"),
     *("smallest", "fastest", "fastest_verdict", "not_slower"),
 }
 
@@ -75,7 +76,18 @@ def key_of(run: PlannedRun) -> dict[str, Any]:
 def axes_of(experiment: Experiment) -> dict[str, Any]:
     """Spell an experiment's axes as columns."""
     fields = experiment.model_dump(mode="json")
-    return {name: fields[name] for name in AXES} | {"model": _model_text(experiment)}
+    spelled = {"model": _model_text(experiment), "target": _target_text(experiment)}
+    return {name: fields[name] for name in AXES} | spelled
+
+
+def _target_text(experiment: Experiment) -> str | None:
+    """Name the target; a mapping is spelled by what is particular to it, ``24GiB-100TF-2TBps``."""
+    target = experiment.target
+    if target is None or isinstance(target, str):
+        return target
+    fastest = max(target.flops_per_s.values()) / 1e12
+    bandwidth = target.bandwidth_bytes_per_s / 1e12
+    return f"{target.memory_bytes / 2**30:.4g}GiB-{fastest:.4g}TF-{bandwidth:.3g}TBps"
 
 
 def _model_text(experiment: Experiment) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.books import tabulate_books
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments import tabulate_experiments
 from dpprof.analysis.findings import find
@@ -27,7 +28,8 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         methods compete), ``methods`` and ``outcomes`` (one row per method),
         ``steps`` (one row per step, warm-up included), ``phases`` (one row per phase of a
         run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
-        component of a snapshot), ``samplers`` (one row per type of layer), ``findings`` (one
+        component of a snapshot), the tables of ``books`` (peaks, costs, owners, holdings,
+        timeline, traffic), ``samplers`` (one row per type of layer), ``findings`` (one
         row per thing to know before believing the numbers) and ``missing`` (one row per run
         without a result).
     """
@@ -53,6 +55,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         "components": make_frame(
             _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
         ),
+        **tabulate_books(collected, groups),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
         "findings": find(collected),
         "missing": make_frame(

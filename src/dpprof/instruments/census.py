@@ -1,20 +1,21 @@
 """Who owns which bytes just now: tensors counted by identity, storage by storage."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.methods.base import Batch
+from dpprof.methods.tensors import tensors_in
+from dpprof.result import Component
 
-_BY_ATTRIBUTE = {
-    "gradients": ("grad",),
-    "per_sample_gradients": ("grad_sample", "_current_grad_sample"),
-    "norm_samples": ("_norm_sample",),
-    "summed_gradients": ("summed_grad",),
-}
-"""Where Opacus and PyTorch keep what belongs to a parameter."""
+_OF_PARAMETERS: tuple[Component, ...] = (
+    "per_sample_gradients",
+    "norm_samples",
+    "summed_gradients",
+)
+"""What a method may keep as an attribute of a parameter."""
 
 
 class Holdings(NamedTuple):
@@ -23,6 +24,8 @@ class Holdings(NamedTuple):
     module: nn.Module
     optimizer: Optimizer | None = None
     batch: Batch | None = None
+    attributes: Mapping[str, Component] = {}
+    """Components by the attribute of a parameter that holds them, ``.grad`` excepted."""
 
 
 def take_census(holdings: Holdings) -> dict[str, int]:
@@ -42,12 +45,14 @@ def take_census(holdings: Holdings) -> dict[str, int]:
         "inputs": holdings.batch or (),
         "parameters": [*parameters, *holdings.module.buffers()],
     }
-    for component, names in _BY_ATTRIBUTE.items():
-        groups[component] = _tensors([getattr(p, name, None) for p in parameters for name in names])
+    groups["gradients"] = tensors_in([parameter.grad for parameter in parameters])
+    for kept in _OF_PARAMETERS:
+        names = [name for name, owner in holdings.attributes.items() if owner == kept]
+        groups[kept] = tensors_in([getattr(p, name, None) for p in parameters for name in names])
     state = holdings.optimizer.state if holdings.optimizer else {}
-    groups["optimizer_state"] = _tensors([list(of_one.values()) for of_one in state.values()])
+    groups["optimizer_state"] = tensors_in([list(of_one.values()) for of_one in state.values()])
     layers = holdings.module.modules()
-    groups["dp_activations"] = _tensors([vars(layer).get("activations") for layer in layers])
+    groups["dp_activations"] = tensors_in([vars(layer).get("activations") for layer in layers])
     device = parameters[0].device
     seen: set[int] = set()
     census = dict.fromkeys(groups, 0)
@@ -58,12 +63,3 @@ def take_census(holdings: Holdings) -> dict[str, int]:
                 seen.add(storage.data_ptr())
                 census[component] += storage.nbytes()
     return census
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Find the tensors in nested lists and tuples."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for branch in tree:
-            yield from _tensors(branch)

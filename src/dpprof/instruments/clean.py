@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from dpprof.devices.base import Device
-from dpprof.devices.selection import open_device
 from dpprof.experiment import Experiment
-from dpprof.instruments.setup import NO_SAMPLERS, import_method, set_up
+from dpprof.instruments.samplers import SamplerPaths
+from dpprof.instruments.setup import begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.base import Enter
 from dpprof.result import Measurement, Memory, Throughput, Time
@@ -50,9 +50,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
-    method = import_method(experiment)
-    device = open_device(experiment.device)
-    device.prepare(experiment)
+    method, device = begin(experiment)
     process = psutil.Process()
     snapshots = Snapshots(lambda _: device.counters(), rss=lambda: process.memory_info().rss)
     training = set_up(experiment, method, device, snapshots.take)
@@ -71,11 +69,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     steady = device.peaks()
     peak_rss_bytes = _peak_rss_bytes()
 
-    with training.step.watch_samplers() as samplers:
+    paths = SamplerPaths()
+    with training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
     return Measurement(
         model=training.model,
-        samplers=samplers or None,
+        samplers=paths.by_layer,
         memory=Memory(
             peak_allocated_bytes=steady.allocated_bytes,
             first_step_peak_allocated_bytes=first_step.allocated_bytes,
@@ -87,7 +86,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         ),
         time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=statistics.median(step_s)),
         throughput=_throughput(experiment, statistics.median(step_s)),
-        reasons=device.reasons | (NO_SAMPLERS if not samplers else {}),
+        reasons=device.reasons | paths.reasons,
     )
 
 

@@ -10,10 +10,10 @@ import statistics
 import time
 
 from dpprof.devices.base import Device
-from dpprof.devices.selection import open_device
 from dpprof.experiment import Experiment
 from dpprof.instruments.census import take_census
-from dpprof.instruments.setup import NO_SAMPLERS, Training, import_method, set_up
+from dpprof.instruments.samplers import SamplerPaths
+from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.base import Enter
 from dpprof.result import Measurement, Memory, Phase, Snapshot, Time
@@ -63,9 +63,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
-    method = import_method(experiment)
-    device = open_device(experiment.device)
-    device.prepare(experiment)
+    method, device = begin(experiment)
     recorder = device.recorder()
     snapshots = Snapshots(recorder.read, components=take_census)
     training = set_up(experiment, method, device, snapshots.take)
@@ -74,7 +72,8 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     for _ in range(experiment.warmup_steps - 1):
         training.step.run(training.batch, enter)
     snapshots.take("after_warmup", training.holdings)
-    with recorder.window("steady"), training.step.watch_samplers() as samplers:
+    paths = SamplerPaths()
+    with recorder.window("steady"), training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
     recorded = recorder.close()
     steady = recorded.peaks["steady"]
@@ -84,7 +83,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     step_s = [sum(step.values()) for step in steps]
     return Measurement(
         model=training.model,
-        samplers=samplers or None,
+        samplers=paths.by_layer,
         memory=Memory(
             peak_allocated_bytes=steady.allocated_bytes,
             first_step_peak_allocated_bytes=recorded.peaks["first_step"].allocated_bytes,
@@ -102,7 +101,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             median_s=statistics.median(step_s),
             phases_s={phase: [step[phase] for step in steps] for phase in steps[0]},
         ),
-        reasons=device.reasons_recorded | _REASONS | (NO_SAMPLERS if not samplers else {}),
+        reasons=device.reasons_recorded | _REASONS | paths.reasons,
     )
 
 

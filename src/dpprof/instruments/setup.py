@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof import catalogue
 from dpprof.devices.base import Device
+from dpprof.devices.selection import open_device
 from dpprof.experiment import Experiment
 from dpprof.instruments.census import Holdings
 from dpprof.methods.base import Batch, TrainingStep
@@ -16,9 +17,6 @@ from dpprof.models.attention import find_attention
 from dpprof.models.build import build_model
 from dpprof.models.precision import apply_dtype
 from dpprof.result import ModelFacts
-
-NO_SAMPLERS = {"samplers": "the method asks no layer for per-sample gradients or their norms"}
-"""Why a method has none, as an entry of ``reasons``."""
 
 
 class Training(NamedTuple):
@@ -31,7 +29,17 @@ class Training(NamedTuple):
     @property
     def holdings(self) -> Holdings:
         """What holds the training's tensors."""
-        return Holdings(self.step.module, self.step.optimizer, self.batch)
+        return Holdings(
+            self.step.module, self.step.optimizer, self.batch, attributes=self.step.attributes
+        )
+
+
+def begin(experiment: Experiment) -> tuple[type[TrainingStep], Device]:
+    """Import what the experiment will need, then open its device and prepare it."""
+    method = import_method(experiment)
+    device = open_device(experiment.device)
+    device.prepare(experiment)
+    return method, device
 
 
 def import_method(experiment: Experiment) -> type[TrainingStep]:
@@ -65,13 +73,14 @@ def set_up(
             ``optimizer_created`` as they are reached, and with what holds tensors then.
     """
     torch.manual_seed(experiment.seed)
-    model = apply_dtype(build_model(experiment).to(device.torch_device), experiment).train()
+    model = build_model(experiment).to(device.torch_device)
+    model = apply_dtype(model, experiment, device.torch_device).train()
     facts = _count(model)
     moment("model_loaded", Holdings(model))
     step = method(model, experiment)
-    moment("wrapped_with_dp", Holdings(step.module))
+    moment("wrapped_with_dp", Holdings(step.module, attributes=step.attributes))
     step.attach_optimizer(_build_optimizer(step.module, experiment))
-    moment("optimizer_created", Holdings(step.module, step.optimizer))
+    moment("optimizer_created", Holdings(step.module, step.optimizer, attributes=step.attributes))
     return Training(step, _make_batch(experiment, model, device), facts)
 
 

@@ -10,9 +10,9 @@ Shape legend: B batch, T tokens, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,15 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
-from dpprof.result import Phase
+from dpprof.result import Component, Phase
 
 Enter = Callable[[Phase], None]
 """Called as a phase begins; it lasts until the next one or the end of the step."""
+
+
+Watch = Callable[[nn.Module, str, Callable[..., Any], tuple[Any, ...]], Any]
+"""Called with a layer, its code path, the sampler that finds the layer's per-sample gradients
+or their norms, and the sampler's arguments; must return what the sampler returns for them."""
 
 
 class Batch(NamedTuple):
@@ -47,6 +52,12 @@ class TrainingStep(ABC):
 
     module: nn.Module
     optimizer: Optimizer
+
+    attributes: ClassVar[Mapping[str, Component]] = {}
+    """Components by the attribute of a parameter that holds them, ``.grad`` excepted."""
+
+    births: ClassVar[Mapping[str, Component]] = {}
+    """Components by the function (``module:function``) in whose code they are born."""
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
@@ -75,14 +86,13 @@ class TrainingStep(ABC):
         self.apply_gradient()
         self.optimizer.zero_grad()
 
-    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
-        """Watch the steps within: which way each type of layer takes to what is clipped.
+    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Watch the steps within: which way each layer takes to what is clipped.
 
-        Returns:
-            A context with a mapping that fills as layers are seen, from a layer's type to
-            the name of its code path; it stays empty where a method has only one.
+        Args:
+            watch: Called in place of each sampler; never, where a method has none.
         """
-        return nullcontext({})
+        return nullcontext()
 
 
 def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

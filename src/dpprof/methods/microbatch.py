@@ -5,9 +5,14 @@ Cost: the FLOPs of the standard step in B small pieces, and one gradient's worth
 memory (P elements) for the running sum beside the gradient of the sample at hand.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
 import torch
+from torch import Tensor
 
 from dpprof.methods.base import Batch, Enter, TrainingStep, clip_factor, mean_loss
+from dpprof.result import Component
 
 
 class Microbatch(TrainingStep):
@@ -17,11 +22,16 @@ class Microbatch(TrainingStep):
     adding or removing one sample.
     """
 
+    births: ClassVar[Mapping[str, Component]] = {
+        f"{__name__}:_start_sums": "summed_gradients",
+        f"{__name__}:_draw_noise": "noise",
+    }
+
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``."""
         bound = self.experiment.max_grad_norm
         parameters = [p for p in self.module.parameters() if p.requires_grad]
-        sums = [torch.zeros_like(p) for p in parameters]
+        sums = _start_sums(parameters)
         for tokens_T, labels_T in zip(batch.tokens_BT, batch.labels_BT, strict=True):
             enter("forward")
             loss = mean_loss(self.module(tokens_T[None]), labels_T[None])
@@ -35,5 +45,13 @@ class Microbatch(TrainingStep):
         enter("noise")
         scale = self.experiment.noise_multiplier * bound
         for parameter, total in zip(parameters, sums, strict=True):
-            total.add_(torch.randn_like(total) * scale)
+            total.add_(_draw_noise(total, scale))
             parameter.grad = total.div_(self.experiment.batch_size)
+
+
+def _start_sums(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(parameter) for parameter in parameters]
+
+
+def _draw_noise(like: Tensor, scale: float) -> Tensor:
+    return torch.randn_like(like) * scale

@@ -11,6 +11,7 @@ from torch import nn
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.experiment import Experiment
+from dpprof.methods.base import Watch
 from dpprof.methods.opacus_per_sample import OpacusPerSample
 from dpprof.methods.opacus_samplers import watch_expanded_weights
 
@@ -33,6 +34,6 @@ class OpacusEw(OpacusPerSample):
         """Have the model called with expanded weights."""
         return GradSampleModuleExpandedWeights(model, batch_first=True, loss_reduction="mean")
 
-    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Look at who has per-sample gradients."""
-        return watch_expanded_weights(self.module, self.optimizer)
+        return watch_expanded_weights(self.module, self.optimizer, watch)

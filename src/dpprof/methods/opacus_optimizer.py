@@ -1,11 +1,29 @@
 """Opacus's optimizers, with the step taken apart into its phases."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
+from dpprof.result import Component
+
+ATTRIBUTES: Mapping[str, Component] = {
+    "grad_sample": "per_sample_gradients",
+    "_current_grad_sample": "per_sample_gradients",
+    "_norm_sample": "norm_samples",
+    "summed_grad": "summed_gradients",
+}
+"""Where Opacus keeps what belongs to a parameter."""
+
+BIRTHS: Mapping[str, Component] = {
+    "opacus.grad_sample.grad_sample_module:create_or_accumulate_grad_sample": (
+        "per_sample_gradients"
+    ),
+    "opacus.optimizers.optimizer:_generate_noise": "noise",
+}
+"""Opacus's functions that make what may be gone before anybody looks."""
 
 
 def wrap_optimizer(

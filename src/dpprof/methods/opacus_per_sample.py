@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
-from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, mean_loss
+from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
 from dpprof.methods.opacus_samplers import watch_hooks
 
 
@@ -27,6 +27,8 @@ class OpacusPerSample(TrainingStep):
     """
 
     optimizer: DPOptimizer
+    attributes = ATTRIBUTES
+    births = BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
@@ -60,7 +62,7 @@ class OpacusPerSample(TrainingStep):
         """Let the wrapped optimizer use the gradients."""
         self.optimizer.original_optimizer.step()
 
-    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch Opacus's hooks."""
         assert isinstance(self.module, GradSampleModule)
-        return watch_hooks(self.module)
+        return watch_hooks(self.module, watch)

@@ -12,17 +12,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-Paths = dict[str, str]
-"""From a layer's type to ``norm sampler``, ``grad sampler``, ``functorch`` or
-``expanded weights``; several, joined by commas, where layers of a type differ."""
-
-Sampler = Callable[..., Any]
-
-
-def _note(paths: Paths, layer: nn.Module, path: str) -> None:
-    kind = type(layer).__name__
-    known = [text for text in paths.get(kind, "").split(", ") if text]
-    paths[kind] = ", ".join(sorted({*known, path}))
+from dpprof.methods.base import Watch
 
 
 def _replace(watching: ExitStack, owner: object, name: str, value: object) -> None:
@@ -36,53 +26,52 @@ def _replace(watching: ExitStack, owner: object, name: str, value: object) -> No
 
 
 @contextmanager
-def watch_hooks(module: GradSampleHooks) -> Iterator[Paths]:
-    """Watch a model with Opacus's hooks; the paths are filled in as layers take them.
+def watch_hooks(module: GradSampleHooks, watch: Watch) -> Iterator[None]:
+    """Watch a model with Opacus's hooks.
 
-    A norm sampler finds norms without per-sample gradients, a grad sampler is Opacus's
-    rule for a layer's per-sample gradients, functorch is what is left.
+    Code paths: a ``norm sampler`` finds norms without per-sample gradients, a ``grad sampler``
+    is Opacus's rule for a layer's per-sample gradients, ``functorch`` is what is left. The
+    last argument of each is the gradient of the layer's output.
     """
-    paths: Paths = {}
 
-    def noting(path: str, sampler: Sampler) -> Sampler:
+    def watched(path: str, sampler: Callable[..., Any]) -> Callable[..., Any]:
         def sample(layer: nn.Module, *inputs: Any) -> Any:
-            _note(paths, layer, path)
-            return sampler(layer, *inputs)
+            return watch(layer, path, lambda *given: sampler(layer, *given), inputs)
 
         return sample
 
-    def noting_functorch(layer: nn.Module, sampler: Sampler) -> Sampler:
-        def sample(*inputs: Any) -> Any:
-            _note(paths, layer, "functorch")
-            return sampler(*inputs)
-
-        return sample
+    def watched_functorch(layer: nn.Module, sampler: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *inputs: watch(layer, "functorch", sampler, inputs)
 
     with ExitStack() as watching:
         for table, path in (("GRAD_SAMPLERS", "grad sampler"), ("NORM_SAMPLERS", "norm sampler")):
             samplers = getattr(type(module), table, {})
-            noted = {kind: noting(path, sampler) for kind, sampler in samplers.items()}
-            _replace(watching, module, table, noted)
+            replaced = {kind: watched(path, sampler) for kind, sampler in samplers.items()}
+            _replace(watching, module, table, replaced)
         for layer in module.modules():
             own = vars(layer).get("ft_compute_sample_grad")
             if own is not None:
-                _replace(watching, layer, "ft_compute_sample_grad", noting_functorch(layer, own))
-        yield paths
+                _replace(watching, layer, "ft_compute_sample_grad", watched_functorch(layer, own))
+        yield
 
 
 @contextmanager
-def watch_expanded_weights(module: nn.Module, optimizer: DPOptimizer) -> Iterator[Paths]:
-    """Watch a model with expanded weights: who has per-sample gradients when clipping begins."""
-    paths: Paths = {}
+def watch_expanded_weights(
+    module: nn.Module, optimizer: DPOptimizer, watch: Watch
+) -> Iterator[None]:
+    """Watch a model with expanded weights: who has per-sample gradients when clipping begins.
+
+    The code path is ``expanded weights``; it has no sampler of its own to call.
+    """
     clip_and_accumulate = optimizer.clip_and_accumulate
 
     def look_and_clip() -> None:
         for layer in module.modules():
             own = layer.parameters(recurse=False)
             if any(getattr(parameter, "grad_sample", None) is not None for parameter in own):
-                _note(paths, layer, "expanded weights")
+                watch(layer, "expanded weights", lambda: None, ())
         clip_and_accumulate()
 
     with ExitStack() as watching:
         _replace(watching, optimizer, "clip_and_accumulate", look_and_clip)
-        yield paths
+        yield

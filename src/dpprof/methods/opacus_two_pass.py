@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep
-from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
+from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
 from dpprof.methods.opacus_samplers import watch_hooks
 
 
@@ -51,6 +51,8 @@ class OpacusTwoPass(TrainingStep):
 
     module: _PhasedModule
     optimizer: DPOptimizerFastGradientClipping
+    attributes = ATTRIBUTES
+    births = BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
@@ -91,6 +93,6 @@ class OpacusTwoPass(TrainingStep):
         """Let the wrapped optimizer use the gradients."""
         self.optimizer.original_optimizer.step()
 
-    def watch_samplers(self) -> AbstractContextManager[dict[str, str]]:
+    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch Opacus's hooks."""
-        return watch_hooks(self.module)
+        return watch_hooks(self.module, watch)

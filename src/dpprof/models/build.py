@@ -1,5 +1,7 @@
 """From an experiment to its model."""
 
+from typing import Any
+
 from torch import nn
 
 from dpprof import catalogue
@@ -13,10 +15,19 @@ def build_model(experiment: Experiment) -> nn.Module:
     A catalogue entry is either ``Dimensions`` or a function from the experiment to a
     module that maps token ids (B, T) to logits (B, T, V).
     """
-    recipe = experiment.model
-    if isinstance(recipe, str):
-        recipe = catalogue.load("models", recipe)
+    recipe = _find_recipe(experiment)
     if isinstance(recipe, Dimensions):
         return Transformer(recipe, experiment.seq_len, experiment.attention)
     model: nn.Module = recipe(experiment)
     return model
+
+
+def find_dimensions(experiment: Experiment) -> Dimensions | None:
+    """Return the size of the experiment's model, or None where another package builds it."""
+    recipe = _find_recipe(experiment)
+    return recipe if isinstance(recipe, Dimensions) else None
+
+
+def _find_recipe(experiment: Experiment) -> Any:
+    model = experiment.model
+    return catalogue.load("models", model) if isinstance(model, str) else model

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from dpprof.experiment import Experiment
 
 
-def apply_dtype(model: nn.Module, experiment: Experiment) -> nn.Module:
+def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
     """Give a model on its device the precision that the experiment asks for.
 
     float64 converts parameters. bfloat16 is autocast: parameters, gradients and optimizer
@@ -21,7 +21,7 @@ def apply_dtype(model: nn.Module, experiment: Experiment) -> nn.Module:
         forward = model.forward
 
         def forward_in_bfloat16(tokens_BT: Tensor) -> Tensor:
-            with torch.autocast(experiment.device, dtype=torch.bfloat16):
+            with torch.autocast(device.type, dtype=torch.bfloat16):
                 logits_BTV: Tensor = forward(tokens_BT)
             return logits_BTV.float()
 

@@ -1,0 +1,163 @@
+"""Does the ledger see every byte, and does an estimate say the same without running?
+
+For every method and shape, two fresh processes. The first follows the allocator through a
+plain run, then keeps the books of the same step, then estimates it. The second follows the
+allocator while books are kept, to see whether the ledger changes what it looks at. Writes a
+table and fails where a bound is missed:
+
+    python perf/accuracy.py --output perf/accuracy.md
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import _source_tree  # noqa: F401
+from dpprof.closing import bound_bytes
+from dpprof.devices.allocations import CpuRecorder
+from dpprof.experiment import Experiment
+from dpprof.instruments import account, phases
+from dpprof.instruments.setup import begin, set_up
+from dpprof.ledger.recorder import Recorder
+from dpprof.ledger.workspaces import CPU_WORKSPACES
+from dpprof.result import Memory, Phase
+
+METHODS = (
+    "standard",
+    "microbatch",
+    "opacus-hooks",
+    "opacus-functorch",
+    "opacus-ew",
+    "opacus-ghost",
+    "opacus-fast-gradient-clipping",
+)
+SHAPES = (
+    *((model, *shape) for model in ("tiny", "small") for shape in ((4, 128), (4, 512), (8, 256))),
+    ("medium", 2, 256),
+)
+
+
+def ignore(_phase: Phase) -> None:
+    """Do nothing as a phase begins."""
+
+
+def look_three_ways(experiment: Experiment) -> dict[str, Any]:
+    """Follow the allocator, keep the books, estimate: the peaks and components of one step."""
+    truth = _memory(phases.measure(experiment, ignore).memory)
+    books = _memory(account.measure(experiment, ignore).memory)
+    guess = _memory(account.estimate(experiment, ignore).memory)
+    assert truth.peak_allocated_bytes is not None
+    assert books.at_peak is not None
+    assert books.attribution is not None
+    assert guess.at_peak is not None
+    components = books.at_peak.components
+    return {
+        "allocator": truth.peak_allocated_bytes,
+        "allocator_all": max(
+            truth.peak_allocated_bytes, truth.first_step_peak_allocated_bytes or 0
+        ),
+        "ledger": books.peak_allocated_bytes,
+        "sum": sum(components.values()),
+        "bound": bound_bytes(experiment, truth.peak_allocated_bytes),
+        "estimate_equal": (guess.peak_allocated_bytes, guess.first_step_peak_allocated_bytes)
+        == (books.peak_allocated_bytes, books.first_step_peak_allocated_bytes)
+        and guess.at_peak.components == components,
+        "evidence": books.attribution.evidence,
+    }
+
+
+def look_at_the_looking(experiment: Experiment) -> dict[str, Any]:
+    """Follow the allocator while books are kept."""
+    method, device = begin(experiment)
+    allocator = CpuRecorder()
+    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
+    with recorder:
+        training = set_up(experiment, method, device, lambda *_: None)
+        with allocator.window("all"):
+            account.keep_books(recorder, training, ignore, experiment.warmup_steps + 1)
+    return {"attached": allocator.close().peaks["all"].allocated_bytes}
+
+
+def _memory(memory: Memory | None) -> Memory:
+    assert memory is not None
+    return memory
+
+
+def run_case(fields: dict[str, Any]) -> dict[str, Any]:
+    """Look at one case, in two fresh processes."""
+    found: dict[str, Any] = {}
+    for way in ("three-ways", "attached"):
+        command = [sys.executable, __file__, "--child", way, json.dumps(fields)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            sys.exit(f"{fields}: {ended.stderr}")
+        found |= json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def tell(fields: dict[str, Any], found: dict[str, Any]) -> tuple[str, bool]:
+    """Make a row of the table, and say whether all held."""
+    gap = found["allocator"] - found["ledger"]
+    changed = found["attached"] - found["allocator_all"]
+    phase_only = found["evidence"]["phase"] / found["ledger"]
+    held = (
+        abs(gap) <= found["bound"]
+        and changed == 0
+        and found["sum"] == found["ledger"]
+        and found["estimate_equal"]
+    )
+    cells = (
+        f"{fields['model']} B{fields['batch_size']} T{fields['seq_len']} {fields['dtype']}",
+        fields["method"],
+        f"{found['allocator']:,}",
+        f"{gap:,}",
+        f"{changed:,}",
+        "equal" if found["estimate_equal"] else "differs",
+        f"{phase_only:.2%}",
+    )
+    return f"| {' | '.join(cells)} |", held
+
+
+def main() -> None:
+    """Run every case, or be the child that looks at one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="where the table goes, beside the terminal")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--models", nargs="+", default=["tiny", "small", "medium"])
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        way, fields = arguments.child
+        look = look_three_ways if way == "three-ways" else look_at_the_looking
+        print(json.dumps(look(Experiment.model_validate_json(fields))))
+        return
+    rows = [
+        "| case | method | allocator | gap | changed by looking | estimate | by phase alone |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    missed = 0
+    print("\n".join(rows), flush=True)
+    for dtype in arguments.dtypes:
+        for model, batch_size, seq_len in SHAPES:
+            for method in arguments.methods:
+                if model not in arguments.models or (dtype == "bfloat16" and method == "opacus-ew"):
+                    continue
+                fields = {"model": model, "method": method, "device": "cpu", "dtype": dtype}
+                fields |= {"batch_size": batch_size, "seq_len": seq_len}
+                fields |= {"warmup_steps": 2, "timed_steps": 1}
+                row, held = tell(fields, run_case(fields))
+                missed += not held
+                rows.append(row)
+                print(row, flush=True)
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    if missed:
+        sys.exit(f"{missed} cases missed a bound")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Which code path each type of layer took, as it was seen."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+NO_SAMPLERS = "the method asks no layer for per-sample gradients or their norms"
+
+
+class SamplerPaths:
+    """Collects code paths; give it to ``TrainingStep.watch_samplers``."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[str]] = {}
+
+    def __call__(
+        self, layer: nn.Module, path: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> Any:
+        """Note the layer's path, and do what the sampler does."""
+        self._seen.setdefault(type(layer).__name__, set()).add(path)
+        return sampler(*inputs)
+
+    @property
+    def by_layer(self) -> dict[str, str] | None:
+        """From a layer's type to its path; joined by commas where layers of a type differ."""
+        return {kind: ", ".join(sorted(paths)) for kind, paths in self._seen.items()} or None
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why ``samplers`` is null, if it is."""
+        return {} if self._seen else {"samplers": NO_SAMPLERS}

@@ -1,0 +1,220 @@
+"""FLOPs of an operator by formula, and the bytes that it must read and write.
+
+A multiplication and an addition are two FLOPs. Products of matrices and attention are
+counted apart from everything else: FLOPs of the former are what a step is compared by.
+Bytes are those of an operator that reads each input and writes each output once.
+
+Sources: matrix products, 2 m n k. Attention over S queries and R keys of width D, for
+each head of each sample: 2 products of 2 S R D forward; backward recomputes the scores
+and takes four more, 5 products (Dao et al. 2022, "FlashAttention", algorithm 4; a
+causal mask is not discounted). One FLOP for each element that an elementwise operator
+writes or a reduction reads.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+Category = Literal[
+    "matmul", "attention", "elementwise", "reduction", "indexing", "copy", "random", "other"
+]
+COUNTED = ("matmul", "attention")
+"""Categories whose FLOPs are the executed FLOPs."""
+
+Moved = list[tuple[Tensor, int]]
+
+
+class Cost(NamedTuple):
+    """What one call of an operator costs."""
+
+    op: str
+    category: Category
+    flops: int
+    dtype: str
+    """Of the first tensor: what decides how fast products of matrices are."""
+
+
+def _mm(a: Tensor, b: Tensor) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _bmm(a: Tensor, b: Tensor) -> int:
+    return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
+
+
+def _vector(a: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel()
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
+    batch, heads, queries, width = q.shape
+    return 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
+
+
+def _attention_backward(q: Tensor, k: Tensor, v: Tensor) -> int:
+    batch, heads, queries, width = q.shape
+    return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten.mm: lambda a, b, *_, **__: _mm(a, b),
+    aten.addmm: lambda _, a, b, *__, **___: _mm(a, b),
+    aten.bmm: lambda a, b, *_, **__: _bmm(a, b),
+    aten.baddbmm: lambda _, a, b, *__, **___: _bmm(a, b),
+    aten.mv: _vector,
+    aten.addmv: lambda _, a, *__, **___: _vector(a),
+    aten.dot: _vector,
+    aten.vdot: _vector,
+    aten.addr: lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),
+}
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {}
+for _kernel in (*_ATTENTION, "cudnn_attention"):
+    for _suffix in ("", "_backward"):
+        _packet = getattr(aten, f"_scaled_dot_product_{_kernel}{_suffix}", None)
+        if _packet is not None:  # the gradient of the output comes first in backward
+            _ATTENTION_FLOPS[_packet] = (
+                (lambda _, q, k, v, *__, **___: _attention_backward(q, k, v))
+                if _suffix
+                else (lambda q, k, v, *_, **__: _attention(q, k, v))
+            )
+
+_FREE = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+    *(aten.detach, aten.lift_fresh, aten.sym_size, aten._local_scalar_dense, aten._unsafe_view),  # noqa: SLF001
+    *(aten.resize_, aten.set_),
+}
+"""Operators that move nothing, and are no views by their schema."""
+
+_COPIES = {
+    *(aten.clone, aten.copy_, aten._to_copy, aten.cat, aten.stack, aten.fill_, aten.zero_),  # noqa: SLF001
+    *(aten.zeros, aten.ones, aten.zeros_like, aten.ones_like, aten.full, aten.full_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.arange, aten.repeat, aten.fill),
+    *(aten.scalar_tensor, aten._foreach_copy_, aten._foreach_zero_, aten.constant_pad_nd),
+    *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril, aten.expand_copy),
+}
+_LOOKUPS = {aten.embedding, aten.gather, aten.index_select, aten.index, aten.take}
+"""Operators that read as much of their first input as they write."""
+
+_SCATTERS = {aten.scatter_add_, aten.scatter_add, aten.index_add_, aten.index_put_, aten.scatter_}
+"""In-place operators that write, and read, as much as their source holds."""
+
+_INDEXING = {*_LOOKUPS, *_SCATTERS, aten.embedding_dense_backward, aten.unique_dim, aten.nonzero}
+_WRITES_ONLY = {aten.fill_, aten.zero_, aten.copy_, aten.normal_, aten.uniform_, aten.random_}
+_WRITES_ONLY |= {aten._foreach_zero_, aten._foreach_copy_, aten.bernoulli_}
+_REDUCTIONS = {
+    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
+    *(aten.linalg_vector_norm, aten.norm, aten._foreach_norm, aten.var, aten.var_mean),  # noqa: SLF001
+    *(aten.all, aten.any, aten.cumsum, aten.logsumexp, aten.nll_loss_forward),
+    *(aten._softmax, aten._log_softmax, aten._softmax_backward_data),  # noqa: SLF001
+    *(aten._log_softmax_backward_data, aten.nll_loss_backward),  # noqa: SLF001
+    *(aten.native_layer_norm, aten.native_layer_norm_backward),
+}
+
+
+class Rule(NamedTuple):
+    """What is known of an operator before it is called."""
+
+    name: str
+    packet: Any
+    is_free: bool
+    category: Category
+    formula: Callable[..., int] | None
+    mutated: frozenset[int | str]
+    """Positions and names of the arguments that it writes to."""
+
+    def price(self, args: Any, kwargs: Any, out: Any) -> tuple[Cost, Moved, Moved]:
+        """Return the cost of a call, what it read and what it wrote."""
+        inputs: Moved = []
+        mutated: Moved = []
+        for position, value in (*enumerate(args), *kwargs.items()):
+            for tensor in _flat(value):
+                sized = (tensor, _nbytes(tensor))
+                if position in self.mutated:
+                    mutated.append(sized)
+                else:
+                    inputs.append(sized)
+        writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
+        if self.packet in _LOOKUPS and inputs:
+            inputs[0] = (inputs[0][0], sum(size for _, size in writes))
+        if self.packet in _SCATTERS and mutated:
+            writes = [(mutated[0][0], inputs[-1][1] if inputs else 0)]
+            mutated = writes
+        reads = inputs if self.packet in _WRITES_ONLY else inputs + mutated
+        first = next((t for t in (*_flat(args), *_flat(kwargs), *_flat(out))), None)
+        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        flops = self._flops(args, kwargs, out, reads, writes)
+        return Cost(self.name, self.category, flops, dtype), reads, writes
+
+    def _flops(self, args: Any, kwargs: Any, out: Any, reads: Moved, writes: Moved) -> int:
+        if self.formula is not None:
+            return self.formula(*args, **kwargs)
+        if self.packet in flop_registry:
+            return int(flop_registry[self.packet](*args, **kwargs, out_val=out))
+        if self.category == "elementwise":
+            return sum(tensor.numel() for tensor, _ in writes)
+        if self.category == "reduction":
+            return max((tensor.numel() for tensor, _ in reads), default=0)
+        return 0
+
+
+def learn_rule(func: Any) -> Rule:
+    """Work out what is known of an operator."""
+    packet = func._overloadpacket  # noqa: SLF001 (no public name)
+    mutated: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated |= {position, argument.name}
+    return Rule(
+        name=str(packet).removeprefix("aten."),
+        packet=packet,
+        is_free=func.is_view or packet in _FREE or func.namespace == "prim",
+        category=_categorise(func, packet),
+        formula=_FLOPS.get(packet) or _ATTENTION_FLOPS.get(packet),
+        mutated=frozenset(mutated),
+    )
+
+
+def _categorise(func: Any, packet: Any) -> Category:
+    known: list[tuple[Any, Category]] = [
+        (_ATTENTION_FLOPS, "attention"),
+        (_FLOPS, "matmul"),
+        (_INDEXING, "indexing"),
+        (_COPIES, "copy"),
+        (_REDUCTIONS, "reduction"),
+    ]
+    for packets, category in known:
+        if packet in packets:
+            return category
+    if packet in flop_registry:
+        return "attention" if "attention" in str(packet) else "matmul"
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return "random"
+    # The foreach operators carry no tag; all but the norm above are elementwise.
+    if torch.Tag.pointwise in func.tags or str(packet).startswith("aten._foreach_"):
+        return "elementwise"
+    return "elementwise" if "backward" in str(packet) else "other"
+
+
+def _flat(value: Any) -> Sequence[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _flat(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _flat(item)]
+    return ()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Count the distinct elements of a tensor: an expanded axis is read once."""
+    if 0 not in tensor.stride():
+        return tensor.numel() * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * tensor.element_size()

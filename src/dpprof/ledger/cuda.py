@@ -1,0 +1,185 @@
+"""What a CUDA device would do differently, for fake tensors that live on the CPU.
+
+Fake CUDA tensors cannot be differentiated in a build without CUDA, so the training is
+traced on the CPU and everything in which a CUDA device differs is put in here, each with
+its source. docs/methodology.md says which of it was checked on a GPU.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dpprof.ledger.recorder import Workspace
+from dpprof.result import Phase
+
+aten = torch.ops.aten
+
+
+class Choices(NamedTuple):
+    """What is modelled; every one of them can be switched off."""
+
+    blocks: bool = True
+    """Round every size up to 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+    libraries: bool = True
+    """Hold a cuBLAS workspace for each of the two threads that have a handle, forward's and
+    backward's (ATen/cuda/CublasHandlePool.cpp)."""
+
+    attention: bool = True
+    """Run the kernels that CUDA would choose (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+
+    foreach: bool = True
+    """Let optimizers work on all parameters at once, CUDA's default (torch/optim/optimizer.py,
+    ``_default_to_fused_or_foreach``)."""
+
+    dropout: bool = True
+    """Keep a mask of one byte an element (ATen/native/Dropout.cpp, native_dropout)."""
+
+    autocast: bool = True
+    """Compute norms and softmax in float32 under autocast (ATen/autocast_mode.h)."""
+
+    workspaces: bool = True
+    """Take what kernels allocate and release within an operator."""
+
+
+EVERYTHING = Choices()
+BLOCK_BYTES = 512
+
+
+def is_on_device(tensor: Tensor, phase: Phase) -> bool:
+    """Tell what would be on the device: optimizers keep their step counts on the host."""
+    return not tensor.is_meta and not (phase == "step" and tensor.dim() == 0)
+
+
+def library_workspaces(compute_capability: str) -> dict[str, int]:
+    """List what libraries take from the allocator for good, by name."""
+    major = int(compute_capability.partition(".")[0])
+    hopper_or_newer = 9
+    size = 32 * 2**20 if major >= hopper_or_newer else 8320 * 2**10
+    return {"cuBLAS workspace, forward": size, "cuBLAS workspace, backward": size}
+
+
+def _flash_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
+    """A float32 gradient of the queries, and softmax's sums (flash_api.cpp, mha_bwd)."""
+    B, H, M, K = q.shape
+    rows = -(-M // 128) * 128
+    return 4 * B * H * rows * (1 + -(-K // 32) * 32)
+
+
+def _efficient_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
+    """Delta, with the product that gives it or the accumulators of the queries' gradient.
+
+    Source: mem_eff_attention/kernel_backward.h, attention_backward.cu.
+    """
+    B, H, M, K = q.shape
+    accumulators = B * H * -(-M // 64) * -(-K // 64) * 16_400
+    product = 4 * B * M * H * (K + 1) if q.dtype is torch.float32 else 0
+    return 4 * B * H * M + max(product, accumulators)
+
+
+def _embedding_backward(_gradient: Tensor, indices: Tensor, rows: int, *_: Any, **__: Any) -> int:
+    """Sorted indices, and sums of ten at a time (EmbeddingBackwardKernel.cu)."""
+    n, width = indices.numel(), _gradient.shape[-1]
+    small_enough_for_one_kernel = 3072
+    if n <= small_enough_for_one_kernel:
+        return 0
+    segments = min(n, rows)
+    partial = n // 10 + segments
+    return 8 * (3 * n + 2 * segments + partial) + 4 * partial * width
+
+
+WORKSPACES: Mapping[Any, Workspace] = {
+    aten._scaled_dot_product_flash_attention_backward: _flash_backward,  # noqa: SLF001
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,  # noqa: SLF001
+    aten.embedding_dense_backward: _embedding_backward,
+}
+"""What CUDA's kernels take and give back, by overload packet."""
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+    """Run flash attention for half precision, memory-efficient for float32, else spell it out."""
+    mask = rest[0] if rest else options.get("attn_mask")
+    dropout = rest[1] if len(rest) > 1 else options.get("dropout_p", 0.0)
+    causal = rest[2] if len(rest) > 2 else options.get("is_causal", False)  # noqa: PLR2004
+    scale = options.get("scale")
+    if q.dtype in (torch.bfloat16, torch.float16) and mask is None:
+        return aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+            q, k, v, dropout, causal, scale=scale
+        )[0]
+    if q.dtype is torch.float64:
+        return aten._scaled_dot_product_attention_math(  # noqa: SLF001
+            q, k, v, mask, dropout, causal, scale=scale
+        )[0]
+    return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
+        q, k, v, mask, q.requires_grad, dropout, causal, scale=scale
+    )[0]
+
+
+def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not training or p == 0:
+        return x
+    dropped = torch.native_dropout(x, p, train=True)[0]
+    return x.copy_(dropped) if inplace else dropped
+
+
+_IN_FLOAT32 = {
+    *(functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm),
+    *(functional.rms_norm, torch.rms_norm, functional.softmax, torch.softmax, Tensor.softmax),
+    *(functional.log_softmax, torch.log_softmax, Tensor.log_softmax, Tensor.pow, torch.pow),
+    *(Tensor.exp, torch.exp, torch.rsqrt, Tensor.rsqrt, Tensor.sum, torch.sum, Tensor.norm),
+    *(torch.linalg.vector_norm, Tensor.cumsum, torch.cumsum),
+}
+"""Functions that autocast computes in float32 on CUDA and leaves alone on the CPU."""
+
+
+class _CudaFunctions(TorchFunctionMode):
+    """Calls what CUDA would call."""
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__()
+        self._autocast = choices.autocast
+        self._instead: dict[Any, Callable[..., Any]] = {}
+        if choices.attention:
+            self._instead[functional.scaled_dot_product_attention] = _attend
+        if choices.dropout:
+            self._instead |= {functional.dropout: _drop, torch.dropout: _drop}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._autocast and func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = (_in_float32(args[0]), *args[1:])
+        return self._instead.get(func, func)(*args, **kwargs)
+
+
+def _in_float32(value: Any) -> Any:
+    reduced = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if reduced else value
+
+
+@contextmanager
+def like_cuda(choices: Choices = EVERYTHING) -> Iterator[None]:
+    """Have PyTorch decide within as it would for CUDA tensors."""
+    # By name in sys.modules: torch.optim removes this module from its own attributes.
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
+    types = [*optimizers._foreach_supported_types, FakeTensor]  # noqa: SLF001
+    with (
+        patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
+        patch.object(optimizers, "_foreach_supported_types", types),
+        _CudaFunctions(choices),
+    ):
+        yield
