@@ -19,6 +19,9 @@ from dpprof.hardware import why_no_cuda
 from dpprof.provenance import CHECKOUT
 from dpprof.validation import one_of, refuse
 
+PREDICTIONS = ("estimate", "capacity")
+"""Instruments that run nothing: they need no device, and may run beside one another."""
+
 
 class UnsupportedError(Exception):
     """A combination of valid values that cannot run, here or at all; says why."""
@@ -74,10 +77,13 @@ def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:
     """Refuse a target for an instrument that measures what is there.
 
     Raises:
-        InputError: Names the key, the target, and the instrument that takes one.
+        InputError: Names the key, the target, and the instruments that take one.
     """
-    if experiment.target is not None and instrument != "estimate":
-        allowed = f"the instrument {instrument} measures what is here; only estimate takes a target"
+    if experiment.target is not None and instrument not in PREDICTIONS:
+        allowed = (
+            f"the instrument {instrument} measures what is here, and a target need not be; "
+            f"instruments with a target: {', '.join(PREDICTIONS)}"
+        )
         raise refuse(key, experiment.target, allowed)
 
 

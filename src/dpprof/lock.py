@@ -36,33 +36,37 @@ def _open(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def hold_one(devices: Sequence[str], waiting: Callable[[], None]) -> Iterator[tuple[int, int]]:
+def hold_one(
+    devices: Sequence[str], waiting: Callable[[], None], *, shared: bool = False
+) -> Iterator[tuple[int, int]]:
     """Hold the lock of the first device that is free, waiting while none is.
 
     Args:
         devices: Names of interchangeable devices, at least one.
         waiting: Called once if all of them are taken.
+        shared: Whether others that share may hold it too; whoever does not share waits.
 
     Yields:
         The position of the device, and the descriptor to hand to a child.
     """
     descriptors = [_open(lock_path(device)) for device in devices]
     try:
-        position = _lock_first_free(descriptors)
+        position = _lock_first_free(descriptors, shared=shared)
         if position is None:
             waiting()
         while position is None:
             time.sleep(_POLL_S)
-            position = _lock_first_free(descriptors)
+            position = _lock_first_free(descriptors, shared=shared)
         yield position, descriptors[position]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _lock_first_free(descriptors: Sequence[int]) -> int | None:
+def _lock_first_free(descriptors: Sequence[int], *, shared: bool) -> int | None:
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     for position, descriptor in enumerate(descriptors):
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return position
     return None

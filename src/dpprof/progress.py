@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from dpprof.catalogue import PREDICTIONS
 from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.result import Result
@@ -102,8 +103,11 @@ def tell_result(result: Result) -> None:
     if result.time is not None:
         text += f": step {result.time.median_s * 1000:.1f} ms"
     memory = result.memory
-    if memory is not None and memory.peak_allocated_bytes is not None:
-        text += f", peak allocated {memory.peak_allocated_bytes / 2**20:,.0f} MiB"
+    if result.capacity is not None:
+        text += f": a batch of {result.capacity.batch_size:,} fits"
+    elif memory is not None and memory.peak_allocated_bytes is not None:
+        what = "predicted peak" if result.instrument in PREDICTIONS else "peak allocated"
+        text += f", {what} {memory.peak_allocated_bytes / 2**20:,.0f} MiB"
     elif memory is not None and memory.peak_rss_bytes is not None:
         text += f", peak RSS {memory.peak_rss_bytes / 2**20:,.0f} MiB"
     if result.error is not None:

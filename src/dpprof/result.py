@@ -195,6 +195,30 @@ class Memory(Part):
     attribution: Attribution | None = None
 
 
+class Capacity(Part):
+    """The largest batch that fits, found by estimates: as many as it took, no formula."""
+
+    budget_bytes: int = Field(description="memory that the training may allocate")
+    batch_size: int = Field(description="the largest batch that was found to fit")
+    peak_bytes: int = Field(description="predicted for that batch")
+    next_peak_bytes: int | None = Field(
+        description="predicted for one sample more, which does not fit; null where the search "
+        "ended before memory did"
+    )
+    limited_by: Literal["memory", "search"]
+    extrapolated: bool = Field(
+        description="whether peaks beyond two samples continue a straight line, because the "
+        "method processes samples one at a time"
+    )
+    safe_share: float = Field(description="share of the budget that a safe batch may take")
+    safe_batch_size: int | None = Field(
+        description="the largest batch within that share; null where not even one sample is"
+    )
+    safe_peak_bytes: int | None
+    stated_batch_size: int = Field(description="the batch that memory, compute and io are of")
+    estimates: dict[int, int] = Field(description="predicted peak by batch size, each one made")
+
+
 class Time(Part):
     """Raw samples, and the median that stands for this process."""
 
@@ -228,6 +252,7 @@ class Measurement(Part):
     model: ModelFacts | None = None
     samplers: dict[str, str] | None = None
     norm_plan: dict[str, Any] | None = None
+    capacity: Capacity | None = None
     memory: Memory | None = None
     time: Time | None = None
     throughput: Throughput | None = None

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from pydantic import ValidationError
 
+from dpprof.catalogue import PREDICTIONS
 from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.handover import Assignment, PhaseMark, Report
@@ -58,15 +59,15 @@ class _Place(NamedTuple):
     environment: dict[str, str]
 
 
-def _places(experiment: Experiment) -> list[_Place]:
+def _places(experiment: Experiment, instrument: str) -> list[_Place]:
     """List the interchangeable devices that this experiment could run on.
 
-    What is for a target runs on the CPU: the target need not be here.
+    Predictions take the CPU, whatever they are about.
     """
     threads = experiment.cpu_threads or available_cores()
     environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     cpu = _Place("cpu", partial(describe_cpu, threads), environment)
-    if experiment.device == "cpu" or experiment.target is not None:
+    if experiment.device == "cpu" or instrument in PREDICTIONS:
         return [cpu]
     return [
         _Place(
@@ -257,7 +258,7 @@ def supervise(
     """
     check_writable(output)
     measuring_code = code_digest(instrument, experiment)
-    places = _places(experiment)
+    places = _places(experiment, instrument)
 
     def waiting() -> None:
         busy = "the CPU is" if places[0].lock_name == "cpu" else "every visible GPU is"
@@ -268,7 +269,9 @@ def supervise(
     with (
         _ended_by_signals(),
         closing(_Sink(log_path)) as sink,
-        hold_one([place.lock_name for place in places], waiting) as (position, lock_fd),
+        hold_one(
+            [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
+        ) as (position, lock_fd),
     ):
         place = places[position]
         environment = _worker_environment(place)

@@ -5,8 +5,9 @@ from factory import make_experiment
 
 from dpprof import catalogue
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.account import Account, keep_books
+from dpprof.instruments.account import Bookkeeper, keep_books
 from dpprof.instruments.setup import set_up
+from dpprof.ledger.books import Step
 from dpprof.ledger.recorder import Recorder
 from dpprof.ledger.workspaces import CPU_WORKSPACES
 from dpprof.result import COMPONENTS, Component
@@ -24,35 +25,33 @@ HOOKS = ["opacus-hooks", "opacus-functorch", "opacus-ew"]
 TWO_PASS = ["opacus-ghost", "opacus-fast-gradient-clipping"]
 
 
-def keep(method: str, *, steps: int = 3, **fields) -> Account:
+def keep(method: str, **fields) -> Step:
     experiment = make_experiment(
         **{"model": MODEL, "method": method, "batch_size": B, "seq_len": T} | fields
     )
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
         training = set_up(experiment, catalogue.load("methods", method), Cpu(), lambda *_: None)
-        return keep_books(recorder, training, lambda _: None, steps)
+        return keep_books(Bookkeeper(recorder, training, lambda _: None), 3)[1]
 
 
-def at_peak(account: Account) -> dict[Component, int]:
-    step = account.steady
+def at_peak(step: Step) -> dict[Component, int]:
     return dict(zip(COMPONENTS, step.balances[step.peak_row].tolist(), strict=True))
 
 
-def at_end_of(account: Account, phase: str) -> dict[Component, int]:
+def at_end_of(step: Step, phase: str) -> dict[Component, int]:
     """Who owned what in the last instant of a phase."""
-    step = account.steady
     row = max(row for row, entered in enumerate(step.phases) if entered == phase)
     return dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_components_sum_to_the_peak_and_hardly_anything_is_unattributed(method) -> None:
-    account = keep(method)
-    peak = at_peak(account)
+    step = keep(method)
+    peak = at_peak(step)
 
-    assert sum(peak.values()) == account.steady.peak_bytes
-    assert peak["unattributed"] < 0.001 * account.steady.peak_bytes
+    assert sum(peak.values()) == step.peak_bytes
+    assert peak["unattributed"] < 0.001 * step.peak_bytes
     assert peak["parameters"] == P * 4
     assert peak["optimizer_state"] == 2 * P * 4 + TENSORS * 4
     assert peak["inputs"] == 2 * B * T * 8
@@ -60,7 +59,7 @@ def test_components_sum_to_the_peak_and_hardly_anything_is_unattributed(method) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_evidence_by_phase_alone_is_rare(method) -> None:
-    holdings = keep(method).steady.holdings_at_peak()
+    holdings = keep(method).holdings_at_peak()
     guessed = sum(h.storage.nbytes for h in holdings if h.owner.evidence == "phase")
 
     assert guessed <= 0.1 * sum(h.storage.nbytes for h in holdings)
@@ -68,35 +67,35 @@ def test_evidence_by_phase_alone_is_rare(method) -> None:
 
 @pytest.mark.parametrize("method", HOOKS)
 def test_per_sample_gradients_are_a_gradient_for_each_sample(method) -> None:
-    account = keep(method)
+    step = keep(method)
 
-    assert at_end_of(account, "backward")["per_sample_gradients"] == B * P * 4
-    assert at_end_of(account, "clip")["summed_gradients"] == P * 4
+    assert at_end_of(step, "backward")["per_sample_gradients"] == B * P * 4
+    assert at_end_of(step, "clip")["summed_gradients"] == P * 4
 
 
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_norms_are_one_number_a_sample_and_parameter(method) -> None:
-    account = keep(method)
+    step = keep(method)
 
-    assert at_end_of(account, "clip")["norm_samples"] == B * TENSORS * 4
-    assert at_end_of(account, "noise")["summed_gradients"] == P * 4
-    assert at_end_of(account, "noise")["gradients"] == P * 4
+    assert at_end_of(step, "clip")["norm_samples"] == B * TENSORS * 4
+    assert at_end_of(step, "noise")["summed_gradients"] == P * 4
+    assert at_end_of(step, "noise")["gradients"] == P * 4
 
 
 def test_ghost_holds_two_gram_matrices_at_its_peak() -> None:
     """The peak is in the head, which has no bias; a bias has Opacus make a third one."""
-    account = keep("opacus-ghost", model=MODEL | {"vocab_size": 400})
-    grams = account.steady.balances[:, COMPONENTS.index("gram_matrices")]
+    step = keep("opacus-ghost", model=MODEL | {"vocab_size": 400})
+    grams = step.balances[:, COMPONENTS.index("gram_matrices")]
 
-    assert account.steady.peak_storage.module == "head"
-    assert at_peak(account)["gram_matrices"] == 2 * B * T * T * 4 + SUMS
+    assert step.peak_storage.module == "head"
+    assert at_peak(step)["gram_matrices"] == 2 * B * T * T * 4 + SUMS
     assert grams.max() == 3 * B * T * T * 4
 
 
 def test_noise_is_drawn_one_parameter_at_a_time() -> None:
     largest = max(V * D, 4 * D * D) * 4
     for method in (*HOOKS, *TWO_PASS, "microbatch"):
-        noise = keep(method).steady.balances[:, COMPONENTS.index("noise")].max()
+        noise = keep(method).balances[:, COMPONENTS.index("noise")].max()
         assert largest <= noise <= 2 * largest, method
 
 
@@ -115,7 +114,7 @@ def test_what_autograd_and_a_hook_both_hold_counts_once() -> None:
 
 
 def test_microbatch_sums_beside_the_gradient_at_hand() -> None:
-    account = keep("microbatch")
+    step = keep("microbatch")
 
-    assert at_peak(account)["summed_gradients"] == P * 4
-    assert at_peak(account)["gradients"] == P * 4
+    assert at_peak(step)["summed_gradients"] == P * 4
+    assert at_peak(step)["gradients"] == P * 4

@@ -58,9 +58,14 @@ def code_of(wildcards):
 
 
 def gpus_of(wildcards):
-    """Ask for a GPU where the experiment runs on one; a target need not be there."""
-    experiment = experiment_of(wildcards.id)
-    return 1 if experiment.device == "cuda" and experiment.target is None else 0
+    """Ask for a GPU where the experiment runs on one; predictions run on none."""
+    on_gpu = experiment_of(wildcards.id).device == "cuda"
+    return 1 if on_gpu and wildcards.instrument not in catalogue.PREDICTIONS else 0
+
+
+def threads_of(wildcards):
+    """Let nothing run beside a measurement; predictions may run beside one another."""
+    return 1 if wildcards.instrument in catalogue.PREDICTIONS else workflow.cores
 
 
 def priority_of(wildcards):

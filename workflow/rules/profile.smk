@@ -12,7 +12,7 @@ rule profile:
     retries: 1
     conda:
         "../../envs/dpprof.yaml"
-    threads: workflow.cores
+    threads: threads_of
     resources:
         gpu=gpus_of,
         gpu_manufacturer="nvidia",

@@ -76,11 +76,11 @@ def key_of(run: PlannedRun) -> dict[str, Any]:
 def axes_of(experiment: Experiment) -> dict[str, Any]:
     """Spell an experiment's axes as columns."""
     fields = experiment.model_dump(mode="json")
-    spelled = {"model": _model_text(experiment), "target": _target_text(experiment)}
+    spelled = {"model": _model_text(experiment), "target": target_text(experiment)}
     return {name: fields[name] for name in AXES} | spelled
 
 
-def _target_text(experiment: Experiment) -> str | None:
+def target_text(experiment: Experiment) -> str | None:
     """Name the target; a mapping is spelled by what is particular to it, ``24GiB-100TF-2TBps``."""
     target = experiment.target
     if target is None or isinstance(target, str):

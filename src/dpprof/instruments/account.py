@@ -7,7 +7,6 @@ under fake tensors, which takes no memory and no device, for a target that need 
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -27,8 +26,8 @@ from dpprof.ledger.fake import INSTEAD, fake_tensors
 from dpprof.ledger.recorder import Recorder
 from dpprof.ledger.statement import state_compute, state_io, state_memory
 from dpprof.ledger.workspaces import CPU_WORKSPACES
-from dpprof.methods.base import Enter, TrainingStep
-from dpprof.result import Measurement
+from dpprof.methods.base import Batch, Enter
+from dpprof.result import Measurement, Memory
 from dpprof.target import Target
 
 ESTIMATED_STEPS = 2
@@ -48,29 +47,44 @@ _NOT_KNOWN = {
 _NOT_RUN = {"memory.timeline.elapsed_s": "nothing ran, so no time went by"}
 
 
-class Account(NamedTuple):
-    """A training, and the books of its first step and of its last."""
+class Bookkeeper:
+    """Runs a training's steps and keeps their books.
 
-    training: Training
-    paths: SamplerPaths
-    first: Step
-    steady: Step
+    Args:
+        recorder: Active since before the training was set up.
+        training: What is to be run.
+        enter: Called as each phase begins.
+    """
+
+    def __init__(self, recorder: Recorder, training: Training, enter: Enter) -> None:
+        self._recorder = recorder
+        self._births = training.step.births
+        self.training = training
+        self.paths = SamplerPaths()
+        self._witness = Witness(recorder, training.step, enter, self.paths)
+
+    def run(self, batch: Batch, *, counting: bool = False) -> Step:
+        """Run one step on a batch.
+
+        Args:
+            batch: What the step is given.
+            counting: Whether operators are noted with their costs.
+        """
+        recorder = self._recorder
+        recorder.counting = counting
+        start = len(recorder.events)
+        with self._witness.watching():
+            self._witness.run(batch)
+        return Step(recorder, self._births, (start, len(recorder.events)))
 
 
-def keep_books(recorder: Recorder, training: Training, enter: Enter, steps: int) -> Account:
-    """Run a number of steps, at least two, and keep the books of the first and the last."""
-    paths = SamplerPaths()
-    witness = Witness(recorder, training.step, training.batch, enter, paths)
-    windows = []
-    with witness.watching():
-        for number in range(steps):
-            recorder.counting = number == steps - 1
-            start = len(recorder.events)
-            training.step.run(training.batch, witness.enter)
-            windows.append((start, len(recorder.events)))
-    births = training.step.births
-    first, steady = (Step(recorder, births, window) for window in (windows[0], windows[-1]))
-    return Account(training, paths, first, steady)
+def keep_books(bookkeeper: Bookkeeper, steps: int) -> tuple[Step, Step]:
+    """Run a number of steps, at least two; returns the books of the first and the last."""
+    batch = bookkeeper.training.batch
+    first = bookkeeper.run(batch)
+    for _ in range(steps - 2):
+        bookkeeper.run(batch)
+    return first, bookkeeper.run(batch, counting=True)
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
@@ -91,10 +105,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
         device.reset_peaks()
-        account = keep_books(recorder, training, enter, experiment.warmup_steps + 1)
+        bookkeeper = Bookkeeper(recorder, training, enter)
+        first, steady = keep_books(bookkeeper, experiment.warmup_steps + 1)
     allocator_peak = device.peaks().allocated_bytes
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
-    return _describe(experiment, account, ceilings, allocator_peak, real=True)
+    memory = state_memory(experiment, first, steady, allocator_peak, real=True)
+    return state(experiment, bookkeeper, steady, memory, ceilings)
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
@@ -110,8 +126,11 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     method = import_method(experiment)
     target = find_target(experiment)
     with tracing(target) as recorder:
-        account = trace(experiment, method, recorder, enter)
-    return _describe(experiment, account, target, None, real=False)
+        training = set_up(experiment, method, Cpu(), lambda *_: None)
+        bookkeeper = Bookkeeper(recorder, training, enter)
+        first, steady = keep_books(bookkeeper, ESTIMATED_STEPS)
+    memory = state_memory(experiment, first, steady, None, real=False)
+    return state(experiment, bookkeeper, steady, memory, target)
 
 
 def find_target(experiment: Experiment) -> Target | None:
@@ -163,28 +182,30 @@ def tracing(target: Target | None, choices: cuda.Choices = cuda.EVERYTHING) -> I
         yield recorder
 
 
-def trace(
-    experiment: Experiment, method: type[TrainingStep], recorder: Recorder, enter: Enter
-) -> Account:
-    """Keep the books of fake steps, within ``tracing``."""
-    training = set_up(experiment, method, Cpu(), lambda *_: None)
-    return keep_books(recorder, training, enter, ESTIMATED_STEPS)
-
-
-def _describe(
+def state(
     experiment: Experiment,
-    account: Account,
+    bookkeeper: Bookkeeper,
+    steady: Step,
+    memory: Memory,
     ceilings: Target | None,
-    allocator_peak: int | None,
-    *,
-    real: bool,
 ) -> Measurement:
-    compute = state_compute(experiment, account.training.step.module, account.steady, ceilings)
+    """Say what the books of a step in the steady state tell.
+
+    Args:
+        experiment: Whose step it was.
+        bookkeeper: Who kept the books.
+        steady: The books.
+        memory: What they say of memory.
+        ceilings: The device's limits, where they are known.
+    """
+    compute = state_compute(experiment, bookkeeper.training.step.module, steady, ceilings)
+    assert memory.timeline is not None
+    not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
     return Measurement(
-        model=account.training.model,
-        samplers=account.paths.by_layer,
-        memory=state_memory(experiment, account.first, account.steady, allocator_peak, real=real),
+        model=bookkeeper.training.model,
+        samplers=bookkeeper.paths.by_layer,
+        memory=memory,
         compute=compute,
-        io=state_io(account.steady, compute.executed_flops),
-        reasons=_NOT_KNOWN | ({} if real else _NOT_RUN) | account.paths.reasons,
+        io=state_io(steady, compute.executed_flops),
+        reasons=_NOT_KNOWN | not_run | bookkeeper.paths.reasons,
     )

@@ -81,7 +81,8 @@ def set_up(
     moment("wrapped_with_dp", Holdings(step.module, attributes=step.attributes))
     step.attach_optimizer(_build_optimizer(step.module, experiment))
     moment("optimizer_created", Holdings(step.module, step.optimizer, attributes=step.attributes))
-    return Training(step, _make_batch(experiment, model, device), facts)
+    batch = make_batch(model, device, experiment.batch_size, experiment.seq_len)
+    return Training(step, batch, facts)
 
 
 def _count(model: nn.Module) -> ModelFacts:
@@ -99,12 +100,12 @@ def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
     return kinds[experiment.optimizer](trainable, lr=experiment.learning_rate)
 
 
-def _make_batch(experiment: Experiment, model: nn.Module, device: Device) -> Batch:
+def make_batch(model: nn.Module, device: Device, batch_size: int, seq_len: int) -> Batch:
     """Draw one batch of uniform tokens; it stays on the device, so no step waits for data.
 
     The vocabulary's size is read off the token embedding, the first in the model.
     """
     embedding = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-    shape = (experiment.batch_size, experiment.seq_len + 1)
+    shape = (batch_size, seq_len + 1)
     tokens = torch.randint(embedding.num_embeddings, shape).to(device.torch_device)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

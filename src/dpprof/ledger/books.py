@@ -38,7 +38,6 @@ class Step:
         self._births = births
         self._before = recorder.events[: window[0]]
         self.events: Sequence[Event] = recorder.events[window[0] : window[1]]
-        self._transient = _find_transients(recorder.events)
         self._owners: dict[tuple[int, bool], Owner] = {}
 
     def owner(self, number: int, *, saved: bool) -> Owner:
@@ -49,9 +48,13 @@ class Step:
                 self._storages[number],
                 self._births,
                 saved=saved,
-                transient=number in self._transient,
+                transient=number in self._transients,
             )
         return self._owners[key]
+
+    @cached_property
+    def _transients(self) -> set[int]:
+        return _find_transients((*self._before, *self.events))
 
     @cached_property
     def balances(self) -> npt.NDArray[np.int64]:
@@ -68,8 +71,14 @@ class Step:
     @cached_property
     def totals(self) -> npt.NDArray[np.int64]:
         """Bytes alive before the step and after each event."""
-        sums: npt.NDArray[np.int64] = self.balances.sum(axis=1)
-        return sums
+        before = sum(self._change(event) for event in self._before)
+        return np.cumsum([before, *(self._change(event) for event in self.events)])
+
+    def _change(self, event: Event) -> int:
+        kind, number = event
+        if kind is Kind.BORN:
+            return self._storages[number].nbytes
+        return -self._storages[number].nbytes if kind is Kind.DIED else 0
 
     @property
     def peak_row(self) -> int:

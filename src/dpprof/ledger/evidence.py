@@ -41,14 +41,11 @@ class Witness:
     Args:
         recorder: Where it is noted; active already, so that it knows the storages.
         step: Whose tensors are watched.
-        batch: What the step is given.
         enter: Called as each phase begins.
         watch: Called in place of each sampler, as ``TrainingStep.watch_samplers`` asks.
     """
 
-    def __init__(
-        self, recorder: Recorder, step: TrainingStep, batch: Batch, enter: Enter, watch: Watch
-    ) -> None:
+    def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter, watch: Watch) -> None:
         self._recorder = recorder
         self._watch = watch
         self._step = step
@@ -62,8 +59,6 @@ class Witness:
         self._saving: ExitStack | None = None
         for tensor in (*self._parameters, *step.module.buffers()):
             recorder.give_role(tensor, "parameters")
-        for tensor in batch:
-            recorder.give_role(tensor, "inputs")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -83,6 +78,12 @@ class Witness:
                 watching.callback(hook.remove)
             watching.enter_context(self._step.watch_samplers(self._watch_sampler))
             yield
+
+    def run(self, batch: Batch) -> None:
+        """Run one step, watched."""
+        for tensor in batch:
+            self._recorder.give_role(tensor, "inputs")
+        self._step.run(batch, self.enter)
 
     def enter(self, phase: Phase) -> None:
         """Look around where a phase ends, and begin the next one."""

@@ -59,6 +59,10 @@ class TrainingStep(ABC):
     births: ClassVar[Mapping[str, Component]] = {}
     """Components by the function (``module:function``) in whose code they are born."""
 
+    one_at_a_time: ClassVar[bool] = False
+    """Whether samples are processed one after another, so that of a larger batch only its
+    tokens take more memory."""
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment

@@ -22,6 +22,7 @@ class Microbatch(TrainingStep):
     adding or removing one sample.
     """
 
+    one_at_a_time = True
     births: ClassVar[Mapping[str, Component]] = {
         f"{__name__}:_start_sums": "summed_gradients",
         f"{__name__}:_draw_noise": "noise",
@@ -42,6 +43,7 @@ class Microbatch(TrainingStep):
             factor = clip_factor(torch.linalg.vector_norm(norms), bound)
             for total, gradient in zip(sums, gradients, strict=True):
                 total.add_(gradient * factor)
+            del gradient, gradients  # or they would stay beside the next sample's
         enter("noise")
         scale = self.experiment.noise_multiplier * bound
         for parameter, total in zip(parameters, sums, strict=True):

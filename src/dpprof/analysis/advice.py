@@ -1,0 +1,126 @@
+"""Which method to use: ranked by what each could do at a batch that safely fits.
+
+It rests on capacity results alone. Memory is predicted storage by storage. Time is not
+predicted: the roofline says how fast a step could be at best, and methods that differ by
+less than ``CLOSE`` in that are not told apart.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dpprof.analysis.frames import BASELINE
+from dpprof.result import Result
+
+CLOSE = 1.25
+"""Kernels reach different shares of the ceilings; bounds closer than this decide nothing."""
+
+Verdict = Literal["baseline", "first", "close", "slower", "does not fit", "failed"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Option(_Frozen):
+    """One method, and what the advice on it rests on."""
+
+    method: str
+    verdict: Verdict
+    private: bool
+    largest_batch_size: int | None = Field(None, description="predicted to fit, by memory alone")
+    largest_peak_bytes: int | None = None
+    safe_batch_size: int | None = Field(None, description="with a tenth of the memory left free")
+    safe_peak_bytes: int | None = None
+    tokens_per_s_at_most: float | None = Field(
+        None, description="at the safe batch, had every operator reached its ceiling"
+    )
+    dp_flop_multiplier: float | None = Field(None, description="executed over model FLOPs")
+    limited_by: str | None = Field(None, description="memory, or the search's own end")
+    message: str | None = Field(None, description="why there is no batch")
+
+
+class Advice(_Frozen):
+    """Methods for a model, a sequence length and a target, the best first."""
+
+    model: str
+    seq_len: int
+    dtype: str
+    target: str
+    budget_bytes: int | None
+    options: tuple[Option, ...]
+    sure_of_memory: str
+    sure_of_time: str
+
+    @property
+    def best(self) -> Option | None:
+        """The private method that could be fastest; None where none fits."""
+        return next((option for option in self.options if option.verdict == "first"), None)
+
+
+def advise(results: Sequence[Result], target: str) -> Advice:
+    """Rank the methods of capacity results that differ in nothing but the method.
+
+    Args:
+        results: At least one; failures count as options that do not work.
+        target: What the results are for, as people call it.
+    """
+    experiment = results[0].experiment
+    options = [_describe(result) for result in results]
+    speeds = [o.tokens_per_s_at_most for o in options if o.private and o.tokens_per_s_at_most]
+    fastest = max(speeds, default=None)
+    judged = [_judge(option, fastest) for option in options]
+    judged.sort(key=lambda option: (not option.private, -(option.tokens_per_s_at_most or 0.0)))
+    budgets = [result.capacity.budget_bytes for result in results if result.capacity]
+    return Advice(
+        model=experiment.model_name,
+        seq_len=experiment.seq_len,
+        dtype=experiment.dtype,
+        target=target,
+        budget_bytes=budgets[0] if budgets else None,
+        options=tuple(judged),
+        sure_of_memory=(
+            "peaks are added up storage by storage from a traced step; equal to the byte to what "
+            "a CPU measures, and what a GPU's libraries take is modelled"
+        ),
+        sure_of_time=(
+            "tokens per second are upper bounds by the roofline, no predictions; methods within "
+            f"{CLOSE - 1:.0%} of the first are not told apart"
+        ),
+    )
+
+
+def _describe(result: Result) -> Option:
+    experiment, capacity, compute = result.experiment, result.capacity, result.compute
+    private = experiment.method != BASELINE
+    if capacity is None or compute is None:
+        verdict: Verdict = "does not fit" if result.outcome == "oom" else "failed"
+        message = result.error.message if result.error else result.outcome
+        return Option(method=experiment.method, verdict=verdict, private=private, message=message)
+    bound_s = compute.roofline_step_s
+    tokens = capacity.stated_batch_size * experiment.seq_len
+    return Option(
+        method=experiment.method,
+        verdict="slower" if private else "baseline",
+        private=private,
+        largest_batch_size=capacity.batch_size,
+        largest_peak_bytes=capacity.peak_bytes,
+        safe_batch_size=capacity.safe_batch_size,
+        safe_peak_bytes=capacity.safe_peak_bytes,
+        tokens_per_s_at_most=tokens / bound_s if bound_s else None,
+        dp_flop_multiplier=compute.dp_flop_multiplier,
+        limited_by=capacity.limited_by,
+    )
+
+
+def _judge(option: Option, fastest: float | None) -> Option:
+    speed = option.tokens_per_s_at_most
+    if not option.private or speed is None or fastest is None:
+        return option
+    verdict: Verdict = "slower"
+    if speed == fastest:
+        verdict = "first"
+    elif speed * CLOSE >= fastest:
+        verdict = "close"
+    return option.model_copy(update={"verdict": verdict})

@@ -1,0 +1,75 @@
+"""Say which private method to use on a GPU that need not be here, and what that rests on."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import _source_tree  # noqa: F401
+from dpprof.analysis.advice import Advice, advise
+from dpprof.analysis.frames import target_text
+from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.progress import tell_result
+from dpprof.storage import write_atomically
+from dpprof.validation import InputError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the options: the methods, then one for every other field of an experiment."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example: python workflow/scripts/advise.py --model 1b --target h200 "
+        "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
+    )
+    add_capacity_options(parser)
+    return parser
+
+
+def _number(value: float | None, form: str, otherwise: str = "unknown") -> str:
+    return otherwise if value is None else format(value, form)
+
+
+def tell(advice: Advice) -> str:
+    """Say the advice, for people."""
+    best = advice.best
+    where = f"{advice.model}, {advice.seq_len:,} tokens, {advice.dtype}, on {advice.target}"
+    if best is None:
+        said = [f"No private method fits: {where}."]
+    else:
+        close = [option.method for option in advice.options if option.verdict == "close"]
+        said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
+        if close:
+            said.append(f"Too close to tell apart from it: {', '.join(close)}.")
+    width = max(len(option.method) for option in advice.options)
+    said.append(f"{'method':{width}}  {'verdict':12}  safe batch  tokens/s at most  FLOPs x")
+    for option in advice.options:
+        row = f"{option.method:{width}}  {option.verdict:12}"
+        if option.message is not None:
+            said.append(f"{row}  {option.message}")
+            continue
+        cells = (
+            _number(option.safe_batch_size, ",", "none").rjust(len("safe batch")),
+            _number(option.tokens_per_s_at_most, ",.0f").rjust(len("tokens/s at most")),
+            _number(option.dp_flop_multiplier, ".2f").rjust(len("FLOPs x")),
+        )
+        said.append("  ".join([row, *cells]))
+    said += [f"Memory: {advice.sure_of_memory}.", f"Time: {advice.sure_of_time}."]
+    return "\n".join(said)
+
+
+def main() -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args()
+    try:
+        experiments = read_capacity_options(arguments)
+        results = find_capacities(experiments, Path(), again=arguments.again, tell=tell_result)
+        advice = advise(results, target_text(experiments[0]) or "this machine")
+        if arguments.json is not None:
+            write_atomically(arguments.json, advice.model_dump_json(indent=1) + "\n")
+    except (InputError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(tell(advice))
+    sys.exit(0 if advice.best else 1)
+
+
+if __name__ == "__main__":
+    main()
