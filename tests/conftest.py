@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -21,11 +20,15 @@ def own_locks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, and let children hear it, also where a shell started this in the background."""
+    # Ctrl-C is heard, by children too, also where a shell started this in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Threads that wait spinning stand still on a busy machine; read when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # noqa: PLC0415
+
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
