@@ -14,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
+TABLES = "results/tables/manifest.txt"
+"""A target that needs every result, but no figure and no report, which take as long again."""
+
 _LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv*", "results", ".snakemake", "__pycache__", "*.egg-info", ".*_cache", "tests"
 )

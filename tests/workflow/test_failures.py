@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PLUGIN, Checkout, wait_for
+from conftest import PLUGIN, TABLES, Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 
@@ -68,7 +68,7 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout)
     assert "Nothing to be done" in with_plugin.snakemake()
     with_plugin.script("forget.py", "--outcome", "crashed,timeout")
     assert len(with_plugin.results()) == 5
-    with_plugin.snakemake()
+    with_plugin.snakemake(TABLES)
     again = [name for name, state in with_plugin.results().items() if kept[name] != state]
     assert sorted(name.split("-b1-")[0] for name in again) == [
         "custom-microbatch",
@@ -93,7 +93,7 @@ def process_running(script: str, folder: Path) -> list[psutil.Process]:
 
 def test_a_killed_supervisor_costs_nothing_that_was_finished(with_plugin: Checkout) -> None:
     sleeping_sweep(with_plugin)
-    sweep = with_plugin.start()
+    sweep = with_plugin.start(TABLES)
     wait_for((with_plugin.path / "reached").exists)
     finished = with_plugin.results()
     (supervisor,) = process_running("profile_experiment.py", with_plugin.path)
@@ -108,7 +108,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(with_plugin: Checko
 
 def test_a_killed_worker_is_run_again_within_the_sweep(with_plugin: Checkout) -> None:
     sleeping_sweep(with_plugin)
-    sweep = with_plugin.start()
+    sweep = with_plugin.start(TABLES)
     wait_for((with_plugin.path / "reached").exists)
     (worker,) = process_running("dpprof.worker", with_plugin.path)
     worker.kill()
@@ -132,7 +132,7 @@ def test_after_ctrl_c_the_next_snakemake_continues(with_plugin: Checkout) -> Non
     worker.wait(timeout=10)
     assert with_plugin.results() == finished
 
-    with_plugin.snakemake()
+    with_plugin.snakemake(TABLES)
     assert len(with_plugin.results()) == 4
     assert finished.items() <= with_plugin.results().items()
     assert set(with_plugin.table("runs")["outcome"]) == {"ok"}
@@ -145,15 +145,15 @@ def test_a_damaged_result_is_named_and_never_skipped(finished: Checkout) -> None
 
     assert f"results/clean/{path.name}: is not complete JSON" in said
     path.unlink()
-    finished.snakemake()
+    finished.snakemake(TABLES)
     assert set(finished.table("runs")["outcome"]) == {"ok"}
 
 
 def test_partial_reports_on_what_exists(finished: Checkout) -> None:
-    path = next((finished.path / "results" / "clean").glob("*hooks*.json"))
+    path = next((finished.path / "results" / "clean").glob("*-b2-*.json"))
     path.unlink()
     before = finished.results()
-    finished.edit("src/dpprof/methods/standard.py", "# ", "# edited ")
+    finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
     finished.snakemake("--config", "partial=true")
 
     assert finished.results() == before

@@ -5,7 +5,7 @@ import itertools
 import json
 
 import pytest
-from conftest import Checkout
+from conftest import TABLES, Checkout
 
 pytestmark = pytest.mark.workflow
 
@@ -22,7 +22,7 @@ def intervals(checkout: Checkout) -> list[tuple[dt.datetime, dt.datetime]]:
 def test_replicates_are_interleaved(checkout: Checkout) -> None:
     """All of replicate 0 run before any of replicate 1, whatever Snakemake would prefer."""
     checkout.edit("config/config.yaml", "batch_size: 1", "batch_size: 1\n    replicates: 2")
-    checkout.snakemake()
+    checkout.snakemake(TABLES)
 
     results = [json.loads(content) for _, content in checkout.results().values()]
     ordered = sorted(results, key=lambda result: result["started_at"])
@@ -40,7 +40,7 @@ def test_replicates_are_interleaved(checkout: Checkout) -> None:
     ids=["cores", "resources", "lock alone"],
 )
 def test_no_two_cpu_experiments_overlap(checkout: Checkout, options: tuple[str, ...]) -> None:
-    checkout.snakemake(*options)
+    checkout.snakemake(TABLES, *options)
 
     found = intervals(checkout)
     assert len(found) == 3

@@ -1,7 +1,7 @@
 """What runs again after a change, and what does not."""
 
 import pytest
-from conftest import Checkout, wait_for
+from conftest import TABLES, Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 
@@ -48,7 +48,7 @@ def test_a_reordered_and_commented_config_runs_nothing(finished: Checkout, befor
 
 def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, before) -> None:
     finished.edit(CONFIG, "batch_size: 2", "batch_size: 3")
-    finished.snakemake("--cores", "1", "--resources", "gpu=1")
+    finished.snakemake(TABLES, "--cores", "1", "--resources", "gpu=1")
 
     assert methods_measured_again(finished, before) == ["standard"]
     assert len(finished.results()) == len(before) + 1
@@ -82,7 +82,7 @@ def test_an_edited_report_or_table_runs_no_experiment(finished: Checkout, file: 
 
 def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> None:
     finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
-    finished.snakemake()
+    finished.snakemake(TABLES)
 
     assert methods_measured_again(finished, before) == ["opacus-hooks"]
     assert finished.table("runs")["code_is_current"].all()
@@ -108,7 +108,7 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
 
 def test_a_deleted_result_is_measured_again(finished: Checkout, before) -> None:
     next((finished.path / "results" / "clean").glob("*hooks*.json")).unlink()
-    finished.snakemake()
+    finished.snakemake(TABLES)
 
     assert methods_measured_again(finished, before) == ["opacus-hooks"]
 
@@ -117,15 +117,15 @@ def test_two_configs_alternate_without_measuring_again(finished: Checkout, befor
     other = finished.path / "other.yaml"
     text = (finished.path / CONFIG).read_text()
     other.write_text(text.replace("[standard, opacus-hooks]", "microbatch"))
-    finished.snakemake("--configfile", "other.yaml")
+    finished.snakemake(TABLES, "--configfile", "other.yaml")
     both = finished.results()
     assert methods_measured_again(finished, before) == ["microbatch"]
 
     for _ in range(2):
-        finished.snakemake()
+        finished.snakemake(TABLES)
         assert set(finished.table("experiments")["method"]) == {"standard", "opacus-hooks"}
         finished.forget_snakemakes_records()
-        finished.snakemake("--configfile", "other.yaml")
+        finished.snakemake(TABLES, "--configfile", "other.yaml")
         assert set(finished.table("experiments")["method"]) == {"standard", "microbatch"}
     assert finished.results() == both
 
@@ -145,7 +145,7 @@ def test_a_config_edited_while_a_sweep_runs_changes_nothing_in_it(checkout: Chec
 def test_a_dry_run_of_another_config_does_not_disturb_a_running_sweep(checkout: Checkout) -> None:
     other = checkout.path / "other.yaml"
     other.write_text((checkout.path / CONFIG).read_text().replace("seq_len: 4", "seq_len: 5"))
-    sweep = checkout.start()
+    sweep = checkout.start(TABLES)
     wait_for(checkout.results)
     checkout.snakemake("-n", "--configfile", "other.yaml")
     said, _ = sweep.communicate(timeout=300)
