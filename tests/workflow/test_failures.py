@@ -51,7 +51,9 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout)
     assert (with_plugin.path / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "<script>" not in report
     assert not (with_plugin.path / "pwned").exists()
-    assert "1 caveat to read before the numbers, under Findings." in report
+    kinds = list(with_plugin.table("findings")["kind"])
+    assert set(kinds) - {"contended"} == {"fallback"}  # the machine may be busy
+    assert f"{len(kinds)} caveat" in report
     assert "Opacus fell back to functorch for Scale" in report
     samplers = with_plugin.table("samplers").set_index("layer")["path"]
     assert samplers.to_dict() == {
