@@ -76,9 +76,9 @@ def look_at_the_looking(experiment: Experiment) -> dict[str, Any]:
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        bookkeeper = account.Bookkeeper(recorder, training, ignore)
+        bookkeeper = account.Bookkeeper(recorder, training.step, ignore)
         with allocator.window("all"):
-            account.keep_books(bookkeeper, experiment.warmup_steps + 1)
+            account.keep_books(bookkeeper, training.batch, experiment.warmup_steps + 1)
     return {"attached": allocator.close().peaks["all"].allocated_bytes}
 
 

@@ -20,6 +20,6 @@ def test_links_and_pictures_exist(document: Path) -> None:
 
 def test_documented_names_are_the_declared_ones() -> None:
     text = (ROOT / "docs" / "methods.md").read_text()
-    for group in ("models", "methods", "instruments"):
+    for group in ("models", "methods", "instruments", "targets"):
         for name in catalogue.names(group):
             assert f"| `{name}` |" in text

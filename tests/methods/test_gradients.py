@@ -29,7 +29,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:
     experiment = make_experiment(method=method, **fields)
     torch.manual_seed(0)
-    model = apply_dtype(build_model(experiment), experiment)
+    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
     # Away from its start, where some gradients are too regular to tell methods apart.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -16,7 +16,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", CASES)
 def test_parameters_products_and_logits_have_the_dtypes_promised(dtype) -> None:
     experiment = make_experiment(dtype=dtype)
-    model = apply_dtype(build_model(experiment), experiment)
+    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
     products = []
     model.head.register_forward_hook(lambda _, __, output: products.append(output.dtype))
     logits = model(torch.zeros(2, 4, dtype=torch.int64))

@@ -26,7 +26,7 @@ from dpprof.ledger.fake import INSTEAD, fake_tensors
 from dpprof.ledger.recorder import Recorder
 from dpprof.ledger.statement import state_compute, state_io, state_memory
 from dpprof.ledger.workspaces import CPU_WORKSPACES
-from dpprof.methods.base import Batch, Enter
+from dpprof.methods.base import Batch, Enter, TrainingStep
 from dpprof.result import Measurement, Memory
 from dpprof.target import Target
 
@@ -52,16 +52,15 @@ class Bookkeeper:
 
     Args:
         recorder: Active since before the training was set up.
-        training: What is to be run.
+        step: What is to be run.
         enter: Called as each phase begins.
     """
 
-    def __init__(self, recorder: Recorder, training: Training, enter: Enter) -> None:
+    def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter) -> None:
         self._recorder = recorder
-        self._births = training.step.births
-        self.training = training
+        self._births = step.births
         self.paths = SamplerPaths()
-        self._witness = Witness(recorder, training.step, enter, self.paths)
+        self._witness = Witness(recorder, step, enter, self.paths)
 
     def run(self, batch: Batch, *, counting: bool = False) -> Step:
         """Run one step on a batch.
@@ -78,9 +77,8 @@ class Bookkeeper:
         return Step(recorder, self._births, (start, len(recorder.events)))
 
 
-def keep_books(bookkeeper: Bookkeeper, steps: int) -> tuple[Step, Step]:
+def keep_books(bookkeeper: Bookkeeper, batch: Batch, steps: int) -> tuple[Step, Step]:
     """Run a number of steps, at least two; returns the books of the first and the last."""
-    batch = bookkeeper.training.batch
     first = bookkeeper.run(batch)
     for _ in range(steps - 2):
         bookkeeper.run(batch)
@@ -105,12 +103,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
         device.reset_peaks()
-        bookkeeper = Bookkeeper(recorder, training, enter)
-        first, steady = keep_books(bookkeeper, experiment.warmup_steps + 1)
+        bookkeeper = Bookkeeper(recorder, training.step, enter)
+        first, steady = keep_books(bookkeeper, training.batch, experiment.warmup_steps + 1)
     allocator_peak = device.peaks().allocated_bytes
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True)
-    return state(experiment, bookkeeper, steady, memory, ceilings)
+    return state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=ceilings)
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
@@ -127,10 +125,10 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     target = find_target(experiment)
     with tracing(target) as recorder:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training, enter)
-        first, steady = keep_books(bookkeeper, ESTIMATED_STEPS)
+        bookkeeper = Bookkeeper(recorder, training.step, enter)
+        first, steady = keep_books(bookkeeper, training.batch, ESTIMATED_STEPS)
     memory = state_memory(experiment, first, steady, None, real=False)
-    return state(experiment, bookkeeper, steady, memory, target)
+    return state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=target)
 
 
 def find_target(experiment: Experiment) -> Target | None:
@@ -184,8 +182,10 @@ def tracing(target: Target | None, choices: cuda.Choices = cuda.EVERYTHING) -> I
 
 def state(
     experiment: Experiment,
-    bookkeeper: Bookkeeper,
+    training: Training,
+    paths: SamplerPaths,
     steady: Step,
+    *,
     memory: Memory,
     ceilings: Target | None,
 ) -> Measurement:
@@ -193,19 +193,20 @@ def state(
 
     Args:
         experiment: Whose step it was.
-        bookkeeper: Who kept the books.
+        training: What was run.
+        paths: Which way its layers took.
         steady: The books.
         memory: What they say of memory.
         ceilings: The device's limits, where they are known.
     """
-    compute = state_compute(experiment, bookkeeper.training.step.module, steady, ceilings)
+    compute = state_compute(experiment, training.step.module, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
     return Measurement(
-        model=bookkeeper.training.model,
-        samplers=bookkeeper.paths.by_layer,
+        model=training.model,
+        samplers=paths.by_layer,
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),
-        reasons=_NOT_KNOWN | not_run | bookkeeper.paths.reasons,
+        reasons=_NOT_KNOWN | not_run | paths.reasons,
     )

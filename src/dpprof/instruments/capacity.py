@@ -15,8 +15,9 @@ from dpprof.devices.cpu import Cpu
 from dpprof.experiment import Experiment
 from dpprof.instruments.account import Bookkeeper, find_target, state, tracing
 from dpprof.instruments.setup import import_method, make_batch, set_up
+from dpprof.ledger.books import Step
 from dpprof.ledger.statement import state_memory
-from dpprof.methods.base import Batch, Enter
+from dpprof.methods.base import Enter
 from dpprof.result import Capacity, Measurement
 from dpprof.target import Target
 
@@ -53,12 +54,18 @@ def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> 
     low = max(batch for batch, size in known.items() if size <= budget)
     beyond = [batch for batch, size in known.items() if size > budget]
     high = min(beyond, default=most + 1)
+    before = high - low
+    aim = True
     while high - low > 1:
-        batch = min(max(_aim(known, low, high, budget), low + 1), high - 1)
+        # Where aiming did not halve what is left, halving does.
+        batch = _aim(known, low, high, budget) if aim else (low + high) // 2
+        batch = min(max(batch, low + 1), high - 1)
         if fits(batch):
             low = batch
         else:
             high = batch
+        aim = high not in known or not aim or 2 * (high - low) <= before
+        before = high - low
     return low
 
 
@@ -75,8 +82,7 @@ def _aim(known: dict[int, int], low: int, high: int, budget: int) -> int:
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Find the largest batch of one experiment's model, method and sequence length.
 
-    The experiment's own batch size does not matter. One training serves all estimates:
-    between steps nothing is alive that depends on the batch.
+    The experiment's own batch size does not matter. One training serves all estimates.
 
     Args:
         experiment: What to find the largest batch of.
@@ -93,22 +99,28 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     known: dict[int, int] = {}
     with tracing(target) as recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training, enter)
+        bookkeeper = Bookkeeper(recorder, training.step, enter)
 
-        def draw(batch_size: int) -> Batch:
-            return make_batch(training.step.module, device, batch_size, experiment.seq_len)
+        def run(batch_size: int, *, counting: bool = False) -> Step:
+            nonlocal training  # so that the last batch is gone when the next step begins
+            batch = make_batch(training.step.module, device, batch_size, experiment.seq_len)
+            training = training._replace(batch=batch)
+            step = bookkeeper.run(batch, counting=counting)
+            # Ghost clipping keeps norms of the last batch until the next one's replace them:
+            # a step is steady when it leaves as much behind as it found.
+            return step if step.is_steady else bookkeeper.run(batch, counting=counting)
 
         def peak(batch_size: int) -> int:
-            return bookkeeper.run(draw(batch_size)).peak_bytes
+            return run(batch_size).peak_bytes
 
-        first = bookkeeper.run(draw(1))
+        first = bookkeeper.run(training.batch)
         predict = _extend(peak) if method.one_at_a_time else peak
         largest = search(predict, budget, known)
         if largest is None:
             raise MemoryError(_explain(experiment, known[1], budget))
         safe = search(predict, int(SAFE_SHARE * budget), known)
         stated = min(2, largest) if method.one_at_a_time else safe or largest
-        steady = bookkeeper.run(draw(stated), counting=True)
+        steady = run(stated, counting=True)
     capacity = Capacity(
         budget_bytes=budget,
         batch_size=largest,
@@ -124,7 +136,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     )
     stated_as = experiment.model_copy(update={"batch_size": stated})
     memory = state_memory(stated_as, first, steady, None, real=False)
-    measurement = state(stated_as, bookkeeper, steady, memory, target)
+    measurement = state(
+        stated_as, training, bookkeeper.paths, steady, memory=memory, ceilings=target
+    )
     return measurement.model_copy(update={"capacity": capacity})
 
 

@@ -90,6 +90,11 @@ class Step:
         """The most that was alive at once."""
         return int(self.totals.max())
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the step left as much behind as it found."""
+        return bool(self.totals[0] == self.totals[-1])
+
     @cached_property
     def phases(self) -> list[Phase]:
         """The phase of each row; before anything was entered, ``setup``."""

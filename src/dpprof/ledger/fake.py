@@ -4,6 +4,7 @@ A fake tensor has a shape, a dtype and a storage's size, but no elements. Four t
 the way of a private step are put aside here, for as long as the context lasts.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,9 +62,12 @@ class _FakeExpandedWeight(ExpandedWeight):
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor fake that is created within."""
     with (
+        warnings.catch_warnings(),
         patch.object(nn.Module, "_apply", _apply_to_fake),
         patch.object(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
         patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
         FakeTensorMode() as mode,
     ):
+        # Opacus copies gradients with deepcopy, which looks whether they have any data.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield mode

@@ -1,0 +1,102 @@
+"""Ranking, from figures that are given."""
+
+from pathlib import Path
+
+import pytest
+from factory import make_experiment
+
+from dpprof.analysis.advice import CLOSE, Advice, advise
+from dpprof.result import Result, write_result
+
+CAPACITY = {
+    "budget_bytes": 1000,
+    "batch_size": 10,
+    "peak_bytes": 990,
+    "next_peak_bytes": 1010,
+    "limited_by": "memory",
+    "extrapolated": False,
+    "safe_share": 0.9,
+    "safe_batch_size": 8,
+    "safe_peak_bytes": 890,
+    "stated_batch_size": 8,
+    "estimates": {1: 500, 10: 990, 11: 1010},
+}
+COMPUTE = {
+    "model_flops": 100,
+    "executed_flops": 200,
+    "other_flops": 1,
+    "flops_by_phase": {},
+    "flops_by_module": {},
+    "flops_by_component": {},
+    "dp_flop_multiplier": 2.0,
+    "mfu": None,
+    "hfu": None,
+    "peak_flops_per_s": 1e12,
+    "peak_source": "nowhere",
+    "reason": None,
+}
+
+
+def result(folder: Path, method: str, bound_s: float | None, **capacity) -> Result:
+    """Invent a capacity result; without a bound, one that does not fit."""
+    experiment = make_experiment(method=method, seq_len=4)
+    measured = {
+        "capacity": CAPACITY | capacity,
+        "compute": COMPUTE | {"roofline_step_s": bound_s},
+    }
+    failed = {"kind": "MemoryError", "message": f"{method} needs more"}
+    return write_result(
+        folder / f"{method}.json",
+        (measured if bound_s else {})
+        | {
+            "experiment_id": experiment.id,
+            "experiment": experiment,
+            "spec_digest": experiment.digest,
+            "code_digest": "",
+            "instrument": "capacity",
+            "replicate": 0,
+            "outcome": "ok" if bound_s else "oom",
+            "error": None if bound_s else failed,
+            "attempts": [],
+            "started_at": "2026-01-01T00:00:00+00:00",
+            "wall_s": 1.0,
+            "device": {},
+            "provenance": {},
+        },
+    )
+
+
+def ask(folder: Path, **bounds: float | None) -> Advice:
+    named = {name.replace("_", "-"): bound for name, bound in bounds.items()}
+    return advise([result(folder, name, bound) for name, bound in named.items()], "h200")
+
+
+def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> None:
+    advice = ask(
+        tmp_path, standard=0.5, opacus_hooks=2.0, opacus_ghost=1.0, opacus_ew=1.2, microbatch=None
+    )
+
+    assert [(o.method, o.verdict) for o in advice.options] == [
+        ("opacus-ghost", "first"),
+        ("opacus-ew", "close"),
+        ("opacus-hooks", "slower"),
+        ("microbatch", "does not fit"),
+        ("standard", "baseline"),
+    ]
+    assert advice.best.tokens_per_s_at_most == pytest.approx(8 * 4 / 1.0)
+    assert advice.options[3].message == "microbatch needs more"
+    assert advice.budget_bytes == 1000
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(0.999, "close"), (1.001, "slower")])
+def test_close_ends_where_the_module_says(tmp_path, factor, verdict) -> None:
+    advice = ask(tmp_path, opacus_ghost=1.0, opacus_ew=CLOSE * factor)
+
+    assert advice.options[1].verdict == verdict
+
+
+def test_nothing_fits(tmp_path) -> None:
+    advice = ask(tmp_path, opacus_ghost=None, standard=1.0)
+
+    assert advice.best is None
+    assert advice.options[0].verdict == "does not fit"

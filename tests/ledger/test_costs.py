@@ -1,0 +1,165 @@
+"""FLOPs and bytes against formulas, in units that can be checked by hand."""
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import Tensor, nn
+
+from dpprof import catalogue
+from dpprof.instruments.account import Bookkeeper
+from dpprof.ledger.books import Step
+from dpprof.ledger.costs import COUNTED, learn_rule
+from dpprof.ledger.recorder import Recorder
+from dpprof.ledger.statement import bound_step_s, count_model_flops, state_io
+from dpprof.methods.base import Batch
+from dpprof.models.build import build_model
+from dpprof.target import Target
+
+aten = torch.ops.aten
+B, T, D, LAYERS = 2, 256, 128, 6
+GRAM = 2 * B * T * T * 2 * D
+UNIT = B * T * D * D
+
+# Per linear layer, in B T d p; what is beyond 6 is in docs/methods.md.
+COEFFICIENTS = {
+    "standard": 6,
+    "opacus-hooks": 8,
+    "opacus-functorch": 10,
+    "opacus-fast-gradient-clipping": 12,
+    "opacus-ew": 6,
+    "opacus-ghost": 10,
+}
+
+
+class Linears(nn.Module):
+    """Linear layers without bias on a looked-up input, which requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(D, D)
+        self.layers = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(LAYERS)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.table(tokens))
+
+
+def count(method: str, model: nn.Module, **fields) -> Step:
+    """Keep the books of one step, operators counted."""
+    experiment = make_experiment(method=method, batch_size=B, **fields)
+    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
+    with recorder:
+        step = catalogue.load("methods", method)(model, experiment)
+        step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
+        tokens = torch.randint(16, (B, experiment.seq_len + 1))
+        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return Bookkeeper(recorder, step, lambda _: None).run(batch, counting=True)
+
+
+def executed(step: Step) -> int:
+    return sum(op.cost.flops for op in step.ops if op.cost.category in COUNTED)
+
+
+@pytest.mark.parametrize("method", COEFFICIENTS)
+def test_linear_layers_cost_what_theory_says(method) -> None:
+    flops = executed(count(method, Linears(), seq_len=T))
+    if method == "opacus-ghost":
+        flops -= LAYERS * GRAM
+
+    assert flops / (LAYERS * UNIT) == pytest.approx(COEFFICIENTS[method], rel=0.01)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_transformers_step_by_formula_attention_included(attention) -> None:
+    """Fused attention recomputes the scores in its backward pass: one product of five."""
+    d, layers, vocab, seq_len = 8, 1, 16, 32
+    fields = {"seq_len": seq_len, "attention": attention}
+    model = build_model(make_experiment(**fields))
+    products = 4 + 10 if attention == "sdpa" else 4 + 8
+
+    assert executed(count("standard", model, **fields)) == (
+        6 * B * seq_len * (12 * d * d * layers + d * vocab)
+        + products * layers * B * seq_len * seq_len * d
+    )
+
+
+def test_model_flops_follow_palm() -> None:
+    experiment = make_experiment(batch_size=B, seq_len=32)
+    weights = 12 * 8 * 8 + 8 * 16
+
+    assert count_model_flops(experiment, build_model(experiment)) == (
+        B * 32 * (6 * weights + 12 * 1 * 8 * 32)
+    )
+
+
+PRODUCTS = {
+    "mm": ((aten.mm.default, (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+    "bmm": ((aten.bmm.default, (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+    "addmm": ((aten.addmm.default, (7,), (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+    "mv": ((aten.mv.default, (3, 5), (5,)), 2 * 3 * 5),
+    "dot": ((aten.dot.default, (5,), (5,)), 2 * 5),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_by_hand(name) -> None:
+    (func, *shapes), flops = PRODUCTS[name]
+    tensors = [torch.ones(shape) for shape in shapes]
+    cost, reads, writes = learn_rule(func).price(tensors, {}, func(*tensors))
+
+    assert (cost.category, cost.flops) == ("matmul", flops)
+    assert sum(size for _, size in reads) == sum(t.numel() for t in tensors) * 4
+    assert sum(size for _, size in writes) == func(*tensors).numel() * 4
+
+
+def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
+    x, table = torch.ones(4, 8), torch.ones(100, 8)
+    ids = torch.tensor([1, 2, 3])
+
+    def price(func, *args):
+        cost, reads, writes = learn_rule(func).price(args, {}, func(*args))
+        return (
+            (cost.category, cost.flops),
+            sum(size for _, size in reads),
+            sum(size for _, size in writes),
+        )
+
+    assert price(aten.add.Tensor, x, x) == (("elementwise", 32), 256, 128)
+    assert price(aten.add_.Tensor, x, x) == (("elementwise", 32), 256, 128)
+    assert price(aten.sum.default, x) == (("reduction", 32), 128, 4)
+    assert price(aten.embedding.default, table, ids) == (("indexing", 0), 3 * 32 + 24, 3 * 32)
+    assert price(aten.clone.default, x) == (("copy", 0), 128, 128)
+    assert price(aten.zero_.default, x) == (("copy", 0), 0, 128)
+    # An expanded axis is read once.
+    assert price(aten.add.Tensor, x, torch.ones(1, 8).expand(4, 8))[1] == 128 + 32
+
+
+def test_views_cost_nothing_and_are_no_operators() -> None:
+    assert learn_rule(aten.view.default).is_free
+    assert learn_rule(aten.transpose.int).is_free
+    assert not learn_rule(aten.clone.default).is_free
+
+
+def test_the_roofline_takes_what_binds() -> None:
+    step = count("standard", Linears(), seq_len=T)
+    moved = state_io(step, 1)
+    slow_memory = Target.model_validate(
+        {"memory_bytes": "1GiB", "flops_per_s": 1e30, "bandwidth_bytes_per_s": 1e9}
+    )
+    slow_compute = Target.model_validate(
+        {"memory_bytes": "1GiB", "flops_per_s": 1e9, "bandwidth_bytes_per_s": 1e30}
+    )
+
+    by_memory = bound_step_s(step.ops, "float32", slow_memory)
+    by_compute = bound_step_s(step.ops, "float32", slow_compute)
+
+    assert by_memory == pytest.approx((moved.bytes_read + moved.bytes_written) / 1e9)
+    assert by_compute == pytest.approx(executed(step) / 1e9)
+
+
+def test_tallies_agree_with_the_total() -> None:
+    io = state_io(count("opacus-ghost", Linears(), seq_len=16), 10)
+
+    for parts in (io.by_phase, io.by_category, io.by_module, io.by_component):
+        assert sum(part.read for part in parts.values()) == io.bytes_read
+        assert sum(part.written for part in parts.values()) == io.bytes_written
+    assert io.arithmetic_intensity == pytest.approx(10 / (io.bytes_read + io.bytes_written))

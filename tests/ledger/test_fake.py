@@ -1,0 +1,143 @@
+"""Under fake tensors the books are the same, to the byte."""
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpprof import catalogue
+from dpprof.instruments.account import estimate, measure, tracing
+from dpprof.ledger import cuda
+from dpprof.ledger.fake import fake_tensors
+from dpprof.result import Measurement
+
+MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+CASES = [(method, {}) for method in catalogue.names("methods")]
+CASES += [("opacus-ghost", {"attention": name}) for name in ("eager", "opacus")]
+CASES += [("opacus-hooks", {"dtype": name}) for name in ("bfloat16", "float64")]
+CASES += [("standard", {"optimizer": "sgd"})]
+
+
+def make(method: str, **fields):
+    return make_experiment(
+        **{"model": MODEL, "method": method, "batch_size": 3, "seq_len": 32} | fields
+    )
+
+
+@pytest.mark.parametrize(("method", "fields"), CASES, ids=str)
+def test_an_estimate_equals_the_ledger(method, fields) -> None:
+    experiment = make(method, **fields)
+    real = measure(experiment, lambda _: None)
+    fake = estimate(experiment, lambda _: None)
+
+    assert fake.memory.peak_allocated_bytes == real.memory.peak_allocated_bytes
+    assert (
+        fake.memory.first_step_peak_allocated_bytes == real.memory.first_step_peak_allocated_bytes
+    )
+    assert fake.memory.at_peak == real.memory.at_peak
+    assert fake.memory.attribution == real.memory.attribution
+    if method == "opacus-ghost":  # a token that occurs twice in a sample spares a few additions
+        assert 0 <= fake.compute.other_flops - real.compute.other_flops < 10_000
+        of_real = {"other_flops": real.compute.other_flops}
+        assert fake.compute.model_copy(update=of_real) == real.compute
+    else:
+        assert fake.compute == real.compute
+        assert fake.io == real.io
+    assert fake.samplers == real.samplers
+    assert fake.model == real.model
+
+
+def test_the_timeline_keeps_every_components_maximum() -> None:
+    memory = measure(make("opacus-ghost"), lambda _: None).memory
+    line = memory.timeline
+    totals = [sum(row) for row in zip(*line.components.values(), strict=True)]
+    highest = totals.index(max(totals))
+
+    assert max(totals) == memory.peak_allocated_bytes
+    assert line.phase[highest] == memory.at_peak.phase
+    assert {c: sizes[highest] for c, sizes in line.components.items() if sizes[highest]} == {
+        c: size for c, size in memory.at_peak.components.items() if size
+    }
+    assert line.ops == sorted(line.ops)
+    assert line.elapsed_s == sorted(line.elapsed_s)
+    phases = ["step", "forward", "backward", "clip", "second_backward", "noise"]
+    assert list(dict.fromkeys(line.phase)) == phases  # it begins where the last step ended
+    assert line.phase[-1] == "step"
+
+
+def test_nothing_is_patched_afterwards() -> None:
+    apply = nn.Module._apply
+    with fake_tensors(), cuda.like_cuda():
+        assert nn.Module._apply is not apply
+
+    assert nn.Module._apply is apply
+    assert "__deepcopy__" not in vars(FakeTensorMode)
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+def on(target: str | None, method: str = "opacus-hooks", **fields) -> Measurement:
+    target_fields = {"target": target, "device": "cuda"} if target else {}
+    return estimate(make(method, **target_fields | fields), lambda _: None)
+
+
+def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
+    cpu, gpu = on(None, model="tiny", seq_len=8), on("h200", model="tiny", seq_len=8)
+    components = gpu.memory.at_peak.components
+
+    assert all(size % 512 == 0 for size in components.values())
+    assert components["workspace"] >= 2 * 32 * 2**20
+    # AdamW's square roots of all second moments are there at once, not one after another.
+    assert gpu.memory.at_peak.op == "_foreach_sqrt"
+    assert cpu.memory.at_peak.op != "_foreach_sqrt"
+    assert gpu.compute.roofline_step_s > 0
+    assert cpu.compute.roofline_step_s is None
+
+
+def test_each_choice_of_the_model_can_be_switched_off() -> None:
+    target = catalogue.load("targets", "h200")
+    sizes = {}
+    for choice in (None, "blocks", "libraries", "foreach"):
+        choices = cuda.EVERYTHING._replace(**{choice: False}) if choice else cuda.EVERYTHING
+        with tracing(target, choices) as recorder:
+            torch.optim.AdamW([nn.Parameter(torch.ones(3)) for _ in range(5)]).param_groups[0]
+            sizes[choice] = sum(storage.nbytes for storage in recorder.storages)
+
+    assert sizes["libraries"] == sizes[None] - 2 * 32 * 2**20
+    assert sizes["blocks"] < sizes[None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        ("float32", "_scaled_dot_product_efficient_attention"),
+        ("bfloat16", "_scaled_dot_product_flash_attention"),
+    ],
+)
+def test_attention_is_what_cuda_would_run(dtype, op) -> None:
+    q = torch.ones(2, 2, 64, 16, dtype=getattr(torch, dtype))
+    with tracing(catalogue.load("targets", "a100")) as recorder:
+        q = torch.ones(2, 2, 64, 16, dtype=getattr(torch, dtype))
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    assert op in {storage.op for storage in recorder.storages}
+
+
+def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
+    with tracing(catalogue.load("targets", "l4")) as recorder:
+        kept = nn.functional.dropout(torch.ones(1024), 0.5)
+        sizes = [s.nbytes for s in recorder.storages if s.op == "native_dropout"]
+
+    assert sorted(sizes) == [1024, 4096]
+    assert kept.shape == (1024,)
+
+
+def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
+    norm = {}
+    for target in (None, "h100"):
+        with tracing(target and catalogue.load("targets", target)):
+            layer, x = nn.LayerNorm(8), torch.ones(4, 8, dtype=torch.bfloat16)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                norm[target] = layer(x).dtype
+
+    assert norm == {None: torch.bfloat16, "h100": torch.float32}

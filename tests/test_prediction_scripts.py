@@ -1,0 +1,101 @@
+"""The command lines that ask about a device that need not be here."""
+
+import json
+
+import pytest
+from test_scripts import run
+
+MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
+TARGET = "{memory_bytes: 1MiB, flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"
+ASKED = ["--model", MODEL, "--seq-len", "8"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Ask for two methods once; what follows finds the answers there."""
+    path = tmp_path_factory.mktemp("asked")
+    methods = ["--methods", "standard", "opacus-hooks"]
+    done = run("capacity.py", *ASKED, "--target", TARGET, *methods, "--json=c.json", cwd=path)
+    assert done.returncode == 1, done.stderr  # libraries alone take more than 1 MiB
+    options = [*ASKED, "--target", "l4", "--memory-limit-bytes", "20MiB", *methods]
+    done = run("capacity.py", *options, "--json=capacity.json", cwd=path)
+    assert done.returncode == 0, done.stderr
+    done = run("advise.py", *options, "--json=advice.json", cwd=path)
+    assert done.returncode == 0, done.stderr
+    (path / "told").write_text(done.stdout)
+    return path
+
+
+def test_what_does_not_fit_says_how_much_it_needs(folder) -> None:
+    for found in json.loads((folder / "c.json").read_text()):
+        assert found["outcome"] == "oom"
+        assert f"custom with {found['method']} needs" in found["message"]
+        assert "and there are 1 MiB" in found["message"]
+
+
+def test_capacity_is_told_to_programs_and_kept_as_results(folder) -> None:
+    found = json.loads((folder / "capacity.json").read_text())
+
+    assert [one["method"] for one in found] == ["standard", "opacus-hooks"]
+    for one in found:
+        assert one["capacity"]["peak_bytes"] <= 20 * 2**20 < one["capacity"]["next_peak_bytes"]
+    assert len(list((folder / "results" / "capacity").glob("*.r0.json"))) == 4
+
+
+def test_advice_rests_on_the_same_results(folder) -> None:
+    advice = json.loads((folder / "advice.json").read_text())
+    capacity = {
+        one["method"]: one["capacity"] for one in json.loads((folder / "capacity.json").read_text())
+    }
+    told = (folder / "told").read_text()
+
+    assert [option["method"] for option in advice["options"]] == ["opacus-hooks", "standard"]
+    assert [option["verdict"] for option in advice["options"]] == ["first", "baseline"]
+    for option in advice["options"]:
+        assert option["safe_batch_size"] == capacity[option["method"]]["safe_batch_size"]
+    safe = capacity["opacus-hooks"]["safe_batch_size"]
+    assert told.startswith(f"Use opacus-hooks with batches of {safe}: custom, 8 tokens")
+
+
+BAD = {
+    "unknown target": (
+        ["--target", "h300"],
+        "--target: 'h300' is not allowed; did you mean 'h200'",
+    ),
+    "no target": ([], "--target: missing; a target's name"),
+    "half a target": (
+        ["--target", "{memory_bytes: 1GiB}"],
+        "--target: missing flops_per_s, bandwidth_bytes_per_s",
+    ),
+    "no memory": (
+        ["--target", "h200", "--memory-limit-bytes", "0"],
+        "--memory-limit-bytes: '0' is not allowed; it must be a number of bytes above 0",
+    ),
+    "unknown method": (
+        ["--target", "h200", "--methods", "opacus-gost"],
+        "--methods: 'opacus-gost' is not allowed; did you mean 'opacus-ghost'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("script", ["capacity.py", "advise.py"])
+def test_bad_input_is_one_sentence(script, case, tmp_path) -> None:
+    options, sentence = BAD[case]
+    done = run(script, *ASKED, *options, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_target_is_only_for_predictions(tmp_path) -> None:
+    options = [*ASKED, "--method=standard", "--batch-size=1", "--target=h200", "--output=x.json"]
+    done = run("profile_experiment.py", *options, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: --target: 'h200' is not allowed; the instrument clean measures what is here, and "
+        "a target need not be; instruments with a target: estimate, capacity\n"
+    )
