@@ -57,9 +57,9 @@ def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> 
     before = high - low
     aim = True
     while high - low > 1:
-        # Where aiming did not halve what is left, halving does.
-        batch = _aim(known, low, high, budget) if aim else (low + high) // 2
-        batch = min(max(batch, low + 1), high - 1)
+        # Where aiming did not halve what is left, halving does, unless it is the end.
+        aimed = max(_aim(known, low, high, budget), low + 1)
+        batch = min(aimed, high - 1) if aim or aimed == low + 1 else (low + high) // 2
         if fits(batch):
             low = batch
         else:
