@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 CONFIG ?=
-CORES ?= 1
+CORES ?= all
 
 VENV := .venv
 INSTALLED := $(VENV)/installed

@@ -14,6 +14,7 @@ rule tables:
         phases="results/tables/phases.csv",
         snapshots="results/tables/snapshots.csv",
         components="results/tables/components.csv",
+        advice="results/tables/advice.csv",
         peaks="results/tables/peaks.csv",
         costs="results/tables/costs.csv",
         owners="results/tables/owners.csv",

@@ -5,12 +5,16 @@ predicted: the roofline says how fast a step could be at best, and methods that 
 less than ``CLOSE`` in that are not told apart.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
-from dpprof.analysis.frames import BASELINE
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
+from dpprof.analysis.groups import setting_key
 from dpprof.result import Result
 
 CLOSE = 1.25
@@ -89,6 +93,25 @@ def advise(results: Sequence[Result], target: str) -> Advice:
             f"{CLOSE - 1:.0%} of the first are not told apart"
         ),
     )
+
+
+def tabulate_advice(collected: Collected) -> pd.DataFrame:
+    """Give the options of every model, sequence length and target, the best first, one a row."""
+    alike: dict[str, list[Result]] = defaultdict(list)
+    for _, result in collected.found:
+        if result.instrument == "capacity":
+            alike[setting_key(result.experiment)].append(result)
+    rows = []
+    for results in alike.values():
+        axes = axes_of(results[0].experiment)
+        setting = {name: axes[name] for name in SETTING if name != "batch_size"}
+        advice = advise(results, axes["target"] or "this machine")
+        rows += [
+            setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()
+            for option in advice.options
+        ]
+    columns = [name for name in SETTING if name != "batch_size"]
+    return make_frame(rows, [*columns, "budget_bytes", *Option.model_fields])
 
 
 def _describe(result: Result) -> Option:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.advice import tabulate_advice
 from dpprof.analysis.books import tabulate_books
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments import tabulate_experiments
@@ -29,7 +30,8 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         ``steps`` (one row per step, warm-up included), ``phases`` (one row per phase of a
         run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
         component of a snapshot), the tables of ``books`` (peaks, costs, owners, holdings,
-        timeline, traffic), ``samplers`` (one row per type of layer), ``findings`` (one
+        timeline, traffic), ``advice`` (one row per method, for each setting whose capacity was
+        asked for), ``samplers`` (one row per type of layer), ``findings`` (one
         row per thing to know before believing the numbers) and ``missing`` (one row per run
         without a result).
     """
@@ -56,6 +58,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
             _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
         ),
         **tabulate_books(collected, groups),
+        "advice": tabulate_advice(collected),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
         "findings": find(collected),
         "missing": make_frame(
