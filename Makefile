@@ -38,9 +38,12 @@ lint: install
 	lint-imports
 	snakemake --lint
 
-# What dpprof itself costs: a step beside a bare loop, and a report on many results.
+# What dpprof itself costs: a step beside a bare loop, keeping the books, reporting on many
+# results; and how exact the books are.
 perf: install
 	python perf/overhead.py --output perf/overhead.md
+	python perf/recording.py --output perf/recording.md
+	python perf/accuracy.py --output perf/accuracy.md
 	python perf/large_report.py
 
 # Schemas and the key tables of config/README.md, from the pydantic models.

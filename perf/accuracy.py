@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import _source_tree  # noqa: F401
 from dpprof.closing import bound_bytes
 from dpprof.devices.allocations import CpuRecorder
 from dpprof.experiment import Experiment

@@ -7,9 +7,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof import catalogue
+from dpprof.catalogue import UnsupportedError
+from dpprof.instruments import account
 from dpprof.instruments.account import estimate, measure, tracing
-from dpprof.ledger import cuda
+from dpprof.ledger import cuda, statement
 from dpprof.ledger.fake import fake_tensors
+from dpprof.methods.standard import Standard
 from dpprof.result import Measurement
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
@@ -74,6 +77,54 @@ def test_nothing_is_patched_afterwards() -> None:
     assert nn.Module._apply is apply
     assert "__deepcopy__" not in vars(FakeTensorMode)
     assert type(torch.ones(1)) is torch.Tensor
+
+
+class Peeks(Standard):
+    """A method that looks at an element."""
+
+    def compute_gradient(self, batch, enter) -> None:
+        super().compute_gradient(batch, enter)
+        if self.module.head.weight.grad.norm().item() > 1:
+            enter("clip")
+
+
+class Selects(Standard):
+    """A method in which a shape depends on elements."""
+
+    def compute_gradient(self, batch, enter) -> None:
+        super().compute_gradient(batch, enter)
+        self.module.head.weight.grad.nonzero()
+
+
+@pytest.mark.parametrize("method", [Peeks, Selects])
+def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, monkeypatch) -> None:
+    monkeypatch.setattr(account, "import_method", lambda _: method)
+    with pytest.raises(UnsupportedError, match=r"^it needs the elements of a tensor \(aten\.\w+"):
+        estimate(make("standard"), lambda _: None)
+
+    assert torch.ones(1).item() == 1
+
+
+def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch) -> None:
+    monkeypatch.setattr(statement, "find_dimensions", lambda _: None)
+    compute = estimate(make("standard"), lambda _: None).compute
+
+    assert compute.model_flops is compute.dp_flop_multiplier is None
+    assert compute.reason.startswith("the layers of another package's model are not known")
+    assert compute.executed_flops > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", catalogue.names("methods"))
+def test_on_cuda_the_books_close_and_the_estimate_is_near(method) -> None:
+    fields = {"model": "small", "method": method, "batch_size": 4, "seq_len": 256}
+    experiment = make_experiment(**fields, device="cuda")
+    real = measure(experiment, lambda _: None).memory
+    fake = estimate(experiment, lambda _: None).memory
+
+    assert real.attribution.valid, real.attribution.reason
+    assert real.attribution.allocator_peak_bytes > 0
+    assert fake.peak_allocated_bytes == pytest.approx(real.peak_allocated_bytes, rel=0.05)
 
 
 def on(target: str | None, method: str = "opacus-hooks", **fields) -> Measurement:

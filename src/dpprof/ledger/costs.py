@@ -118,12 +118,28 @@ _REDUCTIONS = {
 }
 
 
+class _Spelled(dict[torch.dtype, str]):
+    """Names of dtypes, each spelled once."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = str(dtype).removeprefix("torch.")
+        return self[dtype]
+
+
+_DTYPES = _Spelled()
+
+
 class Rule(NamedTuple):
     """What is known of an operator before it is called."""
 
     name: str
     packet: Any
+    is_view: bool
+    """Its result shares the storage of an argument that is known already."""
+
     is_free: bool
+    """It moves nothing."""
+
     category: Category
     formula: Callable[..., int] | None
     mutated: frozenset[int | str]
@@ -134,12 +150,11 @@ class Rule(NamedTuple):
         inputs: Moved = []
         mutated: Moved = []
         for position, value in (*enumerate(args), *kwargs.items()):
-            for tensor in _flat(value):
-                sized = (tensor, _nbytes(tensor))
-                if position in self.mutated:
-                    mutated.append(sized)
-                else:
-                    inputs.append(sized)
+            side = mutated if position in self.mutated else inputs
+            if isinstance(value, Tensor):
+                side.append((value, _nbytes(value)))
+            elif isinstance(value, list | tuple):
+                side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
         writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
         if self.packet in _LOOKUPS and inputs:
             inputs[0] = (inputs[0][0], sum(size for _, size in writes))
@@ -147,8 +162,8 @@ class Rule(NamedTuple):
             writes = [(mutated[0][0], inputs[-1][1] if inputs else 0)]
             mutated = writes
         reads = inputs if self.packet in _WRITES_ONLY else inputs + mutated
-        first = next((t for t in (*_flat(args), *_flat(kwargs), *_flat(out))), None)
-        dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
+        first = next(iter(inputs or mutated or writes), None)
+        dtype = "" if first is None else _DTYPES[first[0].dtype]
         flops = self._flops(args, kwargs, out, reads, writes)
         return Cost(self.name, self.category, flops, dtype), reads, writes
 
@@ -174,6 +189,7 @@ def learn_rule(func: Any) -> Rule:
     return Rule(
         name=str(packet).removeprefix("aten."),
         packet=packet,
+        is_view=func.is_view and packet is not aten.lift_fresh,
         is_free=func.is_view or packet in _FREE or func.namespace == "prim",
         category=_categorise(func, packet),
         formula=_FLOPS.get(packet) or _ATTENTION_FLOPS.get(packet),
@@ -207,8 +223,6 @@ def _flat(value: Any) -> Sequence[Tensor]:
         return (value,)
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _flat(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _flat(item)]
     return ()
 
 

@@ -13,9 +13,18 @@ from unittest.mock import patch
 import torch
 import torch.nn.utils._per_sample_grad as per_sample_grad
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
 from torch.utils._python_dispatch import _disable_current_modes
+
+from dpprof.catalogue import UnsupportedError
 
 _apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
 
@@ -58,10 +67,24 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
+ASKED_FOR_ELEMENTS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What PyTorch raises where code needs to know what is in a tensor."""
+
+
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Make every tensor fake that is created within."""
+    """Make every tensor fake that is created within.
+
+    Raises:
+        UnsupportedError: Code within asked for a fake tensor's elements.
+    """
     with (
+        _refusing(),
         warnings.catch_warnings(),
         patch.object(nn.Module, "_apply", _apply_to_fake),
         patch.object(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
@@ -71,3 +94,15 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         # Opacus copies gradients with deepcopy, which looks whether they have any data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield mode
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except ASKED_FOR_ELEMENTS as error:
+        what = getattr(error, "func", None) or error
+        raise UnsupportedError(
+            f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
+            "instrument ledger runs it"
+        ) from error

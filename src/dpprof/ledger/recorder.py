@@ -139,6 +139,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rules: dict[Any, Rule] = {}
         self._names: dict[CodeType, str | None] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say no: nothing is compiled here, and skipping it costs something for every operator."""
+        return False
+
     def enter(self, phase: Phase) -> None:
         """Note that a phase begins."""
         self.phase = phase
@@ -184,14 +189,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = learn_rule(func)
-        instead = self._instead.get(func)
-        out = func(*args, **kwargs) if instead is None else instead(*args, **kwargs)
+        out = self._instead.get(func, func)(*args, **kwargs)
         if self.modules and _current_node() is None:
             self._module_of_node[_next_sequence_nr() - 1] = self.modules[-1]
-        if isinstance(out, Tensor):
-            self._note_birth(out, rule.name)
-        else:
-            for tensor in tensors_in(out):
+        if not rule.is_view:
+            for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
                 self._note_birth(tensor, rule.name)
         if rule.packet in self._workspaces:
             self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))

@@ -1,0 +1,129 @@
+"""What keeping the books costs: beside a bare step, and beside PyTorch's MemTracker.
+
+Steps alternate in one process: a bare one, one that is recorded with operators counted.
+Under fake tensors, where nothing is computed, the recorder stands beside
+``torch.distributed._tools.MemTracker``, which adds up the same bytes in fewer categories
+and counts no FLOPs. The claims: at most 1.5 times a bare step; MemTracker at least 7 times
+slower for the standard step and 9 times for per-sample gradients from hooks.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from dpprof.console import say
+from dpprof.devices.cpu import Cpu
+from dpprof.experiment import Experiment
+from dpprof.instruments.account import Bookkeeper
+from dpprof.instruments.setup import Training, import_method, set_up
+from dpprof.ledger.fake import INSTEAD, fake_tensors
+from dpprof.ledger.recorder import Recorder
+from dpprof.result import Phase
+from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+
+REAL = {"model": "small", "batch_size": 4, "seq_len": 256, "device": "cpu"}
+FAKE = {"model": "1b", "batch_size": 8, "seq_len": 1024, "device": "cpu"}
+AT_MOST = 1.5
+AT_LEAST = {"standard": 7.0, "opacus-hooks": 9.0}
+
+
+def ignore(_phase: Phase) -> None:
+    """Do nothing as a phase begins."""
+
+
+def timed(run: Callable[[], object]) -> Side:
+    """Make a side of something that runs one step."""
+
+    def side() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return side
+
+
+def prepare(fields: dict[str, object], method: str) -> Training:
+    """Set a training up, in whatever modes are active."""
+    experiment = Experiment.model_validate(fields | {"method": method})
+    return set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+
+
+def bare_side(fields: dict[str, object], method: str) -> Side:
+    """Run steps that nobody watches."""
+    training = prepare(fields, method)
+    return timed(lambda: training.step.run(training.batch, ignore))
+
+
+def recorded_side(fields: dict[str, object], method: str, *, fake: bool) -> Side:
+    """Run steps whose books are kept, operators counted."""
+    recorder = Recorder(
+        is_there=lambda tensor, _: not tensor.is_meta, instead=INSTEAD if fake else None
+    )
+    with recorder:
+        training = prepare(fields, method)
+        bookkeeper = Bookkeeper(recorder, training.step, ignore)
+
+    def run() -> None:
+        with recorder:
+            bookkeeper.run(training.batch, counting=True)
+
+    return timed(run)
+
+
+def tracked_side(fields: dict[str, object], method: str) -> Side:
+    """Run steps under MemTracker, as its documentation shows."""
+    training = prepare(fields, method)
+    tracker = MemTracker()
+    tracker.track_external(training.step.module, training.step.optimizer)
+
+    def run() -> None:
+        tracker.reset_mod_stats()
+        with tracker:
+            training.step.run(training.batch, ignore)
+
+    return timed(run)
+
+
+def compare_real(method: str, pairs: int) -> Comparison:
+    """Put recorded steps beside bare ones."""
+    recorded, bare = recorded_side(REAL, method, fake=False), bare_side(REAL, method)
+    for side in (recorded, bare, recorded, bare):
+        side()
+    return measure(f"recorded / bare, {method}, small", recorded, bare, pairs, say)
+
+
+def compare_fake(method: str, pairs: int) -> Comparison:
+    """Put MemTracker's steps beside recorded ones, under fake tensors."""
+    with fake_tensors():
+        tracked, recorded = tracked_side(FAKE, method), recorded_side(FAKE, method, fake=True)
+        for side in (tracked, recorded):
+            side()
+        return measure(f"MemTracker / recorded, {method}, fake 1b", tracked, recorded, pairs, say)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=12, help=f"a row; at least {MIN_PAIRS}")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    arguments = parser.parse_args()
+    if arguments.pairs < MIN_PAIRS:
+        parser.error(f"--pairs: {arguments.pairs} is not allowed; at least {MIN_PAIRS}")
+    real = [compare_real(m, arguments.pairs) for m in ("standard", "opacus-hooks", "opacus-ghost")]
+    fake = {method: compare_fake(method, arguments.pairs) for method in AT_LEAST}
+    table = tabulate([*real, *fake.values()], "ms", 1e3)
+    print(table)
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    missed = [row.name for row in real if row.ratio > AT_MOST]
+    missed += [row.name for method, row in fake.items() if row.ratio < AT_LEAST[method]]
+    if missed:
+        sys.exit(f"beyond its claim: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
