@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_scripts import run
+from test_scripts import ROOT, run
 
 MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
 TARGET = "{memory_bytes: 1MiB, flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"
@@ -99,3 +99,16 @@ def test_a_target_is_only_for_predictions(tmp_path) -> None:
         "error: --target: 'h200' is not allowed; the instrument clean measures what is here, and "
         "a target need not be; instruments with a target: estimate, capacity\n"
     )
+
+
+def test_another_packages_target_is_as_good_as_our_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "plugin"))
+    options = [*ASKED, "--method=standard", "--batch-size=1", "--target=test-board"]
+    done = run(
+        "profile_experiment.py", *options, "--instrument=estimate", "--output=x.json", cwd=tmp_path
+    )
+
+    assert done.returncode == 0, done.stderr
+    compute = json.loads((tmp_path / "x.json").read_text())["compute"]
+    assert compute["peak_source"] == "a board"
+    assert compute["peak_flops_per_s"] == 1e9

@@ -73,21 +73,26 @@ def test_what_parses_options_or_tells_progress_does_not_matter() -> None:
     assert not names & {"options.py", "progress.py", "planning.py"}
 
 
-def test_another_packages_model_counts_by_its_source(tmp_path) -> None:
+def test_another_packages_model_and_target_count_by_their_source(tmp_path) -> None:
     plugin = tmp_path / "plugin"
     shutil.copytree(ROOT / "tests" / "plugin", plugin)
 
-    def digest(model: str) -> str:
-        code = (
-            "from factory import make_experiment; from dpprof.sources import code_digest;"
-            f"print(code_digest('clean', make_experiment(model={model!r})))"
-        )
-        return run_fresh(code, plugin=plugin)
+    def digests() -> list[str]:
+        code = """
+from factory import make_experiment
+from dpprof.sources import code_digest
+for fields in (
+    {"model": "test-linear"},
+    {"target": "test-board", "device": "cuda"},
+    {"model": "tiny", "target": "h200", "device": "cuda"},
+):
+    print(code_digest("estimate", make_experiment(**fields)))
+"""
+        return run_fresh(code, plugin=plugin).splitlines()
 
-    before = digest("test-linear"), digest("tiny")
+    before = digests()
     with (plugin / "dpprof_test_methods.py").open("a") as file:
         file.write("# edited\n")
-    after = digest("test-linear"), digest("tiny")
+    after = digests()
 
-    assert before[0] != after[0]
-    assert before[1] == after[1]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, False]

@@ -19,7 +19,7 @@ from dpprof.catalogue import refuse_target
 from dpprof.experiment import Experiment
 from dpprof.hardware import resolve_device
 from dpprof.result import result_path
-from dpprof.sources import code_digest, derived_digests, foreign_model
+from dpprof.sources import code_digest, derived_digests, foreign_parts
 from dpprof.storage import canonical_json, sha256_hex, write_atomically, write_if_changed
 from dpprof.sweep import Config, Run, expand, given, parse_config
 from dpprof.validation import InputError
@@ -99,7 +99,8 @@ def code_path(name: str) -> Path:
 
 def code_name(instrument: str, experiment: Experiment) -> str:
     """Name the digest of the code that measures an experiment under an instrument."""
-    return "-".join(filter(None, [instrument, experiment.method, foreign_model(experiment)]))
+    foreign = (name for _, name in foreign_parts(experiment))
+    return "-".join([instrument, experiment.method, *foreign])
 
 
 def _check_names(config: Config) -> None:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from dpprof import catalogue
 from dpprof.experiment import Experiment
@@ -85,10 +86,17 @@ def measuring_files(instrument: str, method: str) -> list[Path]:
     return [SCRIPTS / "profile_experiment.py", *files]
 
 
-def foreign_model(experiment: Experiment) -> str | None:
-    """Return the model's name where another package provides it."""
-    model = experiment.model
-    return model if isinstance(model, str) and not catalogue.is_own("models", model) else None
+def foreign_parts(experiment: Experiment) -> tuple[tuple[catalogue.Group, str], ...]:
+    """List the experiment's model and target, by group and name, where others provide them."""
+    named: list[tuple[catalogue.Group, Any]] = [
+        ("models", experiment.model),
+        ("targets", experiment.target),
+    ]
+    return tuple(
+        (group, name)
+        for group, name in named
+        if isinstance(name, str) and not catalogue.is_own(group, name)
+    )
 
 
 def code_digest(instrument: str, experiment: Experiment) -> str:
@@ -97,16 +105,20 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
     For what another package provides this covers its file and the version of the
     distribution that declares it. Our own models count as one.
     """
-    return _code_digest(instrument, experiment.method, foreign_model(experiment))
+    return _code_digest(instrument, experiment.method, foreign_parts(experiment))
 
 
 @functools.cache
-def _code_digest(instrument: str, method: str, foreign: str | None) -> str:
-    names: list[tuple[catalogue.Group, str]] = [("instruments", instrument), ("methods", method)]
+def _code_digest(
+    instrument: str, method: str, foreign: tuple[tuple[catalogue.Group, str], ...]
+) -> str:
+    names: list[tuple[catalogue.Group, str]] = [
+        ("instruments", instrument),
+        ("methods", method),
+        *foreign,
+    ]
     files = measuring_files(instrument, method)
-    if foreign is not None:
-        names.append(("models", foreign))
-        files += filter(None, [catalogue.source_file("models", foreign)])
+    files += filter(None, [catalogue.source_file(*part) for part in foreign])
     return _digest(
         files,
         package_versions(("torch", "opacus")),

@@ -16,6 +16,7 @@ from torch import nn
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.methods.standard import Standard
+from dpprof.target import Target
 
 
 class Fails(Standard):
@@ -108,3 +109,8 @@ def build_scaled(experiment):
 def build_linear(experiment):
     """Embedding and head, nothing between."""
     return nn.Sequential(nn.Embedding(11, 3), nn.Linear(3, 11, bias=False))
+
+
+BOARD = Target.model_validate(
+    {"memory_bytes": "64MiB", "flops_per_s": 1e9, "bandwidth_bytes_per_s": 1e8, "source": "a board"}
+)
