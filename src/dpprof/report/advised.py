@@ -1,0 +1,81 @@
+"""The section about what fits, and which method to use."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.advice import CLOSE
+from dpprof.report.cells import Cell, column, number, plural, tabulate
+from dpprof.report.document import Paragraph, Table
+
+_GIB = 2**30
+_SETTING = ["model", "seq_len", "dtype", "target"]
+_NAMING: dict[str, Cell] = {
+    "model": column("model"),
+    "target": column("target"),
+    "dtype": column("dtype"),
+    "T": column("seq_len"),
+    "method": column("method"),
+    "verdict": column("verdict"),
+}
+
+
+def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
+    """Say how large a batch fits and which method could be fastest; nothing if nobody asked."""
+    if advice.empty:
+        return []
+    rows = advice.assign(target=advice["target"].fillna("this machine"))
+    columns = _NAMING | {
+        "largest batch": _largest,
+        "its peak (GiB)": lambda row: number(row["largest_peak_bytes"], _GIB),
+        "safe batch": lambda row: number(row["safe_batch_size"], digits=0),
+        "tokens/s at most": lambda row: number(row["tokens_per_s_at_most"], digits=0),
+        "FLOPs x": lambda row: number(row["dp_flop_multiplier"], digits=2),
+    }
+    budgets = rows.dropna(subset=["budget_bytes"]).groupby("target")["budget_bytes"].first()
+    memory = ", ".join(f"{name} {size / _GIB:,.1f} GiB" for name, size in budgets.items())
+    caption = (
+        "The largest batch whose predicted peak fits the memory "
+        f"({memory or 'none does'}), and a safe one, which leaves a tenth of it free. Tokens per "
+        "second are upper bounds at the safe batch, by the roofline, and no predictions of time: "
+        f"methods within {CLOSE - 1:.0%} of the first are called close. A + marks where the search "
+        "ended before the memory did; FLOPs x is executed over model FLOPs."
+    )
+    texts = tuple(_NAMING.keys() - {"T"})
+    told = tabulate(caption, columns, rows, texts, "results/tables/advice.csv")
+    return [*(Paragraph(text=sentence) for sentence in sentences(rows)), told]
+
+
+def sentences(rows: pd.DataFrame) -> Iterator[str]:
+    """Say in a sentence, for each setting, which method to use and what does not fit."""
+    for _, options in rows.groupby(_SETTING, sort=False, dropna=False):
+        first = options.iloc[0]
+        where = f"{first['model']} at {first['seq_len']:,} tokens in {first['dtype']}"
+        best = options[options["verdict"] == "first"]
+        if best.empty:
+            yield f"On {first['target']} no private method that was asked about fits {where}."
+            continue
+        chosen = best.iloc[0]
+        said = (
+            f"On {first['target']}, {chosen['method']} could be the fastest private method for "
+            f"{where}, with batches of {chosen['safe_batch_size']:,.0f} that safely fit"
+        )
+        close = options.loc[options["verdict"] == "close", "method"]
+        if len(close):
+            said += f"; {_listed(close)} {plural(len(close), 'is', 'are')} too close to tell apart"
+        beyond = options.loc[options["verdict"] == "does not fit", "method"]
+        if len(beyond):
+            said += f"; {_listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
+        yield f"{said}."
+
+
+def _largest(row: Any) -> str:
+    return number(row["largest_batch_size"], digits=0) + (
+        "+" if row["limited_by"] == "search" else ""
+    )
+
+
+def _listed(names: "pd.Series[str]") -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else str(last)

@@ -1,0 +1,77 @@
+"""What is advised is what the table says."""
+
+import pandas as pd
+
+from dpprof.report.advised import sentences, tell_capacity
+
+SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
+
+
+def make(*options: dict[str, object], **setting) -> pd.DataFrame:
+    usual = {
+        "budget_bytes": 139 * 2**30,
+        "largest_batch_size": 21,
+        "largest_peak_bytes": 130 * 2**30,
+        "safe_batch_size": 19,
+        "tokens_per_s_at_most": 5731.4,
+        "dp_flop_multiplier": 1.3214,
+        "limited_by": "memory",
+        "message": None,
+    }
+    return pd.DataFrame([SETTING | setting | usual | option for option in options])
+
+
+NOTHING = dict.fromkeys(
+    ["largest_batch_size", "largest_peak_bytes", "safe_batch_size", "tokens_per_s_at_most"]
+) | {"dp_flop_multiplier": None, "limited_by": None}
+
+
+def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
+    table = make(
+        {"method": "a", "verdict": "first"},
+        {"method": "b", "verdict": "close"},
+        {"method": "c", "verdict": "close"},
+        {"method": "d", "verdict": "slower"},
+        {"method": "e", "verdict": "does not fit"} | NOTHING,
+    )
+
+    [sentence] = sentences(table)
+
+    assert sentence == (
+        "On h200, a could be the fastest private method for 1b at 1,024 tokens in float32, with "
+        "batches of 19 that safely fit; b and c are too close to tell apart; e does not fit at all."
+    )
+
+
+def test_every_setting_has_its_sentence() -> None:
+    table = pd.concat(
+        [
+            make({"method": "a", "verdict": "first"}),
+            make({"method": "a", "verdict": "does not fit"} | NOTHING, target="l4"),
+        ]
+    )
+
+    assert list(sentences(table))[1] == (
+        "On l4 no private method that was asked about fits 1b at 1,024 tokens in float32."
+    )
+
+
+def test_the_table_has_a_row_an_option() -> None:
+    table = make(
+        {"method": "a", "verdict": "first"},
+        {"method": "b", "verdict": "slower", "limited_by": "search"},
+        {"method": "e", "verdict": "does not fit"} | NOTHING,
+    )
+    *_, told = tell_capacity(table)
+    rows = [dict(zip(told.header, row, strict=True)) for row in told.rows]
+
+    assert rows[0]["largest batch"] == "21"
+    assert rows[0]["its peak (GiB)"] == "130.0"
+    assert rows[0]["tokens/s at most"] == "5,731"
+    assert rows[1]["largest batch"] == "21+"
+    assert rows[2] == rows[2] | {"method": "e", "largest batch": "-", "safe batch": "-"}
+    assert "h200 139.0 GiB" in told.caption
+
+
+def test_nothing_is_said_where_nobody_asked() -> None:
+    assert tell_capacity(make().reindex(columns=["target"])) == []
