@@ -3,9 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+from dpprof.closing import JOINED
 from dpprof.experiment import Experiment
 from dpprof.planning import Manifest, PlannedRun
-from dpprof.result import Attempt, Failure, Result, result_path, write_result
+from dpprof.result import (
+    COMPONENTS,
+    EVIDENCE,
+    Attempt,
+    Failure,
+    Result,
+    result_path,
+    write_result,
+)
 
 MICRO = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}
 
@@ -14,6 +23,65 @@ def make_experiment(**fields: Any) -> Experiment:
     """Make a valid experiment; what is not given is small."""
     usual = {"model": MICRO, "method": "standard", "batch_size": 2, "seq_len": 4, "device": "cpu"}
     return Experiment.model_validate(usual | {"warmup_steps": 1, "timed_steps": 1} | fields)
+
+
+def make_books(
+    at_peak: dict[str, int], *, phase: str = "backward", op: str = "mm", **compute: Any
+) -> dict[str, Any]:
+    """Invent what a ledger or an estimate tells of a step of ten operators.
+
+    Args:
+        at_peak: Bytes by component at the peak, before and after which half of each is alive.
+        phase: Where the peak is.
+        op: What makes it.
+        compute: Figures of ``compute`` other than the usual 100 FLOPs, of which 50 are needed.
+    """
+    peak = sum(at_peak.values())
+    evidence = dict.fromkeys(EVIDENCE, 0) | {"identity": peak - at_peak.get("unattributed", 0)}
+    moved = {"read": 30, "written": 10}
+    flops: dict[str, Any] = {"model_flops": 50, "executed_flops": 100, "other_flops": 7}
+    flops |= {"dp_flop_multiplier": 2.0, "peak_flops_per_s": None, "roofline_step_s": None}
+    unknown = dict.fromkeys(["mfu", "hfu", "peak_source", "reason"])
+    by = {f"flops_by_{key}": {} for key in ("module", "component")}
+    return {
+        "memory": {
+            "peak_allocated_bytes": peak,
+            "first_step_peak_allocated_bytes": peak,
+            "at_peak": {
+                "components": dict.fromkeys(COMPONENTS, 0) | at_peak,
+                "phase": phase,
+                "module": "blocks.0",
+                "op": op,
+                "largest": [],
+            },
+            "timeline": {
+                "ops": [0, 4, 10],
+                "elapsed_s": None,
+                "phase": ["forward", phase, "step"],
+                "components": {
+                    name: [size // 2, size, size // 2] for name, size in at_peak.items()
+                },
+            },
+            "attribution": {
+                "valid": None,
+                "ledger_peak_bytes": peak,
+                "allocator_peak_bytes": None,
+                "gap_bytes": None,
+                "evidence": evidence,
+                "reason": JOINED,
+            },
+        },
+        "compute": {"flops_by_phase": {phase: 100}, **by, **flops, **unknown, **compute},
+        "io": {
+            "bytes_read": 30,
+            "bytes_written": 10,
+            "arithmetic_intensity": 2.5,
+            "by_phase": {phase: moved},
+            "by_category": {},
+            "by_module": {},
+            "by_component": {},
+        },
+    }
 
 
 def write_synthetic(
@@ -34,8 +102,13 @@ def write_synthetic(
     samplers: dict[str, str] | None = None,
     phases_s: dict[str, list[float]] | None = None,
     components: dict[str, int] | None = None,
+    books: dict[str, Any] | None = None,
 ) -> Result:
-    """Write a result file as the supervisor would, with invented figures."""
+    """Write a result file as the supervisor would, with invented figures.
+
+    Args:
+        books: Of ``make_books``: what an instrument that keeps books tells instead of times.
+    """
     error = None
     if outcome != "ok":
         error = Failure(kind="SyntheticError", message=message, phase="backward", log="x.log")
@@ -60,6 +133,8 @@ def write_synthetic(
         },
         "throughput": {"tokens_per_s": 1.0, "samples_per_s": 1.0, "steps_per_s": 1.0},
     }
+    if books is not None:
+        measured = {"model": measured["model"], "samplers": samplers, **books}
     return write_result(
         result_path(root, instrument, experiment.id, replicate),
         (measured if outcome == "ok" else {})

@@ -22,10 +22,13 @@ from dpprof.experiment import CPU_TARGET, Experiment
 from dpprof.planning import PlannedRun
 from dpprof.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
 from dpprof.storage import canonical_json
+from dpprof.target import Target
 
 _PEAK_COLUMNS = [
     *RUN_KEY,
     *AXES,
+    "parameters_total",
+    "target_memory_bytes",
     "peak_bytes",
     "first_step_peak_bytes",
     "phase",
@@ -129,10 +132,17 @@ def _rest(experiment: Experiment) -> str:
 def _ran_on_target(group: Group, experiment: Experiment) -> bool:
     if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
         return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
+    target = _target_of(experiment)
+    return any(find_by_device_name(r.device.get("name")) == target for r in group.results)
+
+
+def _target_of(experiment: Experiment) -> Target | None:
+    """Look up what a target is; None for this machine, and where there is no target."""
     target = experiment.target
     if isinstance(target, str):
-        target = catalogue.load("targets", target)
-    return any(find_by_device_name(r.device.get("name")) == target for r in group.results)
+        found: Target | None = catalogue.load("targets", target)
+        return found
+    return target
 
 
 def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
@@ -150,10 +160,13 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
             attribution.evidence,
         )
     allocator = attribution.allocator_peak_bytes
+    target = _target_of(experiment)
     return (
         key_of(one.run)
         | axes_of(experiment)
         | {
+            "parameters_total": one.result.model and one.result.model.parameters_total,
+            "target_memory_bytes": target and int(target.memory_bytes),
             "peak_bytes": attribution.ledger_peak_bytes,
             "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
             "phase": at_peak.phase,
