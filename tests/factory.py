@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
 from dpprof.closing import JOINED
 from dpprof.experiment import Experiment
 from dpprof.planning import Manifest, PlannedRun
@@ -16,6 +20,7 @@ from dpprof.result import (
     write_result,
 )
 
+Tables = dict[str, pd.DataFrame]
 MICRO = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}
 
 
@@ -181,3 +186,13 @@ def make_manifest(*runs: tuple[Experiment, int], instrument: str = "clean") -> M
             for experiment, replicate in runs
         )
     )
+
+
+def tables_of_runs(root: Path, *runs: tuple[Experiment, str, dict[str, Any]]) -> Tables:
+    """Write runs, each an experiment, an instrument and its figures, and build their tables."""
+    planned = []
+    for experiment, instrument, fields in runs:
+        write_synthetic(root, experiment, instrument=instrument, **fields)
+        number = fields.get("replicate", 0)
+        planned += make_manifest((experiment, number), instrument=instrument).runs
+    return build_tables(collect(Manifest(runs=tuple(planned)), root, partial=False))

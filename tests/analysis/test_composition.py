@@ -1,11 +1,8 @@
 import pytest
-from factory import make_books, make_experiment, make_manifest, write_synthetic
+from factory import make_books, make_experiment, tables_of_runs
 
-from dpprof.analysis.collection import collect
 from dpprof.analysis.composition import choose, compose
-from dpprof.analysis.tables import build_tables
 from dpprof.datasheets import H200
-from dpprof.planning import Manifest
 
 GHOST = make_experiment(method="opacus-ghost")
 HOOKS = make_experiment(method="opacus-hooks")
@@ -27,15 +24,9 @@ KEPT = [
 
 @pytest.fixture
 def tables(tmp_path):
-    for experiment, instrument, size in KEPT:
-        write_synthetic(
-            tmp_path,
-            experiment,
-            instrument=instrument,
-            books=make_books({"parameters": size, "noise": 1}),
-        )
-    runs = [make_manifest((e, 0), instrument=name).runs[0] for e, name, _ in KEPT]
-    return build_tables(collect(Manifest(runs=tuple(runs)), tmp_path, partial=False))
+    books = {size: make_books({"parameters": size, "noise": 1}) for _, _, size in KEPT}
+    runs = [(experiment, name, {"books": books[size]}) for experiment, name, size in KEPT]
+    return tables_of_runs(tmp_path, *runs)
 
 
 def test_a_ledger_stands_for_its_experiment_before_an_estimate(tables) -> None:

@@ -4,32 +4,30 @@ import itertools
 
 import pandas as pd
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_books, make_experiment, make_manifest, write_synthetic
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dpprof import catalogue
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.figures.panels import split
-from dpprof.figures.style import (
-    COMPONENT_COLOURS,
-    OUTCOME_COLOURS,
-    PHASE_COLOURS,
-    NothingToDrawError,
-)
+from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
 from dpprof.planning import Manifest
 from dpprof.result import OUTCOMES, PHASES
 
 FIGURES = catalogue.names("figures")
 METHODS = ("standard", "opacus-ghost")
-COMPONENTS = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
+OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
+WATCHED = ("clean", "phases", "ledger")
 
 
 def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fields):
-    experiments = [
-        make_experiment(method=method, batch_size=batch, seq_len=length)
+    axes = [
+        {"method": method, "batch_size": batch, "seq_len": length}
         for method, batch, length in itertools.product(methods, batch_sizes, seq_lens)
     ]
+    experiments = [make_experiment(**fields) for fields in axes]
+    predicted = [make_experiment(**fields, device="cuda", target="h200") for fields in axes]
     for position, experiment in enumerate(experiments):
         measured = {"step_s": (0.01 * (position + 1),)} | fields
         write_synthetic(root, experiment, **measured)
@@ -39,15 +37,16 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
             instrument="phases",
             peak_allocated_bytes=2**22 + position,
             phases_s={"forward": [0.01], "backward": [0.02], "step": [0.001]},
-            components=COMPONENTS,
             **measured,
         )
+        write_synthetic(root, experiment, instrument="ledger", books=make_books(OWNED), **measured)
+    for experiment in predicted:
+        books = make_books(OWNED)
+        write_synthetic(root, experiment, instrument="estimate", books=books, **fields)
     runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
+    runs += [make_manifest((e, 0), instrument="estimate").runs for e in predicted]
     manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))
     return build_tables(collect(manifest, root, partial=False))
-
-
-WATCHED = ("clean", "phases")
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +79,20 @@ def test_no_text_is_clipped_and_no_panel_empty(name, full) -> None:
         assert inside, text.get_text()
 
 
-MOMENTS = ("after backward",)
 AXES = {
     # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
-    "breakdown": [("allocated (MiB)", METHODS)],
+    "accuracy": [("peak of the allocator (MiB)", "books above the allocator (%)")],
+    "breakdown": [("alive at the peak (MiB)", METHODS)],
     "outcomes": [("runs", METHODS)],
     "phases": [("time of a step (ms)", METHODS)],
+    "predicted": [("alive at the predicted peak (GiB)", METHODS)],
     "seq-len": [
         ("sequence length (tokens)", "peak (MiB)"),
         ("sequence length (tokens)", "step time (ms)"),
     ],
-    "timeline": [(MOMENTS, "allocated (MiB)"), (MOMENTS, ())],  # the right on the left's scale
+    # The right panel is on the left one's scale.
+    "timeline": [("operators run", "alive (MiB)"), ("operators run", ())],
     "tradeoff": [("step time (ms)", "peak allocated (MiB)")],
 }
 
@@ -143,7 +144,7 @@ def test_only_failures_leave_nothing_to_draw(name, tmp_path) -> None:
 def test_failures_are_counted_by_the_figure_of_outcomes(tmp_path) -> None:
     axis = draw("outcomes", tables_of(tmp_path, outcome="crashed")).axes[0]
 
-    assert [patch.get_width() for patch in axis.patches] == [8, 8]
+    assert [patch.get_width() for patch in axis.patches] == [16, 16]
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - {"batch-size", "seq-len"}))
@@ -190,17 +191,6 @@ def test_empty_tables_are_said(name, full) -> None:
         draw(name, empty)
 
 
-def test_the_breakdowns_bars_are_the_components_and_its_tick_the_peak(full) -> None:
-    axis = draw("breakdown", full).axes[0]
-    widths = {
-        container.get_label(): container.patches[0].get_width() for container in axis.containers
-    }
-
-    assert widths == {"parameters": 1.0, "optimizer state": 2.0, "unattributed": 0.5}
-    ticks = next(line for line in axis.lines if line.get_marker() == "|")
-    assert list(ticks.get_xdata()) == pytest.approx([4.0, 4.0], rel=1e-5)
-
-
 def test_phases_are_stacked_and_compared_with_standard(full) -> None:
     axis = draw("phases", full).axes[0]
 
@@ -232,10 +222,10 @@ def test_an_error_bar_spans_the_sums_of_several_processes(tmp_path) -> None:
     assert [text.xy for text in axis.texts] == [pytest.approx((36.0, 0)), pytest.approx((60.0, 1))]
 
 
-def test_every_component_phase_and_outcome_has_a_colour_of_its_own() -> None:
+def test_every_phase_and_outcome_has_a_colour_of_its_own() -> None:
     assert list(PHASE_COLOURS) == list(PHASES[1:])
     assert list(OUTCOME_COLOURS) == list(OUTCOMES)
-    for colours in (COMPONENT_COLOURS, PHASE_COLOURS, OUTCOME_COLOURS):
+    for colours in (PHASE_COLOURS, OUTCOME_COLOURS):
         assert len(set(colours.values())) == len(colours)
 
 

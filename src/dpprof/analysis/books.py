@@ -58,7 +58,7 @@ _COST_COLUMNS = [
     "mfu",
     "hfu",
 ]
-_TIMELINE_COLUMNS = [*RUN_KEY, "op", "elapsed_s", "phase", *COMPONENTS]
+_TIMELINE_COLUMNS = [*RUN_KEY, "ops", "elapsed_s", "phase", *COMPONENTS]
 
 Rows = Iterator[dict[str, Any]]
 
@@ -229,10 +229,10 @@ def _instants(accounts: Iterable[_Account]) -> Rows:
     for one in accounts:
         line = one.memory.timeline
         assert line is not None
-        for row, (op, phase) in enumerate(zip(line.ops, line.phase, strict=True)):
+        for row, (ops, phase) in enumerate(zip(line.ops, line.phase, strict=True)):
             yield (
                 key_of(one.run)
-                | {"op": op, "phase": phase, "elapsed_s": line.elapsed_s and line.elapsed_s[row]}
+                | {"ops": ops, "phase": phase, "elapsed_s": line.elapsed_s and line.elapsed_s[row]}
                 | dict.fromkeys(COMPONENTS, 0)
                 | {component: sizes[row] for component, sizes in line.components.items()}
             )

@@ -1,6 +1,7 @@
 """Stacked bars, one a method, drawn alike in every figure."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -8,9 +9,12 @@ from matplotlib.figure import Figure
 
 from dpprof.analysis.frames import BASELINE
 from dpprof.figures.panels import Panels
+from dpprof.figures.style import HATCHES, PAGE_INCHES
 
 VISIBLE = 0.005
 """A part of less than this share of the longest bar is no more than a line."""
+
+_LEGEND_ROW_INCHES = 0.17
 
 
 def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
@@ -32,6 +36,7 @@ def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
                 left=left,
                 height=0.7,
                 color=colour,
+                hatch=HATCHES.get(name),
                 edgecolor="#333333",
                 linewidth=0.4,
                 label=name.replace("_", " "),
@@ -68,7 +73,13 @@ def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> No
     """Write a text behind the end of each bar, and make room for it."""
     for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
         axis.annotate(
-            text, (length, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
+            text,
+            (length, row),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
     axis.set_xlim(0, max(lengths) * 1.3)
 
@@ -81,15 +92,16 @@ def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":
     return (lengths / base).map("{:.2f}x".format)
 
 
-def share_legend(figure: Figure, axes: Sequence[Axes], colours: Mapping[str, str]) -> None:
-    """Put one legend under all panels, in the order of the colours."""
+def share_legend(figure: Figure, axes: Sequence[Axes], names: Iterable[str]) -> None:
+    """Put one legend under all panels, in the order of the names, and make room for it."""
     found = {
         label: handle
         for axis in axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    order = [name.replace("_", " ") for name in colours]
-    labels = [label for label in order if label in found]
-    columns = 3 if len(axes) == 1 else 5
+    labels = [label for name in names if (label := name.replace("_", " ")) in found]
     handles = [found[label] for label in labels]
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+    columns = min(2 if len(axes) == 1 else 5, len(labels))
+    rows = math.ceil(len(labels) / columns)
+    figure.set_figheight(min(figure.get_figheight() + _LEGEND_ROW_INCHES * rows, PAGE_INCHES))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)

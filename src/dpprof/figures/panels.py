@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpprof.analysis.frames import varying_axes
-from dpprof.figures.style import NothingToDrawError, new_figure
+from dpprof.figures.style import NothingToDrawError, new_figure, sort_methods
 
 MAX_PANELS = 12
 
@@ -18,6 +18,12 @@ class Panel(NamedTuple):
 
     title: str
     rows: pd.DataFrame
+
+    @property
+    def by_method(self) -> pd.DataFrame:
+        """The rows by method, in the order of every figure."""
+        rows = self.rows.set_index("method")
+        return rows.loc[sort_methods(rows.index)]
 
 
 class Panels(NamedTuple):
@@ -83,8 +89,11 @@ def split(
 
 
 def _title(row: Any, named: Iterable[str]) -> str:
+    target = row.get("target")
+    silent = {"target"} if pd.isna(target) else {"target", "device"}
     parts = [
         str(row[name]) if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
         for name in named
+        if name not in silent and pd.notna(row[name])
     ]
-    return ", ".join(parts)
+    return ", ".join(parts) + ("" if pd.isna(target) else f" on {target}")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from dpprof.analysis.frames import RUN_KEY
 from dpprof.figures.bars import bracket, height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
-from dpprof.figures.style import PHASE_COLOURS, sort_methods
+from dpprof.figures.style import PHASE_COLOURS
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -30,8 +30,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panels = split(told, "no run of the instrument phases succeeded", most=8)
     figure, axes = panels.lay_out(row_inches=height_of(panels))
     for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.rows.set_index("method")
-        rows = rows.loc[sort_methods(rows.index)]
+        rows = panel.by_method
         shown = rows[[phase for phase in PHASE_COLOURS if phase in rows]] * 1e3
         stack(axis, shown, PHASE_COLOURS)
         total = shown.sum(axis=1)

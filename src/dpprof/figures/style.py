@@ -32,15 +32,28 @@ _OTHER_MARKERS = ("<", ">", "h", "p", "*")
 COMPONENT_COLOURS: dict[str, str] = {
     "parameters": _PALETTE[0],
     "gradients": _PALETTE[4],
-    "optimizer_state": _PALETTE[3],
+    "optimizer_state": "#332288",
+    "saved_activations": _PALETTE[2],
+    "dp_activations": "#B2DF8A",
+    "output_gradients": "#00441B",
     "per_sample_gradients": _PALETTE[5],
     "norm_samples": _PALETTE[6],
+    "gram_matrices": "#882255",
     "summed_gradients": _PALETTE[1],
-    "dp_activations": _PALETTE[2],
-    "inputs": "#882255",
-    "unattributed": "#D9D9D9",
+    "noise": _PALETTE[3],
+    "inputs": _BLACK,
+    "logits_and_loss": "#FAC9B8",
+    "workspace": "#8B5A2B",
+    "unattributed": "#F2F2F2",
 }
-"""Colours of components, in the order in which they are stacked."""
+"""Colours of components, in the order in which they are stacked.
+
+Blue is what training holds anyway, green what activations need, and red to yellow what is
+kept for each sample. They stay apart for deuteranopes and protanopes, which a test checks.
+"""
+
+HATCHES = {"unattributed": "//////"}
+"""What is no owner at all is not told by a colour alone."""
 
 PHASE_COLOURS: dict[str, str] = {
     "forward": _PALETTE[4],
@@ -78,6 +91,7 @@ _SETTINGS: dict[Any, Any] = {
     "legend.fontsize": 7,
     "legend.handlelength": 1.5,
     "legend.columnspacing": 1.2,
+    "hatch.linewidth": 0.4,
     "pdf.fonttype": 42,
     # Names come from configs: a "$" in one is a dollar sign, not mathematics.
     "text.parse_math": False,

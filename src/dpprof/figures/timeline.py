@@ -1,78 +1,133 @@
 """When in a step is which memory in use?"""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dpprof.analysis.composition import choose
+from dpprof.analysis.frames import RUN_KEY
 from dpprof.figures.bars import VISIBLE, share_legend
-from dpprof.figures.census import MISSING, by_snapshot
 from dpprof.figures.panels import Panel, Panels, split
-from dpprof.figures.style import COMPONENT_COLOURS, sort_methods
+from dpprof.figures.style import COMPONENT_COLOURS, HATCHES
 
-_MIB = 2**20
+_UNITS = {"GiB": 2**30, "MiB": 2**20}
+_HEADROOM = 1.4
+"""Above the highest peak there is room for its size, and for the phases."""
+
+_STRIP = 0.91
+"""Where, as a share of a panel's height, the strip of phases begins."""
+
+_LETTER = 0.017
+"""What a letter of a phase's name takes of a panel's width."""
+
+_SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Memory by owner from snapshot to snapshot, a panel a method; the line is the peak in between.
+    """Live bytes by owner over one step in the steady state, a panel a method.
 
-    Of all settings the largest that every method succeeded in, or most of them.
+    Drawn of the setting that most methods have books of, from the instrument ledger or else
+    estimate. A panel is as wide as its method's step: it counts operators, not seconds. On top
+    stand the phases, where there is room for their names (fwd, bwd and bwd2: forward, backward
+    and second backward). Of every 300th part of a step the highest instant is drawn; owners of
+    less than 0.5 % of the highest peak are left out.
 
     Args:
-        tables: Of these, ``components`` and ``experiments``.
+        tables: Of these, ``peaks`` and ``timeline``.
     """
-    census = by_snapshot(tables)
-    experiments = tables["experiments"]
-    known = experiments["experiment_id"].isin(census.index.get_level_values("experiment_id"))
-    told = experiments[known & (experiments["peak_kind"] == "allocated")]
-    settings = split(told, MISSING, most=len(told))
-    focus = max(settings.shown, key=lambda panel: (len(panel.rows), *_size(panel.rows)))
-    rows = focus.rows.drop_duplicates("method").set_index("method")
-    shown = [Panel(name, rows.loc[[name]]) for name in sort_methods(rows.index)]
-    figure, axes = Panels(shown, 0).lay_out(row_inches=1.5, sharey=True, sharex=True)
-    snapshots = max((census.loc[name] for name in rows["experiment_id"]), key=len).index
+    runs = choose(tables["peaks"])
+    settings = split(runs, "no run of the instruments ledger or estimate succeeded", most=len(runs))
+    focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
+    rows = focus.by_method.groupby(level=0, sort=False).head(1)
+    shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
+    figure, axes = Panels(shown, 0).lay_out(row_inches=1.6, sharey=True)
+    highest = rows["peak_bytes"].max()
+    unit = next((name for name, size in _UNITS.items() if highest >= 4 * size), "MiB")
+    instants = tables["timeline"].set_index(RUN_KEY)
     for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
-        experiment = panel.rows.iloc[0]
-        moments = census.loc[experiment["experiment_id"]].reindex(snapshots) / _MIB
-        _draw(axis, moments, experiment["peak_bytes"] / _MIB)
+        run = panel.rows.iloc[0]
+        step = instants.loc[[tuple(run[RUN_KEY])]]
+        _draw_areas(axis, step, _UNITS[unit], highest * VISIBLE)
+        _mark_phases(axis, step)
+        _mark_peak(axis, step, run, unit)
+        axis.set_ylim(0, highest / _UNITS[unit] * _HEADROOM)
+        axis.set_xlim(0, step["ops"].max())
+        axis.grid(visible=False)
+        axis.locator_params(axis="y", nbins=4)
+        axis.set_xlabel("operators run")
         if position % 2 == 0:
-            axis.set_ylabel("allocated (MiB)")
-    for axis in axes[-2:]:
-        axis.tick_params(axis="x", labelbottom=True)
-    figure.suptitle(focus.title, fontsize=8)
+            axis.set_ylabel(f"alive ({unit})")
+    figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
     share_legend(figure, axes, COMPONENT_COLOURS)
     return figure
 
 
-def _size(rows: pd.DataFrame) -> tuple[float, ...]:
-    return tuple(rows[["parameters_total", "batch_size", "seq_len"]].max())
+def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
+    """Rank a setting by its methods, by whether it is of a real step, and by its size."""
+    size = rows[["parameters_total", "batch_size", "seq_len"]].max()
+    real = (rows["instrument"] == "ledger").sum()
+    return rows["method"].nunique(), real, rows["target"].isna().all(), *size
 
 
-def _draw(axis: Axes, census: pd.DataFrame, peak: float) -> None:
-    bottom = pd.Series(0.0, index=census.index)
+def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:
+    bottom = pd.Series(0.0, index=step.index)
     for name, colour in COMPONENT_COLOURS.items():
-        if name in census and (census[name] > peak * VISIBLE).any():
-            axis.bar(
-                range(len(census)),
-                census[name],
-                bottom=bottom,
-                width=0.85,
-                color=colour,
+        if (step[name] > least).any():
+            top = bottom + step[name] / unit
+            axis.fill_between(
+                step["ops"],
+                bottom,
+                top,
+                facecolor=colour,
+                hatch=HATCHES.get(name),
                 edgecolor="#333333",
-                linewidth=0.3,
+                linewidth=0,
                 label=name.replace("_", " "),
             )
-            bottom = bottom + census[name]
-    axis.axhline(peak, color="black", linewidth=0.8, linestyle="--")
+            bottom = top
+
+
+def _mark_phases(axis: Axes, step: pd.DataFrame) -> None:
+    """Draw a strip on top, a field a phase, with its name where that fits."""
+    length = step["ops"].max()
+    for number, (phase, start, end) in enumerate(_phases_of(step)):
+        shade = ("#EEEEEE", "#CCCCCC")[number % 2]
+        axis.axvspan(start, end, ymin=_STRIP, ymax=1, color=shade, linewidth=0)
+        names = (phase.replace("_", " "), _SHORT.get(phase, phase))
+        room = (end - start) / length / _LETTER
+        axis.text(
+            (start + end) / 2,
+            (_STRIP + 1) / 2,
+            next((name for name in names if len(name) <= room), ""),
+            transform=axis.get_xaxis_transform(),
+            ha="center",
+            va="center_baseline",
+            fontsize=5.5,
+        )
+
+
+def _phases_of(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
+    """Say from which operator to which a phase lasts; the next begins where it ends."""
+    entered = step[step["phase"] != step["phase"].shift()]
+    ends = [*entered["ops"].iloc[1:], step["ops"].max()]
+    for phase, start, end in zip(entered["phase"], entered["ops"], ends, strict=True):
+        if end > start:
+            yield str(phase), start, end
+
+
+def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str) -> None:
+    total = step[list(COMPONENT_COLOURS)].sum(axis=1)
+    op = step["ops"].iloc[int(total.to_numpy().argmax())]
+    peak = run["peak_bytes"] / _UNITS[unit]
+    axis.plot(op, peak, "o", color="black", markersize=2.5)
     axis.annotate(
-        f"peak {peak:,.1f} MiB",
-        (0, peak),
-        xytext=(0, 2),
+        f"{peak:,.1f} {unit} in {str(run['phase']).replace('_', ' ')}",
+        (op, peak),
+        xytext=(0, 3),
         textcoords="offset points",
-        fontsize=7,
+        ha="left" if op < step["ops"].max() / 2 else "right",
+        fontsize=6.5,
     )
-    axis.set_ylim(0, max(peak, axis.get_ylim()[1] / 1.15) * 1.15)
-    names = [str(name).replace("_", " ") for name in census.index]
-    axis.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=6)
-    axis.grid(visible=False, axis="x")
