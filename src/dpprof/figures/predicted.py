@@ -1,0 +1,42 @@
+"""Would it fit on a device that need not be there?"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpprof.analysis.composition import compose
+from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
+from dpprof.figures.panels import split
+from dpprof.figures.style import COMPONENT_COLOURS
+
+_GIB = 2**30
+_MEMORY = "target's memory"
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Predicted live bytes by owner at the peak on a target; the ratio is to standard.
+
+    The dashed line is what a training can allocate there. No such device was needed: the
+    instrument estimate predicts what tensors take, to which the allocator adds what it
+    reserves without need.
+
+    Args:
+        tables: Of these, ``peaks`` and ``owners``.
+    """
+    told = compose(tables)
+    missing = "no run of the instrument estimate succeeded for a target"
+    panels = split(told[told["target"].notna()], missing, most=8)
+    figure, axes = panels.lay_out(row_inches=height_of(panels))
+    for axis, panel in zip(axes, panels.shown, strict=True):
+        rows = panel.by_method
+        stack(axis, rows[list(COMPONENT_COLOURS)] / _GIB, COMPONENT_COLOURS)
+        peaks = rows["peak_bytes"] / _GIB
+        note(axis, peaks, over_baseline(peaks))
+        memory = rows["target_memory_bytes"].astype(float).max() / _GIB
+        if pd.notna(memory):
+            axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
+            axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
+        axis.set_xlabel("alive at the predicted peak (GiB)")
+    share_legend(figure, axes, [*COMPONENT_COLOURS, _MEMORY])
+    return figure
