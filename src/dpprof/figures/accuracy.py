@@ -1,0 +1,77 @@
+"""How far are the books from what the allocator counts?"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+from dpprof.analysis.frames import BASELINE
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+
+_MIB = 2**20
+_TICKS = ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,))
+"""Within a decade, two, or more."""
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """How much higher than the allocator's peak the books' is; on the line it is the same.
+
+    A full mark is a ledger, an empty one an estimate, for which nothing ran. The allocator's peak
+    is from another process. Grey reaches as far as a gap may go before books count as open. A
+    mark below the line says that the allocator held more.
+
+    Args:
+        tables: Of these, ``peaks``.
+    """
+    peaks = tables["peaks"]
+    known = peaks[peaks["instrument"].isin(["ledger", "estimate"])].dropna(
+        subset=["allocator_peak_bytes"]
+    )
+    if known.empty:
+        raise NothingToDrawError("no peak of a ledger or an estimate could be compared")
+    columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]
+    allocator, bound, gap = (known[name].astype(float) for name in columns)
+    figure, axes = new_figure(row_inches=3.2)
+    axis = axes[0, 0]
+    share = bound / allocator * 100
+    axis.vlines(allocator / _MIB, -share, share, color="#DDDDDD", linewidth=5)
+    axis.axhline(0, color="black", linewidth=0.8)
+    for (instrument, method), rows in known.groupby(["instrument", "method"]):
+        axis.plot(
+            allocator[rows.index] / _MIB,
+            -gap[rows.index] / allocator[rows.index] * 100,
+            linestyle="",
+            **_style(str(instrument), str(method)),
+        )
+    axis.set_xscale("log")
+    decades = math.log10(allocator.max() / allocator.min())
+    axis.xaxis.set_major_locator(LogLocator(subs=_TICKS[min(int(decades), 2)]))
+    axis.xaxis.set_major_formatter("{x:,g}")
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlabel("peak of the allocator (MiB)")
+    axis.set_ylabel("books above the allocator (%)")
+    axis.margins(0.1)
+    handles = [
+        Line2D([], [], label=name, linestyle="", **_style("ledger", name))
+        for name in sort_methods(known["method"])
+    ]
+    handles += [
+        Line2D([], [], label=name, linestyle="", **(_style(name, BASELINE) | {"marker": "o"}))
+        for name in sorted(set(known["instrument"]))
+    ]
+    handles.append(Line2D([], [], label="within bounds", color="#DDDDDD", linewidth=5))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _style(instrument: str, method: str) -> dict[str, Any]:
+    """Let an estimate's mark be empty and so large that a ledger's of the same peak fits in."""
+    style = method_style(method)
+    if instrument == "ledger":
+        return style | {"markersize": 4}
+    empty = {"fillstyle": "none", "markeredgecolor": style["color"], "markeredgewidth": 0.9}
+    return style | empty | {"markersize": 8}
