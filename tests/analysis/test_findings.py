@@ -1,14 +1,16 @@
-from factory import make_experiment, make_manifest, write_synthetic
+import pytest
+from factory import make_books, make_experiment, make_manifest, tables_of_runs, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.findings import find
+from dpprof.analysis.tables import build_tables
 
 GHOST = make_experiment(method="opacus-ghost")
 
 
 def findings(root, experiment=GHOST, *, replicates: int = 1):
     runs = [(experiment, number) for number in range(replicates)]
-    return find(collect(make_manifest(*runs, instrument="phases"), root, partial=False))
+    manifest = make_manifest(*runs, instrument="phases")
+    return build_tables(collect(manifest, root, partial=False))["findings"]
 
 
 def write(root, experiment=GHOST, **fields) -> None:
@@ -70,3 +72,32 @@ def test_cores_that_others_kept_busy_are_a_finding(tmp_path) -> None:
     found = findings(tmp_path, replicates=3)
     assert found["kind"].tolist() == ["contended"]
     assert "(3.0 in r2)" in found["finding"][0]
+
+
+@pytest.mark.parametrize(
+    ("books", "told"),
+    [(9 * 2**20, "1,048,576 bytes more"), (11 * 2**20, "1,048,576 bytes less")],
+)
+def test_books_that_stay_open_are_a_finding(books, told, tmp_path) -> None:
+    tables = tables_of_runs(
+        tmp_path,
+        (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
+        (GHOST, "ledger", {"books": make_books({"parameters": books})}),
+        (GHOST, "estimate", {"books": make_books({"parameters": 10 * 2**20 + 65_536})}),
+    )
+
+    assert tables["findings"].to_dict("records") == [
+        {
+            "kind": "books-open",
+            "experiment_id": GHOST.id,
+            "instrument": "ledger",
+            "finding": f"the allocator's peak is {told} than the books say, "
+            "beyond the bound of 65,536",
+        }
+    ]
+
+
+def test_books_that_nothing_was_measured_to_compare_with_are_none(tmp_path) -> None:
+    run = (GHOST, "ledger", {"books": make_books({"parameters": 2**30})})
+
+    assert tables_of_runs(tmp_path, run)["findings"].empty

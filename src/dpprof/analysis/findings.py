@@ -16,12 +16,17 @@ TOLERATED_CORES = 0.25
 """A shell, a browser and Snakemake itself together keep less than this busy."""
 
 
-def find(collected: Collected) -> pd.DataFrame:
+def find(collected: Collected, peaks: pd.DataFrame) -> pd.DataFrame:
     """Look for what is not as it should be, one row each.
 
     Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
     it should be, to the byte), ``fallback`` (Opacus took functorch where the method's name
-    promises another way), ``contended`` (others kept cores busy that the run computed on).
+    promises another way), ``contended`` (others kept cores busy that the run computed on),
+    ``books-open`` (the allocator's peak is further from the books' than it may be).
+
+    Args:
+        collected: The results of a config.
+        peaks: The table ``peaks``.
     """
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.found:
@@ -32,6 +37,7 @@ def find(collected: Collected) -> pd.DataFrame:
         for kind, finding in (*_unequal_peaks(results), *_fallbacks(results), *_contended(results)):
             row = {"kind": kind, "experiment_id": name}
             rows.append(row | {"instrument": instrument, "finding": finding})
+    rows += _open_books(peaks)
     return make_frame(rows, _COLUMNS)
 
 
@@ -68,3 +74,17 @@ def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     if busy:
         listed = ", ".join(f"{cores:.1f} in r{number}" for number, cores in busy.items())
         yield "contended", f"others kept cores busy ({listed}), so its times are too long"
+
+
+def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:
+    judged = peaks[peaks["valid"].eq(False)].drop_duplicates(["experiment_id", "instrument"])
+    for _, row in judged.iterrows():
+        gap = int(row["gap_bytes"])
+        told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than the books say"
+        yield {
+            "kind": "books-open",
+            "experiment_id": str(row["experiment_id"]),
+            "instrument": str(row["instrument"]),
+            "finding": f"the allocator's peak is {told}, beyond the bound of "
+            f"{int(row['bound_bytes']):,}",
+        }

@@ -38,6 +38,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
     groups = group_runs(collected)
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise)
+    books = tabulate_books(collected, groups)
     return {
         "runs": make_frame(
             (_run_row(run, result, collected) for run, result in collected.found), _RUN_COLUMNS
@@ -57,10 +58,10 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         "components": make_frame(
             _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
         ),
-        **tabulate_books(collected, groups),
+        **books,
         "advice": tabulate_advice(collected),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
-        "findings": find(collected),
+        "findings": find(collected, books["peaks"]),
         "missing": make_frame(
             (key_of(run) | {"method": run.method} for run in collected.missing),
             [*RUN_KEY, "method"],
