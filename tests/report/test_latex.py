@@ -2,19 +2,22 @@
 
 import re
 import string
+import subprocess
 from pathlib import Path
 
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_books, make_experiment, make_manifest, write_synthetic
 from pypdf import PdfReader
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.figures.outcomes import draw
+from dpprof.planning import Manifest
 from dpprof.report.content import build_document
 from dpprof.report.document import Bullets, Document, Drawing, Paragraph, Section, Table
 from dpprof.report.latex import LatexError, compile_latex, escape_latex, has_latex, render_latex
 from dpprof.report.render import write_report
+from dpprof.result import COMPONENTS
 
 needs_latex = pytest.mark.skipif(not has_latex(), reason="no latexmk and pdflatex here")
 EVIL = (
@@ -92,7 +95,12 @@ def test_both_routes_say_the_same(tmp_path) -> None:
     message = EVIL.replace("中", "")
     write_synthetic(tmp_path, bad, outcome="crashed", message=message)
     runs = [(standard, n) for n in range(3)] + [(good, n) for n in range(3)] + [(bad, 0)]
-    tables = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))
+    planned = [*make_manifest(*runs).runs]
+    books = make_books(dict.fromkeys(COMPONENTS, 2**30), op="a_rather_long_operator_of_backward")
+    for experiment in (standard, good):
+        write_synthetic(tmp_path, experiment, instrument="ledger", books=books)
+        planned += make_manifest((experiment, 0), instrument="ledger").runs
+    tables = build_tables(collect(Manifest(runs=tuple(planned)), tmp_path, partial=False))
     (tmp_path / "figures").mkdir()
     draw(tables).savefig(tmp_path / "figures" / "outcomes.pdf")
     drawing = Drawing(name="outcomes", caption="How runs ended.", missing=None)
@@ -117,6 +125,29 @@ def test_both_routes_say_the_same(tmp_path) -> None:
         squeezed = re.sub(r"\s", "", text)
         assert squeezed in texts["typst"], text
         assert squeezed in texts["latex"], text
+
+
+@needs_latex
+@pytest.mark.parametrize("rows", [3, 30])
+@pytest.mark.parametrize("long", ["short", "a long text of many words " * 5])
+def test_a_wide_table_fits_the_page(rows, long, tmp_path) -> None:
+    header = ("method", "what was said", *["per sample gradients"] * 8)
+    cells = ("opacus-fast-gradient-clipping", long, *["12,345.6"] * 8)
+    table = Table(
+        caption="wide",
+        header=header,
+        rows=(cells,) * rows,
+        numeric=tuple(number > 1 for number in range(len(header))),
+    )
+    section = Section(title="t", blocks=(table,))
+    source = render_latex(Document(title="t", headline=("h",), sections=(section,)))
+    (tmp_path / "report.tex").write_text(source)
+    command = ["pdflatex", "-interaction=nonstopmode", "report.tex"]
+    # Twice: a longtable learns its widths from the first time.
+    for _ in range(2):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    assert "Overfull" not in (tmp_path / "report.log").read_text(errors="replace")
 
 
 @needs_latex

@@ -34,8 +34,20 @@ _LIGATURE = re.compile(r"([-,])(?=\1)")
 _LONG = 30
 """A column of longer texts is broken into lines."""
 
-_WIDTH_OF_LONG = 0.8
-"""What long columns share of the text's width."""
+_TEXT_MM = 174
+"""What a line of text takes of an A4 page."""
+
+_GAP_MM = 2.1
+"""Between two columns."""
+
+_LETTER_MM = {"scriptsize": 1.3, "tiny": 1.08}
+"""What a letter takes of it on average, by the size that a table is set in."""
+
+_ROOM_MM = 60
+"""So much is left to long columns, or the table is set in the smaller size."""
+
+_LEAST_ROOM_MM = 30
+"""What long columns have in the smaller size, come what may."""
 
 _TIMEOUT_S = 300
 
@@ -72,23 +84,53 @@ def _row(cells: Iterable[str]) -> _Markup:
     return _Markup(" & ".join(map(_cell, cells)))
 
 
+def _header(table: Table) -> _Markup:
+    """Break a heading that is longer than what stands below it into a stack of words."""
+    cells = []
+    for text, longest, numeric in zip(table.header, _longest(table), table.numeric, strict=True):
+        stacked = r"\\".join(map(_cell, text.split()))
+        side = "r" if numeric else "l"
+        fits = len(text) <= longest
+        cells.append(_cell(text) if fits else rf"\shortstack[{side}]{{{stacked}}}")
+    return _Markup(" & ".join(cells))
+
+
+def _longest(table: Table) -> list[int]:
+    """Say how many letters a column must have room for, of its cells and its heading's words."""
+    return [
+        min(120, max(map(len, [*heading.split(), *(row[column] for row in table.rows)])))
+        for column, heading in enumerate(table.header)
+    ]
+
+
 def _path(picture: str) -> _Markup:
     """Name a picture's file; such names hold nothing that LaTeX could interpret."""
     return _Markup(f"figures/{picture}.pdf")
 
 
+def _left_mm(table: Table, size: str) -> float:
+    """Say what is left of a line to the long columns, once the others have what they need."""
+    short = [length for length in _longest(table) if length <= _LONG]
+    return _TEXT_MM - _GAP_MM * len(table.header) - _LETTER_MM[size] * sum(short)
+
+
+def _size(table: Table) -> _Markup:
+    """Choose the size of a table's letters: so small that it fits the page."""
+    needed = _ROOM_MM if max(_longest(table)) > _LONG else 0
+    return _Markup("scriptsize" if _left_mm(table, "scriptsize") >= needed else "tiny")
+
+
 def _columns(table: Table) -> _Markup:
     """Choose the columns: long texts in paragraphs, by length, the rest as wide as they need."""
-    longest = [
-        min(120, max([0, *(len(row[column]) for row in table.rows)]))
-        for column in range(len(table.header))
-    ]
+    longest = _longest(table)
+    size = _size(table)
     shared = sum(length for length in longest if length > _LONG)
+    room = min(max(_left_mm(table, size), _LEAST_ROOM_MM), _LETTER_MM[size] * shared)
     kinds = []
     for length, numeric in zip(longest, table.numeric, strict=True):
         if length > _LONG:
-            width = _WIDTH_OF_LONG * length / shared
-            kinds.append(rf">{{\raggedright\arraybackslash}}p{{{width:.3f}\textwidth}}")
+            width = room * length / shared
+            kinds.append(rf">{{\raggedright\arraybackslash}}p{{{width:.1f}mm}}")
         else:
             kinds.append("r" if numeric else "l")
     return _Markup("".join(kinds))
@@ -111,7 +153,8 @@ def render_latex(document: Document) -> str:
         finalize=escape_latex,
     )
     template = environment.get_template("report.tex.j2")
-    return template.render(document=document, columns=_columns, row=_row, path=_path)
+    helpers = {"columns": _columns, "header": _header, "row": _row, "size": _size, "path": _path}
+    return template.render(document=document, **helpers)
 
 
 def has_latex() -> bool:
