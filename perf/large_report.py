@@ -17,6 +17,7 @@ from typing import Any
 
 from dpprof import catalogue
 from dpprof.console import say
+from dpprof.planning import Manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIM = 40
@@ -47,11 +48,14 @@ def write_results(folder: Path, count: int) -> Path:
             step_s=(step_s, step_s * 1.1, step_s),
             peak_allocated_bytes=MIB * batch * (3 + rank),
             phases_s={"forward": [step_s], "backward": [2 * step_s], "step": [step_s]},
-            components={"parameters": MIB, "optimizer_state": 2 * MIB, "unattributed": MIB * batch},
             samplers={"Linear": "grad sampler"},
         )
-        runs.append((experiment, replicate))
-    manifest = factory.make_manifest(*runs)
+        runs += factory.make_manifest((experiment, replicate)).runs
+        if replicate == 0:
+            books = factory.make_books({"parameters": 3 * MIB, "noise": MIB * batch})
+            factory.write_synthetic(folder, experiment, instrument="estimate", books=books)
+            runs += factory.make_manifest((experiment, 0), instrument="estimate").runs
+    manifest = Manifest(runs=tuple(runs))
     path: Path = folder / manifest.path
     path.parent.mkdir(parents=True)
     path.write_text(manifest.text, encoding="utf-8")
@@ -76,7 +80,7 @@ def import_s() -> float:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=int, default=10_000, help="how many results")
+    parser.add_argument("--results", type=int, default=10_000, help="how many results of clean")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

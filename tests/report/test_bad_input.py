@@ -4,7 +4,13 @@ import itertools
 
 import pandas as pd
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import (
+    make_books,
+    make_experiment,
+    make_manifest,
+    tables_of_runs,
+    write_synthetic,
+)
 from pypdf import PdfReader
 
 from dpprof.analysis.collection import collect
@@ -23,6 +29,21 @@ def tables_of(root, methods=("standard", "opacus-ghost"), replicates=2, **fields
     for experiment, number in runs:
         write_synthetic(root, experiment, replicate=number, **fields)
     return build_tables(collect(make_manifest(*runs), root, partial=False))
+
+
+def with_books(root, **fields):
+    """Books of two methods, here and on a target that only one of them fits on."""
+    ghost, hooks = {"parameters": 2**20}, {"per_sample_gradients": 2**40, "norm_samples": 1}
+    here = {name: make_experiment(method=f"opacus-{name}") for name in ("ghost", "hooks")}
+    there = {
+        name: make_experiment(method=f"opacus-{name}", device="cuda", target="l4") for name in here
+    }
+    runs = [
+        (experiments[name], instrument, {"books": make_books(owned), **fields})
+        for name, owned in (("ghost", ghost), ("hooks", hooks))
+        for experiments, instrument in ((here, "ledger"), (here, "estimate"), (there, "estimate"))
+    ]
+    return tables_of_runs(root, *runs)
 
 
 def without_times(root):
@@ -45,6 +66,15 @@ CASES = {
         r"\input{/etc/passwd}",
     ),
     "no times": (without_times, "peaks lowest"),
+    "nothing but books": (with_books, "in every setting opacus-ghost; in no setting opacus-hooks"),
+    "books of failures": (lambda root: with_books(root, outcome="oom"), "No experiment succeeded"),
+    "hostile names in books": (
+        lambda root: {
+            stem: table.replace({"opacus-ghost": HOSTILE, "l4": HOSTILE})
+            for stem, table in with_books(root).items()
+        },
+        r"\input{/etc/passwd}",
+    ),
     "hostile names": (
         lambda root: {
             stem: table.replace({"opacus-ghost": HOSTILE})

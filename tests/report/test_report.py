@@ -172,21 +172,17 @@ def test_without_caveats_there_is_no_such_table(tmp_path) -> None:
     assert not [block for block in document.sections[0].blocks if isinstance(block, Table)]
 
 
-def test_phases_owners_and_code_paths_are_told(tmp_path) -> None:
+def test_phases_and_code_paths_are_told(tmp_path) -> None:
     document = measured_document(
         tmp_path,
         [0.01],
         [0.03],
         phases_s=[{"forward": [0.010], "backward": [0.020]}],
-        components=[{"parameters": 3 * 2**20, "norm_samples": 0, "unattributed": 2**20}],
         samplers=[{"Linear": "norm sampler", "Scale": "functorch"}],
     )
 
     phases = table_of(document, "Time")
     assert [(r["forward"], r["backward"], r["sum"]) for r in phases] == [("10.0", "20.0", "30.0")]
-    owners = table_of(document, "Memory")
-    assert [(r["parameters"], r["unattributed"]) for r in owners] == [("3.00", "1.00")]
-    assert "norm samples" not in owners[0]
     paths = table_of(document, "Code paths")
     assert [(r["layer"], r["path"]) for r in paths] == [
         ("Linear", "norm sampler"),

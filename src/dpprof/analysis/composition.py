@@ -29,3 +29,12 @@ def compose(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
     by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
     return choose(tables["peaks"]).merge(by_owner, left_on=RUN_KEY, right_index=True)
+
+
+def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
+    """Say what must fit: the peak of the steady state, or of the first step where that is higher.
+
+    Args:
+        peaks: Rows of the table ``peaks``.
+    """
+    return peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)

@@ -101,7 +101,7 @@ def share_legend(figure: Figure, axes: Sequence[Axes], names: Iterable[str]) -> 
     }
     labels = [label for name in names if (label := name.replace("_", " ")) in found]
     handles = [found[label] for label in labels]
-    columns = min(2 if len(axes) == 1 else 5, len(labels))
-    rows = math.ceil(len(labels) / columns)
+    rows = math.ceil(len(labels) / (2 if len(axes) == 1 else 5))
     figure.set_figheight(min(figure.get_figheight() + _LEGEND_ROW_INCHES * rows, PAGE_INCHES))
+    columns = math.ceil(len(labels) / rows)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -1,5 +1,6 @@
 """From figures to the texts in a table's cells."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,11 @@ MAX_ROWS = 60
 def column(name: str) -> Cell:
     """Write a column as it is."""
     return lambda row: str(row[name])
+
+
+def amount(name: str, unit: float = 1.0, digits: int = 1) -> Cell:
+    """Write a column's figures in a unit."""
+    return lambda row: number(row[name], unit, digits)
 
 
 def tabulate(
@@ -48,6 +54,18 @@ def tabulate(
 def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
     """Write a figure in a unit; a dash where it is unknown."""
     return "-" if value is None or pd.isna(value) else f"{value / unit:,.{digits}f}"
+
+
+def significant(value: float | None, unit: float = 1.0) -> str:
+    """Write a figure in a unit with three digits that count; a dash where it is unknown."""
+    if value is None or pd.isna(value) or not value:
+        return number(value, unit, 0)
+    return number(value, unit, max(0, 2 - math.floor(math.log10(abs(value) / unit))))
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Write a share; a dash where it is unknown."""
+    return "-" if value is None or pd.isna(value) else f"{value:.{digits}%}"
 
 
 def span(low: float | None, high: float | None, unit: float = 1.0, digits: int = 1) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from dpprof.report import measured, outcomes
+from dpprof.analysis.composition import choose, compose
+from dpprof.report import books, measured, outcomes
 from dpprof.report.cells import Cell, column, plural, tabulate
 from dpprof.report.document import (
     Bullets,
@@ -15,7 +16,7 @@ from dpprof.report.document import (
     Section,
     Table,
 )
-from dpprof.report.findings import tell_findings
+from dpprof.report.findings import tell_books, tell_findings
 from dpprof.result import OUTCOMES
 
 Tables = Mapping[str, pd.DataFrame]
@@ -25,6 +26,7 @@ _FIGURES_OF = {
     "Memory": ("breakdown", "timeline"),
     "Time": ("tradeoff", "phases"),
     "Growth": ("batch-size", "seq-len"),
+    "How far the books close": ("accuracy",),
     "Outcomes": ("outcomes",),
 }
 """Where dpprof's own figures stand; another package's have a section of their own."""
@@ -40,15 +42,21 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         drawings: What is known of the figures that exist.
     """
     experiments = tables["experiments"]
+    composition, costs = compose(tables), choose(tables["costs"])
+    predicted = _name_predictions(composition)
     sections: dict[str, Blocks] = {
         "Findings": [
             *tell_findings(tables["settings"], tables["methods"]),
+            *tell_books(composition),
             *_caveats(tables["findings"]),
         ],
-        "Memory": [*measured.owners(tables["components"], experiments)],
+        "Memory": [*books.owners(composition)],
+        predicted: [*books.predictions(composition, costs)],
         "Time": [*measured.phases(tables["phases"], experiments)],
+        "Cost": [*books.costs(costs)],
         "Growth": [],
         "Comparison": [*measured.by_method(tables["methods"]), *measured.compare(experiments)],
+        "How far the books close": [*books.closing(composition, tables["peaks"])],
         "How far the figures repeat": [*measured.repeat(experiments)],
         "Code paths": [*measured.code_paths(tables["samplers"])],
         "Outcomes": outcomes.tell_outcomes(tables["outcomes"], tables["runs"]),
@@ -57,7 +65,8 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "How this was measured": _how(tables["runs"]),
         "What this does not say": _limits(tables["runs"], drawings),
     }
-    home = {figure: title for title, figures in _FIGURES_OF.items() for figure in figures}
+    homes = _FIGURES_OF | {predicted: ("predicted",)}
+    home = {figure: title for title, figures in homes.items() for figure in figures}
     order = {figure: position for position, figure in enumerate(home)}
     drawn = [drawing for drawing in drawings if drawing.missing is None]
     for drawing in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
@@ -72,6 +81,11 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             if blocks
         ),
     )
+
+
+def _name_predictions(composition: pd.DataFrame) -> str:
+    targets = sorted(set(composition["target"].dropna()))
+    return f"Predicted for {', '.join(targets) or 'targets'}"
 
 
 def _headline(tables: Tables) -> tuple[str, ...]:
@@ -140,7 +154,9 @@ def _how(runs: pd.DataFrame) -> Blocks:
         "Every run is one fresh process under one instrument. In the instrument clean there is "
         "nothing but the training step and a timer: warm-up steps first, then timed steps whose "
         "raw times are in results/tables/steps.csv; step times come from there alone. The "
-        "instrument phases follows the allocator, counts who owns what, and times phases. "
+        "instrument phases follows the allocator and times phases. The instrument ledger keeps "
+        "the books of every storage of a real step, who owns it and since when; estimate does so "
+        "for a step of tensors without memory, which needs no device. "
         "Replicates are other processes. What each number means and does not mean is in "
         "docs/methodology.md. All numbers are in the result files, with the full environment "
         "of each run."
@@ -163,7 +179,10 @@ def _limits(runs: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
             "Numbers are this machine's. Ratios between methods change with the model, the batch, "
             "the sequence length and the device."
         ),
-        "Owners of memory are counted at named moments, not at the peak between them.",
+        (
+            "The books are of tensors, and of what libraries are known to allocate for them: what "
+            "an allocator reserves beyond that, and what fragmentation costs, is in no estimate."
+        ),
     ]
     if set(runs["device"].dropna()) == {"cpu"}:
         said.append("Nothing here was measured on a GPU.")

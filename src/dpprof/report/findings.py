@@ -4,10 +4,12 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.composition import needed_bytes
 from dpprof.analysis.frames import BASELINE, varying_axes
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.report.cells import number, plural, span
 from dpprof.report.document import Bullets, Paragraph
+from dpprof.result import COMPONENTS
 
 MAX_SETTINGS = 8
 """With more settings, the findings count over all of them instead of telling each."""
@@ -71,6 +73,50 @@ def _fastest(row: Any) -> str | None:
     if pd.isna(row["not_slower"]):
         return said
     return f"{said}, not distinguishable in time from {_listed(row['not_slower'].split())}"
+
+
+def tell_books(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
+    """Say what owns most of the highest peak of the largest setting, and what fits on targets.
+
+    Args:
+        composition: Of ``analysis.composition``.
+    """
+    here = composition[composition["target"].isna()]
+    said = [] if here.empty else [_highest_peak(here)]
+    targets = composition.dropna(subset=["target_memory_bytes"]).groupby("target")
+    if fits := [_fitting(str(target), rows) for target, rows in targets]:
+        said.append(" ".join(fits))
+    return [Bullets(items=tuple(said))] if said else []
+
+
+def _highest_peak(rows: pd.DataFrame) -> str:
+    sizes = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
+    largest = rows[sizes == sizes.max()]
+    row = largest.loc[largest["peak_bytes"].idxmax()]
+    owner = max(COMPONENTS, key=lambda name: row[name])
+    where = f"{row['model']}, T = {row['seq_len']}, B = {row['batch_size']}"
+    return (
+        f"{where}: {row['method']} peaks highest by the books, at "
+        f"{number(row['peak_bytes'], 2**20)} MiB in the phase {_plain(row['phase'])}; "
+        f"{row[owner] / row['peak_bytes']:.0%} of that is {_plain(owner)}."
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _fitting(target: str, rows: pd.DataFrame) -> str:
+    """Say which methods fit on a target in every setting, which in some, and which in none."""
+    fits = needed_bytes(rows) <= rows["target_memory_bytes"]
+    share = fits.groupby(rows["method"]).mean()
+    groups = {
+        "in every setting": share.index[share == 1],
+        "in some settings": share.index[(share > 0) & (share < 1)],
+        "in no setting": share.index[share == 0],
+    }
+    said = [f"{where} {_listed(list(names))}" for where, names in groups.items() if len(names)]
+    return f"What is predicted to fit on {target}: {'; '.join(said)}."
 
 
 def _listed(names: list[str]) -> str:

@@ -1,38 +1,18 @@
-"""The sections about what was measured: memory, time, growth, code paths, repeatability."""
+"""The sections about what was measured: time, growth, code paths, repeatability."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import varying_axes
 from dpprof.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
-from dpprof.report.cells import Cell, column, number, span, tabulate
+from dpprof.report.cells import Cell, amount, column, number, span, tabulate
 from dpprof.report.document import Paragraph, Table
+from dpprof.report.naming import ORDER, name_experiments, texts
 from dpprof.result import PHASES
 
 _MIB = 2**20
 _MS = 1e-3
-_CENSUS_AT = "after_backward"
-_LEAST_MIB = 0.005
-"""An owner of less everywhere would fill a column with zeros."""
-
-_ORDER = ["model", "seq_len", "batch_size"]
 Told = list[Table | Paragraph]
-
-
-def _naming(rows: pd.DataFrame) -> dict[str, Cell]:
-    """Make the columns that name an experiment, the axes that vary among them."""
-    varying = varying_axes(rows, but=("model", "method", "batch_size", "seq_len"))
-    return (
-        {"model": column("model")}
-        | {name: column(name) for name in varying}
-        | {"T": column("seq_len"), "B": column("batch_size"), "method": column("method")}
-    )
-
-
-def _texts(naming: Mapping[str, Cell]) -> tuple[str, ...]:
-    return tuple(name for name in naming if name not in ("T", "B"))
 
 
 def compare(experiments: pd.DataFrame) -> Told:
@@ -40,8 +20,8 @@ def compare(experiments: pd.DataFrame) -> Told:
     known = experiments[experiments["processes"] + experiments["peak_processes"] > 0]
     if known.empty:
         return [Paragraph(text="No experiment succeeded, so there is nothing to compare.")]
-    ordered = known.sort_values([*_ORDER, "median_step_s"])
-    naming = _naming(ordered)
+    ordered = known.sort_values([*ORDER, "median_step_s"])
+    naming = name_experiments(ordered)
     columns: dict[str, Cell] = naming | {
         "step (ms)": lambda row: number(row["median_step_s"], _MS),
         "interval": lambda row: span(row["step_low_s"], row["step_high_s"], _MS),
@@ -52,7 +32,7 @@ def compare(experiments: pd.DataFrame) -> Told:
         "n": column("processes"),
     }
     source = "results/tables/experiments.csv"
-    return [tabulate(_explain(ordered), columns, ordered, _texts(naming), source)]
+    return [tabulate(_explain(ordered), columns, ordered, texts(naming), source)]
 
 
 def _time_ratio(row: Any) -> str:
@@ -128,10 +108,10 @@ def by_method(methods: pd.DataFrame) -> Told:
 def repeat(experiments: pd.DataFrame) -> Told:
     """Say how far figures repeat between processes; nothing where nothing was replicated."""
     most = experiments[["processes", "peak_processes"]].max(axis=1)
-    rows = experiments[most > 1].sort_values([*_ORDER, "method"])
+    rows = experiments[most > 1].sort_values([*ORDER, "method"])
     if rows.empty:
         return []
-    naming = _naming(rows)
+    naming = name_experiments(rows)
     columns = naming | {
         "step (ms)": lambda row: span(row["step_low_s"], row["step_high_s"], _MS),
         "allocated": _equal_or_span,
@@ -142,7 +122,7 @@ def repeat(experiments: pd.DataFrame) -> Told:
         "From the smallest to the largest of the processes of an experiment; for the step the "
         "interval. Allocated bytes must repeat exactly, reserved and resident ones need not."
     )
-    text = (*_texts(naming), "step (ms)", "allocated", "reserved (MiB)", "RSS (MiB)")
+    text = (*texts(naming), "step (ms)", "allocated", "reserved (MiB)", "RSS (MiB)")
     return [tabulate(caption, columns, rows, text, "results/tables/experiments.csv")]
 
 
@@ -166,39 +146,14 @@ def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Told:
     over_processes = medians.unstack()  # noqa: PD010 (there is nothing to aggregate)
     shown = [phase for phase in PHASES if phase in over_processes]
     rows = experiments.merge(over_processes, left_on="experiment_id", right_index=True)
-    rows = rows.assign(sum=rows[shown].sum(axis=1)).sort_values([*_ORDER, "sum"])
-    naming = _naming(rows)
-    columns = naming | {phase.replace("_", " "): _in(phase, _MS) for phase in (*shown, "sum")}
+    rows = rows.assign(sum=rows[shown].sum(axis=1)).sort_values([*ORDER, "sum"])
+    naming = name_experiments(rows)
+    columns = naming | {phase.replace("_", " "): amount(phase, _MS) for phase in (*shown, "sum")}
     caption = (
         "Milliseconds by phase, medians over steps and processes, from processes that wait for "
         "the device where a phase ends. Their sum is therefore not the step time that is compared."
     )
-    return [tabulate(caption, columns, rows, _texts(naming), "results/tables/phases.csv")]
-
-
-def owners(components: pd.DataFrame, experiments: pd.DataFrame) -> Told:
-    """Say who owns memory after the backward pass; nothing where no run told."""
-    census = components[components["snapshot"] == _CENSUS_AT]
-    if census.empty:
-        return []
-    # Replicates agree to the byte, or the findings say that they do not.
-    largest = census.groupby(["experiment_id", "component"], sort=False)["bytes"].max()
-    sizes = largest.unstack(sort=False)  # noqa: PD010 (there is nothing to aggregate)
-    shown = [str(name) for name in sizes if sizes[name].max() / _MIB >= _LEAST_MIB]
-    rows = experiments.merge(sizes, left_on="experiment_id", right_index=True)
-    rows = rows.sort_values([*_ORDER, "method"])
-    naming = _naming(rows)
-    columns = naming | {name.replace("_", " "): _in(name, _MIB, 2) for name in shown}
-    caption = (
-        "MiB by owner at the end of the (first) backward pass, counted by identity. What no "
-        "tensor could be found for is unattributed: mostly what autograd keeps, where the graph "
-        "is kept for a second pass. Owners of less than 0.01 MiB are left to the CSV."
-    )
-    return [tabulate(caption, columns, rows, _texts(naming), "results/tables/components.csv")]
-
-
-def _in(name: str, unit: float, digits: int = 1) -> Cell:
-    return lambda row: number(row[name], unit, digits)
+    return [tabulate(caption, columns, rows, texts(naming), "results/tables/phases.csv")]
 
 
 def code_paths(samplers: pd.DataFrame) -> Told:
