@@ -97,6 +97,16 @@ def test_books_that_stay_open_are_a_finding(books, told, tmp_path) -> None:
     ]
 
 
+def test_books_of_another_batch_than_the_experiments_are_none(tmp_path) -> None:
+    tables = tables_of_runs(
+        tmp_path,
+        (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
+        (GHOST, "capacity", {"books": make_books({"parameters": 20 * 2**20})}),
+    )
+
+    assert tables["findings"].empty
+
+
 def test_books_that_nothing_was_measured_to_compare_with_are_none(tmp_path) -> None:
     run = (GHOST, "ledger", {"books": make_books({"parameters": 2**30})})
 

@@ -78,8 +78,15 @@ TITLES = {
         [
             kept(instrument="estimate", batch_size=2),
             kept(instrument="estimate", batch_size=9, device="cuda", target="h200"),
+            kept(
+                instrument="estimate",
+                batch_size=9,
+                device="cuda",
+                target="h200",
+                method="opacus-hooks",
+            ),
         ],
-        "V16-d8-L1-H2, T = 4, B = 2, device = cpu (estimate)",
+        "V16-d8-L1-H2, T = 4, B = 2 (estimate)",
     ),
     "the largest": (
         [kept(batch_size=2), kept(batch_size=9)],

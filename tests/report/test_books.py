@@ -175,6 +175,15 @@ def test_utilisation_is_told_where_ceiling_and_time_are_known(tmp_path) -> None:
     assert told == ["2.00", "5.00", "250"]
 
 
+def test_costs_on_targets_have_a_table_of_their_own(tmp_path) -> None:
+    there = kept(on("l4", "standard"), "estimate", roofline_step_s=0.25)
+    document = document_of(tmp_path, kept(STANDARD), there)
+    (here,), (elsewhere,) = (table_of(document, "Cost", index) for index in (0, 1))
+
+    assert "least step (ms)" not in here
+    assert elsewhere["least step (ms)"] == "250"
+
+
 def test_of_the_largest_setting_the_highest_peak_is_told_with_its_main_owner(tmp_path) -> None:
     private = OWNED | {"per_sample_gradients": 60 * MIB}
     larger = [make_experiment(method=m, batch_size=3) for m in ("standard", "opacus-hooks")]

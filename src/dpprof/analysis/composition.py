@@ -7,7 +7,8 @@ import pandas as pd
 from dpprof.analysis.frames import RUN_KEY
 from dpprof.result import COMPONENTS
 
-_RANK = {"ledger": 0, "estimate": 1}
+KEEPERS = ("ledger", "estimate")
+"""The instruments whose books are of the experiment itself, the one to prefer first."""
 
 
 def choose(runs: pd.DataFrame) -> pd.DataFrame:
@@ -16,7 +17,7 @@ def choose(runs: pd.DataFrame) -> pd.DataFrame:
     Args:
         runs: A table with a row for each run that kept books.
     """
-    rank = runs["instrument"].map(_RANK).dropna()
+    rank = runs["instrument"].map({name: rank for rank, name in enumerate(KEEPERS)}).dropna()
     return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
+from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import make_frame
 from dpprof.result import Result
 
@@ -77,8 +78,8 @@ def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
 
 
 def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:
-    judged = peaks[peaks["valid"].eq(False)].drop_duplicates(["experiment_id", "instrument"])
-    for _, row in judged.iterrows():
+    judged = peaks[peaks["instrument"].isin(KEEPERS) & peaks["valid"].eq(False)]
+    for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
         gap = int(row["gap_bytes"])
         told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than the books say"
         yield {

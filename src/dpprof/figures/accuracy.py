@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import BASELINE
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
@@ -28,9 +29,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         tables: Of these, ``peaks``.
     """
     peaks = tables["peaks"]
-    known = peaks[peaks["instrument"].isin(["ledger", "estimate"])].dropna(
-        subset=["allocator_peak_bytes"]
-    )
+    known = peaks[peaks["instrument"].isin(KEEPERS)].dropna(subset=["allocator_peak_bytes"])
     if known.empty:
         raise NothingToDrawError("no peak of a ledger or an estimate could be compared")
     columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]

@@ -30,15 +30,18 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Live bytes by owner over one step in the steady state, a panel a method.
 
     Drawn of the setting that most methods have books of, from the instrument ledger or else
-    estimate. A panel is as wide as its method's step: it counts operators, not seconds. On top
-    stand the phases, where there is room for their names (fwd, bwd and bwd2: forward, backward
-    and second backward). Of every 300th part of a step the highest instant is drawn; owners of
-    less than 0.5 % of the highest peak are left out.
+    estimate; of a target only where there is nothing else. A panel is as wide as its method's
+    step: it counts operators, not seconds. On top stand the phases, where there is room for
+    their names (fwd, bwd and bwd2: forward, backward and second backward). Of every 300th part
+    of a step the highest instant is drawn; owners of less than 0.5 % of the highest peak are
+    left out.
 
     Args:
         tables: Of these, ``peaks`` and ``timeline``.
     """
-    runs = choose(tables["peaks"])
+    chosen = choose(tables["peaks"])
+    here = chosen[chosen["target"].isna()]
+    runs = chosen if here.empty else here
     settings = split(runs, "no run of the instruments ledger or estimate succeeded", most=len(runs))
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
     rows = focus.by_method.groupby(level=0, sort=False).head(1)
@@ -66,10 +69,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
-    """Rank a setting by its methods, by whether it is of a real step, and by its size."""
+    """Rank a setting by its methods, by how many of them really ran, and by its size."""
     size = rows[["parameters_total", "batch_size", "seq_len"]].max()
     real = (rows["instrument"] == "ledger").sum()
-    return rows["method"].nunique(), real, rows["target"].isna().all(), *size
+    return rows["method"].nunique(), real, *size
 
 
 def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:

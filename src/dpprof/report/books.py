@@ -194,20 +194,11 @@ _COSTS = {
 
 
 def costs(costs: pd.DataFrame) -> Told:
-    """Say what a step computes and moves; nothing where nobody kept books.
+    """Say what a step computes and moves, here and on targets; nothing where nobody kept books.
 
     Args:
         costs: The table ``costs``, one row for each experiment.
     """
-    if costs.empty:
-        return []
-    rows = costs.sort_values([*ORDER, "method"])
-    naming = name_experiments(rows)
-    columns = naming | {
-        heading: _significant(name, unit)
-        for heading, (name, unit) in _COSTS.items()
-        if rows[name].notna().any()
-    }
     caption = (
         "What a step computes and moves. FLOPs are of products of matrices and attention; model "
         "FLOPs are what the non-private step needs, and the multiplier is of executed to those. "
@@ -215,7 +206,20 @@ def costs(costs: pd.DataFrame) -> Told:
         "executed FLOPs over what the device could compute in the measured step; the least step "
         "time is a bound by its data sheet. What nothing is known of has no column."
     )
-    return [tabulate(caption, columns, rows, texts(naming), "results/tables/costs.csv")]
+    elsewhere = costs["target"].notna()
+    told = {caption: costs[~elsewhere], "The same on targets, as predicted.": costs[elsewhere]}
+    return [_tell_costs(text, rows) for text, rows in told.items() if len(rows)]
+
+
+def _tell_costs(caption: str, rows: pd.DataFrame) -> Table | Paragraph:
+    rows = rows.sort_values([*ORDER, "method"])
+    naming = name_experiments(rows)
+    columns = naming | {
+        heading: _significant(name, unit)
+        for heading, (name, unit) in _COSTS.items()
+        if rows[name].notna().any()
+    }
+    return tabulate(caption, columns, rows, texts(naming), "results/tables/costs.csv")
 
 
 def _significant(name: str, unit: float) -> Cell:

@@ -13,8 +13,6 @@ ORDER = ["model", "seq_len", "batch_size"]
 def name_experiments(rows: pd.DataFrame) -> dict[str, Cell]:
     """Make the columns that name an experiment, the axes that vary among them."""
     varying = varying_axes(rows, but=("model", "method", "batch_size", "seq_len"))
-    if "target" in varying and len(set(rows.loc[rows["target"].isna(), "device"])) <= 1:
-        varying = [name for name in varying if name != "device"]  # the target says it all
     return (
         {"model": column("model")}
         | {name: _axis(name) for name in varying}
