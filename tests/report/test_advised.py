@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.advised import sentences, tell_capacity
+from dpprof.report.advised import tell_advice, tell_capacity
 
 SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
 
@@ -35,7 +35,8 @@ def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
         {"method": "e", "verdict": "does not fit"} | NOTHING,
     )
 
-    [sentence] = sentences(table)
+    [bullets] = tell_advice(table)
+    [sentence] = bullets.items
 
     assert sentence == (
         "On h200, a could be the fastest private method for 1b at 1,024 tokens in float32, with "
@@ -51,7 +52,7 @@ def test_every_setting_has_its_sentence() -> None:
         ]
     )
 
-    assert list(sentences(table))[1] == (
+    assert tell_advice(table)[0].items[1] == (
         "On l4 no private method that was asked about fits 1b at 1,024 tokens in float32."
     )
 
@@ -62,7 +63,7 @@ def test_the_table_has_a_row_an_option() -> None:
         {"method": "b", "verdict": "slower", "limited_by": "search"},
         {"method": "e", "verdict": "does not fit"} | NOTHING,
     )
-    *_, told = tell_capacity(table)
+    [told] = tell_capacity(table)
     rows = [dict(zip(told.header, row, strict=True)) for row in told.rows]
 
     assert rows[0]["largest batch"] == "21"
@@ -74,4 +75,6 @@ def test_the_table_has_a_row_an_option() -> None:
 
 
 def test_nothing_is_said_where_nobody_asked() -> None:
-    assert tell_capacity(make().reindex(columns=["target"])) == []
+    nothing = make().reindex(columns=[*SETTING])
+
+    assert tell_capacity(nothing) == tell_advice(nothing) == []

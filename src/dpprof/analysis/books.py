@@ -102,7 +102,8 @@ def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, p
 def _find_accounts(collected: Collected) -> Iterator[_Account]:
     for run, result in collected.found:
         memory, compute, io = result.memory, result.compute, result.io
-        if memory and memory.attribution and compute and io:
+        # The books of a capacity are of another batch than the experiment's.
+        if memory and memory.attribution and compute and io and not result.capacity:
             yield _Account(run, result, memory, compute, io)
 
 

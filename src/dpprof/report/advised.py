@@ -7,7 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.advice import CLOSE
 from dpprof.report.cells import Cell, column, number, plural, tabulate
-from dpprof.report.document import Paragraph, Table
+from dpprof.report.document import Bullets, Paragraph, Table
 
 _GIB = 2**30
 _SETTING = ["model", "seq_len", "dtype", "target"]
@@ -21,11 +21,17 @@ _NAMING: dict[str, Cell] = {
 }
 
 
+def tell_advice(advice: pd.DataFrame) -> list[Bullets]:
+    """Say which method to use, a sentence for each setting; nothing if nobody asked."""
+    said = tuple(_sentences(_name_targets(advice)))
+    return [Bullets(items=said)] if said else []
+
+
 def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
-    """Say how large a batch fits and which method could be fastest; nothing if nobody asked."""
+    """Say how large a batch of each method fits; nothing if nobody asked."""
     if advice.empty:
         return []
-    rows = advice.assign(target=advice["target"].fillna("this machine"))
+    rows = _name_targets(advice)
     columns = _NAMING | {
         "largest batch": _largest,
         "its peak (GiB)": lambda row: number(row["largest_peak_bytes"], _GIB),
@@ -43,12 +49,14 @@ def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
         "ended before the memory did; FLOPs x is executed over model FLOPs."
     )
     texts = tuple(_NAMING.keys() - {"T"})
-    told = tabulate(caption, columns, rows, texts, "results/tables/advice.csv")
-    return [*(Paragraph(text=sentence) for sentence in sentences(rows)), told]
+    return [tabulate(caption, columns, rows, texts, "results/tables/advice.csv")]
 
 
-def sentences(rows: pd.DataFrame) -> Iterator[str]:
-    """Say in a sentence, for each setting, which method to use and what does not fit."""
+def _name_targets(advice: pd.DataFrame) -> pd.DataFrame:
+    return advice.assign(target=advice["target"].fillna("this machine"))
+
+
+def _sentences(rows: pd.DataFrame) -> Iterator[str]:
     for _, options in rows.groupby(_SETTING, sort=False, dropna=False):
         first = options.iloc[0]
         where = f"{first['model']} at {first['seq_len']:,} tokens in {first['dtype']}"

@@ -6,6 +6,7 @@ import pandas as pd
 
 from dpprof.analysis.composition import choose, compose
 from dpprof.report import books, measured, outcomes
+from dpprof.report.advised import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
 from dpprof.report.document import (
     Bullets,
@@ -48,10 +49,12 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "Findings": [
             *tell_findings(tables["settings"], tables["methods"]),
             *tell_books(composition),
+            *tell_advice(tables["advice"]),
             *_caveats(tables["findings"]),
         ],
         "Memory": [*books.owners(composition)],
         predicted: [*books.predictions(composition, costs)],
+        "What fits, and what to use": [*tell_capacity(tables["advice"])],
         "Time": [*measured.phases(tables["phases"], experiments)],
         "Cost": [*books.costs(costs)],
         "Growth": [],
