@@ -153,7 +153,7 @@ def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path, options, senten
         (
             "draw_figure.py",
             ["--figure", "tradeof", "--tables", "no", "--output", "x.png"],
-            "error: --figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: batch",
+            "error: --figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: accuracy",
         ),
     ],
 )
