@@ -229,6 +229,24 @@ def test_without_books_there_is_no_such_section(tmp_path) -> None:
     assert not [title for title in titles if title.startswith("Predicted")]
 
 
+def limits(document) -> tuple[str, ...]:
+    return document.sections[-1].blocks[0].items
+
+
+def test_a_target_is_no_gpu_that_was_measured_on(tmp_path) -> None:
+    document = document_of(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
+
+    assert "Nothing here was measured on a GPU." in limits(document)
+    assert "Nothing that is predicted for l4 was compared with one." in limits(document)
+
+
+def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
+    on_gpu = make_experiment(method="standard", device="cuda")
+    document = document_of(tmp_path, kept(STANDARD), kept(on_gpu))
+
+    assert not [text for text in limits(document) if "GPU" in text or "predicted" in text]
+
+
 @pytest.mark.parametrize(
     ("figure", "title"),
     [("predicted", "Predicted for l4"), ("accuracy", "How far the books close")],

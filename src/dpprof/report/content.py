@@ -66,7 +66,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "Missing results": outcomes.tell_missing(tables["missing"]),
         "More figures": [],
         "How this was measured": _how(tables["runs"]),
-        "What this does not say": _limits(tables["runs"], drawings),
+        "What this does not say": _limits(tables["runs"], composition, drawings),
     }
     homes = _FIGURES_OF | {predicted: ("predicted",)}
     home = {figure: title for title, figures in homes.items() for figure in figures}
@@ -167,7 +167,7 @@ def _how(runs: pd.DataFrame) -> Blocks:
     return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
 
 
-def _limits(runs: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
+def _limits(runs: pd.DataFrame, composition: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
     """Say what must not be read into the numbers, and what is missing."""
     said = [
         (
@@ -187,7 +187,10 @@ def _limits(runs: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
             "an allocator reserves beyond that, and what fragmentation costs, is in no estimate."
         ),
     ]
-    if set(runs["device"].dropna()) == {"cpu"}:
+    if len(runs) and "cuda" not in set(runs.loc[runs["target"].isna(), "device"]):
         said.append("Nothing here was measured on a GPU.")
+    untried = composition["target"].notna() & composition["allocator_peak_bytes"].isna()
+    if targets := sorted(set(composition.loc[untried, "target"])):
+        said.append(f"Nothing that is predicted for {', '.join(targets)} was compared with one.")
     said += [f"There is no figure {one.name}: {one.missing}." for one in drawings if one.missing]
     return [Bullets(items=tuple(said))]
