@@ -86,7 +86,7 @@ AXES = {
     "breakdown": [("alive at the peak (MiB)", METHODS)],
     "outcomes": [("runs", METHODS)],
     "phases": [("time of a step (ms)", METHODS)],
-    "predicted": [("alive at the predicted peak (GiB)", METHODS)],
+    "predicted": [("predicted peak (GiB)", METHODS)],
     "seq-len": [
         ("sequence length (tokens)", "peak (MiB)"),
         ("sequence length (tokens)", "step time (ms)"),

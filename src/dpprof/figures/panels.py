@@ -32,9 +32,9 @@ class Panels(NamedTuple):
     shown: list[Panel]
     beyond: int
 
-    def lay_out(self, **options: Any) -> tuple[Figure, list[Any]]:
-        """Make a figure with an axis for each panel, two beside each other."""
-        columns = min(2, len(self.shown))
+    def lay_out(self, most: int = 2, **options: Any) -> tuple[Figure, list[Any]]:
+        """Make a figure with an axis for each panel, at most so many beside each other."""
+        columns = min(most, len(self.shown))
         figure, axes = new_figure(columns, math.ceil(len(self.shown) / columns), **options)
         for axis in axes.flat[len(self.shown) :]:
             axis.axis("off")

@@ -37,6 +37,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         if pd.notna(memory):
             axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
             axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
-        axis.set_xlabel("alive at the predicted peak (GiB)")
+        axis.set_xlabel("predicted peak (GiB)")
     share_legend(figure, axes, [*COMPONENT_COLOURS, _MEMORY])
     return figure

@@ -126,7 +126,7 @@ def sort_methods(names: Iterable[str]) -> list[str]:
 def new_figure(
     columns: int = 1, rows: int = 1, *, row_inches: float = 2.5, **options: Any
 ) -> tuple[Figure, Any]:
-    """Make a figure of panels, each as wide as a paper's column.
+    """Make a figure of panels, as wide as one of a paper's columns or as both.
 
     Args:
         columns: Panels beside each other.
@@ -139,7 +139,8 @@ def new_figure(
     """
     mpl.rcParams.update(_SETTINGS)
     row_inches = min(row_inches, PAGE_INCHES / rows)
-    figure = Figure(figsize=(COLUMN_INCHES * columns, row_inches * rows), layout="constrained")
+    width = COLUMN_INCHES * min(columns, 2)  # a page is two columns wide
+    figure = Figure(figsize=(width, row_inches * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, axes
 

@@ -20,8 +20,8 @@ _HEADROOM = 1.4
 _STRIP = 0.91
 """Where, as a share of a panel's height, the strip of phases begins."""
 
-_LETTER = 0.017
-"""What a letter of a phase's name takes of a panel's width."""
+_LETTER = 0.009
+"""What a letter of a phase's name takes of the width of a page."""
 
 _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 
@@ -46,7 +46,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
     rows = focus.by_method.groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
-    figure, axes = Panels(shown, 0).lay_out(row_inches=1.6, sharey=True)
+    columns = 3 if len(shown) > 4 else 2  # noqa: PLR2004 (two rows of two)
+    figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
     highest = rows["peak_bytes"].max()
     unit = next((name for name, size in _UNITS.items() if highest >= 4 * size), "MiB")
     instants = tables["timeline"].set_index(RUN_KEY)
@@ -54,14 +55,14 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         run = panel.rows.iloc[0]
         step = instants.loc[[tuple(run[RUN_KEY])]]
         _draw_areas(axis, step, _UNITS[unit], highest * VISIBLE)
-        _mark_phases(axis, step)
+        _mark_phases(axis, step, columns)
         _mark_peak(axis, step, run, unit)
         axis.set_ylim(0, highest / _UNITS[unit] * _HEADROOM)
         axis.set_xlim(0, step["ops"].max())
         axis.grid(visible=False)
         axis.locator_params(axis="y", nbins=4)
         axis.set_xlabel("operators run")
-        if position % 2 == 0:
+        if position % columns == 0:
             axis.set_ylabel(f"alive ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
     share_legend(figure, axes, COMPONENT_COLOURS)
@@ -93,14 +94,14 @@ def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None
             bottom = top
 
 
-def _mark_phases(axis: Axes, step: pd.DataFrame) -> None:
+def _mark_phases(axis: Axes, step: pd.DataFrame, columns: int) -> None:
     """Draw a strip on top, a field a phase, with its name where that fits."""
     length = step["ops"].max()
     for number, (phase, start, end) in enumerate(_phases_of(step)):
         shade = ("#EEEEEE", "#CCCCCC")[number % 2]
         axis.axvspan(start, end, ymin=_STRIP, ymax=1, color=shade, linewidth=0)
         names = (phase.replace("_", " "), _SHORT.get(phase, phase))
-        room = (end - start) / length / _LETTER
+        room = (end - start) / length / (_LETTER * columns)
         axis.text(
             (start + end) / 2,
             (_STRIP + 1) / 2,

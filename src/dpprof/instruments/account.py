@@ -97,8 +97,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     recorder = Recorder(
         block_bytes=cuda.BLOCK_BYTES if on_cuda else 1,
         is_there=lambda tensor, _: tensor.device.type == device.torch_device.type,
-        workspaces={} if on_cuda else CPU_WORKSPACES,
+        workspaces=cuda.WORKSPACES if on_cuda else CPU_WORKSPACES,
     )
+    if on_cuda:
+        major, minor = torch.cuda.get_device_capability()
+        recorder.claim(cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace")
     # On CUDA backward has a thread of its own, which no Python stack leads to.
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
@@ -174,8 +177,9 @@ def tracing(target: Target | None, choices: cuda.Choices = cuda.EVERYTHING) -> I
                 workspaces=cuda.WORKSPACES if choices.workspaces else {},
             )
             if choices.libraries:
-                for name, size in cuda.library_workspaces(target.compute_capability).items():
-                    recorder.claim(size, name)
+                size = cuda.library_workspace(target.compute_capability)
+                for thread in ("forward", "backward"):  # each has a handle of its own
+                    recorder.claim(size, f"cuBLAS workspace, {thread}")
         within.enter_context(recorder)
         yield recorder
 
