@@ -54,6 +54,60 @@ def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured)
     assert min(next(iter(peaks))) > 4 * P * 4
 
 
+PLAIN = """
+import sys
+from factory import make_experiment
+from dpprof.devices.allocations import CpuRecorder
+from dpprof.instruments.account import Bookkeeper
+from dpprof.instruments.setup import begin, set_up
+from dpprof.ledger.recorder import Recorder
+method, with_books = sys.argv[1], sys.argv[2] == "books"
+fields = {"method": method, "batch_size": 3, "seq_len": 4}
+experiment = make_experiment(**fields)
+kind, device = begin(experiment)
+allocator = CpuRecorder()
+recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
+books = []
+
+def run():
+    if with_books:
+        books.append(bookkeeper.run(training.batch, counting=True))
+    else:
+        training.step.run(training.batch, lambda _: None)
+
+if with_books:
+    recorder.__enter__()
+training = set_up(experiment, kind, device, lambda *_: None)
+if with_books:
+    bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)
+for name in ("first", "between", "steady"):
+    with allocator.window(name):
+        run()
+if with_books:
+    recorder.__exit__(None, None, None)
+peaks = allocator.close().peaks
+print(peaks["first"].allocated_bytes, peaks["steady"].allocated_bytes)
+print(books[-1].peak_bytes if books else None)
+"""
+SCALARS = 2 * (8 + 4)
+"""What PyTorch makes of a Python number within an operator, and again under a dispatch mode."""
+
+
+@pytest.mark.parametrize("method", ["standard", "opacus-hooks", "opacus-ghost"])
+def test_neither_the_census_nor_the_ledger_changes_a_peak(method, begun, measured) -> None:
+    begun(method, 0, "phases")
+    plain = run_fresh(PLAIN, method, "plain").splitlines()
+    watched = run_fresh(PLAIN, method, "books").splitlines()
+    first, steady = map(int, plain[-2].split())
+    memory = measured(method)["memory"]
+
+    assert memory["first_step_peak_allocated_bytes"] == first
+    assert memory["peak_allocated_bytes"] == steady
+    for bare, with_ledger in zip((first, steady), watched[-2].split(), strict=True):
+        assert 0 <= int(with_ledger) - bare <= SCALARS
+    assert 0 <= steady - int(watched[-1]) <= SCALARS
+
+
 @pytest.mark.parametrize("method", catalogue.names("methods"))
 def test_components_and_what_nobody_claims_sum_to_what_is_allocated(method, measured) -> None:
     snapshots = measured(method)["memory"]["snapshots"]
