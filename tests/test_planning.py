@@ -142,6 +142,52 @@ def test_unknown_names_are_one_sentence(where, sentence: str) -> None:
     assert str(caught.value).startswith(sentence)
 
 
+TARGETS = [
+    (
+        {"target": "h300", "instruments": "estimate"},
+        "sweeps.s.target: 'h300' is not allowed; did you mean 'h200'? allowed: a100, cpu, h100",
+    ),
+    (
+        {"target": "h200"},
+        "sweeps.s.target: 'h200' is not allowed; the instrument clean measures what is here",
+    ),
+    (
+        {"target": "h200", "device": "cpu", "instruments": "estimate"},
+        "sweeps.s.device: 'cpu' is not allowed; target h200 goes with cuda; leave it out",
+    ),
+    (
+        {"target": {"memory_bytes": "1GiB"}, "instruments": "estimate"},
+        "sweeps.s.target: missing flops_per_s, bandwidth_bytes_per_s",
+    ),
+    (
+        {"target": 5, "instruments": "estimate"},
+        "sweeps.s.target: 5 is not allowed; it must be a target's name, or a mapping of memory_by",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "sentence"), TARGETS, ids=[str(keys) for keys, _ in TARGETS])
+def test_targets_that_cannot_be_meant_are_one_sentence(keys, sentence) -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    with pytest.raises(InputError) as caught:
+        make_plan({"sweeps": {"s": usual | keys}}, device=lambda: "cpu")
+
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_settles_the_device_whatever_is_here() -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    targets = {"target": ["h200", "cpu", None], "instruments": "estimate"}
+    plan = make_plan({"sweeps": {"s": usual | targets}}, device=lambda: "cuda")
+
+    assert {(e.target, e.device) for e in plan.experiments.values()} == {
+        ("h200", "cuda"),
+        ("cpu", "cpu"),
+        (None, "cuda"),
+    }
+
+
 def test_a_bad_config_writes_nothing(folder) -> None:
     with pytest.raises(InputError):
         write_plan(plan_of(CONFIG | {"sweeps": {"x": {"method": "no", "batch_size": 1}}}))

@@ -19,7 +19,7 @@ from pydantic import (
 from dpprof.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
 from dpprof.storage import canonical_json, sha256_hex
 from dpprof.target import Dtype, Target
-from dpprof.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError
+from dpprof.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, refuse
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """What a model, method or instrument may be called: safe in a path, a shell and a report."""
@@ -173,8 +173,29 @@ class Experiment(BaseModel):
         return self.model if isinstance(self.model, str) else "custom"
 
 
+def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
+    """Replace ``device: auto``, or none, by the target's kind of device or by the one here.
+
+    Args:
+        fields: What was given of an experiment.
+        auto: Says which device is here.
+        key: What the user calls the device, for the refusal.
+
+    Raises:
+        InputError: The device that was given is not the target's kind.
+    """
+    target, device = fields.get("target"), fields.get("device", "auto")
+    if device == "auto":
+        device = auto() if target is None else device_of(target)
+    elif target is not None and device != device_of(target):
+        raise refuse(
+            key, device, f"target {_spell(target)} goes with {device_of(target)}; leave it out"
+        )
+    return fields | {"device": device}
+
+
 def _spell(target: str | Target) -> str:
-    return target if isinstance(target, str) else "of the config"
+    return target if isinstance(target, str) else "as a mapping"
 
 
 def read_spec(path: Path) -> Experiment:

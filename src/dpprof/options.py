@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from dpprof import catalogue
-from dpprof.experiment import Experiment, device_of, read_spec
+from dpprof.experiment import Experiment, read_spec, settle_device
 from dpprof.hardware import resolve_device
 from dpprof.validation import InputError, explain, option_name, refuse
 
@@ -77,11 +77,8 @@ def make_experiment(fields: dict[str, Any]) -> Experiment:
                 fields[name] = yaml.safe_load(fields[name])
             except yaml.YAMLError:
                 raise refuse(f"--{name}", fields[name], "it must be a mapping, in YAML") from None
-    if fields.get("device", "auto") == "auto":
-        target = fields.get("target")
-        fields["device"] = resolve_device() if target is None else device_of(target)
     try:
-        experiment = Experiment.model_validate(fields)
+        experiment = Experiment.model_validate(settle_device(fields, resolve_device, "--device"))
     except ValidationError as error:
         raise explain(error, Experiment, options=True) from None
     if isinstance(experiment.model, str):

@@ -11,7 +11,7 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from dpprof.experiment import Experiment, Name, device_of
+from dpprof.experiment import Experiment, Name, settle_device
 from dpprof.quantities import Replicates
 from dpprof.validation import InputError, explain, refuse
 
@@ -176,14 +176,7 @@ def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iter
     axes = {name: keys[name] for name in Experiment.model_fields if name in keys}
     for values in itertools.product(*axes.values()):
         fields = dict(zip(axes, values, strict=True))
-        if fields.get("device", "auto") == "auto":
-            target = fields.get("target")
-            fields["device"] = auto() if target is None else device_of(target)
-        try:
-            experiment = Experiment.model_validate(fields)
-        except ValidationError as error:
-            raise InputError(f"sweeps.{sweep}: {explain(error, Experiment)}") from None
-        yield experiment
+        yield Experiment.model_validate(settle_device(fields, auto, f"sweeps.{sweep}.device"))
 
 
 def _matches(experiment: Experiment, keys: dict[str, list[Any]]) -> bool:
