@@ -1,5 +1,8 @@
 """Does the ledger see every byte, and does an estimate say the same without running?
 
+All in bytes. Gap is the allocator's peak less the ledger's; changed by looking is what the
+attached ledger adds to the allocator's peak.
+
 For every method and shape, two fresh processes. The first follows the allocator through a
 plain run, then keeps the books of the same step, then estimates it. The second follows the
 allocator while books are kept, to see whether the ledger changes what it looks at. Writes a
@@ -158,7 +161,8 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
     if arguments.output is not None:
-        arguments.output.write_text("\n".join(rows) + "\n", encoding="utf-8")
+        table = "\n".join(rows)
+        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
     if missed:
         sys.exit(f"{missed} cases missed a bound")
 
