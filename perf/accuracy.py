@@ -42,10 +42,6 @@ SHAPES = (
 )
 
 
-PYTHON_NUMBER_BYTES = 8
-"""Under any dispatch mode, an empty one too, PyTorch wraps a Python operand once more."""
-
-
 def ignore(_phase: Phase) -> None:
     """Do nothing as a phase begins."""
 
@@ -112,7 +108,7 @@ def tell(fields: dict[str, Any], found: dict[str, Any]) -> tuple[str, bool]:
     phase_only = found["evidence"]["phase"] / found["ledger"]
     held = (
         abs(gap) <= found["bound"]
-        and 0 <= changed <= PYTHON_NUMBER_BYTES
+        and changed == 0
         and found["sum"] == found["ledger"]
         and found["estimate_equal"]
     )

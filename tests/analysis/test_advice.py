@@ -100,3 +100,25 @@ def test_nothing_fits(tmp_path) -> None:
 
     assert advice.best is None
     assert advice.options[0].verdict == "does not fit"
+
+
+def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
+    nothing_safe = {"safe_batch_size": None, "safe_peak_bytes": None}
+    results = [
+        result(tmp_path, "opacus-hooks", 0.1, **nothing_safe),
+        result(tmp_path, "opacus-ghost", 9.0),
+    ]
+    advice = advise(results, "h200")
+
+    assert advice.best.method == "opacus-ghost"
+    assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
+
+
+def test_without_ceilings_methods_that_fit_are_not_ranked(tmp_path) -> None:
+    found = result(tmp_path, "opacus-hooks", 1.0)
+    unknown = found.compute.model_copy(update={"roofline_step_s": None})
+    advice = advise([found.model_copy(update={"compute": unknown})], "this machine")
+
+    assert advice.best is None
+    assert advice.options[0].verdict == "unranked"
+    assert advice.options[0].safe_batch_size == 8

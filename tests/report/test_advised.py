@@ -53,7 +53,7 @@ def test_every_setting_has_its_sentence() -> None:
     )
 
     assert tell_advice(table)[0].items[1] == (
-        "On l4 no private method that was asked about fits 1b at 1,024 tokens in float32."
+        "On l4 no private method that was asked about safely fits 1b at 1,024 tokens in float32."
     )
 
 
@@ -78,3 +78,11 @@ def test_nothing_is_said_where_nobody_asked() -> None:
     nothing = make().reindex(columns=[*SETTING])
 
     assert tell_capacity(nothing) == tell_advice(nothing) == []
+
+
+def test_without_ceilings_nothing_is_said_to_be_beyond() -> None:
+    table = make({"method": "a", "verdict": "unranked", "tokens_per_s_at_most": None}, target=None)
+
+    [sentence] = tell_advice(table)[0].items
+
+    assert sentence.startswith("The ceilings of this machine are not known, so nothing is ranked")

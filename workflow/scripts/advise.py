@@ -32,8 +32,10 @@ def tell(advice: Advice) -> str:
     """Say the advice, for people."""
     best = advice.best
     where = f"{advice.model}, {advice.seq_len:,} tokens, {advice.dtype}, on {advice.target}"
-    if best is None:
-        said = [f"No private method fits: {where}."]
+    if any(option.verdict == "unranked" for option in advice.options):
+        said = [f"The ceilings are not known, so methods that fit are not ranked: {where}."]
+    elif best is None:
+        said = [f"No private method safely fits: {where}."]
     else:
         close = [option.method for option in advice.options if option.verdict == "close"]
         said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
@@ -68,7 +70,7 @@ def main() -> None:
     except (InputError, OSError) as error:
         sys.exit(f"error: {error}")
     print(tell(advice))
-    sys.exit(0 if advice.best else 1)
+    sys.exit(0 if any(option.safe_batch_size for option in advice.options) else 1)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from dpprof.result import Result
 CLOSE = 1.25
 """Kernels reach different shares of the ceilings; bounds closer than this decide nothing."""
 
-Verdict = Literal["baseline", "first", "close", "slower", "does not fit", "failed"]
+Verdict = Literal[
+    "baseline", "first", "close", "slower", "tight", "unranked", "does not fit", "failed"
+]
 
 
 class _Frozen(BaseModel):
@@ -121,11 +123,12 @@ def _describe(result: Result) -> Option:
         verdict: Verdict = "does not fit" if result.outcome == "oom" else "failed"
         message = result.error.message if result.error else result.outcome
         return Option(method=experiment.method, verdict=verdict, private=private, message=message)
-    bound_s = compute.roofline_step_s
+    tight = capacity.safe_batch_size is None
+    bound_s = None if tight else compute.roofline_step_s
     tokens = capacity.stated_batch_size * experiment.seq_len
     return Option(
         method=experiment.method,
-        verdict="slower" if private else "baseline",
+        verdict=("tight" if tight else "unranked") if private else "baseline",
         private=private,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
@@ -134,6 +137,7 @@ def _describe(result: Result) -> Option:
         tokens_per_s_at_most=tokens / bound_s if bound_s else None,
         dp_flop_multiplier=compute.dp_flop_multiplier,
         limited_by=capacity.limited_by,
+        message="it fits, but not with a tenth of the memory left free" if tight else None,
     )
 
 

@@ -5,7 +5,7 @@ in the steady state. ``ledger`` does so while it really runs; ``estimate`` runs 
 under fake tensors, which takes no memory and no device, for a target that need not exist.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -77,11 +77,21 @@ class Bookkeeper:
         return Step(recorder, self._births, (start, len(recorder.events)))
 
 
-def keep_books(bookkeeper: Bookkeeper, batch: Batch, steps: int) -> tuple[Step, Step]:
-    """Run a number of steps, at least two; returns the books of the first and the last."""
+def keep_books(
+    bookkeeper: Bookkeeper, batch: Batch, steps: int, before_last: Callable[[], None] = lambda: None
+) -> tuple[Step, Step]:
+    """Run a number of steps, at least two; returns the books of the first and the last.
+
+    Args:
+        bookkeeper: Keeps them.
+        batch: What each step is given.
+        steps: How many.
+        before_last: Called before the last step.
+    """
     first = bookkeeper.run(batch)
     for _ in range(steps - 2):
         bookkeeper.run(batch)
+    before_last()
     return first, bookkeeper.run(batch, counting=True)
 
 
@@ -105,9 +115,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     # On CUDA backward has a thread of its own, which no Python stack leads to.
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        device.reset_peaks()
         bookkeeper = Bookkeeper(recorder, training.step, enter)
-        first, steady = keep_books(bookkeeper, training.batch, experiment.warmup_steps + 1)
+        steps = experiment.warmup_steps + 1
+        # The allocator's peak must be of the very step that the books are of.
+        first, steady = keep_books(bookkeeper, training.batch, steps, device.reset_peaks)
     allocator_peak = device.peaks().allocated_bytes
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True)

@@ -59,14 +59,18 @@ def _name_targets(advice: pd.DataFrame) -> pd.DataFrame:
 def _sentences(rows: pd.DataFrame) -> Iterator[str]:
     for _, options in rows.groupby(_SETTING, sort=False, dropna=False):
         first = options.iloc[0]
+        target = first["target"]
         where = f"{first['model']} at {first['seq_len']:,} tokens in {first['dtype']}"
         best = options[options["verdict"] == "first"]
+        if (options["verdict"] == "unranked").any():
+            yield f"The ceilings of {target} are not known, so nothing is ranked for {where}."
+            continue
         if best.empty:
-            yield f"On {first['target']} no private method that was asked about fits {where}."
+            yield f"On {target} no private method that was asked about safely fits {where}."
             continue
         chosen = best.iloc[0]
         said = (
-            f"On {first['target']}, {chosen['method']} could be the fastest private method for "
+            f"On {target}, {chosen['method']} could be the fastest private method for "
             f"{where}, with batches of {chosen['safe_batch_size']:,.0f} that safely fit"
         )
         close = options.loc[options["verdict"] == "close", "method"]
