@@ -246,12 +246,23 @@ class ModelFacts(Part):
     parameters_bytes: int
 
 
+class NormChoice(Part):
+    """Which way the norms of a matrix's per-sample gradients went, and why."""
+
+    way: str
+    tokens: int = Field(description="of a sample")
+    inputs: int = Field(description="width of what the matrix is multiplied with")
+    outputs: int = Field(description="width of what comes of it")
+    flops: int = Field(description="of the norm of one sample, in products of matrices")
+    prices: dict[str, int] = Field(description="what the ways cost: FLOPs, and bytes as FLOPs")
+
+
 class Measurement(Part):
     """What an instrument hands back from inside the process; the rest is added outside."""
 
     model: ModelFacts | None = None
     samplers: dict[str, str] | None = None
-    norm_plan: dict[str, Any] | None = None
+    norm_plan: dict[str, NormChoice] | None = None
     capacity: Capacity | None = None
     memory: Memory | None = None
     time: Time | None = None

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpprof import catalogue
-from dpprof.methods.base import Batch, TrainingStep, clip_factor
+from dpprof.clipping.factor import clip_factor
+from dpprof.methods.base import Batch, TrainingStep
 from dpprof.models.build import build_model
 from dpprof.models.precision import apply_dtype
 
 PER_SAMPLE = ["opacus-ew", "opacus-functorch", "opacus-hooks"]
 TWO_PASS = ["opacus-fast-gradient-clipping", "opacus-ghost"]
-PRIVATE = PER_SAMPLE + TWO_PASS
+OPACUS = PER_SAMPLE + TWO_PASS
+PRIVATE = [*OPACUS, "flash", "flash-bk"]
 SHAPES = [  # vocab_size, d_model, layers, heads, seq_len
     (16, 8, 1, 2, 4),
     (50, 16, 2, 4, 9),
@@ -137,7 +139,7 @@ def test_without_clipping_and_noise_private_is_the_standard_gradient() -> None:
         torch.testing.assert_close(gradient(method, **fields), standard, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["microbatch", *PRIVATE])
+@pytest.mark.parametrize("method", ["microbatch", "per-layer", *PRIVATE])
 def test_noise_has_the_standard_deviation_that_was_asked_for(method) -> None:
     fields = {
         "batch_size": 4,
@@ -154,7 +156,7 @@ def test_noise_has_the_standard_deviation_that_was_asked_for(method) -> None:
     assert abs(noise.mean().item()) < 0.01
 
 
-@pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.parametrize("method", OPACUS)
 def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
     fields = {"batch_size": 4, "dtype": "float64", "max_grad_norm": 0.1}
     apart, batch = prepare(method, **fields)
@@ -184,8 +186,10 @@ PHASES = {
     **{name: ["forward", "backward", "clip", "noise", "step"] for name in PER_SAMPLE},
     **{
         name: ["forward", "backward", "clip", "second_backward", "noise", "step"]
-        for name in TWO_PASS
+        for name in [*TWO_PASS, "flash"]
     },
+    "flash-bk": ["forward", "backward", "clip", "noise", "step"],
+    "per-layer": ["forward", "backward", "noise", "step"],
 }
 
 

@@ -27,6 +27,15 @@ TRANSFORMER = {
 }
 
 
+OWN = {
+    "Embedding": "sums of rows",
+    "LayerNorm": "sample gradients",
+    "Linear": "sample gradients, tiled gram",
+}
+KEEPING = OWN | {"Linear": "kept product, sample gradients, tiled gram"}
+TRANSFORMER |= {"flash": OWN, "flash-bk": KEEPING, "per-layer": KEEPING}
+
+
 class Scale(nn.Module):
     """A layer that Opacus has no rule for."""
 

@@ -220,6 +220,7 @@ def state(
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
+        norm_plan=training.step.norm_plan,
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),

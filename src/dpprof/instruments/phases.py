@@ -84,6 +84,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
+        norm_plan=training.step.norm_plan,
         memory=Memory(
             peak_allocated_bytes=steady.allocated_bytes,
             first_step_peak_allocated_bytes=recorded.peaks["first_step"].allocated_bytes,

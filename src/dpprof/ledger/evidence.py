@@ -129,8 +129,9 @@ class Witness:
     def _unpack(packed: "Tensor | _Saved") -> Tensor:
         return packed.tensor if isinstance(packed, _Saved) else packed
 
-    def _see_gradient(self, gradient: Tensor) -> None:
-        self._recorder.give_role(gradient, "gradients")
+    def _see_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # a function may have none for a parameter
+            self._recorder.give_role(gradient, "gradients")
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         # What is no part of the model, such as a loss or functorch's copy of a layer, counts
@@ -162,16 +163,17 @@ class Witness:
         self, layer: nn.Module, path: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
         recorder = self._recorder
-        if inputs and isinstance(inputs[-1], Tensor):
-            recorder.give_role(inputs[-1], BACKPROPS)
+        for number, given in enumerate(inputs, start=1):
+            for tensor in tensors_in(given):
+                recorder.give_role(tensor, BACKPROPS if number == len(inputs) else DP_ACTIVATIONS)
         recorder.sampler = (path, self._names.get(layer, type(layer).__name__))
         try:
             returned = self._watch(layer, path, sampler, inputs)
         finally:
             recorder.sampler = None
-        role = "norm_samples" if path == "norm sampler" else "per_sample_gradients"
         for tensor in tensors_in(returned):
-            recorder.give_role(tensor, role)
+            one_a_sample = tensor.dim() == 1
+            recorder.give_role(tensor, "norm_samples" if one_a_sample else "per_sample_gradients")
         return returned
 
 

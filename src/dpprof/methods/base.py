@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
-from dpprof.result import Component, Phase
+from dpprof.result import Component, NormChoice, Phase
 
 Enter = Callable[[Phase], None]
 """Called as a phase begins; it lasts until the next one or the end of the step."""
@@ -90,6 +89,11 @@ class TrainingStep(ABC):
         self.apply_gradient()
         self.optimizer.zero_grad()
 
+    @property
+    def norm_plan(self) -> dict[str, NormChoice] | None:
+        """Say which way the norms of each matrix went last, where a method chooses."""
+        return None
+
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:  # noqa: ARG002
         """Watch the steps within: which way each layer takes to what is clipped.
 
@@ -102,12 +106,3 @@ class TrainingStep(ABC):
 def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     """Average the cross-entropy over all tokens of all samples; a scalar."""
     return functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
-
-
-def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """Scale that brings a gradient of this norm to at most ``max_grad_norm``.
-
-    ``min(1, C / (norm + 1e-6))``, elementwise; the constant is Opacus's, so that
-    results can be compared to the last digits.
-    """
-    return torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)

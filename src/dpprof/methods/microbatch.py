@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dpprof.methods.base import Batch, Enter, TrainingStep, clip_factor, mean_loss
+from dpprof.clipping.factor import clip_factor
+from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
 from dpprof.result import Component
 
 

@@ -1,0 +1,1 @@
+"""Exact per-sample clipping of any model's gradient, without per-sample gradients."""

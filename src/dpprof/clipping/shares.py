@@ -1,0 +1,154 @@
+"""What one use of a parameter adds to each sample's gradient, without making the gradient.
+
+A share holds what the addition is made of, and knows the sum of it over samples, weighted.
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpprof.norms.scale import scale_gradients
+from dpprof.norms.tiles import accumulator_of, multiply
+
+
+class Product(NamedTuple):
+    """A matrix that tokens were multiplied with: ``g_b^T x_b``, (p, d)."""
+
+    x_BTd: Tensor
+    g_BTp: Tensor
+    transposed: bool = False
+    """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
+
+    def make(self, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+        """Make each sample's gradient; (B, p, d), or (B, d, p)."""
+        left, right = (x_BTd, g_BTp) if self.transposed else (g_BTp, x_BTd)
+        return multiply(left.transpose(1, 2), right)
+
+    def sum(self, weights_B: Tensor | None) -> Tensor:
+        """Sum over samples, weighted; the narrower of the two factors takes the weights."""
+        x, g = self.x_BTd, self.g_BTp
+        if weights_B is not None:
+            weights_B11 = weights_B[:, None, None]
+            if x.shape[2] <= g.shape[2]:
+                x = x * weights_B11.to(x.dtype)
+            else:
+                g = g * weights_B11.to(g.dtype)
+        left, right = (x, g) if self.transposed else (g, x)
+        return left.flatten(0, 1).t() @ right.flatten(0, 1)
+
+
+class Lookup(NamedTuple):
+    """A table whose rows were looked up, (rows, d); what is padding has no gradient."""
+
+    ids_BT: Tensor
+    g_BTd: Tensor
+    rows: int
+    padding: int
+    """Row without a gradient, -1 for none."""
+
+    @property
+    def trained_BTd(self) -> Tensor:  # noqa: N802 (its shape)
+        """The gradient of what was looked up, zero where it is padding."""
+        if self.padding < 0:
+            return self.g_BTd
+        return self.g_BTd.masked_fill((self.ids_BT == self.padding)[:, :, None], 0)
+
+    def sum(self, weights_B: Tensor | None) -> Tensor:
+        """Sum over samples, weighted."""
+        g = self.g_BTd
+        if weights_B is not None:
+            g = g * weights_B[:, None, None].to(g.dtype)
+        summed: Tensor = torch.ops.aten.embedding_dense_backward(
+            g, self.ids_BT, self.rows, self.padding, False
+        )
+        return summed
+
+
+class Shift(NamedTuple):
+    """A vector that was added to every token, (p,)."""
+
+    g_BTp: Tensor
+
+    def make(self, g_BTp: Tensor) -> Tensor:
+        """Make each sample's gradient; (B, p)."""
+        return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
+
+    def sum(self, weights_B: Tensor | None) -> Tensor:
+        """Sum over samples, weighted."""
+        if weights_B is None:
+            return self.g_BTp.sum((0, 1))
+        return Whole(self.make(*self)).sum(weights_B)
+
+
+class Scale(NamedTuple):
+    """A vector that every normalised token was multiplied with, (d,)."""
+
+    x_BTd: Tensor
+    mean_BT1: Tensor | None
+    rstd_BT1: Tensor
+    g_BTd: Tensor
+
+    def make(
+        self, x_BTd: Tensor, mean_BT1: Tensor | None, rstd_BT1: Tensor, g_BTd: Tensor
+    ) -> Tensor:
+        """Make each sample's gradient; (B, d)."""
+        return scale_gradients(x_BTd, g_BTd, mean_BT1, rstd_BT1)
+
+    def sum(self, weights_B: Tensor | None) -> Tensor:
+        """Sum over samples, weighted."""
+        return Whole(self.make(*self)).sum(weights_B)
+
+
+class Whole(NamedTuple):
+    """Each sample's gradient itself."""
+
+    gradients: Tensor
+    """(B, *shape of the parameter)."""
+
+    def sum(self, weights_B: Tensor | None) -> Tensor:
+        """Sum over samples, weighted."""
+        if weights_B is None:
+            return self.gradients.sum(0)
+        flat = self.gradients.flatten(1)
+        return (weights_B.to(flat.dtype) @ flat).view(self.gradients.shape[1:])
+
+
+Share = Product | Lookup | Shift | Scale | Whole
+
+
+def merge(shares: Sequence[Share]) -> list[Share] | None:
+    """Combine what several uses of one parameter add.
+
+    Uses of a matrix, and of a table, are as one use by all their tokens; what has no such
+    form is made and added up.
+
+    Returns:
+        A share for each kind of use; None where one cannot be combined with another.
+    """
+    products = [share for share in shares if isinstance(share, Product)]
+    lookups = [share for share in shares if isinstance(share, Lookup)]
+    others = [share for share in shares if isinstance(share, Shift | Scale | Whole)]
+    transposed = {product.transposed for product in products}
+    if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
+        return None
+    merged: list[Share] = []
+    if products:
+        x, g = _join(p.x_BTd for p in products), _join(p.g_BTp for p in products)
+        merged.append(Product(x, g, products[0].transposed))
+    if lookups:
+        ids, g = _join(one.ids_BT for one in lookups), _join(one.g_BTd for one in lookups)
+        merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g))
+    if others:
+        made = [one.gradients if isinstance(one, Whole) else one.make(*one) for one in others]
+        merged.append(Whole(torch.stack(made).sum(0)))
+    return merged
+
+
+def _join(parts: Iterable[Tensor]) -> Tensor:
+    """Put tokens after one another; (B, T, ...), each, to (B, sum of T, ...)."""
+    first, *rest = parts
+    return torch.cat([first, *rest], dim=1) if rest else first

@@ -1,0 +1,18 @@
+"""Per-layer clipping in one backward pass: another mechanism than flat clipping.
+
+``clipping.per_layer`` says how, and what it does to a gradient. Cost per linear layer as
+``flash-bk``'s, but nothing is kept.
+"""
+
+from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.methods.clipped import ClippedStep
+
+
+class PerLayer(ClippedStep):
+    """One step of ``PerLayerClipping``.
+
+    Formal guarantees: each of L layers is clipped to C / sqrt(L), so the sum before noise
+    has L2 sensitivity ``max_grad_norm`` under adding or removing one sample.
+    """
+
+    clipping_type = PerLayerClipping

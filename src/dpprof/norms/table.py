@@ -1,0 +1,46 @@
+"""Squared norms of the per-sample gradients of a lookup table.
+
+A sample's gradient has a row for every id in it: the sum of the output gradients at the
+places where the id stands. Places with the same id share a slot, there are at most T slots
+a sample, and the norm is that of the sums in them: no row of the table is ever made, and no
+shape depends on which ids there are.
+
+Shape legend: B samples, T tokens, d width of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from dpprof.norms.tiles import WORKSPACE_BYTES, accumulator_of, spans, square
+
+
+def slots_of(ids_BT: Tensor) -> Tensor:
+    """Give each place the number of its id among the sample's ids; (B, T) to (B, T), below T."""
+    ordered_BT, order_BT = ids_BT.sort(dim=1)
+    is_new_BT = torch.zeros_like(ids_BT)
+    is_new_BT[:, 1:] = ordered_BT[:, 1:] != ordered_BT[:, :-1]
+    return torch.empty_like(ids_BT).scatter_(1, order_BT, is_new_BT.cumsum(1))
+
+
+def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
+    """Sum output gradients by slot, as many columns at a time as the workspace allows.
+
+    Args:
+        ids_BT: Which row each place looked up.
+        g_BTd: Gradient of the output.
+
+    Returns:
+        (B,) in float32, or float64 for float64.
+    """
+    B, T, d = g_BTd.shape
+    accumulator = accumulator_of(g_BTd.dtype)
+    first_B1 = torch.arange(B, device=ids_BT.device)[:, None] * T
+    slots_BT = slots_of(ids_BT) + first_B1
+    squares_B = g_BTd.new_zeros(B, dtype=accumulator)
+    width = max(1, WORKSPACE_BYTES // (2 * accumulator.itemsize * max(1, B * T)))
+    for columns in spans(d, width):
+        sums = torch.ops.aten.embedding_dense_backward(
+            g_BTd[:, :, columns].to(accumulator), slots_BT, B * T, -1, False
+        )
+        squares_B += square(sums.view(B, -1))
+    return squares_B

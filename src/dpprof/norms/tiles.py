@@ -1,0 +1,78 @@
+"""Work in tiles, so that memory stays bounded whatever the shapes are."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+WORKSPACE_BYTES = 8 * 2**20
+"""What a norm may take beside its arguments and its result, at most, however many tokens and
+however wide the layer; a tile of one sample is smaller, and samples are taken few enough at a
+time. Integers that count positions, one for each token, come on top for lookup tables."""
+
+REDUCED_SLICE = 512
+"""So much of a sum of products is taken at a time where operands are turned into float32."""
+
+
+SQUARED_AT_ONCE = 2**18
+"""Elements whose squares are in memory at once: they fit into a cache."""
+
+
+def accumulator_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums of products are kept: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def spans(total: int, size: int) -> Iterator[slice]:
+    """Cut ``range(total)`` into pieces of at most ``size``."""
+    for start in range(0, total, size):
+        yield slice(start, min(total, start + size))
+
+
+def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
+    """Multiply matrices of each sample; (B, M, K) and (B, K, N) to (B, M, N).
+
+    Operands of reduced precision are turned into float32 a slice at a time, so that a product
+    is as exact as in float32 and takes little more memory than its result.
+    """
+    accumulator = accumulator_of(a_BMK.dtype)
+    if a_BMK.dtype == b_BKN.dtype == accumulator:
+        return torch.bmm(a_BMK, b_BKN)
+    product_BMN = a_BMK.new_zeros(
+        (a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2]), dtype=accumulator
+    )
+    for part in spans(a_BMK.shape[2], REDUCED_SLICE):
+        product_BMN.baddbmm_(a_BMK[:, :, part].to(accumulator), b_BKN[:, part].to(accumulator))
+    return product_BMN
+
+
+def samples_at_once(results: int, operands: int, dtype: torch.dtype) -> int:
+    """Say for how many samples there is room in the workspace, one at least.
+
+    Args:
+        results: Elements of the products that are alive at once, for one sample.
+        operands: Elements of slices that are turned into float32, where they have to be.
+        dtype: Of the operands.
+    """
+    accumulator = accumulator_of(dtype)
+    elements = results + (0 if dtype == accumulator else operands)
+    return max(1, WORKSPACE_BYTES // (elements * accumulator.itemsize))
+
+
+def use_up(a: Tensor, b: Tensor) -> Tensor:
+    """Sum the elementwise product of each sample, in place of ``a``; two of (B, ...) to (B,).
+
+    PyTorch sums pairwise, so rounding does not grow with the number of elements as in one
+    long dot product, whose float32 result is wrong in the third digit at two million.
+    """
+    return a.mul_(b).flatten(1).sum(1)
+
+
+def square(a: Tensor) -> Tensor:
+    """Sum the squares of each sample, some elements at a time; (B, ...) to (B,)."""
+    B = a.shape[0]
+    flat = a.flatten(1)
+    squares_B = a.new_zeros(B)
+    for some in spans(flat.shape[1], max(1, SQUARED_AT_ONCE // max(1, B))):
+        squares_B += flat[:, some].square().sum(1)
+    return squares_B

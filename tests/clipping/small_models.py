@@ -1,0 +1,165 @@
+"""Models with one layer under test each, between an embedding and a loss.
+
+Shape legend: B samples, T tokens, d width, V vocabulary.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+V = 6
+"""So few ids that tokens repeat."""
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, known by its module's and its own name."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size_out = (*x.size()[:-1], self.weight.shape[1])
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Scale(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).tanh()
+
+
+class FourAxes(nn.Module):
+    """A linear layer that sees (B, T, 1, d)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, :, None])[:, :, 0]
+
+
+class TwoAxes(nn.Module):
+    """A linear layer that sees (B, d)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean(1))[:, None]
+
+
+class Twice(nn.Module):
+    """One layer, used twice."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x).tanh())
+
+
+BODIES = {
+    "linear": lambda d, p, bias: nn.Linear(d, p, bias=bias),
+    "linear of 2 axes": lambda d, p, bias: TwoAxes(nn.Linear(d, p, bias=bias)),
+    "linear of 4 axes": lambda d, p, bias: FourAxes(nn.Linear(d, p, bias=bias)),
+    "conv1d": lambda d, p, _: Conv1D(p, d),
+    "layer norm": lambda d, _, bias: nn.LayerNorm(d, bias=bias),
+    "rms norm": lambda d, *_: nn.RMSNorm(d),
+    "no rule": lambda d, *_: Scale(d),
+    "used twice": lambda d, _, bias: Twice(nn.Linear(d, d, bias=bias)),
+    "norm used twice": lambda d, _, bias: Twice(nn.LayerNorm(d, bias=bias)),
+}
+WITHOUT_BIAS = [kind for kind in BODIES if kind not in ("conv1d", "rms norm", "no rule")]
+KINDS = [
+    *itertools.product(BODIES, [True]),
+    *itertools.product(WITHOUT_BIAS, [False]),
+    ("tied", False),
+    ("padding", False),
+]
+
+
+class Small(nn.Module):
+    """Embedding, layer under test, and a head over V ids."""
+
+    def __init__(self, kind: str, d: int, p: int, *, bias: bool, variant: str = "plain") -> None:
+        super().__init__()
+        self.variant = variant
+        self.embedding = nn.Embedding(V, d, padding_idx=0 if kind == "padding" else None)
+        self.positions = nn.Embedding(1000, d)
+        build = BODIES.get(kind, BODIES["linear"])
+        wide = kind.startswith("linear") or kind == "conv1d"
+        self.body = build(d, p if wide else d, bias)
+        self.head = nn.Linear(p if wide else d, V, bias=False)
+        if kind == "tied":
+            self.head.weight = self.embedding.weight
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        if variant == "frozen":
+            self.positions.requires_grad_(False)
+            for name, parameter in self.body.named_parameters():
+                parameter.requires_grad_("bias" in name)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        B, T = ids_BT.shape
+        positions_BT = torch.arange(T).repeat(B, 1)
+        x = self.embedding(ids_BT) + self.positions(positions_BT)
+        if self.variant == "checkpoint":
+            x = checkpoint(self.body, x, use_reentrant=False)
+        elif self.variant == "reentrant checkpoint":
+            x = checkpoint(self.body, x, use_reentrant=True)
+        else:
+            x = self.body(x)
+        return self.head(x)
+
+    def losses(self, ids_BT: Tensor, labels_BT: Tensor, weights_B: Tensor) -> Tensor:
+        """Losses of the samples, weighted: a weight of 0 makes an all-zero gradient."""
+        logits = self(ids_BT)
+        labels = labels_BT[:, : logits.shape[1]]
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view(labels.shape).mean(1) * weights_B
+
+
+def draw(B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw ids, labels, and weights of which the last is 0 where there are several."""
+    generator = torch.Generator().manual_seed(B * 10_000 + T)
+    ids, labels = (torch.randint(V, (B, T), generator=generator) for _ in range(2))
+    weights = torch.linspace(0.5, 3, B)
+    if B > 1:
+        weights[-1] = 0
+    return ids, labels, weights
+
+
+def one_by_one(model: Small, batch: tuple[Tensor, ...], bound: float | None):
+    """Norms and the clipped sum by ordinary autograd, a sample at a time.
+
+    The bound is the median norm where it is None.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    samples = []
+    for sample in zip(*batch, strict=True):
+        losses = model.losses(*(part[None] for part in sample))
+        samples.append(torch.autograd.grad(losses.sum(), parameters))
+    norms = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in samples])
+    bound = float(norms.median()) if bound is None else bound
+    factors = [min(1.0, bound / (float(norm) + 1e-6)) for norm in norms]
+    clipped = [
+        [factor * gradient for gradient in one]
+        for factor, one in zip(factors, samples, strict=True)
+    ]
+    return norms, [sum(parts) for parts in zip(*clipped, strict=True)], bound

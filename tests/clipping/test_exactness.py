@@ -1,0 +1,51 @@
+"""Norms and clipped sums are those of one sample at a time, for every layer and shape."""
+
+import pytest
+import torch
+from small_models import KINDS, Small, draw, one_by_one
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.two_pass import FlashClipping
+from dpprof.norms import linear, scale, table, tied, tiles
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+VARIANTS = ["plain", "frozen", "checkpoint"]
+D, P = 19, 37
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch) -> None:
+    """Tiles so small that every shape has several, and none is a multiple of one."""
+    monkeypatch.setattr(linear, "PRODUCT_TILE", (8, 16))
+    monkeypatch.setattr(linear, "gram_tile", lambda _: 48)
+    monkeypatch.setattr(tied, "TILE", 48)
+    monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)
+    for module in (tiles, scale, table):
+        monkeypatch.setattr(module, "WORKSPACE_BYTES", 2**16)
+
+
+def build(kind: str, bias: bool, variant: str, dtype: torch.dtype) -> Small:
+    torch.manual_seed(0)
+    return Small(kind, D, P, bias=bias, variant=variant).to(dtype)
+
+
+@pytest.mark.parametrize("T", [1, 17, 256, 1000])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("kind", "bias"), KINDS)
+def test_every_layer_at_every_shape(kind, bias, variant, T) -> None:
+    for B in (1, 3, 8):
+        ids, labels, weights = draw(B, T)
+        exact = build(kind, bias, variant, torch.float64)
+        norms, total, bound = one_by_one(exact, (ids, labels, weights.double()), None)
+        for dtype, tolerance in TOLERANCE.items():
+            for way in (FlashClipping, BookKeeping):
+                model = build(kind, bias, variant, dtype)
+                clipping = way(model, bound)
+                clipping.backward(model.losses(ids, labels, weights.to(dtype)))
+
+                found = torch.cat([p.grad.flatten() for p in clipping.parameters]).double()
+                expected = torch.cat([g.flatten() for g in total])
+                assert (found - expected).norm() <= tolerance * expected.norm()
+                assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
+                if B > 1:
+                    assert clipping.sample_norms[-1] == 0

@@ -1,0 +1,161 @@
+"""Every way to a norm gives the norm of the gradient that it does not make."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpprof.ledger.recorder import Kind, Recorder
+from dpprof.norms.linear import WAYS, gram_tile
+from dpprof.norms.plan import KEPT, choose, price_gram, price_product
+from dpprof.norms.scale import scale_gradients
+from dpprof.norms.table import slots_of, slotted
+from dpprof.norms.tied import inner_product
+from dpprof.norms.tiles import WORKSPACE_BYTES
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-5}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("T", "d", "p"), [(1, 300, 530), (17, 3, 1), (256, 300, 7), (300, 9, 530)])
+def test_squares_of_a_product(way, dtype, T, d, p) -> None:
+    for B in (1, 3):
+        x, g = draw(B, T, d, dtype=dtype), draw(B, T, p, dtype=dtype)
+        x[-1] = 0
+        expected = torch.einsum("btd,btp->bdp", x.double(), g.double()).square().sum((1, 2))
+
+        found = WAYS[way](x, g)
+
+        # Whatever the operands are, they are multiplied and summed in float32 at least.
+        assert found.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+        torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_strides_and_no_samples(way) -> None:
+    x = draw(20, 4, 3).transpose(0, 2)[:, :, ::2]
+    g = draw(3, 4, 1).expand(3, 4, 6)
+
+    expected = WAYS["materialised"](x.contiguous(), g.contiguous())
+    torch.testing.assert_close(WAYS[way](x, g), expected, rtol=1e-12, atol=0)
+    assert WAYS[way](x[:0], g[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("way", ["tiled gram", "tiled product"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2000, 40, 50), (9, 300, 900, 40), (2, 9, 9, 4000)])
+def test_workspace_is_bounded_whatever_the_shape(way, dtype, shape) -> None:
+    B, T, d, p = shape
+    x, g = draw(B, T, d, dtype=dtype), draw(B, T, p, dtype=dtype)
+    with Recorder(is_there=lambda *_: True) as recorder:
+        squares = WAYS[way](x, g)
+        del squares
+
+    live = peak = 0
+    for kind, number in recorder.events:
+        size = recorder.storages[number].nbytes
+        live += {Kind.BORN: size, Kind.DIED: -size}.get(kind, 0)
+        peak = max(peak, live)
+    assert live == 0
+    assert 0 < peak <= WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize(("T", "d", "p"), [(100, 30, 40), (600, 30, 40), (300, 700, 1100)])
+def test_flops_are_those_of_the_formulas(T, d, p) -> None:
+    formulas = {"tiled gram": price_gram, "tiled product": price_product}
+    for way, price in formulas.items():
+        with FlopCounterMode(display=False) as counter:
+            WAYS[way](draw(2, T, d), draw(2, T, p))
+
+        assert counter.get_total_flops() == 2 * price(T, d, p).flops
+
+
+def test_the_gram_way_leaves_half_of_the_tiles_out() -> None:
+    T, d, p = 4096, 8, 8
+    tiles = T // gram_tile(T)
+
+    full = 2 * T * T * (d + p)
+    assert price_gram(T, d, p).flops == full * (tiles + 1) / (2 * tiles)
+
+
+@pytest.mark.parametrize(
+    ("T", "d", "p", "keeps", "way"),
+    [
+        (64, 1024, 4096, False, "tiled gram"),  # few tokens, a large matrix
+        (4096, 256, 256, False, "tiled product"),  # many tokens, a small one
+        (64, 1024, 4096, True, "tiled gram"),  # T (d + p) < d p
+        (4096, 256, 256, True, KEPT),
+        (50, 100, 100, True, KEPT),  # T (d + p) = d p
+        (49, 100, 100, True, "tiled gram"),
+    ],
+)
+def test_the_plan_for_known_shapes(T, d, p, keeps, way) -> None:
+    assert choose(T, d, p, 4, keeps=keeps).way == way
+
+
+def test_the_cheaper_way_is_taken_for_every_shape() -> None:
+    for T, d, p in itertools.product([1, 100, 1000], [10, 2000], [10, 32_000]):
+        choice = choose(T, d, p, 2, keeps=False)
+
+        assert choice.prices[choice.way] == min(choice.prices.values())
+        assert choice.prices["tiled gram"] == price_gram(T, d, p).flops + 10 * 2 * (
+            price_gram(T, d, p).elements
+        )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("T", [1, 17, 256])
+def test_squares_of_a_lookup(dtype, T) -> None:
+    ids = torch.randint(5, (3, T), generator=torch.Generator().manual_seed(0))
+    ids[0] = 4  # one id all over
+    g = draw(3, T, 130, dtype=dtype)
+    dense = torch.zeros(3, 5, 130, dtype=torch.float64)
+    for b, t in itertools.product(range(3), range(T)):
+        dense[b, ids[b, t]] += g[b, t].double()
+
+    found = slotted(ids, g)
+
+    expected = dense.square().sum((1, 2))
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=0)
+
+
+def test_a_lookup_takes_as_many_columns_as_fit() -> None:
+    g = draw(2, 40_000, 30, dtype=torch.float32)
+    ids = torch.arange(40_000).repeat(2, 1)
+
+    torch.testing.assert_close(slotted(ids, g), g.square().sum((1, 2)), rtol=1e-5, atol=0)
+
+
+def test_places_with_the_same_id_share_a_slot() -> None:
+    ids = torch.tensor([[7, 3, 7, 0], [2, 2, 2, 2]])
+
+    assert slots_of(ids).tolist() == [[2, 1, 2, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("with_mean", [True, False])
+def test_gradients_of_a_scale(with_mean) -> None:
+    x, g = draw(3, 50, 7), draw(3, 50, 7) + 1
+    mean, rstd = x.mean(2, keepdim=True), x.std(2, keepdim=True).reciprocal()
+    normalised = ((x - mean) if with_mean else x) * rstd
+
+    found = scale_gradients(x, g, mean if with_mean else None, rstd)
+
+    torch.testing.assert_close(found, (g * normalised).sum(1), rtol=1e-12, atol=0)
+
+
+def test_inner_product_of_two_uses_of_a_matrix() -> None:
+    ids = torch.randint(9, (2, 300), generator=torch.Generator().manual_seed(0))
+    e, x, g = draw(2, 300, 6), draw(2, 270, 6), draw(2, 270, 9)
+    of_table = torch.zeros(2, 9, 6, dtype=torch.float64)
+    for b, t in itertools.product(range(2), range(300)):
+        of_table[b, ids[b, t]] += e[b, t]
+    of_matrix = g.transpose(1, 2) @ x
+
+    expected = (of_table * of_matrix).sum((1, 2))
+    torch.testing.assert_close(inner_product(ids, e, x, g), expected, rtol=1e-9, atol=0)
