@@ -14,7 +14,7 @@ import sys
 from factory import make_experiment
 from dpprof.instruments import {instrument}
 fields = {{"method": sys.argv[1], "batch_size": 3, "seq_len": 4, "warmup_steps": 2}}
-experiment = make_experiment(timed_steps=3, **fields)
+experiment = make_experiment(timed_steps=3, noise_multiplier=0.1, **fields)
 print({instrument}.measure(experiment, lambda _: None).model_dump_json())
 """
 P, B = 1176, 3

@@ -5,20 +5,19 @@ import itertools
 
 import pytest
 import torch
-from factory import make_experiment
+from steps import gradient, norms_of, prepare, sample_gradients
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpprof import catalogue
 from dpprof.clipping.factor import clip_factor
-from dpprof.methods.base import Batch, TrainingStep
-from dpprof.models.build import build_model
-from dpprof.models.precision import apply_dtype
 
 PER_SAMPLE = ["opacus-ew", "opacus-functorch", "opacus-hooks"]
 TWO_PASS = ["opacus-fast-gradient-clipping", "opacus-ghost"]
 OPACUS = PER_SAMPLE + TWO_PASS
 PRIVATE = [*OPACUS, "flash", "flash-bk"]
+OTHERS = ["opacus-adaptive", "opacus-per-layer", "per-layer"]
+"""Other mechanisms, each held to its own definition in a file of its own."""
+
 SHAPES = [  # vocab_size, d_model, layers, heads, seq_len
     (16, 8, 1, 2, 4),
     (50, 16, 2, 4, 9),
@@ -26,45 +25,6 @@ SHAPES = [  # vocab_size, d_model, layers, heads, seq_len
     (7, 8, 1, 1, 40),
 ]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-
-
-def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:
-    experiment = make_experiment(method=method, **fields)
-    torch.manual_seed(0)
-    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
-    # Away from its start, where some gradients are too regular to tell methods apart.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    vocab_size = experiment.model.vocab_size
-    tokens = torch.randint(vocab_size, (experiment.batch_size, experiment.seq_len + 1))
-    step = catalogue.load("methods", method)(model, experiment)
-    step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=1.0))
-    return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def gradient(method: str, **fields) -> Tensor:
-    step, batch = prepare(method, **fields)
-    step.compute_gradient(batch, lambda _: None)
-    return torch.cat([p.grad.flatten() for p in step.module.parameters()])
-
-
-def sample_norms(**fields) -> Tensor:
-    """Norms of the samples' gradients, from torch.func and nothing of dpprof's methods."""
-    step, batch = prepare("standard", **fields)
-    parameters = {name: p.detach() for name, p in step.module.named_parameters()}
-
-    def loss(parameters, tokens, labels):
-        logits = torch.func.functional_call(step.module, parameters, (tokens[None],))
-        return torch.nn.functional.cross_entropy(logits[0], labels)
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
-    with sdpa_kernel(SDPBackend.MATH):  # the kernel that vmap can follow
-        gradients = per_sample(parameters, batch.tokens_BT, batch.labels_BT)
-    flat = torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
-    return flat.norm(dim=1)
-
-
 ATTENTIONS = ["sdpa", "eager", "opacus"]
 CASES = list(itertools.product(SHAPES, ATTENTIONS, [1, 7], ["float64", "float32"]))
 
@@ -82,7 +42,7 @@ def clipped_by_microbatch(shape, attention, batch_size, dtype) -> tuple[dict, Te
         "noise_multiplier": 0,
     }
     # The bound lies between the samples' norms, so that some are clipped and one is not.
-    norms = sample_norms(**fields | {"dtype": "float64"}).sort().values
+    norms = norms_of(sample_gradients(**fields | {"dtype": "float64"})).sort().values
     bound = float((norms[0] + norms[-1]) / 2) if batch_size > 1 else float(norms[0]) / 2
     assert batch_size == 1 or norms[0] < bound < norms[-1]
     fields["max_grad_norm"] = bound
@@ -183,10 +143,13 @@ def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
 PHASES = {
     "standard": ["forward", "backward", "step"],
     "microbatch": ["forward", "backward", "clip"] * 2 + ["noise", "step"],
-    **{name: ["forward", "backward", "clip", "noise", "step"] for name in PER_SAMPLE},
+    **{
+        name: ["forward", "backward", "clip", "noise", "step"]
+        for name in [*PER_SAMPLE, "opacus-per-layer"]
+    },
     **{
         name: ["forward", "backward", "clip", "second_backward", "noise", "step"]
-        for name in [*TWO_PASS, "flash"]
+        for name in [*TWO_PASS, "opacus-adaptive", "flash"]
     },
     "flash-bk": ["forward", "backward", "clip", "noise", "step"],
     "per-layer": ["forward", "backward", "noise", "step"],
@@ -195,7 +158,7 @@ PHASES = {
 
 @pytest.mark.parametrize("method", sorted(PHASES))
 def test_phases_are_told_in_order(method) -> None:
-    step, batch = prepare(method, batch_size=2)
+    step, batch = prepare(method, batch_size=2, noise_multiplier=0.1)
     told: list[str] = []
     for _ in range(2):
         told.clear()
@@ -206,7 +169,7 @@ def test_phases_are_told_in_order(method) -> None:
 @pytest.mark.parametrize("method", sorted(PHASES))
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_steps_change_parameters_and_leave_nothing_for_the_next(method, optimizer) -> None:
-    step, batch = prepare(method, batch_size=2)
+    step, batch = prepare(method, batch_size=2, noise_multiplier=0.1)
     step.attach_optimizer(optimizer(step.module.parameters(), lr=0.1))
     before = [p.detach().clone() for p in step.module.parameters()]
     step.run(batch, lambda _: None)
@@ -221,6 +184,7 @@ def test_steps_change_parameters_and_leave_nothing_for_the_next(method, optimize
 
 def test_every_method_is_tested_here() -> None:
     assert set(catalogue.names("methods")) == set(PHASES)
+    assert set(PHASES) == {"standard", "microbatch", *PRIVATE, *OTHERS}
 
 
 def test_clip_factor_known_values() -> None:

@@ -16,6 +16,7 @@ TRANSFORMER = {
     "opacus-hooks": dict.fromkeys(["Embedding", "LayerNorm", "Linear"], "grad sampler"),
     "opacus-functorch": dict.fromkeys(["Embedding", "LayerNorm", "Linear"], "functorch"),
     "opacus-ew": dict.fromkeys(["Embedding", "LayerNorm", "Linear"], "expanded weights"),
+    "opacus-per-layer": dict.fromkeys(["Embedding", "LayerNorm", "Linear"], "grad sampler"),
     "opacus-fast-gradient-clipping": dict.fromkeys(
         ["Embedding", "LayerNorm", "Linear"], "grad sampler"
     ),
@@ -25,6 +26,7 @@ TRANSFORMER = {
         "Linear": "norm sampler",
     },
 }
+TRANSFORMER["opacus-adaptive"] = TRANSFORMER["opacus-ghost"]
 
 
 OWN = {
@@ -48,7 +50,7 @@ class Scale(nn.Module):
 
 
 def prepare(method: str, *, scaled: bool = False) -> tuple[TrainingStep, Batch]:
-    experiment = make_experiment(method=method)
+    experiment = make_experiment(method=method, noise_multiplier=0.1)
     model = build_model(experiment)
     if scaled:
         model = nn.Sequential(model, Scale())

@@ -26,6 +26,8 @@ _METHODS: dict[str, tuple[str, str]] = {
     "opacus-ew": (_PALETTE[6], "P"),
     "opacus-ghost": (_PALETTE[0], "D"),
     "opacus-fast-gradient-clipping": (_PALETTE[4], "X"),
+    "opacus-per-layer": ("#882255", "H"),
+    "opacus-adaptive": ("#332288", "d"),
 }
 _OTHER_MARKERS = ("<", ">", "h", "p", "*")
 

@@ -27,13 +27,20 @@ BIRTHS: Mapping[str, Component] = {
 
 
 def wrap_optimizer(
-    wrapper: type[DPOptimizer], optimizer: Optimizer, experiment: Experiment
+    wrapper: type[DPOptimizer], optimizer: Optimizer, experiment: Experiment, **others: Any
 ) -> DPOptimizer:
-    """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size."""
+    """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size.
+
+    Args:
+        wrapper: Opacus's optimizer.
+        optimizer: What it wraps.
+        experiment: Tells the wrapper's settings.
+        others: Settings that are not as the experiment tells them.
+    """
     settings: dict[str, Any] = {
         "noise_multiplier": experiment.noise_multiplier,
         "max_grad_norm": experiment.max_grad_norm,
         "expected_batch_size": experiment.batch_size,
         "loss_reduction": "mean",
     }
-    return wrapper(optimizer, **settings)
+    return wrapper(optimizer, **settings | others)

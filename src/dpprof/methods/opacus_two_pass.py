@@ -5,6 +5,7 @@ pass leaves each sample's norm, the second differentiates the loss with each sam
 weighted by its clipping factor; the graph is kept in between.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +19,13 @@ from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
 from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
 from dpprof.methods.opacus_samplers import watch_hooks
+from dpprof.result import Component
+
+_BIRTHS: Mapping[str, Component] = {
+    **BIRTHS,
+    "opacus.grad_sample.grad_sample_module_fast_gradient_clipping:"
+    "GradSampleHooksFastGradientClipping.get_norm_sample": "norm_samples",
+}
 
 
 class _PhasedModule(GradSampleModuleFastGradientClipping):
@@ -29,10 +37,10 @@ class _PhasedModule(GradSampleModuleFastGradientClipping):
 
     enter: Enter
 
-    def get_clipping_coef(self) -> Tensor:
+    def get_norm_sample(self) -> Tensor:
         self.enter("clip")
-        coefficients: Tensor = super().get_clipping_coef()
-        return coefficients
+        norms_B: Tensor = super().get_norm_sample()
+        return norms_B
 
     def disable_hooks(self) -> None:
         self.enter("second_backward")
@@ -49,10 +57,13 @@ class OpacusTwoPass(TrainingStep):
     use_ghost_clipping: bool
     """Whether linear layers and embeddings find norms without per-sample gradients."""
 
+    criterion_type: type[DPLossFastGradientClipping] = DPLossFastGradientClipping
+    """What turns samples' losses into one whose ``backward`` makes both passes."""
+
     module: _PhasedModule
     optimizer: DPOptimizerFastGradientClipping
     attributes = ATTRIBUTES
-    births = BIRTHS
+    births = _BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
@@ -67,7 +78,7 @@ class OpacusTwoPass(TrainingStep):
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
         self.optimizer = wrap_optimizer(DPOptimizerFastGradientClipping, optimizer, self.experiment)
-        self.criterion: Any = DPLossFastGradientClipping(
+        self.criterion: Any = self.criterion_type(
             self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
         )
 
