@@ -30,6 +30,23 @@ class UnsupportedError(Exception):
 Group = Literal["models", "methods", "instruments", "figures", "targets"]
 
 
+class EntryPointError(ImportError):
+    """What a name stands for is not there, or is not what its group asks for.
+
+    Args:
+        group: Where the name is declared.
+        name: The name.
+        problem: What is wrong, in words that follow "which".
+    """
+
+    def __init__(self, group: Group, name: str, problem: str) -> None:
+        entry, declared_by = _entries(group)[name], distribution_of(group, name)
+        super().__init__(
+            f"the entry point {name!r} of {declared_by} in dpprof.{group} names {entry.value}, "
+            f"which {problem}"
+        )
+
+
 @functools.cache
 def _entries(group: Group) -> dict[str, EntryPoint]:
     """Collect the entry points of a group; in a checkout its pyproject.toml is the truth.
@@ -88,8 +105,20 @@ def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:
 
 
 def load(group: Group, name: str) -> Any:
-    """Import what a name stands for."""
-    return _entries(group)[name].load()
+    """Import what a name stands for.
+
+    Raises:
+        EntryPointError: It cannot be imported; says whose it is and why.
+        UnsupportedError: So it says itself, as it is imported.
+    """
+    entry = _entries(group)[name]
+    try:
+        return entry.load()
+    except (MemoryError, UnsupportedError):
+        raise
+    except Exception as error:
+        why = f"cannot be imported: {type(error).__name__}: {error}"
+        raise EntryPointError(group, name, why) from error
 
 
 def source_file(group: Group, name: str) -> Path | None:

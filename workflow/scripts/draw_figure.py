@@ -30,9 +30,9 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         catalogue.check("figures", arguments.figure, "--figure")
-    except InputError as error:
+        draw = catalogue.load("figures", arguments.figure)
+    except (InputError, catalogue.EntryPointError) as error:
         sys.exit(f"error: {error}")
-    draw = catalogue.load("figures", arguments.figure)
     missing = None
     try:
         figure = draw(TableFolder(arguments.tables))

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
+from dpprof.catalogue import EntryPointError, UnsupportedError
 from dpprof.closing import JOINED
 from dpprof.datasheets import find_by_device_name
 from dpprof.devices.cpu import Cpu
@@ -155,7 +155,9 @@ def find_target(experiment: Experiment) -> Target | None:
     if isinstance(target, Target):
         return target
     if target is not None:
-        named: Target | None = catalogue.load("targets", target)
+        named = catalogue.load("targets", target)
+        if not (named is None or isinstance(named, Target)):
+            raise EntryPointError("targets", target, "is no dpprof.target.Target")
         return named
     if experiment.device == CPU_TARGET:
         return None

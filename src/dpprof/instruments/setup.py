@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof import catalogue
+from dpprof.catalogue import UnsupportedError
 from dpprof.devices.base import Device
 from dpprof.devices.selection import open_device
 from dpprof.experiment import Experiment
@@ -47,8 +48,15 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
 
     Before the memory limit holds and before the first snapshot: a limit must not hit a
     half-imported library, and no snapshot may take a library for memory of the training.
+
+    Raises:
+        EntryPointError: The method is not there, or no method; or the model is not there.
     """
-    method: type[TrainingStep] = catalogue.load("methods", experiment.method)
+    method = catalogue.load("methods", experiment.method)
+    if not (isinstance(method, type) and issubclass(method, TrainingStep)):
+        raise catalogue.EntryPointError(
+            "methods", experiment.method, "is no subclass of dpprof.methods.base.TrainingStep"
+        )
     if isinstance(experiment.model, str):
         catalogue.load("models", experiment.model)
     find_attention(experiment.attention)
@@ -104,8 +112,16 @@ def make_batch(model: nn.Module, device: Device, batch_size: int, seq_len: int) 
     """Draw one batch of uniform tokens; it stays on the device, so no step waits for data.
 
     The vocabulary's size is read off the token embedding, the first in the model.
+
+    Raises:
+        UnsupportedError: There is no embedding.
     """
-    embedding = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    embedding = next(tables, None)
+    if embedding is None:
+        raise UnsupportedError(
+            "the model has no torch.nn.Embedding, the first of which tells the vocabulary's size"
+        )
     shape = (batch_size, seq_len + 1)
     tokens = torch.randint(embedding.num_embeddings, shape).to(device.torch_device)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

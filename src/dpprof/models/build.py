@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from dpprof import catalogue
+from dpprof.catalogue import EntryPointError
 from dpprof.experiment import Dimensions, Experiment
 from dpprof.models.transformer import Transformer
 
@@ -14,11 +15,21 @@ def build_model(experiment: Experiment) -> nn.Module:
 
     A catalogue entry is either ``Dimensions`` or a function from the experiment to a
     module that maps token ids (B, T) to logits (B, T, V).
+
+    Raises:
+        EntryPointError: It is neither, or the function returns something else.
     """
     recipe = _find_recipe(experiment)
     if isinstance(recipe, Dimensions):
         return Transformer(recipe, experiment.seq_len, experiment.attention)
-    model: nn.Module = recipe(experiment)
+    name = experiment.model_name
+    if not callable(recipe):
+        raise EntryPointError("models", name, "is no function from an experiment to a model")
+    model = recipe(experiment)
+    if not isinstance(model, nn.Module):
+        raise EntryPointError(
+            "models", name, f"returned {type(model).__name__} and not a torch.nn.Module"
+        )
     return model
 
 

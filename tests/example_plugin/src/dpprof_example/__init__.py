@@ -1,0 +1,1 @@
+"""A method and a model for dpprof, to copy from."""

@@ -1,0 +1,253 @@
+"""Another package's method and model: installed, measured, and told apart when it is broken."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from example_package import install_example
+from factory import make_experiment
+from fresh_process import ROOT, run_fresh
+from torch import Tensor, nn
+
+from dpprof import catalogue
+from dpprof.catalogue import UnsupportedError
+from dpprof.methods.base import Batch, TrainingStep
+from dpprof.methods.microbatch import Microbatch
+from dpprof.models.build import build_model
+
+B, T = 3, 16
+P = 100 * 32 + 2 * 32 + (T * T + T) + (32 * 100 + 100)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    return install_example(tmp_path_factory.mktemp("example"))
+
+
+def profile(plugin: Path, output: Path, **options: str) -> dict:
+    """Run profile_experiment.py with a plug-in on PYTHONPATH; returns the result."""
+    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+    usual = {"model": "example-mixer", "method": "example-vmap", "device": "cpu"}
+    usual |= {"batch-size": str(B), "seq-len": str(T), "warmup-steps": "2", "timed-steps": "1"}
+    given = [f"--{name}={value}" for name, value in (usual | options).items()]
+    done = subprocess.run(
+        [sys.executable, str(script), *given, "--output", str(output)],
+        env=os.environ | {"PYTHONPATH": str(plugin)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text())
+
+
+def test_an_installed_package_is_measured_accounted_for_and_predicted(installed, tmp_path) -> None:
+    results = {
+        name: profile(installed, tmp_path / f"{name}.json", instrument=name)
+        for name in ("clean", "ledger", "estimate")
+    }
+    books, guess = results["ledger"]["memory"], results["estimate"]["memory"]
+
+    assert {result["outcome"] for result in results.values()} == {"ok"}
+    assert results["clean"]["model"]["parameters_total"] == P
+    assert len(results["clean"]["time"]["step_s"]) == 1
+    assert books["at_peak"]["components"]["per_sample_gradients"] == B * P * 4
+    assert books["at_peak"]["components"]["unattributed"] == 0
+    assert books["attribution"]["evidence"]["phase"] == 0
+    assert guess["at_peak"] == books["at_peak"]
+
+
+@pytest.fixture
+def example(installed, monkeypatch) -> type[TrainingStep]:
+    """The example's method, loaded by its name in this process."""
+    monkeypatch.syspath_prepend(str(installed))
+    catalogue._entries.cache_clear()
+    yield catalogue.load("methods", "example-vmap")
+    catalogue._entries.cache_clear()
+
+
+def clipped(method: type[TrainingStep], model: str | dict, bound: float, noise: float) -> Tensor:
+    fields = {"model": model, "batch_size": B, "seq_len": T, "attention": "eager"}
+    experiment = make_experiment(**fields, max_grad_norm=bound, noise_multiplier=noise)
+    torch.manual_seed(0)
+    step = method(build_model(experiment).double(), experiment)
+    step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=1.0))
+    tokens = torch.randint(16, (B, T + 1))
+    step.compute_gradient(Batch(tokens[:, :-1], tokens[:, 1:]), lambda _: None)
+    return torch.cat([p.grad.flatten() for p in step.module.parameters()])
+
+
+@pytest.mark.parametrize("model", ["example-mixer", make_experiment().model.model_dump()], ids=str)
+@pytest.mark.parametrize("bound", [1e-2, 1.0, 1e3])
+def test_the_examples_gradient_equals_microbatch(example, model, bound) -> None:
+    torch.testing.assert_close(
+        clipped(example, model, bound, 0.0),
+        clipped(Microbatch, model, bound, 0.0),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+
+
+def test_the_examples_noise_has_the_standard_deviation_asked_for(example) -> None:
+    both = [clipped(example, "example-mixer", 0.5, noise) for noise in (0.0, 3.0)]
+
+    # From 6,836 values: one standard error is 0.9 %.
+    assert (both[1] - both[0]).std().item() == pytest.approx(3.0 * 0.5 / B, rel=0.05)
+
+
+def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:
+    with pytest.raises(UnsupportedError, match="has buffers, which samples would share"):
+        example(nn.BatchNorm1d(3), make_experiment())
+
+
+def test_a_methods_file_and_its_packages_version_count_and_other_methods_do_not(
+    installed, tmp_path
+) -> None:
+    plugin = tmp_path / "plugin"
+    shutil.copytree(installed, plugin)
+    code = """
+from factory import make_experiment
+from dpprof.sources import code_digest
+for method in ("example-vmap", "microbatch"):
+    print(code_digest("clean", make_experiment(method=method)))
+"""
+    digests = [run_fresh(code, plugin=plugin).split()]
+    with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
+        file.write("# edited\n")
+    digests.append(run_fresh(code, plugin=plugin).split())
+    (metadata,) = plugin.glob("*.dist-info/METADATA")
+    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+    digests.append(run_fresh(code, plugin=plugin).split())
+    of_plugin, of_own = zip(*digests, strict=True)
+
+    assert len(set(of_plugin)) == 3
+    assert len(set(of_own)) == 1
+
+
+BROKEN = {
+    "broken.py": """
+from torch import nn
+from dpprof.catalogue import UnsupportedError
+
+class NoStep:
+    pass
+
+def build_nothing(experiment):
+    return {"a": "dict"}
+
+def build_without_embedding(experiment):
+    return nn.Linear(2, 2)
+
+size = 3
+""",
+    "asks.py": "import a_library_that_is_not_here",
+    "picky.py": "from dpprof.catalogue import UnsupportedError\nraise UnsupportedError('no luck')",
+    "broken-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n",
+    "broken-2.0.dist-info/entry_points.txt": """
+[dpprof.methods]
+no-module = nowhere.method:Method
+no-attribute = broken:Missing
+no-step = broken:NoStep
+no-library = asks:Method
+picky = picky:Method
+
+[dpprof.models]
+no-module = nowhere:build
+no-model = broken:build_nothing
+no-function = broken:size
+no-embedding = broken:build_without_embedding
+
+[dpprof.targets]
+no-target = broken:size
+""",
+}
+SENTENCES = {
+    "method=no-module": (
+        "the entry point 'no-module' of broken 2.0 in dpprof.methods names nowhere.method:Method, "
+        "which cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
+    ),
+    "method=no-attribute": (
+        "the entry point 'no-attribute' of broken 2.0 in dpprof.methods names broken:Missing, "
+        "which cannot be imported: AttributeError: module 'broken' has no attribute 'Missing'"
+    ),
+    "method=no-step": (
+        "the entry point 'no-step' of broken 2.0 in dpprof.methods names broken:NoStep, "
+        "which is no subclass of dpprof.methods.base.TrainingStep"
+    ),
+    "method=no-library": (
+        "the entry point 'no-library' of broken 2.0 in dpprof.methods names asks:Method, which "
+        "cannot be imported: ModuleNotFoundError: No module named 'a_library_that_is_not_here'"
+    ),
+    "method=picky": "no luck",
+    "model=no-module": (
+        "the entry point 'no-module' of broken 2.0 in dpprof.models names nowhere:build, "
+        "which cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
+    ),
+    "model=no-model": (
+        "the entry point 'no-model' of broken 2.0 in dpprof.models names broken:build_nothing, "
+        "which returned dict and not a torch.nn.Module"
+    ),
+    "model=no-function": (
+        "the entry point 'no-function' of broken 2.0 in dpprof.models names broken:size, "
+        "which is no function from an experiment to a model"
+    ),
+    "model=no-embedding": (
+        "the model has no torch.nn.Embedding, the first of which tells the vocabulary's size"
+    ),
+    "target=no-target": (
+        "the entry point 'no-target' of broken 2.0 in dpprof.targets names broken:size, "
+        "which is no dpprof.target.Target"
+    ),
+}
+
+
+@pytest.fixture
+def broken(tmp_path) -> Path:
+    for name, text in BROKEN.items():
+        path = tmp_path / "broken" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "broken"
+
+
+def test_what_is_broken_is_planned_without_torch_and_told_in_one_sentence(broken) -> None:
+    code = """
+import json, sys, tempfile
+from factory import make_experiment
+from dpprof.sources import code_digest
+experiments = {}
+for case in sys.argv[1:]:
+    key, _, name = case.partition("=")
+    others = {"device": "cuda"} if key == "target" else {}
+    experiments[case] = make_experiment(**{key: name}, **others)
+    code_digest("clean", experiments[case])
+assert "torch" not in sys.modules and "broken" not in sys.modules
+from dpprof.handover import PhaseMark
+from dpprof.worker import run
+file = tempfile.TemporaryFile()
+mark = PhaseMark(file.fileno())
+told = {}
+for case, experiment in experiments.items():
+    report = run(experiment, "estimate" if case.startswith("target") else "clean", mark)
+    told[case] = report.outcome, report.error.message
+print("TOLD", json.dumps(told))
+"""
+    said = run_fresh(code, *SENTENCES, plugin=broken).splitlines()[-1]
+    told = json.loads(said.removeprefix("TOLD "))
+
+    assert {case: message for case, (_, message) in told.items()} == SENTENCES
+    refused = {case for case, (outcome, _) in told.items() if outcome == "unsupported"}
+    assert refused == {"method=picky", "model=no-embedding"}
+    assert {outcome for outcome, _ in told.values()} == {"unsupported", "crashed"}
+
+
+def test_a_broken_entry_point_is_recorded(broken, tmp_path) -> None:
+    result = profile(broken, tmp_path / "x.json", model="tiny", method="no-attribute")
+
+    assert (result["outcome"], result["error"]["kind"]) == ("crashed", "EntryPointError")
+    assert result["error"]["message"] == SENTENCES["method=no-attribute"]
