@@ -23,3 +23,13 @@ def test_documented_names_are_the_declared_ones() -> None:
     for group in ("models", "methods", "instruments", "targets"):
         for name in catalogue.names(group):
             assert f"| `{name}` |" in text
+
+
+def test_code_in_the_guide_to_plugins_is_the_examples() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", text, flags=re.DOTALL)
+    example = ROOT / "tests" / "example_plugin"
+    files = [path.read_text() for path in example.rglob("*") if path.suffix in (".py", ".toml")]
+
+    assert len(blocks) == 3
+    assert [block for block in blocks if not any(block in file for file in files)] == []
