@@ -1,0 +1,122 @@
+"""Squared norms of the per-sample gradients of a linear layer's weight, without the gradients.
+
+The gradient of sample b is G_b^T X_b, of p x d elements, for inputs X and gradients G of the
+outputs. Two Triton kernels sum its squares, tile by tile in registers: one from the Gram
+matrices of the tokens, T^2 (d + p) / 2 multiply-adds a sample, one from the product itself, T d p.
+Neither writes anything of T x T or d x p; what they allocate is one float32 for each of about
+`PROGRAMS` programs and the result.
+
+Importing this needs the extra ``triton``. The tensors are on a CUDA device, or on a CPU if the
+process interprets Triton (``TRITON_INTERPRET=1``). A launch is no operator of torch: dispatch
+modes, fake tensors and autograd see only the allocation and the last sum.
+
+Source of the Gram form: Goodfellow, "Efficient Per-Example Gradient Computations" (2015), for
+T = 1; Li et al., "Large Language Models Can Be Strong Differentially Private Learners" (2022),
+for sequences.
+
+Shapes: B batch, T tokens, d in, p out, S slots of partial sums.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import cdiv, next_power_of_2
+
+from dpprof.norms.programs import sum_gram_squares, sum_product_squares
+from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT
+
+PROGRAMS = 1024
+"""How many programs share the tiles of a batch, at least one for each sample: about eight for
+each of an H200's 132 multiprocessors. Each loops over its tiles and writes one partial sum, so
+partial sums take 4 (PROGRAMS + B) bytes at most, however long the sequences."""
+
+_AXES = 3
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+    """Square the norm of each sample's weight gradient, from Gram matrices of its tokens.
+
+    The sum of (x_t . x_s) (g_t . g_s) over all tokens t, s. Its terms have both signs: where the
+    tokens' gradients cancel, rounding leaves an error relative to (sum_t |x_t| |g_t|)^2 and not
+    to the result, and a sum that it takes below zero is returned as zero.
+
+    Args:
+        x_BTd: Inputs of the layer, (B, T, d), with any strides; bfloat16, float16 or float32.
+        g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
+
+    Returns:
+        (B,) in float32, inf where that is too small. Products of float32 are exact, or TF32
+        where ``torch.backends.cuda.matmul`` says so; sums are float32.
+
+    Raises:
+        TypeError: The dtypes differ, or are others, such as float64.
+        ValueError: Shapes or devices do not fit.
+    """
+    _check(x_BTd, g_BTp)
+    side = cdiv(x_BTd.shape[1], min(config.kwargs["TILE_T"] for config in GRAM))
+    return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2).clamp_min_(0)
+
+
+def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+    """Square the norm of each sample's weight gradient, from its tiles.
+
+    Args:
+        x_BTd: Inputs of the layer, (B, T, d), with any strides; bfloat16, float16 or float32.
+        g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
+
+    Returns:
+        (B,) in float32, inf where that is too small. Products of float32 are exact, or TF32
+        where ``torch.backends.cuda.matmul`` says so; sums are float32.
+
+    Raises:
+        TypeError: The dtypes differ, or are others, such as float64.
+        ValueError: Shapes or devices do not fit.
+    """
+    _check(x_BTd, g_BTp)
+    height = cdiv(x_BTd.shape[2], min(config.kwargs["TILE_D"] for config in PRODUCT))
+    width = cdiv(g_BTp.shape[2], min(config.kwargs["TILE_P"] for config in PRODUCT))
+    return _launch(sum_product_squares, x_BTd, g_BTp, height * width)
+
+
+def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
+    if x_BTd.dtype != g_BTp.dtype or x_BTd.dtype not in _DTYPES:
+        raise TypeError(
+            "inputs and gradients must both be bfloat16, float16 or float32, "
+            f"not {x_BTd.dtype} and {g_BTp.dtype}"
+        )
+    if x_BTd.dim() != _AXES or g_BTp.dim() != _AXES or x_BTd.shape[:2] != g_BTp.shape[:2]:
+        raise ValueError(
+            "inputs (B, T, d) and gradients (B, T, p) must agree in B and T, "
+            f"not be {tuple(x_BTd.shape)} and {tuple(g_BTp.shape)}"
+        )
+    if x_BTd.device != g_BTp.device or x_BTd.is_cuda == INTERPRETED:
+        place = "a CPU, as Triton is interpreted" if INTERPRETED else "one CUDA device"
+        raise ValueError(
+            f"inputs and gradients must be on {place}, not on {x_BTd.device} and {g_BTp.device}"
+        )
+
+
+def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int) -> Tensor:
+    """Run a program on a batch and add up what its slots hold; ``tiles`` at most for a sample."""
+    B, T, d = x_BTd.shape
+    p = g_BTp.shape[2]
+    if B == 0:
+        return x_BTd.new_zeros(0, dtype=torch.float32)
+    slots = min(tiles, cdiv(PROGRAMS, B))
+    tf32 = x_BTd.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    partials_BS = x_BTd.new_empty(B, slots, dtype=torch.float32)
+    with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
+        program[(B * slots,)](
+            x_BTd,
+            g_BTp,
+            partials_BS,
+            slots,
+            *(T, d, p),
+            *x_BTd.stride(),
+            *g_BTp.stride(),
+            *map(next_power_of_2, (T, d, p)),
+            PRECISION="tf32" if tf32 else "ieee",
+        )
+    return partials_BS.sum(dim=1)

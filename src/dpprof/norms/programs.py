@@ -1,0 +1,112 @@
+"""What a GPU runs to square the norms of per-sample gradients, in Triton.
+
+Both programs take the inputs X (T, d) and the gradients G (T, p) of a linear layer's outputs,
+of one sample after the other, and sum squares of G^T X, the gradient of its weight, tile by
+tile in float32. A tile lives and dies in registers. Of the ``slots`` programs of a sample the
+i-th takes tiles i, i + slots, ... and writes one number to slot i, 0 if no tile is left for
+it; so nothing depends on how large tiles are, or on the order in which programs run.
+
+Shapes: T tokens, d in, p out; R, C a tile's rows and columns; K what a product sums over.
+Strides are ``x_b``, ``x_t`` and ``x_k``, along samples, tokens and features, likewise ``g_b``.
+"""
+
+import triton
+import triton.language as tl
+
+from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SIZES, keep_bearable, time_launch
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def load_tile(base, rows_R, row_stride, R, columns_C, column_stride, C):
+    """Load elements (rows, columns) of a matrix (R, C), zero beyond its edges.
+
+    Offsets have 64 bits: a sample may hold, or a view span, more than 2^31 elements.
+    """
+    offsets_RC = rows_R[:, None].to(tl.int64) * row_stride
+    offsets_RC += columns_C[None, :].to(tl.int64) * column_stride
+    inside_RC = (rows_R[:, None] < R) & (columns_C[None, :] < C)
+    tile_RC = tl.load(base + offsets_RC, mask=inside_RC, other=0.0)
+    if _INTERPRETED:
+        # Triton's interpreter multiplies the bits of bfloat16 as integers (seen in 3.4 to 3.9).
+        tile_RC = tile_RC.to(tl.float32)
+    return tile_RC
+
+
+@triton.jit
+def gram_tile(
+    base, T, K, token_stride, k_stride, rows_R, columns_C,
+    TILE_T: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the products of some rows of a matrix (T, K) with some others."""
+    gram_RC = tl.zeros((TILE_T, TILE_T), dtype=tl.float32)
+    for start in range(0, K, TILE_K):
+        k_K = start + tl.arange(0, TILE_K)
+        left_RK = load_tile(base, rows_R, token_stride, T, k_K, k_stride, K)
+        right_KC = load_tile(base, k_K, k_stride, K, columns_C, token_stride, T)
+        gram_RC = tl.dot(left_RK, right_KC, gram_RC, input_precision=PRECISION)
+    return gram_RC
+
+
+@triton.autotune(
+    GRAM, key=SIZES, prune_configs_by={"early_config_prune": keep_bearable}, do_bench=time_launch
+)
+@triton.jit
+def sum_gram_squares(
+    x_ptr, g_ptr, partial_ptr, slots, T, d, p,
+    x_b, x_t, x_k, g_b, g_t, g_k,
+    T_rounded, d_rounded, p_rounded,
+    PRECISION: tl.constexpr, TILE_T: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Sum (x_t . x_s) (g_t . g_s) over the tiles of (t, s) on and below the diagonal."""
+    sample = (tl.program_id(0) // slots).to(tl.int64)
+    slot = tl.program_id(0) % slots
+    side = tl.cdiv(T, TILE_T)
+    total = 0.0
+    for tile in range(slot, side * (side + 1) // 2, slots):
+        # Row i of the triangle from below, of side - i tiles, and row i from above, of i + 1,
+        # are as long as any such two: a rectangle's row. Of an odd side the last is half a row.
+        i = tile // (side + 1)
+        j = tile % (side + 1)
+        row = tl.where(j < side - i, side - 1 - i, i)
+        column = tl.where(j < side - i, j, j - (side - i))
+        rows_R = row * TILE_T + tl.arange(0, TILE_T)
+        columns_C = column * TILE_T + tl.arange(0, TILE_T)
+        x_RC = gram_tile(
+            x_ptr + sample * x_b, T, d, x_t, x_k, rows_R, columns_C, TILE_T, TILE_K, PRECISION
+        )
+        g_RC = gram_tile(
+            g_ptr + sample * g_b, T, p, g_t, g_k, rows_R, columns_C, TILE_T, TILE_K, PRECISION
+        )
+        total += tl.where(row == column, 1.0, 2.0) * tl.sum(x_RC * g_RC)
+    tl.store(partial_ptr + tl.program_id(0), total)
+
+
+@triton.autotune(
+    PRODUCT, key=SIZES, prune_configs_by={"early_config_prune": keep_bearable}, do_bench=time_launch
+)
+@triton.jit
+def sum_product_squares(
+    x_ptr, g_ptr, partial_ptr, slots, T, d, p,
+    x_b, x_t, x_k, g_b, g_t, g_k,
+    T_rounded, d_rounded, p_rounded,
+    PRECISION: tl.constexpr,
+    TILE_D: tl.constexpr, TILE_P: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Sum the squares of X^T G, (d, p), over its tiles."""
+    sample = (tl.program_id(0) // slots).to(tl.int64)
+    slot = tl.program_id(0) % slots
+    height = tl.cdiv(d, TILE_D)
+    total = 0.0
+    for tile in range(slot, height * tl.cdiv(p, TILE_P), slots):
+        d_R = tile % height * TILE_D + tl.arange(0, TILE_D)
+        p_C = tile // height * TILE_P + tl.arange(0, TILE_P)
+        product_RC = tl.zeros((TILE_D, TILE_P), dtype=tl.float32)
+        for start in range(0, T, TILE_K):
+            t_K = start + tl.arange(0, TILE_K)
+            x_RK = load_tile(x_ptr + sample * x_b, d_R, x_k, d, t_K, x_t, T)
+            g_KC = load_tile(g_ptr + sample * g_b, t_K, g_t, T, p_C, g_k, p)
+            product_RC = tl.dot(x_RK, g_KC, product_RC, input_precision=PRECISION)
+        total += tl.sum(product_RC * product_RC)
+    tl.store(partial_ptr + tl.program_id(0), total)
