@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
-from dpprof.clipping.layers import Added, find_rule
-from dpprof.clipping.shares import Lookup, Product, Scale, Share, Shift, Whole, merge
+from dpprof.clipping.layers import Added, Forward, find_rule
+from dpprof.clipping.shares import Lookup, Made, Product, Share, Whole, merge
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import KEPT, Choice, choose
 from dpprof.norms.table import slotted
@@ -76,6 +76,8 @@ class Clipping(ABC):
         UnsupportedError: A layer has no exact per-sample gradient, or no rule.
     """
 
+    _why_once = "which reentrant checkpointing hides; checkpoint with use_reentrant=False"
+
     keeps = False
     """Whether what gradients are made of is kept until norms are known."""
 
@@ -101,11 +103,14 @@ class Clipping(ABC):
         self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Share]]] = defaultdict(list)
         self._settled: set[nn.Parameter] = set()
         owners: Counter[nn.Parameter] = Counter()
+        runs: list[tuple[nn.Module, Forward]] = []
         for layer in model.modules():
             own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             owners.update(own)
             if own:
-                self._put_in_place(layer)
+                runs.append((layer, find_rule(layer)(layer, _Use(self, layer))))
+        for layer, run in runs:
+            self._put_in_place(layer, run)
         self._shared = {parameter for parameter, count in owners.items() if count > 1}
         self._hooks = [
             parameter.register_hook(  # type: ignore[no-untyped-call]
@@ -164,9 +169,7 @@ class Clipping(ABC):
     def _clip(self, losses: Tensor, enter: Enter) -> None:
         """Leave the sum of clipped gradients; B is at least 1."""
 
-    def _put_in_place(self, layer: nn.Module) -> None:
-        run = find_rule(layer)(layer, _Use(self, layer))
-
+    def _put_in_place(self, layer: nn.Module, run: Forward) -> None:
         def forward(*inputs: Any, **named: Any) -> Tensor:
             # What checkpointing computes again, inside backward, is no use of its own.
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
@@ -211,17 +214,19 @@ class Clipping(ABC):
         for parameter, share in added:
             if parameter is None or share is None:
                 continue
-            if parameter in self._shared or self._forwards[layer] > 1:
+            if self._may_come_again(layer, parameter):
                 self._waiting[parameter].append((layer, share))
                 continue
             if parameter in self._settled:
                 raise RuntimeError(
-                    f"{self._names[parameter]} was used more than once, which reentrant "
-                    "checkpointing hides; checkpoint with use_reentrant=False"
+                    f"{self._names[parameter]} was used more than once, {self._why_once}"
                 )
             self._settled.add(parameter)
             self._add(self._square(layer, parameter, share))
         return [None] * len(added)
+
+    def _may_come_again(self, layer: nn.Module, parameter: nn.Parameter) -> bool:
+        return parameter in self._shared or self._forwards[layer] > 1
 
     def _square(self, layer: nn.Module, parameter: nn.Parameter, share: Share) -> Tensor:
         """Find the squared norms of what a share adds; (B,)."""
@@ -236,20 +241,18 @@ class Clipping(ABC):
                 squares = self.watch(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
             case Lookup(ids_BT):
                 squares = self.watch(layer, SUMMED, slotted, (ids_BT, share.trained_BTd))
-            case Whole(gradients):
-                self._keep(parameter, share)
-                return square(gradients)
             case _:
                 return self._square_made(layer, MADE, parameter, share)
         self._keep(parameter, share)
         return squares  # type: ignore[no-any-return]
 
     def _square_made(
-        self, layer: nn.Module, way: str, parameter: nn.Parameter, share: Product | Shift | Scale
+        self, layer: nn.Module, way: str, parameter: nn.Parameter, share: Product | Made
     ) -> Tensor:
-        inputs = share[:2] if isinstance(share, Product) else share
-        made = Whole(self.watch(layer, way, share.make, tuple(inputs)))
-        return self._square(layer, parameter, made)
+        inputs = share[:2] if isinstance(share, Product) else tuple(share)
+        gradients = self.watch(layer, way, share.make, inputs)
+        self._keep(parameter, Whole(gradients))
+        return square(gradients)
 
     @abstractmethod
     def _keep(self, parameter: nn.Parameter, share: Share) -> None:

@@ -296,8 +296,13 @@ def find_rule(layer: nn.Module) -> Callable[[Any, Use], Forward]:
     A subclass has the rule of the class whose ``forward`` it inherits.
 
     Raises:
-        UnsupportedError: The layer mixes samples, or has parameters beside layers in it.
+        UnsupportedError: The layer mixes samples, has parameters beside layers in it, or is
+            run by something else, such as another ``Clipping``.
     """
+    if "forward" in vars(layer):
+        raise UnsupportedError(
+            f"{type(layer).__name__} is run by something else already; remove() that first"
+        )
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
         raise UnsupportedError(f"{type(layer).__name__} mixes samples; use GroupNorm or LayerNorm")
     for base in type(layer).__mro__:

@@ -36,6 +36,7 @@ class PerLayerClipping(Clipping):
     """
 
     keeps = True
+    _why_once = "and per-layer clipping clips each use by itself"
 
     def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
         super().__init__(model, max_grad_norm)
@@ -62,9 +63,10 @@ class PerLayerClipping(Clipping):
     def _keep(self, parameter: nn.Parameter, share: Share) -> None:
         self._of_layer[parameter] = share
 
+    def _may_come_again(self, _layer: nn.Module, _parameter: nn.Parameter) -> bool:
+        return False
+
     def _clip_layer(self, layer: nn.Module, added: Added) -> Sequence[None]:
-        if self._forwards[layer] > 1:
-            raise RuntimeError(f"per-layer clipping cannot run {type(layer).__name__} twice a step")
         self._squares = None
         self._find_norms(layer, added)
         norms = self._settle_norms()

@@ -109,6 +109,11 @@ class Whole(NamedTuple):
     gradients: Tensor
     """(B, *shape of the parameter)."""
 
+    @staticmethod
+    def make(gradients: Tensor) -> Tensor:
+        """Have them."""
+        return gradients
+
     def sum(self, weights_B: Tensor | None) -> Tensor:
         """Sum over samples, weighted."""
         if weights_B is None:
@@ -117,7 +122,10 @@ class Whole(NamedTuple):
         return (weights_B.to(flat.dtype) @ flat).view(self.gradients.shape[1:])
 
 
-Share = Product | Lookup | Shift | Scale | Whole
+Made = Shift | Scale | Whole
+"""What is small for each sample, or has no other form: gradients are made of it."""
+
+Share = Product | Lookup | Made
 
 
 def merge(shares: Sequence[Share]) -> list[Share] | None:
@@ -131,7 +139,7 @@ def merge(shares: Sequence[Share]) -> list[Share] | None:
     """
     products = [share for share in shares if isinstance(share, Product)]
     lookups = [share for share in shares if isinstance(share, Lookup)]
-    others = [share for share in shares if isinstance(share, Shift | Scale | Whole)]
+    others = [share for share in shares if isinstance(share, Made)]
     transposed = {product.transposed for product in products}
     if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
         return None
@@ -143,7 +151,7 @@ def merge(shares: Sequence[Share]) -> list[Share] | None:
         ids, g = _join(one.ids_BT for one in lookups), _join(one.g_BTd for one in lookups)
         merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g))
     if others:
-        made = [one.gradients if isinstance(one, Whole) else one.make(*one) for one in others]
+        made = [one.make(*one) for one in others]
         merged.append(Whole(torch.stack(made).sum(0)))
     return merged
 

@@ -12,7 +12,8 @@ the layer's output and the layer's input, ``g_b^T x_b``. Four ways to its square
   are symmetric.
 * ``tiled product``: the gradient in tiles of d x p, each reduced to a number before the next.
 
-The tiled ones take at most ``WORKSPACE_BYTES``, whatever T, d and p are.
+The tiled ones take at most ``WORKSPACE_BYTES``, whatever T, d and p are; on CUDA, where Triton
+is installed, they are kernels that keep their tiles in registers (``norms.kernels``).
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. All take
 ``x_BTd`` and ``g_BTp`` and return (B,) in float32 (float64 for float64).
@@ -22,6 +23,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from dpprof.norms.fused import gram_squares, is_fused, product_squares
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
     accumulator_of,
@@ -59,6 +61,9 @@ def gram(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """Multiply Gram matrices tile by tile."""
+    if is_fused(x_BTd):
+        squares: Tensor = gram_squares(x_BTd, g_BTp)
+        return squares
     B, T, _ = x_BTd.shape
     accumulator = accumulator_of(x_BTd.dtype)
     tile = gram_tile(T)
@@ -81,6 +86,9 @@ def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Ten
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """Make the gradients tile by tile."""
+    if is_fused(x_BTd):
+        squares: Tensor = product_squares(x_BTd, g_BTp)
+        return squares
     B, _, d = x_BTd.shape
     accumulator = accumulator_of(x_BTd.dtype)
     high, wide = PRODUCT_TILE

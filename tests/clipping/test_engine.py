@@ -1,0 +1,318 @@
+"""How clipping goes into an ordinary training loop, and what it refuses."""
+
+import pytest
+import torch
+from small_models import KINDS, Conv1D, Small, draw, one_by_one
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dpprof.catalogue import UnsupportedError
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.clipping.two_pass import FlashClipping
+
+FLAT = [FlashClipping, BookKeeping]
+EVERY = [*FLAT, PerLayerClipping]
+
+
+def build(kind: str = "linear", *, bias: bool = True, variant: str = "plain") -> Small:
+    torch.manual_seed(0)
+    return Small(kind, 6, 9, bias=bias, variant=variant).double()
+
+
+def batch(B: int = 4, T: int = 7):
+    ids, labels, weights = draw(B, T)
+    return ids, labels, weights.double()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize(("kind", "bias"), [kind for kind in KINDS if kind[0] != "tied"])
+def test_forward_is_what_it_was(way, kind, bias) -> None:
+    model = build(kind, bias=bias)
+    before = model.losses(*batch())
+
+    clipping = way(model, 1.0)
+    assert torch.allclose(model.losses(*batch()), before, rtol=1e-12, atol=0)
+    clipping.remove()
+    assert torch.equal(model.losses(*batch()), before)
+    assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_after_removal_gradients_are_autograds(way) -> None:
+    model = build()
+    model.losses(*batch()).sum().backward()
+    before = gradients(model)
+    model.zero_grad()
+
+    way(model, 1.0).remove()
+    model.losses(*batch()).sum().backward()
+    assert torch.equal(gradients(model), before)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_parts_of_a_batch_add_up(way) -> None:
+    parts = [tuple(part[some] for part in batch()) for some in (slice(0, 1), slice(1, 4))]
+    whole, halves = build(), build()
+    one = way(whole, 0.5)
+    one.backward(whole.losses(*batch()))
+    other = way(halves, 0.5)
+    for part in parts:
+        other.backward(halves.losses(*part))
+
+    torch.testing.assert_close(gradients(halves), gradients(whole), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_batch_without_samples_adds_nothing(way) -> None:
+    model = build()
+    clipping = way(model, 0.5)
+    clipping.backward(torch.zeros(0, dtype=torch.float64, requires_grad=True))
+
+    assert clipping.sample_norms.shape[0] == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_reentrant_checkpointing_is_exact_too(way) -> None:
+    expected = build()
+    norms, total, bound = one_by_one(expected, batch(), None)
+    model = build(variant="reentrant checkpoint")
+    clipping = way(model, bound)
+    clipping.backward(model.losses(*batch()))
+
+    torch.testing.assert_close(clipping.sample_norms, norms, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        gradients(model), torch.cat([g.flatten() for g in total]), rtol=1e-9, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_second_batch_knows_nothing_of_the_first(way) -> None:
+    model = build("tied", bias=False)
+    clipping = way(model, 0.5)
+    clipping.backward(model.losses(*batch()))
+    first, norms = gradients(model), clipping.sample_norms
+    model.zero_grad()
+    model.losses(*batch(2, 3))  # a forward without backward, as in an evaluation
+    clipping.backward(model.losses(*batch()))
+
+    assert torch.equal(gradients(model), first)
+    assert torch.equal(clipping.sample_norms, norms)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_nothing_is_kept_after_a_step(way) -> None:
+    model = build()
+    clipping = way(model, 0.5)
+    losses = model.losses(*batch())
+    graph = losses.grad_fn
+    clipping.backward(losses)
+
+    assert not clipping._waiting
+    assert not getattr(clipping, "_kept", None)
+    with pytest.raises(RuntimeError, match="second time"):
+        graph(torch.ones_like(losses))
+    assert all(p.grad.grad_fn is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_autocast_is_exact_to_bfloat16s_precision(way) -> None:
+    ids, labels, weights = draw(4, 7)
+    exact = build().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        norms, total, bound = one_by_one(exact, (ids, labels, weights), None)
+    model = build().float()
+    clipping = way(model, bound)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = model.losses(ids, labels, weights)
+    clipping.backward(losses)
+
+    expected = torch.cat([g.flatten() for g in total])
+    assert gradients(model).dtype == torch.float32
+    assert (gradients(model) - expected).norm() / expected.norm() < 0.02
+    torch.testing.assert_close(clipping.sample_norms, norms, rtol=0.02, atol=0)
+
+
+def test_per_layer_clips_each_layer_by_itself() -> None:
+    model = build()
+    layers = [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
+    bound = 0.8 / len(layers) ** 0.5
+    samples = []
+    for sample in zip(*batch(), strict=True):
+        losses = model.losses(*(part[None] for part in sample))
+        model.zero_grad()
+        losses.sum().backward()
+        for layer in layers:
+            own = list(layer.parameters())
+            norm = torch.cat([p.grad.flatten() for p in own]).norm()
+            for p in own:
+                p.grad *= min(1.0, bound / (float(norm) + 1e-6))
+        samples.append(gradients(model))
+    model.zero_grad()
+
+    clipping = PerLayerClipping(model, 0.8)
+    clipping.backward(model.losses(*batch()))
+
+    torch.testing.assert_close(gradients(model), sum(samples), rtol=1e-9, atol=1e-15)
+    # The sum over layers of C^2 / L is C^2: no sample moves the sum by more than C.
+    assert max(float(one.norm()) for one in samples) <= 0.8
+    assert clipping.sample_norms.shape == (4, len(layers))
+
+
+def test_per_layer_refuses_a_parameter_of_two_layers() -> None:
+    model = build("tied", bias=False)
+    with pytest.raises(UnsupportedError, match=r"embedding\.weight belongs to two layers"):
+        PerLayerClipping(model, 1.0)
+    assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_an_ordinary_backward_is_refused(way) -> None:
+    model = build()
+    way(model, 1.0)
+
+    with pytest.raises(RuntimeError, match=r"call backward\(losses\) of its Clipping"):
+        model.losses(*batch()).sum().backward()
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_losses_must_be_one_for_each_sample(way) -> None:
+    model = build()
+    clipping = way(model, 1.0)
+
+    with pytest.raises(ValueError, match=r"one for each sample.*shape \(\)"):
+        clipping.backward(model.losses(*batch()).sum())
+    with pytest.raises(ValueError, match=r"saw 4 samples where there are 2 losses"):
+        clipping.backward(model.losses(*batch()).view(2, 2).sum(1))
+
+
+class Broadcast(Small):
+    def forward(self, ids):
+        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1])[None])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_positions_that_are_not_repeated_are_named(way) -> None:
+    model = Broadcast("layer norm", 6, 9, bias=True)
+    clipping = way(model, 1.0)
+
+    with pytest.raises(ValueError, match=r"positions\.weight saw 1 samples.*4 losses"):
+        clipping.backward(model.losses(*draw(4, 7)))
+
+
+class Past(Small):
+    def forward(self, ids):
+        return functional.linear(super().forward(ids) @ self.head.weight, self.head.weight)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_parameter_used_past_its_layer_is_named(way) -> None:
+    model = Past("layer norm", 6, 9, bias=True)
+    clipping = way(model, 1.0)
+
+    with pytest.raises(RuntimeError, match=r"head\.weight was used past its layer"):
+        clipping.backward(model.losses(*draw(4, 7)))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_reentrant_checkpoints_that_hide_a_second_use_are_refused(way) -> None:
+    class Hidden(Small):
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for _ in range(2):
+                x = checkpoint(self.body, x, use_reentrant=True)
+            return self.head(x)
+
+    model = Hidden("layer norm", 6, 9, bias=True)
+    clipping = way(model, 1.0)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        clipping.backward(model.losses(*draw(4, 7)))
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(6))
+        self.layer = nn.Linear(6, 6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(6), "BatchNorm1d mixes samples"),
+        (nn.Embedding(6, 6, max_norm=1.0), "embedding with max_norm"),
+        (nn.Embedding(6, 6, sparse=True), "embedding with sparse"),
+        (nn.Embedding(6, 6, scale_grad_by_freq=True), "embedding with scale_grad_by_freq"),
+        (Beside(), "Beside has parameters of its own beside the layers in it"),
+    ],
+)
+def test_layers_without_an_exact_gradient_are_refused(layer, message) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), layer)
+    with pytest.raises(UnsupportedError, match=message):
+        FlashClipping(model, 1.0)
+    assert "forward" not in vars(model[0])
+
+
+def test_a_matrix_tied_to_its_own_transpose_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), Conv1D(6, 6))
+    model[1].weight = model[0].weight
+    clipping = FlashClipping(model, 1.0)
+    with pytest.raises(UnsupportedError, match=r"0\.weight is used in ways that do not add up"):
+        clipping.backward(model(torch.randn(3, 2, 6)).sum((1, 2)))
+
+
+class Same(nn.Linear):
+    pass
+
+
+class Other(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Same, ["kept product", "sample gradients"]), (Other, ["sample gradients"] * 2)],
+)
+def test_a_subclass_has_its_bases_rule_unless_it_computes_something_else(kind, expected) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(5, 3)).double()
+    x = torch.randn(4, 2, 5, dtype=torch.float64)
+    model(x).sum().backward()
+    unclipped = gradients(model)
+    model.zero_grad()
+    clipping = BookKeeping(model, 1e9)
+    ways = []
+
+    def note(_layer, way, sampler, inputs):
+        ways.append(way)
+        return sampler(*inputs)
+
+    clipping.watch = note
+    clipping.backward(model(x).sum((1, 2)))
+
+    torch.testing.assert_close(gradients(model), unclipped)
+    assert ways == expected
+
+
+def test_per_layer_refuses_a_layer_that_is_used_twice() -> None:
+    model = build("used twice")
+    clipping = PerLayerClipping(model, 1.0)
+    with pytest.raises(RuntimeError, match="used more than once, and per-layer clipping"):
+        clipping.backward(model.losses(*batch()))
+
+
+def test_a_model_has_one_clipping_at_a_time() -> None:
+    model = build()
+    first = FlashClipping(model, 1.0)
+    with pytest.raises(UnsupportedError, match=r"Embedding is run by something else.*remove\(\)"):
+        BookKeeping(model, 1.0)
+    first.remove()
+    BookKeeping(model, 1.0)

@@ -1,0 +1,191 @@
+"""What is private about it: sensitivity, noise and epsilon are those of the stated mechanism."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.data_loader import DPDataLoader
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from small_models import Small, V
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.clipping.two_pass import FlashClipping
+
+EVERY = [FlashClipping, BookKeeping, PerLayerClipping]
+C, SIGMA = 0.7, 2.5
+
+
+def build(kind: str = "linear") -> Small:
+    torch.manual_seed(0)
+    return Small(kind, 6, 9, bias=True).double()
+
+
+def sample_losses(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(ids)
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view(labels.shape).mean(1)
+
+
+def data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(*(torch.randint(V, (samples, 5), generator=generator) for _ in range(2)))
+
+
+def clipped_sum(way, samples: TensorDataset, scale: float = 1.0) -> torch.Tensor:
+    model = build()
+    clipping = way(model, C)
+    clipping.backward(scale * sample_losses(model, *samples.tensors))
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def private(way, model: nn.Module, **options) -> tuple:
+    clipping = way(model, C)
+    optimizer = NoisyOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        noise_multiplier=SIGMA,
+        max_grad_norm=C,
+        expected_batch_size=4,
+        **options,
+    )
+    return clipping, optimizer
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("way", EVERY)
+def test_no_sample_moves_the_sum_by_more_than_the_bound(way, scale) -> None:
+    samples = data(6)
+    whole = clipped_sum(way, samples, scale)
+    for left_out in range(6):
+        rest = [i for i in range(6) if i != left_out]
+        neighbour = TensorDataset(*(part[rest] for part in samples.tensors))
+        moved = float((whole - clipped_sum(way, neighbour, scale)).norm())
+
+        assert moved <= C * (1 + 1e-9)
+        if scale == 1e3:  # far beyond the bound every sample is scaled to it
+            assert moved == pytest.approx(C, rel=1e-3)
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("samples", [0, 6])
+def test_noise_is_gaussian_of_the_stated_scale_whatever_the_batch(way, samples) -> None:
+    model = build()
+    clipping, optimizer = private(way, model, generator=torch.Generator().manual_seed(5))
+    ids, labels = data(max(samples, 1)).tensors
+    drawn = []
+    clean = clipped_sum(way, data(samples)) if samples else 0.0
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for _ in range(40):
+        with torch.no_grad():
+            offset = 0
+            for p in model.parameters():
+                p.copy_(before[offset : offset + p.numel()].view_as(p))
+                offset += p.numel()
+        losses = sample_losses(model, ids, labels) if samples else torch.zeros(0)
+        clipping.backward(losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        drawn.append(-4 * (after - before) - clean)  # learning rate 1, expected batch size 4
+    noise = torch.stack(drawn) / (SIGMA * C)
+
+    n = noise.numel()
+    assert n > 200_000
+    assert abs(float(noise.mean())) < 5 / math.sqrt(n)
+    assert float(noise.var()) == pytest.approx(1, abs=5 * math.sqrt(2 / n))
+    assert float(noise.pow(4).mean()) == pytest.approx(3, abs=5 * math.sqrt(96 / n))
+    # Between coordinates, and between steps, nothing is shared.
+    neighbours = (noise[:, 1:] * noise[:, :-1]).mean()
+    assert abs(float(neighbours)) < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("accountant_type", [RDPAccountant, PRVAccountant])
+def test_epsilon_is_opacus_for_the_same_schedule(accountant_type) -> None:
+    loader = DPDataLoader.from_data_loader(DataLoader(data(40), batch_size=4))
+    model = build()
+    clipping, optimizer = private(BookKeeping, model)
+    accountant = accountant_type()
+    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(loader.sample_rate))
+    torch.manual_seed(3)
+    sizes = []
+    for _ in range(3):
+        for ids, labels in loader:
+            sizes.append(len(ids))
+            clipping.backward(sample_losses(model, ids.long(), labels.long()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = accountant_type()
+    expected.history = [(SIGMA, loader.sample_rate, len(sizes))]
+    assert accountant.history == expected.history
+    assert accountant.get_epsilon(delta=1e-5) == expected.get_epsilon(delta=1e-5) > 0
+    assert len(set(sizes)) > 3  # Poisson: batches differ
+    assert loader.sample_rate == 0.1
+
+
+def test_a_poisson_batch_without_samples_steps_on_noise_alone() -> None:
+    model = build()
+    clipping, optimizer = private(FlashClipping, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    empty = torch.zeros(0, 5, dtype=torch.int64)
+
+    clipping.backward(sample_losses(model, empty, empty))
+    optimizer.step()
+
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
+
+
+def test_opacus_batch_memory_manager_splits_a_batch_into_parts() -> None:
+    loader = DataLoader(data(12), batch_size=6)
+    whole, parts = build(), build()
+    clipping, optimizer = private(FlashClipping, whole, generator=torch.Generator().manual_seed(1))
+    for ids, labels in loader:
+        clipping.backward(sample_losses(whole, ids, labels))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    clipping, optimizer = private(FlashClipping, parts, generator=torch.Generator().manual_seed(1))
+    hooked = []
+    optimizer.attach_step_hook(hooked.append)
+    poisson = DPDataLoader.from_data_loader(loader)
+    poisson.batch_sampler.__class__ = type(  # the same batches, in order
+        "InOrder",
+        (type(poisson.batch_sampler),),
+        {"__iter__": lambda _: iter([list(range(6)), list(range(6, 12))])},
+    )
+    with BatchMemoryManager(
+        data_loader=poisson, max_physical_batch_size=2, optimizer=optimizer
+    ) as physical:
+        for ids, labels in physical:
+            assert len(ids) <= 2
+            clipping.backward(sample_losses(parts, ids, labels))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert len(hooked) == 2
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+def test_the_loop_in_the_documents_trains() -> None:
+    document = Path(__file__).parents[2] / "docs" / "methods.md"
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    loop = next(block for block in blocks if "NoisyOptimizer" in block)
+    torch.manual_seed(0)
+    model = Small("layer norm", 6, 9, bias=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    names = {"model": model, "data_loader": DataLoader(data(40), batch_size=4)}
+
+    exec(compile(loop, str(document), "exec"), names)  # noqa: S102
+
+    assert names["accountant"].get_epsilon(delta=1e-5) > 0
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
