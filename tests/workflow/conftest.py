@@ -1,6 +1,7 @@
 """A copy of the checkout in which real snakemake runs."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
+QUICK = Path(__file__).with_name("quick_clean.py")
 TABLES = "results/tables/manifest.txt"
 """A target that needs every result, but no figure and no report, which take as long again."""
 
@@ -102,21 +104,36 @@ class Checkout:
 
 def copy_checkout(target: Path) -> Checkout:
     shutil.copytree(ROOT, target, ignore=_LEFT_OUT)
-    return Checkout(target)
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    """A fresh checkout whose default config is the micro sweep."""
-    fresh = copy_checkout(tmp_path / "checkout")
+    fresh = Checkout(target)
     fresh.use("micro.yaml")
     return fresh
 
 
+def quick_checkout(target: Path) -> Checkout:
+    """Copy the checkout with an instrument that trains nothing, and one figure for all."""
+    fresh = copy_checkout(target)
+    shutil.copy(QUICK, target / "src" / "dpprof" / "instruments" / "clean.py")
+    declared = target / "pyproject.toml"
+    others = re.compile(r'.* = "dpprof\.figures\.(?!tradeoff:).*\n')
+    declared.write_text(others.sub("", declared.read_text()))
+    return fresh
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Checkout:
+    """A fresh checkout whose default config is the micro sweep."""
+    return copy_checkout(tmp_path / "checkout")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    """The same, but no experiment trains: what runs when does not depend on what is measured."""
+    return quick_checkout(tmp_path / "checkout")
+
+
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    done = copy_checkout(tmp_path_factory.mktemp("finished") / "checkout")
-    done.use("micro.yaml")
+    done = quick_checkout(tmp_path_factory.mktemp("finished") / "checkout")
     done.snakemake()
     return done.path
 
@@ -128,7 +145,7 @@ def finished(_finished: Path, tmp_path: Path) -> Checkout:
     return Checkout(tmp_path / "checkout")
 
 
-def wait_for(condition, seconds: float = 60) -> None:
+def wait_for(condition, seconds: float = 120) -> None:
     for _ in range(int(seconds * 20)):
         if condition():
             return

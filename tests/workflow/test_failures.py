@@ -12,20 +12,12 @@ from conftest import PLUGIN, TABLES, Checkout, wait_for
 pytestmark = pytest.mark.workflow
 
 
-@pytest.fixture
-def with_plugin(checkout: Checkout) -> Checkout:
-    checkout.environment = {
-        "PYTHONPATH": str(PLUGIN),
-        "DPPROF_TEST_MARKER": str(checkout.path / "reached"),
-    }
-    return checkout
+def test_every_way_to_fail_ends_in_a_report_that_lists_it(training: Checkout) -> None:
+    training.environment = {"PYTHONPATH": str(PLUGIN)}
+    training.use("failures.yaml")
+    said = training.snakemake()
 
-
-def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout) -> None:
-    with_plugin.use("failures.yaml")
-    said = with_plugin.snakemake()
-
-    runs = with_plugin.table("runs").set_index("method")
+    runs = training.table("runs").set_index("method")
     assert runs["outcome"].to_dict() == {
         "standard": "ok",
         "opacus-fast-gradient-clipping": "ok",
@@ -37,7 +29,7 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout)
     }
     assert runs.loc["test-dies", "attempts"] == 2
     assert runs.loc["opacus-hooks", "error_requested_bytes"] > 0
-    report = (with_plugin.path / "results" / "report.md").read_text().replace("\\", "")
+    report = (training.path / "results" / "report.md").read_text().replace("\\", "")
     for method, run in runs[runs["outcome"] != "ok"].iterrows():
         row = next(
             line
@@ -46,16 +38,16 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout)
         )
         assert f"| {run['outcome']} |" in row
         assert f"results/logs/clean/{run['experiment_id']}.r0.log" in row
-        assert (with_plugin.path / run["error_log"]).is_file()
+        assert (training.path / run["error_log"]).is_file()
         assert f"{method}" in report
-    assert (with_plugin.path / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert (training.path / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "<script>" not in report
-    assert not (with_plugin.path / "pwned").exists()
-    kinds = list(with_plugin.table("findings")["kind"])
+    assert not (training.path / "pwned").exists()
+    kinds = list(training.table("findings")["kind"])
     assert set(kinds) - {"contended"} == {"fallback"}  # the machine may be busy
     assert f"{len(kinds)} caveat" in report
     assert "Opacus fell back to functorch for Scale" in report
-    samplers = with_plugin.table("samplers").set_index("layer")["path"]
+    samplers = training.table("samplers").set_index("layer")["path"]
     assert samplers.to_dict() == {
         "Embedding": "grad sampler",
         "Linear": "grad sampler",
@@ -66,22 +58,24 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(with_plugin: Checkout)
     assert "about" in said
     assert "killed after" in said
 
-    kept = with_plugin.results()
-    assert "Nothing to be done" in with_plugin.snakemake()
-    with_plugin.script("forget.py", "--outcome", "crashed,timeout")
-    assert len(with_plugin.results()) == 5
-    with_plugin.snakemake(TABLES)
-    again = [name for name, state in with_plugin.results().items() if kept[name] != state]
+    kept = training.results()
+    assert "Nothing to be done" in training.snakemake()
+    training.script("forget.py", "--outcome", "crashed,timeout")
+    assert len(training.results()) == 5
+    training.snakemake(TABLES)
+    again = [name for name, state in training.results().items() if kept[name] != state]
     assert sorted(name.split("-b1-")[0] for name in again) == [
         "custom-microbatch",
         "custom-test-raises",
     ]
 
 
-def sleeping_sweep(checkout: Checkout) -> None:
-    """Two runs that end, then one that sleeps the first time it is reached."""
-    path = checkout.path / "config" / "config.yaml"
-    path.write_text(path.read_text().replace("standard\n", "[standard, test-sleeps-once]\n"))
+@pytest.fixture
+def sleeping(checkout: Checkout) -> Checkout:
+    """A checkout with a run that sleeps the first time it is reached, the last of four."""
+    checkout.edit("config/config.yaml", "method: standard\n", "method: [standard, microbatch]\n")
+    checkout.environment = {"DPPROF_TEST_MARKER": str(checkout.path / "reached")}
+    return checkout
 
 
 def process_running(script: str, folder: Path) -> list[psutil.Process]:
@@ -93,51 +87,48 @@ def process_running(script: str, folder: Path) -> list[psutil.Process]:
     return found
 
 
-def test_a_killed_supervisor_costs_nothing_that_was_finished(with_plugin: Checkout) -> None:
-    sleeping_sweep(with_plugin)
-    sweep = with_plugin.start(TABLES)
-    wait_for((with_plugin.path / "reached").exists)
-    finished = with_plugin.results()
-    (supervisor,) = process_running("profile_experiment.py", with_plugin.path)
+def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout) -> None:
+    sweep = sleeping.start(TABLES)
+    wait_for((sleeping.path / "reached").exists)
+    finished = sleeping.results()
+    (supervisor,) = process_running("profile_experiment.py", sleeping.path)
     supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
 
     assert sweep.returncode == 0, said
-    assert set(with_plugin.table("runs")["outcome"]) == {"ok"}
-    assert len(with_plugin.results()) == 4
-    assert finished.items() <= with_plugin.results().items()
+    assert set(sleeping.table("runs")["outcome"]) == {"ok"}
+    assert len(sleeping.results()) == 4
+    assert finished.items() <= sleeping.results().items()
 
 
-def test_a_killed_worker_is_run_again_within_the_sweep(with_plugin: Checkout) -> None:
-    sleeping_sweep(with_plugin)
-    sweep = with_plugin.start(TABLES)
-    wait_for((with_plugin.path / "reached").exists)
-    (worker,) = process_running("dpprof.worker", with_plugin.path)
+def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> None:
+    sweep = sleeping.start(TABLES)
+    wait_for((sleeping.path / "reached").exists)
+    (worker,) = process_running("dpprof.worker", sleeping.path)
     worker.kill()
     said, _ = sweep.communicate(timeout=300)
 
     assert sweep.returncode == 0, said
-    runs = with_plugin.table("runs").set_index("method")
-    assert runs.loc["test-sleeps-once", ["outcome", "attempts"]].tolist() == ["ok", 2]
+    runs = sleeping.table("runs").set_index("method")
+    assert runs.loc["microbatch", ["outcome", "attempts"]].tolist() == ["ok", 2]
 
 
-def test_after_ctrl_c_the_next_snakemake_continues(with_plugin: Checkout) -> None:
-    sleeping_sweep(with_plugin)
-    sweep = with_plugin.start()
-    wait_for((with_plugin.path / "reached").exists)
-    (worker,) = process_running("dpprof.worker", with_plugin.path)
-    finished = with_plugin.results()
+def test_after_ctrl_c_the_next_snakemake_continues(sleeping: Checkout) -> None:
+    sweep = sleeping.start()
+    wait_for((sleeping.path / "reached").exists)
+    (worker,) = process_running("dpprof.worker", sleeping.path)
+    finished = sleeping.results()
     os.killpg(sweep.pid, signal.SIGINT)
     sweep.communicate(timeout=60)
 
     assert sweep.returncode != 0
     worker.wait(timeout=10)
-    assert with_plugin.results() == finished
+    assert sleeping.results() == finished
 
-    with_plugin.snakemake(TABLES)
-    assert len(with_plugin.results()) == 4
-    assert finished.items() <= with_plugin.results().items()
-    assert set(with_plugin.table("runs")["outcome"]) == {"ok"}
+    sleeping.snakemake(TABLES)
+    assert len(sleeping.results()) == 4
+    assert finished.items() <= sleeping.results().items()
+    assert set(sleeping.table("runs")["outcome"]) == {"ok"}
 
 
 def test_a_damaged_result_is_named_and_never_skipped(finished: Checkout) -> None:

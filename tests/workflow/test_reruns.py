@@ -145,13 +145,13 @@ def test_a_config_edited_while_a_sweep_runs_changes_nothing_in_it(checkout: Chec
     assert sorted(checkout.table("experiments")["batch_size"]) == [1, 1, 2]
 
 
-def test_a_dry_run_of_another_config_does_not_disturb_a_running_sweep(checkout: Checkout) -> None:
-    other = checkout.path / "other.yaml"
-    other.write_text((checkout.path / CONFIG).read_text().replace("seq_len: 4", "seq_len: 5"))
-    sweep = checkout.start(TABLES)
-    wait_for(checkout.results)
-    checkout.snakemake("-n", "--configfile", "other.yaml")
+def test_a_dry_run_of_another_config_does_not_disturb_a_running_sweep(training: Checkout) -> None:
+    other = training.path / "other.yaml"
+    other.write_text((training.path / CONFIG).read_text().replace("seq_len: 4", "seq_len: 5"))
+    sweep = training.start(TABLES)
+    wait_for(training.results)
+    training.snakemake("-n", "--configfile", "other.yaml")
     said, _ = sweep.communicate(timeout=300)
 
     assert sweep.returncode == 0, said
-    assert set(checkout.table("experiments")["seq_len"]) == {4}
+    assert set(training.table("experiments")["seq_len"]) == {4}
