@@ -4,11 +4,8 @@ Found through its entry points when this folder is on PYTHONPATH, as an installe
 plug-in would be.
 """
 
-import atexit
-import ctypes
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -40,49 +37,9 @@ class DiesOnce(Fails):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class SleepsOnce(Fails):
-    def fail(self):
-        marker = Path(os.environ["DPPROF_TEST_MARKER"])
-        if not marker.exists():
-            marker.touch()
-            time.sleep(3600)
-
-
-class Segfaults(Fails):
-    def fail(self):
-        ctypes.string_at(0)
-
-
 class Raises(Fails):
     def fail(self):
         raise RuntimeError("a <script>alert(1)</script> \\input{x} $(touch pwned) | `x` & \x1b[31m")
-
-
-class Sleeps(Fails):
-    def fail(self):
-        time.sleep(3600)
-
-
-class Exits(Fails):
-    def fail(self):
-        print("famous last words", flush=True)
-        os._exit(7)
-
-
-class ExitsSilently(Fails):
-    def fail(self):
-        os._exit(3)
-
-
-class OddSignal(Fails):
-    def fail(self):
-        os.kill(os.getpid(), 40)
-
-
-class HangsAtExit(Standard):
-    def __init__(self, model, experiment):
-        super().__init__(model, experiment)
-        atexit.register(time.sleep, 3600)
 
 
 class Refuses(Standard):
