@@ -1,36 +1,46 @@
 import functools
 import itertools
 import json
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 from factory import make_experiment
-from fresh_process import run_fresh
 
 from dpprof import catalogue
+from dpprof.devices.allocations import CpuRecorder
+from dpprof.instruments.account import Bookkeeper
+from dpprof.instruments.setup import begin, set_up
+from dpprof.ledger.recorder import Recorder
 
-MEASURE = """
-import sys
-from factory import make_experiment
-from dpprof.instruments import {instrument}
-fields = {{"method": sys.argv[1], "batch_size": 3, "seq_len": 4, "warmup_steps": 2}}
-experiment = make_experiment(timed_steps=3, noise_multiplier=0.1, **fields)
-print({instrument}.measure(experiment, lambda _: None).model_dump_json())
-"""
 P, B = 1176, 3
-CENSUS = ["parameters", "gradients", "optimizer_state", "per_sample_gradients", "norm_samples"]
+FIELDS = {"batch_size": B, "seq_len": 4}
 
 
 @pytest.fixture(scope="module")
-def begun():
+def processes():
+    """Processes for one call each, which have imported the libraries and computed nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["opacus", "torch._dynamo", "dpprof.analysis.tables", "pytest"])
+    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
+        yield pool
+
+
+def measure_here(method: str, instrument: str) -> str:
+    experiment = make_experiment(method=method, warmup_steps=2, timed_steps=3, noise_multiplier=0.1, **FIELDS)
+    return catalogue.load("instruments", instrument)(experiment, lambda _: None).model_dump_json()
+
+
+@pytest.fixture(scope="module")
+def begun(processes):
     """Measurements under way, by method, process and instrument, begun as they are asked for."""
-    with ThreadPoolExecutor() as pool:
 
-        @functools.cache
-        def begin(method: str, process: int, instrument: str):
-            return pool.submit(run_fresh, MEASURE.format(instrument=instrument), method)
+    @functools.cache
+    def begin(method: str, process: int, instrument: str):
+        return processes.submit(measure_here, method, instrument)
 
-        yield begin
+    return begin
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +48,7 @@ def measured(begun):
     """Measurements by method and process."""
 
     def get(method: str, process: int = 0, instrument: str = "phases"):
-        return json.loads(begun(method, process, instrument).result().splitlines()[-1])
+        return json.loads(begun(method, process, instrument).result())
 
     return get
 
@@ -54,58 +64,40 @@ def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured)
     assert min(next(iter(peaks))) > 4 * P * 4
 
 
-PLAIN = """
-import sys
-from factory import make_experiment
-from dpprof.devices.allocations import CpuRecorder
-from dpprof.instruments.account import Bookkeeper
-from dpprof.instruments.setup import begin, set_up
-from dpprof.ledger.recorder import Recorder
-method, with_books = sys.argv[1], sys.argv[2] == "books"
-fields = {"method": method, "batch_size": 3, "seq_len": 4}
-experiment = make_experiment(**fields)
-kind, device = begin(experiment)
-allocator = CpuRecorder()
-recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
-books = []
+def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
+    """Peaks of the first and a later step, which nothing counts, and what books say of it."""
+    experiment = make_experiment(method=method, noise_multiplier=0.1, **FIELDS)
+    kind, device = begin(experiment)
+    allocator, books = CpuRecorder(), None
+    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
+    with recorder if with_books else nullcontext():
+        training = set_up(experiment, kind, device, lambda *_: None)
+        bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)
+        for name in ("first", "between", "steady"):
+            with allocator.window(name):
+                if with_books:
+                    books = bookkeeper.run(training.batch, counting=True)
+                else:
+                    training.step.run(training.batch, lambda _: None)
+    peaks = allocator.close().peaks
+    steps = [peaks[name].allocated_bytes for name in ("first", "steady")]
+    return steps, books and books.peak_bytes
 
-def run():
-    if with_books:
-        books.append(bookkeeper.run(training.batch, counting=True))
-    else:
-        training.step.run(training.batch, lambda _: None)
 
-if with_books:
-    recorder.__enter__()
-training = set_up(experiment, kind, device, lambda *_: None)
-if with_books:
-    bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)
-for name in ("first", "between", "steady"):
-    with allocator.window(name):
-        run()
-if with_books:
-    recorder.__exit__(None, None, None)
-peaks = allocator.close().peaks
-print(peaks["first"].allocated_bytes, peaks["steady"].allocated_bytes)
-print(books[-1].peak_bytes if books else None)
-"""
 SCALARS = 2 * (8 + 4)
 """What PyTorch makes of a Python number within an operator, and again under a dispatch mode."""
 
 
 @pytest.mark.parametrize("method", ["standard", "opacus-hooks", "opacus-ghost"])
-def test_neither_the_census_nor_the_ledger_changes_a_peak(method, begun, measured) -> None:
-    begun(method, 0, "phases")
-    plain = run_fresh(PLAIN, method, "plain").splitlines()
-    watched = run_fresh(PLAIN, method, "books").splitlines()
-    first, steady = map(int, plain[-2].split())
+def test_neither_the_census_nor_the_ledger_changes_a_peak(method, processes, measured) -> None:
+    calls = [processes.submit(peaks_here, method, with_books=books) for books in (False, True)]
+    (plain, _), (watched, of_books) = (call.result() for call in calls)
     memory = measured(method)["memory"]
 
-    assert memory["first_step_peak_allocated_bytes"] == first
-    assert memory["peak_allocated_bytes"] == steady
-    for bare, with_ledger in zip((first, steady), watched[-2].split(), strict=True):
-        assert 0 <= int(with_ledger) - bare <= SCALARS
-    assert 0 <= steady - int(watched[-1]) <= SCALARS
+    assert [memory["first_step_peak_allocated_bytes"], memory["peak_allocated_bytes"]] == plain
+    for bare, with_ledger in zip(plain, watched, strict=True):
+        assert 0 <= with_ledger - bare <= SCALARS
+    assert 0 <= plain[1] - of_books <= SCALARS
 
 
 @pytest.mark.parametrize("method", catalogue.names("methods"))
