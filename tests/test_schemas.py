@@ -53,6 +53,6 @@ def test_results_fit_the_published_schema(tmp_path, outcome: str) -> None:
     schema = json.loads(RESULT_SCHEMA.read_text())
 
     jsonschema.validate(document, schema)
+    validator = jsonschema.validators.validator_for(schema)(schema)
     for key in document:
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({k: v for k, v in document.items() if k != key}, schema)
+        assert not validator.is_valid({k: v for k, v in document.items() if k != key}), key
