@@ -1,10 +1,12 @@
 # `make` measures and reports, `make test` tests, `make install` only sets up,
 # `make perf` measures what dpprof itself costs.
-# CONFIG=path replaces the default sweep; PYTHON chooses the interpreter.
+# CONFIG=path replaces the default sweep; PYTHON chooses the interpreter; WORKERS says how many
+# processes share the tests.
 
 PYTHON ?= python3
 CONFIG ?=
 CORES ?= all
+WORKERS ?= 2
 
 VENV := .venv
 INSTALLED := $(VENV)/installed
@@ -27,7 +29,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@touch $@
 
 test: install
-	python -m pytest
+	python -m pytest -n $(WORKERS) --dist worksteal
 
 # Style, types, import rules and the workflow's own linter.
 lint: install

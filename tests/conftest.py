@@ -24,6 +24,8 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Threads that wait spinning stand still on a busy machine; read when torch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of several, which share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
