@@ -37,6 +37,9 @@ METHODS = (
     "opacus-fast-gradient-clipping",
     "opacus-per-layer",
     "opacus-adaptive",
+    "flash",
+    "flash-bk",
+    "per-layer",
 )
 NO_AUTOCAST = ("opacus-ew", "opacus-per-layer")
 SHAPES = (

@@ -1,0 +1,208 @@
+"""What private steps cost beside the standard one, over sequence lengths at fixed tokens.
+
+Methods are set up side by side in one process and take steps in turn, A B C D E A B ..., so
+that what slows the machine slows all of them; a ratio is the median over rounds of one
+round's ratio. FLOPs and peaks are those that the instrument ``estimate`` counts, which on a
+CPU are the allocator's to the byte (perf/accuracy.md). The claims, over the grid: against
+opacus-ghost flash-bk is 2.5 times faster in the geometric mean and 5 times from 4,096 tokens
+on, flash 1.8 times; flash-bk takes at most 1.3 times a standard step in the geometric mean
+and 1.5 times anywhere; flash's peak is at most 1.05 times opacus-ghost's.
+"""
+
+import argparse
+import datetime as dt
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+
+from dpprof.console import say
+from dpprof.devices.cpu import Cpu
+from dpprof.experiment import Experiment
+from dpprof.figures.style import method_style
+from dpprof.hardware import available_cores, cpu_name
+from dpprof.instruments import account
+from dpprof.instruments.setup import import_method, set_up
+from dpprof.provenance import package_versions
+from dpprof.result import Phase
+
+METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash", "flash-bk")
+GRID = (
+    *(("small", T, 8_192) for T in (128, 512, 1_024, 2_048, 4_096, 8_192)),
+    *(("medium", T, 2_048) for T in (256, 1_024)),
+)
+ROUNDS = 5
+MIN_ROUNDS = 3
+LONG = 4_096
+
+
+class Shape(NamedTuple):
+    """What all methods were measured on."""
+
+    model: str
+    T: int
+    tokens: int
+
+
+class Cost(NamedTuple):
+    """One method on one shape."""
+
+    step_s: list[float]
+    flops: int
+    peak_bytes: int
+
+
+Row = dict[str, Cost]
+
+
+def ignore(_phase: Phase) -> None:
+    """Do nothing as a phase begins."""
+
+
+def measure(shape: Shape, rounds: int) -> Row:
+    """Run all methods in turn, and estimate each."""
+    experiments = {
+        method: Experiment(
+            model=shape.model,
+            method=method,
+            batch_size=shape.tokens // shape.T,
+            seq_len=shape.T,
+            device="cpu",
+        )
+        for method in METHODS
+    }
+    counted = {method: account.estimate(e, ignore) for method, e in experiments.items()}
+    steps: dict[str, list[float]] = {method: [] for method in METHODS}
+    trainings = {
+        method: set_up(e, import_method(e), Cpu(), lambda *_: None)
+        for method, e in experiments.items()
+    }
+    for at in range(rounds + 1):
+        for method, training in trainings.items():
+            start = time.perf_counter()
+            training.step.run(training.batch, ignore)
+            if at:  # the first warms up
+                steps[method].append(time.perf_counter() - start)
+        say(f"{shape.model}, T = {shape.T}: {at} of {rounds} rounds")
+    row = {}
+    for method, found in counted.items():
+        assert found.compute is not None
+        assert found.memory is not None
+        assert found.memory.peak_allocated_bytes is not None
+        peak = found.memory.peak_allocated_bytes
+        row[method] = Cost(steps[method], found.compute.executed_flops, peak)
+    return row
+
+
+def ratio(row: Row, method: str, base: str) -> float:
+    """Take the median over rounds of one method's time over another's."""
+    pairs = zip(row[method].step_s, row[base].step_s, strict=True)
+    return statistics.median(value / other for value, other in pairs)
+
+
+def tabulate(rows: dict[Shape, Row]) -> str:
+    """Lay out times, FLOPs and peaks, each over the standard step's."""
+    lines = [
+        "| model | T | B | standard (s) | "
+        + " | ".join(f"{method}: time, FLOPs, peak" for method in METHODS[1:])
+        + " | ghost / flash | ghost / flash-bk |",
+        "| --- | ---: | ---: | ---: |" + " ---: |" * (len(METHODS) + 1),
+    ]
+    for shape, row in rows.items():
+        base = row["standard"]
+        cells = [
+            f"{ratio(row, method, 'standard'):.2f}, {row[method].flops / base.flops:.2f}, "
+            f"{row[method].peak_bytes / base.peak_bytes:.2f}"
+            for method in METHODS[1:]
+        ]
+        faster = [f"{ratio(row, 'opacus-ghost', method):.2f}" for method in ("flash", "flash-bk")]
+        first = [shape.model, str(shape.T), str(shape.tokens // shape.T)]
+        lines.append(
+            f"| {' | '.join([*first, f'{statistics.median(base.step_s):.2f}', *cells, *faster])} |"
+        )
+    return "\n".join(lines)
+
+
+def summarise(rows: dict[Shape, Row]) -> tuple[str, list[str]]:
+    """State what the claims are about; returns the sentences, and the claims that do not hold."""
+    mean = statistics.geometric_mean
+    over = [ratio(row, "flash-bk", "standard") for row in rows.values()]
+    flops = mean(r["flash-bk"].flops / r["standard"].flops for r in rows.values())
+    faster = {m: [ratio(r, "opacus-ghost", m) for r in rows.values()] for m in ("flash", "flash-bk")}
+    long = [ratio(r, "opacus-ghost", "flash-bk") for s, r in rows.items() if s.T >= LONG]
+    peaks = [r["flash"].peak_bytes / r["opacus-ghost"].peak_bytes for r in rows.values()]
+    claims = [
+        ("opacus-ghost / flash-bk, geometric mean", mean(faster["flash-bk"]), ">=", 2.5),
+        ("opacus-ghost / flash, geometric mean", mean(faster["flash"]), ">=", 1.8),
+        ("flash-bk / standard, geometric mean", mean(over), "<=", 1.3),
+        ("flash-bk / standard, largest", max(over), "<=", 1.5),
+        ("peak of flash / opacus-ghost, largest", max(peaks), "<=", 1.05),
+    ]
+    if long:
+        name = f"opacus-ghost / flash-bk from T = {LONG:,} on, smallest"
+        claims.append((name, min(long), ">=", 5.0))
+    lines = [f"* {name}: {value:.2f} (claim: {sign} {bound})" for name, value, sign, bound in claims]
+    lines.append(f"* FLOPs of flash-bk / standard, geometric mean: {flops:.2f}")
+    missed = [
+        name
+        for name, value, sign, bound in claims
+        if (value < bound if sign == ">=" else value > bound)
+    ]
+    return "\n".join(lines), missed
+
+
+def draw(rows: dict[Shape, Row], path: Path) -> None:
+    """Draw times and peaks over the standard step's, over sequence length."""
+    shown = {shape.T: row for shape, row in rows.items() if shape.model == GRID[0][0]}
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for method in METHODS[1:]:
+        times = [ratio(row, method, "standard") for row in shown.values()]
+        peaks = [row[method].peak_bytes / row["standard"].peak_bytes for row in shown.values()]
+        for panel, values in zip(axes, (times, peaks), strict=True):
+            panel.plot(list(shown), values, label=method, **method_style(method))
+    for panel, what in zip(axes, ("step time", "peak memory"), strict=True):
+        panel.axhline(1, color="0.6", linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+        panel.set_xticks(list(shown), [f"{T:,}" for T in shown])
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.set_xlabel("tokens of a sample (8,192 tokens a step)")
+        panel.set_ylabel(f"{what} / standard")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def describe(rounds: int) -> str:
+    """Say where and with what a table was measured."""
+    packages = ", ".join(f"{n} {v}" for n, v in package_versions(("torch", "opacus")).items())
+    cpu = f"{cpu_name()}, {available_cores()} cores, {torch.get_num_threads()} compute threads"
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; {rounds} rounds."
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"at least {MIN_ROUNDS}")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--figure", type=Path, help="a picture file for the figure")
+    arguments = parser.parse_args()
+    if arguments.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds: {arguments.rounds} is not allowed; at least {MIN_ROUNDS}")
+    rows = {Shape(*shape): measure(Shape(*shape), arguments.rounds) for shape in GRID}
+    claims, missed = summarise(rows)
+    table = f"{describe(arguments.rounds)}\n\n{tabulate(rows)}\n\n{claims}"
+    print(table)
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    if arguments.figure:
+        draw(rows, arguments.figure)
+    if missed:
+        sys.exit(f"beyond its claim: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
