@@ -132,7 +132,9 @@ def summarise(rows: dict[Shape, Row]) -> tuple[str, list[str]]:
     mean = statistics.geometric_mean
     over = [ratio(row, "flash-bk", "standard") for row in rows.values()]
     flops = mean(r["flash-bk"].flops / r["standard"].flops for r in rows.values())
-    faster = {m: [ratio(r, "opacus-ghost", m) for r in rows.values()] for m in ("flash", "flash-bk")}
+    faster = {
+        m: [ratio(r, "opacus-ghost", m) for r in rows.values()] for m in ("flash", "flash-bk")
+    }
     long = [ratio(r, "opacus-ghost", "flash-bk") for s, r in rows.items() if s.T >= LONG]
     peaks = [r["flash"].peak_bytes / r["opacus-ghost"].peak_bytes for r in rows.values()]
     claims = [
@@ -145,7 +147,9 @@ def summarise(rows: dict[Shape, Row]) -> tuple[str, list[str]]:
     if long:
         name = f"opacus-ghost / flash-bk from T = {LONG:,} on, smallest"
         claims.append((name, min(long), ">=", 5.0))
-    lines = [f"* {name}: {value:.2f} (claim: {sign} {bound})" for name, value, sign, bound in claims]
+    lines = [
+        f"* {name}: {value:.2f} (claim: {sign} {bound})" for name, value, sign, bound in claims
+    ]
     lines.append(f"* FLOPs of flash-bk / standard, geometric mean: {flops:.2f}")
     missed = [
         name

@@ -15,7 +15,7 @@ from dpprof.instruments.setup import begin, set_up
 from dpprof.ledger.recorder import Recorder
 
 P, B = 1176, 3
-FIELDS = {"batch_size": B, "seq_len": 4}
+FIELDS = {"batch_size": B, "seq_len": 4, "noise_multiplier": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def processes():
 
 
 def measure_here(method: str, instrument: str) -> str:
-    experiment = make_experiment(method=method, warmup_steps=2, timed_steps=3, noise_multiplier=0.1, **FIELDS)
+    experiment = make_experiment(method=method, warmup_steps=2, timed_steps=3, **FIELDS)
     return catalogue.load("instruments", instrument)(experiment, lambda _: None).model_dump_json()
 
 
@@ -66,7 +66,7 @@ def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured)
 
 def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
     """Peaks of the first and a later step, which nothing counts, and what books say of it."""
-    experiment = make_experiment(method=method, noise_multiplier=0.1, **FIELDS)
+    experiment = make_experiment(method=method, **FIELDS)
     kind, device = begin(experiment)
     allocator, books = CpuRecorder(), None
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)

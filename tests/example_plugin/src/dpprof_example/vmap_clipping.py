@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from dpprof.catalogue import UnsupportedError
+from dpprof.clipping.factor import clip_factor
 from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, clip_factor, mean_loss
+from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
 from dpprof.result import Component
 
 
