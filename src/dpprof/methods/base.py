@@ -10,7 +10,7 @@ Shape legend: B batch, T tokens, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,6 +35,13 @@ class Batch(NamedTuple):
 
     tokens_BT: Tensor
     labels_BT: Tensor
+
+
+class ClipGroup(NamedTuple):
+    """Parameters whose gradient is clipped as one: to an L2 norm over all of them."""
+
+    parameters: Sequence[nn.Parameter]
+    bound: float
 
 
 class TrainingStep(ABC):
@@ -73,6 +80,28 @@ class TrainingStep(ABC):
     @abstractmethod
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave in every parameter's ``.grad`` what the optimizer is to apply."""
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Tell what the next step clips together, and to which bound each.
+
+        Returns:
+            Groups that share out the trainable parameters of ``self.module`` among them: all
+            in one, to ``max_grad_norm``, unless a method says otherwise. None where nothing
+            is clipped, that is, where the method is not private.
+        """
+        trainable = [p for p in self.module.parameters() if p.requires_grad]
+        return [ClipGroup(trainable, self.experiment.max_grad_norm)]
+
+    def sample_norms(self) -> Tensor | None:
+        """Tell the L2 norms of the samples' gradients that ``compute_gradient`` found last.
+
+        Valid until the gradients are cleared.
+
+        Returns:
+            Norms before clipping, (B,) over all parameters or (B, groups); None where the
+            method does not keep them.
+        """
+        return None
 
     def apply_gradient(self) -> None:
         """Let the plain optimizer use the gradients."""

@@ -8,9 +8,10 @@ memory: B x P elements of per-sample gradients, and P for their clipped sum, whi
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 
+import torch
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleModule
 from opacus.optimizers import DPOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
@@ -57,6 +58,11 @@ class OpacusPerSample(TrainingStep):
         enter("noise")
         self.optimizer.add_noise()
         self.optimizer.scale_grad()
+
+    def sample_norms(self) -> Tensor:
+        """Reduce the per-sample gradients, which stay until they are cleared; (B,)."""
+        norms = [samples.flatten(1).norm(dim=1) for samples in self.optimizer.grad_samples]
+        return torch.stack(norms).norm(dim=0)
 
     def apply_gradient(self) -> None:
         """Let the wrapped optimizer use the gradients."""

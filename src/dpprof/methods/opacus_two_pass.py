@@ -100,6 +100,11 @@ class OpacusTwoPass(TrainingStep):
         self.optimizer.add_noise()
         self.optimizer.scale_grad()
 
+    def sample_norms(self) -> Tensor:
+        """Tell the norms that the first pass left; (B,)."""
+        norms_B: Tensor = self.module.per_sample_gradient_norms
+        return norms_B
+
     def apply_gradient(self) -> None:
         """Let the wrapped optimizer use the gradients."""
         self.optimizer.original_optimizer.step()

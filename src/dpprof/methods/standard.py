@@ -1,6 +1,8 @@
 """Non-private training: the baseline of every ratio."""
 
-from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
+from collections.abc import Sequence
+
+from dpprof.methods.base import Batch, ClipGroup, Enter, TrainingStep, mean_loss
 
 
 class Standard(TrainingStep):
@@ -12,3 +14,7 @@ class Standard(TrainingStep):
         loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Tell that nothing is clipped."""
+        return ()
