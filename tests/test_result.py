@@ -3,7 +3,8 @@ import json
 import pytest
 from factory import make_experiment, write_synthetic
 
-from dpprof.result import ResultError, read_result, read_run, result_path
+from dpprof.result import read_result, read_run, result_path
+from dpprof.sealed import ResultError
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from dpprof import catalogue
 from dpprof.experiment import Experiment
 from dpprof.hardware import available_cores
 from dpprof.options import add_experiment_options, read_experiments
-from dpprof.result import Result, ResultError, read_run, result_path
+from dpprof.result import Result, read_run, result_path
+from dpprof.sealed import ResultError
 from dpprof.sources import code_digest
 from dpprof.supervisor import supervise
 from dpprof.validation import InputError

@@ -1,14 +1,12 @@
 """The result of one run: a published, versioned, self-checking JSON file."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from dpprof.experiment import Experiment
-from dpprof.storage import canonical_json, sha256_hex, write_atomically
-from dpprof.validation import explain
+from dpprof.sealed import Part, ResultError, read_sealed, write_sealed
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -40,17 +38,6 @@ COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 Evidence = Literal["identity", "birthplace", "phase"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
-
-
-class Part(BaseModel):
-    """A part of a result: nothing in it is guessed, unknown is null."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        json_schema_serialization_defaults_required=True,
-    )
 
 
 class Failure(Part):
@@ -299,18 +286,6 @@ class Result(Measurement):
     provenance: dict[str, Any]
 
 
-class ResultError(Exception):
-    """A result file that cannot be trusted; the message names it and says what to do."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(f"{path}: {problem}; delete it and run snakemake to measure it again")
-
-
-def _content_digest(document: dict[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "content_digest"}
-    return sha256_hex(canonical_json(rest))
-
-
 def write_result(path: Path, fields: dict[str, Any]) -> Result:
     """Complete a result with its content digest and write it as a whole.
 
@@ -318,14 +293,7 @@ def write_result(path: Path, fields: dict[str, Any]) -> Result:
         path: Where it goes; replaced atomically.
         fields: Every field of ``Result`` but ``content_digest``.
     """
-    draft = Result.model_validate(fields | {"content_digest": ""})
-    dumped = draft.model_dump(mode="json")
-    # Who and what first, measurements after: the order in which a person reads.
-    document = {key: value for key, value in dumped.items() if key in Result.__annotations__}
-    document |= dumped
-    document["content_digest"] = _content_digest(document)
-    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    return draft.model_copy(update={"content_digest": document["content_digest"]})
+    return write_sealed(path, Result, fields)
 
 
 def read_result(path: Path) -> Result:
@@ -336,27 +304,7 @@ def read_result(path: Path) -> Result:
             a name that is not its own.
         FileNotFoundError: There is no such file.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ResultError(path, f"is not complete JSON, it was cut or damaged ({error})") from None
-    if not isinstance(document, dict) or "schema_version" not in document:
-        raise ResultError(path, "is not a result file, it has no schema_version")
-    version = document["schema_version"]
-    if version != SCHEMA_VERSION:
-        raise ResultError(
-            path, f"has schema version {version!r}, and this dpprof reads {SCHEMA_VERSION}"
-        )
-    try:
-        digest = _content_digest(document)
-    except ValueError:  # NaN or infinity, which dpprof never writes
-        digest = None
-    if digest is None or document.get("content_digest") != digest:
-        raise ResultError(path, "was edited after it was written, its content digest differs")
-    try:
-        result = Result.model_validate(document)
-    except ValidationError as error:
-        raise ResultError(path, f"does not fit the schema ({explain(error, Result)})") from None
+    result = read_sealed(path, Result, SCHEMA_VERSION)
     if result.spec_digest != result.experiment.digest:
         raise ResultError(path, "has a spec digest that is not its experiment's")
     return result

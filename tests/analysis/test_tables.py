@@ -9,7 +9,8 @@ from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.analysis.tables import build_tables
 from dpprof.planning import Manifest, code_path
-from dpprof.result import ResultError, result_path
+from dpprof.result import result_path
+from dpprof.sealed import ResultError
 from dpprof.validation import InputError
 
 STANDARD = make_experiment(method="standard")

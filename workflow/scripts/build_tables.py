@@ -8,7 +8,7 @@ import _source_tree  # noqa: F401
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.planning import read_manifest
-from dpprof.result import ResultError
+from dpprof.sealed import ResultError
 from dpprof.storage import write_atomically
 from dpprof.validation import InputError
 

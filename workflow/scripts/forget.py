@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.result import OUTCOMES, Result, ResultError, read_result
+from dpprof.result import OUTCOMES, Result, read_result
+from dpprof.sealed import ResultError
 from dpprof.sources import code_digest
 from dpprof.validation import one_of
 
