@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dpprof import catalogue
-from dpprof.experiment import Experiment
+from dpprof.experiment import Dimensions, Experiment
 from dpprof.provenance import CHECKOUT, package_versions
+from dpprof.verdict import BUILT_IN
 
 PACKAGE = Path(__file__).resolve().parent
 SCRIPTS = CHECKOUT / "workflow" / "scripts"
@@ -121,6 +122,49 @@ def _code_digest(
     files += filter(None, [catalogue.source_file(*part) for part in foreign])
     return _digest(
         files,
+        package_versions(("torch", "opacus")),
+        [catalogue.distribution_of(group, name) for group, name in names],
+    )
+
+
+def verified_as(model: str | Dimensions) -> str:
+    """Name the model that stands for another when a method is verified on it.
+
+    Every size of dpprof's own transformer has the same layers, so one stands for all.
+    """
+    own_sizes = PACKAGE / "models" / "presets.py"
+    if isinstance(model, str) and catalogue.source_file("models", model) != own_sizes:
+        return model
+    return BUILT_IN
+
+
+def verifying_files(model: str, method: str) -> list[Path]:
+    """List the files that a verdict rests on.
+
+    They are the method, the models, the references, and what puts them together.
+    """
+    entries = [*(PACKAGE / "verification").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
+    named = [catalogue.source_file("methods", method)]
+    if model != BUILT_IN:
+        named.append(catalogue.source_file("models", model))
+    return [
+        SCRIPTS / "verify_method.py",
+        *closure([*entries, *(file for file in named if file is not None)]),
+    ]
+
+
+@functools.cache
+def verdict_digest(model: str, method: str) -> str:
+    """Digest what a verdict depends on: its sources, torch's and Opacus's versions.
+
+    Args:
+        model: Of ``verified_as``.
+        method: A method's name.
+    """
+    names: list[tuple[catalogue.Group, str]] = [("methods", method)]
+    names += [("models", model)] if model != BUILT_IN else []
+    return _digest(
+        verifying_files(model, method),
         package_versions(("torch", "opacus")),
         [catalogue.distribution_of(group, name) for group, name in names],
     )

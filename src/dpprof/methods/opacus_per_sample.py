@@ -61,7 +61,8 @@ class OpacusPerSample(TrainingStep):
 
     def sample_norms(self) -> Tensor:
         """Reduce the per-sample gradients, which stay until they are cleared; (B,)."""
-        norms = [samples.flatten(1).norm(dim=1) for samples in self.optimizer.grad_samples]
+        samples: list[Tensor] = self.optimizer.grad_samples
+        norms = [one.flatten(1).norm(dim=1) for one in samples]
         return torch.stack(norms).norm(dim=0)
 
     def apply_gradient(self) -> None:

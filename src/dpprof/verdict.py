@@ -1,0 +1,144 @@
+"""Whether a method computes the reference's gradient: one JSON for a model and a method."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from dpprof.sealed import Part, ResultError, read_sealed, write_sealed
+
+SCHEMA_VERSION: Literal[1] = 1
+
+TOLERANCE = 1e-9
+"""The largest relative error that is put down to rounding, in float64."""
+
+BUILT_IN = "built-in"
+"""The model that stands for every size of dpprof's own transformer: the layers are the same."""
+
+
+class Case(Part):
+    """One comparison: a variant of the model, and a batch size."""
+
+    attention: str
+    batch_size: int
+    outcome: Literal["passed", "failed", "unsupported", "unknown"] = Field(
+        description="unsupported: the method refuses the case; unknown: there is no reference"
+    )
+    reason: str | None = Field(None, description="why it did not pass")
+    max_grad_norm: float | None = Field(None, description="clipping bound of the method")
+    groups: int | None = Field(
+        None,
+        description="how many groups of parameters are clipped, each by its own norm; "
+        "0 where nothing is clipped",
+    )
+    norms_clipped: int | None = Field(
+        None, description="of batch_size x groups norms those beyond their bound"
+    )
+    sensitivity: float | None = Field(
+        None, description="root of the sum of the groups' squared bounds, over max_grad_norm"
+    )
+    references: list[str] = Field(default_factory=list, description="what it was compared with")
+    max_relative_error: float | None = Field(
+        None, description="of the gradient: L2 norm of the difference over the reference's"
+    )
+    max_relative_error_of_norms: float | None = Field(
+        None,
+        description="of the samples' norms before clipping, over the sample's whole norm; "
+        "null where the method does not keep them",
+    )
+
+
+class Verdict(Part):
+    """One JSON file per model and method. Every key is always present; unknown is null."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    model: str = Field(description=f"a name, or {BUILT_IN}: dpprof's own transformer, any size")
+    method: str
+    passed: bool | None = Field(description="null: it could not be found out, see reason")
+    reason: str | None = Field(description="why it did not pass, or what it does not cover")
+    tolerance: float
+    max_relative_error: float | None = Field(description="of gradients, over all cases")
+    max_relative_error_of_norms: float | None
+    references: list[str]
+    cases: list[Case]
+    code_digest: str = Field(description="sha256 over the sources and versions that it is about")
+    content_digest: str = Field(description="sha256 of the canonical JSON of everything else")
+    wall_s: float
+    provenance: dict[str, Any]
+
+    def stands_for(self, attention: str) -> "Standing":
+        """Say what it means for experiments with this variant of attention.
+
+        A method that failed anywhere has failed; one that passed may refuse this variant.
+        """
+        passed, reason = self.passed, self.reason
+        if passed:
+            passed, reason = judge([one for one in self.cases if one.attention == attention])
+        return Standing(
+            passed,
+            self.max_relative_error,
+            self.max_relative_error_of_norms,
+            " and ".join(self.references) or None,
+            None if passed else reason,
+        )
+
+
+class Standing(NamedTuple):
+    """What is known of the method of an experiment."""
+
+    verified: bool | None
+    max_relative_error: float | None = None
+    max_relative_error_of_norms: float | None = None
+    reference: str | None = None
+    reason: str | None = None
+
+
+def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
+    """Say whether the cases amount to a pass, and why they do not or what they leave out.
+
+    One failure is a failure. A case that the method refuses is none, but something must have
+    passed; a case without a reference leaves it open.
+    """
+    by = {kind: [one for one in cases if one.outcome == kind] for kind in _OUTCOMES}
+    for kind, passed in (("failed", False), ("unknown", None)):
+        if found := by[kind]:
+            return passed, _spell(found[0])
+    refused = _spell(by["unsupported"][0]) if by["unsupported"] else None
+    return (True, refused) if by["passed"] else (None, refused or "nothing was compared")
+
+
+_OUTCOMES = ("passed", "failed", "unsupported", "unknown")
+
+
+def _spell(case: Case) -> str:
+    return f"attention {case.attention}, B = {case.batch_size}: {case.reason}"
+
+
+def verdict_path(root: Path, model: str, method: str) -> Path:
+    """Say where a verdict lives: ``results/verify/<model>-<method>.json``."""
+    return root / "results" / "verify" / f"{model}-{method}.json"
+
+
+def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:
+    """Complete a verdict with its content digest and write it as a whole.
+
+    Args:
+        path: Where it goes; replaced atomically.
+        fields: Every field of ``Verdict`` but ``content_digest``.
+    """
+    return write_sealed(path, Verdict, fields)
+
+
+def read_verdict(root: Path, model: str, method: str) -> Verdict:
+    """Read the verdict on a method on a model.
+
+    Raises:
+        ResultError: The file is cut, edited, of another schema version, or about others.
+        FileNotFoundError: There is no verdict yet.
+    """
+    path = verdict_path(root, model, method)
+    verdict = read_sealed(path, Verdict, SCHEMA_VERSION)
+    if (verdict.model, verdict.method) != (model, method):
+        raise ResultError(path, f"is about another pair, {verdict.method} on {verdict.model}")
+    return verdict

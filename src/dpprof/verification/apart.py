@@ -1,0 +1,108 @@
+"""One verification in a process of its own, and one file whatever came of it.
+
+The child is forked before torch is imported, so it costs no more than doing the work here
+would; it may crash, exit or hang without keeping a report waiting.
+"""
+
+import importlib
+import multiprocessing
+import platform
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from dpprof.console import say
+from dpprof.lock import hold_one
+from dpprof.provenance import describe_git, package_versions
+from dpprof.sources import verdict_digest
+from dpprof.storage import check_writable
+from dpprof.verdict import SCHEMA_VERSION, TOLERANCE, Case, Verdict, judge, write_verdict
+
+TIMEOUT_S = 300
+"""A verification takes seconds; one that takes this long is taken to hang."""
+
+
+def verify_apart(model: str, method: str, output: Path) -> Verdict:
+    """Verify a method on a model and leave one complete JSON.
+
+    It shares the CPU with predictions, and waits for a measurement to end.
+
+    Args:
+        model: A model's name, or ``built-in``.
+        method: A method's name.
+        output: The verdict's file; written as a whole at the end.
+
+    Raises:
+        OSError: The verdict cannot be written; found out before anything is computed.
+    """
+    check_writable(output)
+    digest = verdict_digest(model, method)
+
+    def waiting() -> None:
+        say("a measurement is under way on this machine; waiting")
+
+    with hold_one(["cpu"], waiting, shared=True):
+        start = time.monotonic()
+        cases, ended = _ask_child(model, method)
+        wall_s = time.monotonic() - start
+    passed, reason = judge(cases)
+    return write_verdict(
+        output,
+        {
+            "model": model,
+            "method": method,
+            "passed": passed,
+            "reason": ended or reason,
+            "schema_version": SCHEMA_VERSION,
+            "tolerance": TOLERANCE,
+            "max_relative_error": _largest([one.max_relative_error for one in cases]),
+            "max_relative_error_of_norms": _largest(
+                [one.max_relative_error_of_norms for one in cases]
+            ),
+            "references": sorted({name for one in cases for name in one.references}),
+            "cases": cases,
+            "code_digest": digest,
+            "wall_s": wall_s,
+            "provenance": {
+                "git": describe_git(),
+                "python": platform.python_version(),
+                "packages": package_versions(),
+            },
+        },
+    )
+
+
+def _largest(errors: list[float | None]) -> float | None:
+    return max((error for error in errors if error is not None), default=None)
+
+
+def _ask_child(model: str, method: str) -> tuple[list[Case], str | None]:
+    """Have a child do it; returns the cases, or how the child ended without telling any."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, model, method), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        cases: list[Case] = receiver.recv()
+    except EOFError:
+        child.join()
+        return [], _explain_end(child.exitcode or 0)
+    return cases, None
+
+
+def _answer(sender: Connection, model: str, method: str) -> None:
+    """Be the child; the kernel ends it when its time is over, whoever still waits for it."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(TIMEOUT_S)
+    # Looked up by name: nothing here may import torch before the fork.
+    verify = importlib.import_module("dpprof.verification.verify").verify
+    sender.send(verify(model, method))
+
+
+def _explain_end(exit_code: int) -> str:
+    if exit_code == -signal.SIGALRM:
+        return f"the verification took longer than {TIMEOUT_S} s"
+    how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    return f"the verification's process ended with {how} before it could tell"

@@ -1,0 +1,67 @@
+"""The clipped gradient by definition, from ``torch.func`` and nothing of the methods.
+
+Shape legend: B batch, T tokens, P elements of a parameter, G groups.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+NAME = "torch.func"
+
+
+class Group(NamedTuple):
+    """What is clipped as one: parameters by their position, and the bound of their norm."""
+
+    positions: Sequence[int]
+    bound: float
+
+
+def sample_gradients(model: nn.Module, tokens_BT: Tensor, labels_BT: Tensor) -> list[Tensor]:
+    """Compute every sample's gradient of its mean cross-entropy over tokens.
+
+    Returns:
+        One (B, P) for each trainable parameter, in the order of ``model.parameters()``.
+    """
+    trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss(parameters: dict[str, Tensor], tokens_T: Tensor, labels_T: Tensor) -> Tensor:
+        logits_1TV = functional_call(model, parameters, (tokens_T[None],))
+        return functional.cross_entropy(logits_1TV[0], labels_T)
+
+    gradient = grad(loss)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the kernel that vmap can follow
+            samples = vmap(gradient, in_dims=(None, 0, 0))(trainable, tokens_BT, labels_BT)
+    except RuntimeError:  # a model that vmap cannot follow, but one sample at a time can be
+        each = [gradient(trainable, *sample) for sample in zip(tokens_BT, labels_BT, strict=True)]
+        samples = {name: torch.stack([one[name] for one in each]) for name in trainable}
+    return [samples[name].flatten(1) for name in trainable]
+
+
+def group_norms(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
+    """Compute the norms of the samples' gradients over each group; (B, G)."""
+    norms = [torch.cat([samples[at] for at in group.positions], 1).norm(dim=1) for group in groups]
+    return torch.stack(norms, dim=1)
+
+
+def clip_and_average(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
+    """Scale every sample's gradient to its bounds, sum, and divide by B.
+
+    The factor is ``min(1, C / (norm + 1e-6))``. Without groups nothing is clipped.
+
+    Returns:
+        All parameters' gradients, one after another; (sum of P,).
+    """
+    scaled = list(samples)
+    for group in groups:
+        norms_B = torch.cat([samples[at] for at in group.positions], 1).norm(dim=1)
+        factors_B = (group.bound / (norms_B + 1e-6)).clamp(max=1.0)
+        for at in group.positions:
+            scaled[at] = factors_B[:, None] * samples[at]
+    return torch.cat([sample_BP.mean(dim=0) for sample_BP in scaled])

@@ -1,0 +1,69 @@
+"""Prove that a method computes the reference's clipped gradient, and leave one JSON file.
+
+The exit status is 0 whenever the JSON was written, whatever the verdict: it is in the file.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import _source_tree  # noqa: F401
+from dpprof import catalogue
+from dpprof.console import say
+from dpprof.sources import verified_as
+from dpprof.validation import InputError, one_of, refuse
+from dpprof.verdict import BUILT_IN, Verdict
+from dpprof.verification.apart import verify_apart
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"a model's name; {BUILT_IN} stands for every size of dpprof's own transformer",
+    )
+    parser.add_argument("--method", required=True, help="a method's name")
+    parser.add_argument("--output", type=Path, required=True, help="the verdict's file to write")
+    return parser
+
+
+def check_model(name: str) -> str:
+    """Return the model that stands for a name.
+
+    Raises:
+        InputError: There is no such model.
+    """
+    allowed = [BUILT_IN, *catalogue.names("models")]
+    if name not in allowed:
+        raise refuse("--model", name, one_of(allowed, name))
+    return name if name == BUILT_IN else verified_as(name)
+
+
+def tell(verdict: Verdict) -> str:
+    """Say the verdict in one line."""
+    said = {True: "verified", False: "failed verification", None: "not verified"}[verdict.passed]
+    error = verdict.max_relative_error
+    how = "" if error is None else f", largest relative error {error:.1e}"
+    why = f": {ascii(verdict.reason)[1:-1][:300]}" if verdict.reason else ""
+    return f"{verdict.method} on {verdict.model}: {said}{how}{why}"
+
+
+def main() -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args()
+    try:
+        model = check_model(arguments.model)
+        catalogue.check("methods", arguments.method, "--method")
+        verdict = verify_apart(model, arguments.method, arguments.output)
+    except (InputError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        say("interrupted; no verdict was written")
+        sys.exit(130)
+    say(tell(verdict))
+
+
+if __name__ == "__main__":
+    main()
