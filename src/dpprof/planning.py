@@ -19,10 +19,17 @@ from dpprof.catalogue import refuse_target
 from dpprof.experiment import Experiment
 from dpprof.hardware import resolve_device
 from dpprof.result import result_path
-from dpprof.sources import code_digest, derived_digests, foreign_parts
+from dpprof.sources import (
+    code_digest,
+    derived_digests,
+    foreign_parts,
+    verdict_digest,
+    verified_as,
+)
 from dpprof.storage import canonical_json, sha256_hex, write_atomically, write_if_changed
 from dpprof.sweep import Config, Run, expand, given, parse_config
 from dpprof.validation import InputError
+from dpprof.verdict import BUILT_IN, VERDICTS, verdict_path
 
 PLAN = Path("results") / "plan"
 TABLES = Path("results") / "tables"
@@ -77,6 +84,15 @@ class Plan:
     manifest: Manifest
     experiments: dict[str, Experiment]
 
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The models and methods to verify, each pair once, of all experiments."""
+        return sorted({(verified_as(e.model), e.method) for e in self.experiments.values()})
+
+    def verdicts(self, root: Path) -> list[Path]:
+        """Say where their verdicts belong."""
+        return [verdict_path(root, *pair) for pair in self.pairs]
+
 
 _NAMING: dict[str, catalogue.Group] = {
     "model": "models",
@@ -101,6 +117,11 @@ def code_name(instrument: str, experiment: Experiment) -> str:
     """Name the digest of the code that measures an experiment under an instrument."""
     foreign = (name for _, name in foreign_parts(experiment))
     return "-".join([instrument, experiment.method, *foreign])
+
+
+def verdict_code_name(model: str, method: str) -> str:
+    """Name the digest of the code that a verdict rests on."""
+    return "-".join(["verify", method, *([] if model == BUILT_IN else [model])])
 
 
 def _check_names(config: Config) -> None:
@@ -161,6 +182,7 @@ def write_plan(plan: Plan) -> None:
     for run in plan.manifest.runs:
         experiment = plan.experiments[run.id]
         digests[code_name(run.instrument, experiment)] = code_digest(run.instrument, experiment)
+    digests |= {verdict_code_name(*pair): verdict_digest(*pair) for pair in plan.pairs}
     for name, digest in digests.items():
         write_if_changed(code_path(name), digest + "\n")
     write_if_changed(plan.manifest.path, plan.manifest.text)
@@ -171,16 +193,17 @@ def _mark_tables_due(plan: Plan) -> None:
     """Rewrite an input of the tables when they must be made again.
 
     Snakemake does not miss an intermediate file while what was made from it is there, and
-    without its own records it cannot tell whose tables those are. So a result that was
-    deleted, or tables of another config, would pass unnoticed. A partial report is always
+    without its own records it cannot tell whose tables those are. So a result or a verdict that
+    was deleted, or tables of another config, would pass unnoticed. A partial report is always
     due, since it takes what exists just now.
     """
     manifest = plan.manifest
-    missing = sum(not run.path(Path()).is_file() for run in manifest.runs)
+    files = [*(run.path(Path()) for run in manifest.runs), *plan.verdicts(Path())]
+    missing = sum(not path.is_file() for path in files)
     tables_are_of = TABLES / "manifest.txt"
     others = tables_are_of.is_file() and tables_are_of.read_text().strip() != manifest.path.name
     if missing or others or plan.config.partial or not manifest.due_path.is_file():
-        why = f"{missing} results missing, partial={plan.config.partial}, others={others}"
+        why = f"{missing} files missing, partial={plan.config.partial}, others={others}"
         now = dt.datetime.now(dt.UTC).isoformat()
         write_atomically(manifest.due_path, f"{why} at {now}\n")
 
@@ -200,7 +223,7 @@ def read_manifest(path: Path) -> Manifest:
 def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
     """List files of runs under ``results`` that none of the plans asks for.
 
-    Covers result files, logs, specs, code digests and manifests; tables, figures
+    Covers result files, verdicts, logs, specs, code digests and manifests; tables, figures
     and the report belong to the last config and are left alone.
     """
     keep: set[Path] = {root / code_path(name) for name in derived_digests()}
@@ -210,9 +233,15 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
             log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
             keep |= {run.path(root), log, root / spec_path(run.id)}
             keep.add(root / code_path(code_name(run.instrument, plan.experiments[run.id])))
+        for pair in plan.pairs:
+            verdict = verdict_path(root, *pair)
+            keep |= {verdict, root / code_path(verdict_code_name(*pair))}
+            keep.add(root / "results" / "logs" / VERDICTS / f"{verdict.stem}.log")
     candidates = [
         *(root / "results").glob("*/*.r*.json"),
+        *(root / "results" / VERDICTS).glob("*.json"),
         *(root / "results" / "logs").glob("*/*.r*.log"),
+        *(root / "results" / "logs" / VERDICTS).glob("*.log"),
         *(root / PLAN).glob("specs/*.json"),
         *(root / PLAN).glob("code/*.sha256"),
         *(root / PLAN).glob("manifest-*.json"),

@@ -127,6 +127,7 @@ def _code_digest(
     )
 
 
+@functools.cache
 def verified_as(model: str | Dimensions) -> str:
     """Name the model that stands for another when a method is verified on it.
 

@@ -17,6 +17,10 @@ BUILT_IN = "built-in"
 """The model that stands for every size of dpprof's own transformer: the layers are the same."""
 
 
+VERDICTS = "verify"
+"""The folder of verdicts in ``results``."""
+
+
 class Case(Part):
     """One comparison: a variant of the model, and a batch size."""
 
@@ -75,12 +79,15 @@ class Verdict(Part):
         passed, reason = self.passed, self.reason
         if passed:
             passed, reason = judge([one for one in self.cases if one.attention == attention])
+        compared = [one for one in self.cases if one.groups is not None]
         return Standing(
-            passed,
-            self.max_relative_error,
-            self.max_relative_error_of_norms,
-            " and ".join(self.references) or None,
-            None if passed else reason,
+            verified=passed,
+            reason=None if passed else reason,
+            max_relative_error=self.max_relative_error,
+            max_relative_error_of_norms=self.max_relative_error_of_norms,
+            reference=" and ".join(self.references) or None,
+            groups=compared[0].groups if compared else None,
+            sensitivity=compared[0].sensitivity if compared else None,
         )
 
 
@@ -88,10 +95,12 @@ class Standing(NamedTuple):
     """What is known of the method of an experiment."""
 
     verified: bool | None
+    reason: str | None
     max_relative_error: float | None = None
     max_relative_error_of_norms: float | None = None
     reference: str | None = None
-    reason: str | None = None
+    groups: int | None = None
+    sensitivity: float | None = None
 
 
 def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
@@ -117,7 +126,7 @@ def _spell(case: Case) -> str:
 
 def verdict_path(root: Path, model: str, method: str) -> Path:
     """Say where a verdict lives: ``results/verify/<model>-<method>.json``."""
-    return root / "results" / "verify" / f"{model}-{method}.json"
+    return root / "results" / VERDICTS / f"{model}-{method}.json"
 
 
 def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(workflow.basedir) / "src"))
 from dpprof import catalogue, planning, progress
 from dpprof.experiment import ID_PATTERN, read_spec
 from dpprof.validation import InputError
+from dpprof.verdict import BUILT_IN
 
 PLAN = None
 
@@ -32,6 +33,9 @@ wildcard_constraints:
     instrument=r"[a-z0-9][a-z0-9-]*",
     replicate=r"[0-9]+",
     figure=r"[a-z0-9][a-z0-9-]*",
+    # Both may hold hyphens, so only their names tell where one ends.
+    model="|".join([BUILT_IN, *catalogue.names("models")]),
+    method="|".join(catalogue.names("methods")),
 
 
 localrules:
@@ -55,6 +59,12 @@ def code_of(wildcards):
     """Name the digest of the code that measures this experiment."""
     experiment = experiment_of(wildcards.id)
     return str(planning.code_path(planning.code_name(wildcards.instrument, experiment)))
+
+
+def code_of_verdict(wildcards):
+    """Name the digest of the code that a verdict rests on."""
+    name = planning.verdict_code_name(wildcards.model, wildcards.method)
+    return str(planning.code_path(name))
 
 
 def gpus_of(wildcards):
@@ -88,6 +98,11 @@ def results_of(wildcards):
     if PLAN.config.partial:
         return []
     return [str(run.path(Path())) for run in PLAN.manifest.runs]
+
+
+def verdicts_of(wildcards):
+    """List the verdicts on the current config's methods; none with partial=true."""
+    return [] if PLAN.config.partial else [str(path) for path in PLAN.verdicts(Path())]
 
 
 def caption_of(wildcards):

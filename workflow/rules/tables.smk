@@ -2,6 +2,7 @@ rule tables:
     input:
         manifest=manifest_of,
         results=results_of,
+        verdicts=verdicts_of,
         due=due_of,
         code="results/plan/code/tables.sha256",
     output:
@@ -22,6 +23,7 @@ rule tables:
         timeline="results/tables/timeline.csv",
         traffic="results/tables/traffic.csv",
         samplers="results/tables/samplers.csv",
+        verification="results/tables/verification.csv",
         findings="results/tables/findings.csv",
         missing="results/tables/missing.csv",
         manifest="results/tables/manifest.txt",

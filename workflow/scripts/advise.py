@@ -7,8 +7,11 @@ from pathlib import Path
 import _source_tree  # noqa: F401
 from dpprof.analysis.advice import Advice, advise
 from dpprof.analysis.frames import target_text
+from dpprof.analysis.verified import DAGGER, read_standings
 from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
 from dpprof.progress import tell_result
+from dpprof.sealed import ResultError
+from dpprof.sources import verdict_digest
 from dpprof.storage import write_atomically
 from dpprof.validation import InputError
 
@@ -41,10 +44,11 @@ def tell(advice: Advice) -> str:
         said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
         if close:
             said.append(f"Too close to tell apart from it: {', '.join(close)}.")
-    width = max(len(option.method) for option in advice.options)
+    width = max(len(option.method) for option in advice.options) + len(DAGGER)
     said.append(f"{'method':{width}}  {'verdict':12}  safe batch  tokens/s at most  FLOPs x")
     for option in advice.options:
-        row = f"{option.method:{width}}  {option.verdict:12}"
+        name = option.method if option.verified else f"{option.method}{DAGGER}"
+        row = f"{name:{width}}  {option.verdict:12}"
         if option.message is not None:
             said.append(f"{row}  {option.message}")
             continue
@@ -54,6 +58,11 @@ def tell(advice: Advice) -> str:
             _number(option.dp_flop_multiplier, ".2f").rjust(len("FLOPs x")),
         )
         said.append("  ".join([row, *cells]))
+    if not all(option.verified for option in advice.options):
+        said.append(
+            f"{DAGGER} Not verified here to compute the right gradient; "
+            "workflow/scripts/verify_method.py --output results/verify/<model>-<method>.json does."
+        )
     said += [f"Memory: {advice.sure_of_memory}.", f"Time: {advice.sure_of_time}."]
     return "\n".join(said)
 
@@ -64,10 +73,11 @@ def main() -> None:
     try:
         experiments = read_capacity_options(arguments)
         results = find_capacities(experiments, Path(), again=arguments.again, tell=tell_result)
-        advice = advise(results, target_text(experiments[0]) or "this machine")
+        standings = read_standings(Path(), experiments, verdict_digest)
+        advice = advise(results, target_text(experiments[0]) or "this machine", standings)
         if arguments.json is not None:
             write_atomically(arguments.json, advice.model_dump_json(indent=1) + "\n")
-    except (InputError, OSError) as error:
+    except (InputError, ResultError, OSError) as error:
         sys.exit(f"error: {error}")
     print(tell(advice))
     sys.exit(0 if any(option.safe_batch_size for option in advice.options) else 1)

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.result import OUTCOMES, Result, read_result
-from dpprof.sealed import ResultError
-from dpprof.sources import code_digest
+from dpprof.result import OUTCOMES, read_result
+from dpprof.sealed import ResultError, read_sealed
+from dpprof.sources import code_digest, verdict_digest
 from dpprof.validation import one_of
+from dpprof.verdict import SCHEMA_VERSION, VERDICTS, Verdict
 
 FAILURES = OUTCOMES[1:]
 
@@ -22,9 +23,25 @@ def outcomes(text: str) -> list[str]:
     return names
 
 
-def is_outdated(result: Result) -> bool:
-    """Tell whether other code than the present measured a result."""
-    return result.code_digest != code_digest(result.instrument, result.experiment)
+def what_to_forget(path: Path, arguments: argparse.Namespace) -> str | None:
+    """Say what a file tells that is to be forgotten; None where it stays.
+
+    Raises:
+        ResultError: The file cannot be trusted.
+    """
+    if path.parent.name == VERDICTS:
+        verdict = read_sealed(path, Verdict, SCHEMA_VERSION)
+        if arguments.unverified and not verdict.passed:
+            return "failed verification" if verdict.passed is False else "not verified"
+        present = arguments.outdated and verdict_digest(verdict.model, verdict.method)
+        told, digest = "verdict", verdict.code_digest
+    else:
+        result = read_result(path)
+        if result.outcome in arguments.outcome:
+            return result.outcome
+        present = arguments.outdated and code_digest(result.instrument, result.experiment)
+        told, digest = result.outcome, result.code_digest
+    return told if present and present != digest else None
 
 
 def main() -> None:
@@ -37,24 +54,28 @@ def main() -> None:
         help="forget failures: comma-separated, of " + ", ".join(FAILURES),
     )
     parser.add_argument(
+        "--unverified", action="store_true", help="forget verdicts on methods that did not pass"
+    )
+    parser.add_argument(
         "--outdated",
         action="store_true",
         help="forget what other code than the present measured, for example during an edit",
     )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be forgotten")
     arguments = parser.parse_args()
-    if not arguments.outcome and not arguments.outdated:
-        parser.error("say what to forget: --outcome, --outdated or both")
+    if not (arguments.outcome or arguments.unverified or arguments.outdated):
+        parser.error("say what to forget: --outcome, --unverified, --outdated or several")
     forgotten, damaged = 0, 0
-    for path in sorted(Path("results").glob("*/*.r*.json")):
+    results = Path("results")
+    for path in sorted([*results.glob("*/*.r*.json"), *results.glob(f"{VERDICTS}/*.json")]):
         try:
-            result = read_result(path)
+            told = what_to_forget(path, arguments)
         except ResultError as error:
             print(f"warning: {error}", file=sys.stderr)
             damaged += 1
             continue
-        if result.outcome in arguments.outcome or (arguments.outdated and is_outdated(result)):
-            print(f"{path}  {result.outcome}")
+        if told is not None:
+            print(f"{path}  {told}")
             forgotten += 1
             if not arguments.dry_run:
                 path.unlink()

@@ -2,11 +2,12 @@
 
 It rests on capacity results alone. Memory is predicted storage by storage. Time is not
 predicted: the roofline says how fast a step could be at best, and methods that differ by
-less than ``CLOSE`` in that are not told apart.
+less than ``CLOSE`` in that are not told apart. A method whose gradient was found to be wrong
+is never advised; one that nobody verified is, and says so.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
@@ -15,13 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
 from dpprof.analysis.groups import setting_key
+from dpprof.analysis.verified import UNKNOWN
 from dpprof.result import Result
+from dpprof.verdict import Standing
 
 CLOSE = 1.25
 """Kernels reach different shares of the ceilings; bounds closer than this decide nothing."""
 
 Verdict = Literal[
-    "baseline", "first", "close", "slower", "tight", "unranked", "does not fit", "failed"
+    "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
 ]
 
 
@@ -35,6 +38,9 @@ class Option(_Frozen):
     method: str
     verdict: Verdict
     private: bool
+    verified: bool | None = Field(
+        None, description="whether its gradient is the reference's; null: nobody looked"
+    )
     largest_batch_size: int | None = Field(None, description="predicted to fit, by memory alone")
     largest_peak_bytes: int | None = None
     safe_batch_size: int | None = Field(None, description="with a tenth of the memory left free")
@@ -44,7 +50,7 @@ class Option(_Frozen):
     )
     dp_flop_multiplier: float | None = Field(None, description="executed over model FLOPs")
     limited_by: str | None = Field(None, description="memory, or the search's own end")
-    message: str | None = Field(None, description="why there is no batch")
+    message: str | None = Field(None, description="why it is not advised, or has no batch")
 
 
 class Advice(_Frozen):
@@ -65,19 +71,22 @@ class Advice(_Frozen):
         return next((option for option in self.options if option.verdict == "first"), None)
 
 
-def advise(results: Sequence[Result], target: str) -> Advice:
+def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
     """Rank the methods of capacity results that differ in nothing but the method.
 
     Args:
         results: At least one; failures count as options that do not work.
         target: What the results are for, as people call it.
+        standings: What is known of the methods, by the id of the result's experiment.
     """
     experiment = results[0].experiment
-    options = [_describe(result) for result in results]
-    speeds = [o.tokens_per_s_at_most for o in options if o.private and o.tokens_per_s_at_most]
-    fastest = max(speeds, default=None)
+    options = [
+        _describe(result, standings.get(result.experiment_id, UNKNOWN)) for result in results
+    ]
+    speeds = [o.tokens_per_s_at_most for o in options if o.verdict == "unranked"]
+    fastest = max((speed for speed in speeds if speed is not None), default=None)
     judged = [_judge(option, fastest) for option in options]
-    judged.sort(key=lambda option: (not option.private, -(option.tokens_per_s_at_most or 0.0)))
+    judged.sort(key=_rank)
     budgets = [result.capacity.budget_bytes for result in results if result.capacity]
     return Advice(
         model=experiment.model_name,
@@ -107,7 +116,7 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
     for results in alike.values():
         axes = axes_of(results[0].experiment)
         setting = {name: axes[name] for name in SETTING if name != "batch_size"}
-        advice = advise(results, axes["target"] or "this machine")
+        advice = advise(results, axes["target"] or "this machine", collected.standings)
         rows += [
             setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()
             for option in advice.options
@@ -116,20 +125,33 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
     return make_frame(rows, [*columns, "budget_bytes", *Option.model_fields])
 
 
-def _describe(result: Result) -> Option:
+def _describe(result: Result, standing: Standing) -> Option:
+    """Say what is known of a method, and what speaks against it; speed is judged afterwards."""
     experiment, capacity, compute = result.experiment, result.capacity, result.compute
     private = experiment.method != BASELINE
     if capacity is None or compute is None:
-        verdict: Verdict = "does not fit" if result.outcome == "oom" else "failed"
-        message = result.error.message if result.error else result.outcome
-        return Option(method=experiment.method, verdict=verdict, private=private, message=message)
+        return Option(
+            method=experiment.method,
+            verdict="does not fit" if result.outcome == "oom" else "failed",
+            private=private,
+            verified=standing.verified,
+            message=result.error.message if result.error else result.outcome,
+        )
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
     tokens = capacity.stated_batch_size * experiment.seq_len
+    verdict: Verdict = "unranked" if private else "baseline"
+    message = None
+    if tight:
+        verdict = "tight" if private else verdict
+        message = "it fits, but not with a tenth of the memory left free"
+    if private and standing.verified is False:
+        verdict, message = "wrong", f"not the reference's gradient: {standing.reason}"
     return Option(
         method=experiment.method,
-        verdict=("tight" if tight else "unranked") if private else "baseline",
+        verdict=verdict,
         private=private,
+        verified=standing.verified,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
         safe_batch_size=capacity.safe_batch_size,
@@ -137,13 +159,17 @@ def _describe(result: Result) -> Option:
         tokens_per_s_at_most=tokens / bound_s if bound_s else None,
         dp_flop_multiplier=compute.dp_flop_multiplier,
         limited_by=capacity.limited_by,
-        message="it fits, but not with a tenth of the memory left free" if tight else None,
+        message=message,
     )
+
+
+def _rank(option: Option) -> tuple[bool, bool, float]:
+    return not option.private, option.verdict == "wrong", -(option.tokens_per_s_at_most or 0.0)
 
 
 def _judge(option: Option, fastest: float | None) -> Option:
     speed = option.tokens_per_s_at_most
-    if not option.private or speed is None or fastest is None:
+    if option.verdict != "unranked" or speed is None or fastest is None:
         return option
     verdict: Verdict = "slower"
     if speed == fastest:

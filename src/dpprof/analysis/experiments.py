@@ -1,7 +1,7 @@
 """The table ``experiments``: each experiment over its processes, and against its baseline."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -10,7 +10,9 @@ import pandas as pd
 from dpprof.analysis.frames import AXES, BASELINE, axes_of, make_frame
 from dpprof.analysis.groups import Group, Noise, merge, setting_key
 from dpprof.analysis.statistics import median_interval
+from dpprof.analysis.verified import UNKNOWN
 from dpprof.result import OUTCOMES
+from dpprof.verdict import Standing
 
 _COLUMNS = [
     "experiment_id",
@@ -40,10 +42,14 @@ _COLUMNS = [
     "step_floor",
     "step_verdict",
     "peak_ratio",
+    "verified",
+    "max_relative_error",
 ]
 
 
-def tabulate_experiments(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
+def tabulate_experiments(
+    groups: Sequence[Group], noise: Noise, standings: Mapping[str, Standing]
+) -> pd.DataFrame:
     """Reduce runs over their processes: medians over processes, never over steps.
 
     Ratios are to ``standard`` with all else equal; several such baselines count as one.
@@ -51,6 +57,7 @@ def tabulate_experiments(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
     Args:
         groups: The experiments of a config.
         noise: How much their processes differ.
+        standings: What is known of their methods.
     """
     baselines: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -58,7 +65,11 @@ def tabulate_experiments(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
             baselines[setting_key(group.experiment)].append(group)
     rows = []
     for group in groups:
-        row = _describe(group)
+        standing = standings.get(group.experiment.id, UNKNOWN)
+        row = _describe(group) | {
+            "verified": standing.verified,
+            "max_relative_error": standing.max_relative_error,
+        }
         if alike := baselines[setting_key(group.experiment)]:
             base = merge(alike)
             row |= _compare_steps(group, base, noise) | _compare_peaks(group, base)

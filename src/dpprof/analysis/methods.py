@@ -1,5 +1,7 @@
 """The table ``methods``: what each method costs over standard, over all settings."""
 
+from typing import Any
+
 import pandas as pd
 
 from dpprof.analysis.frames import make_frame
@@ -9,13 +11,16 @@ _COLUMNS = [
     "method",
     "experiments",
     *(f"{ratio}_{name}" for ratio in _RATIOS for name in ("count", "median", "min", "max")),
+    "verified",
+    "max_relative_error",
 ]
 
 
 def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
     """Reduce ratios over settings: how many are known, their median, smallest and largest.
 
-    Ratios of resident memory count only where the allocator's peak is known nowhere.
+    Ratios of resident memory count only where the allocator's peak is known nowhere. A method is
+    verified where it is in every experiment, and failed where it failed in one.
 
     Args:
         experiments: The table ``experiments``.
@@ -26,11 +31,19 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
         experiments = experiments.assign(peak_ratio=peaks)
     rows = []
     for method, group in experiments.groupby("method"):
-        row = {"method": method, "experiments": len(group)}
+        row: dict[str, Any] = {"method": method, "experiments": len(group)}
         for ratio in _RATIOS:
             known = group[ratio].astype(float).dropna()
             found = {"median": known.median(), "min": known.min(), "max": known.max()}
             row |= {f"{ratio}_count": len(known)}
             row |= {f"{ratio}_{name}": value for name, value in found.items()}
+        row["verified"] = _all_verified(group["verified"])
+        row["max_relative_error"] = group["max_relative_error"].astype(float).max()
         rows.append(row)
     return make_frame(rows, _COLUMNS)
+
+
+def _all_verified(verified: "pd.Series[bool]") -> bool | None:
+    if verified.eq(False).any():
+        return False
+    return True if verified.eq(True).all() else None

@@ -14,6 +14,7 @@ from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Noise, group_runs
 from dpprof.analysis.methods import tabulate_methods
 from dpprof.analysis.settings import tabulate_settings
+from dpprof.analysis.verified import tabulate_verification
 from dpprof.planning import PlannedRun
 from dpprof.result import OUTCOMES, Memory, Result
 
@@ -31,13 +32,13 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
         component of a snapshot), the tables of ``books`` (peaks, costs, owners, holdings,
         timeline, traffic), ``advice`` (one row per method, for each setting whose capacity was
-        asked for), ``samplers`` (one row per type of layer), ``findings`` (one
-        row per thing to know before believing the numbers) and ``missing`` (one row per run
-        without a result).
+        asked for), ``samplers`` (one row per type of layer), ``verification`` (one row per
+        method, model and variant of attention), ``findings`` (one row per thing to know before
+        believing the numbers) and ``missing`` (one row per run without a result).
     """
     groups = group_runs(collected)
     noise = Noise(groups)
-    experiments = tabulate_experiments(groups, noise)
+    experiments = tabulate_experiments(groups, noise, collected.standings)
     books = tabulate_books(collected, groups)
     return {
         "runs": make_frame(
@@ -61,6 +62,9 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         **books,
         "advice": tabulate_advice(collected),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
+        "verification": tabulate_verification(
+            (group.experiment for group in groups), collected.standings
+        ),
         "findings": find(collected, books["peaks"]),
         "missing": make_frame(
             (key_of(run) | {"method": run.method} for run in collected.missing),

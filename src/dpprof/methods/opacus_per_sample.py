@@ -63,7 +63,8 @@ class OpacusPerSample(TrainingStep):
         """Reduce the per-sample gradients, which stay until they are cleared; (B,)."""
         samples: list[Tensor] = self.optimizer.grad_samples
         norms = [one.flatten(1).norm(dim=1) for one in samples]
-        return torch.stack(norms).norm(dim=0)
+        norms_B: Tensor = torch.stack(norms).norm(dim=0)
+        return norms_B
 
     def apply_gradient(self) -> None:
         """Let the wrapped optimizer use the gradients."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from dpprof.analysis.composition import choose, compose
+from dpprof.analysis.verified import name_unverified
 from dpprof.report import books, measured, outcomes
 from dpprof.report.advised import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
@@ -18,6 +19,8 @@ from dpprof.report.document import (
     Table,
 )
 from dpprof.report.findings import tell_books, tell_findings
+from dpprof.report.verified import TITLE as VERIFICATION
+from dpprof.report.verified import count_verified, mark_unverified, tell_verification
 from dpprof.result import OUTCOMES
 
 Tables = Mapping[str, pd.DataFrame]
@@ -59,6 +62,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "Cost": [*books.costs(costs)],
         "Growth": [],
         "Comparison": [*measured.by_method(tables["methods"]), *measured.compare(experiments)],
+        VERIFICATION: [*tell_verification(tables["verification"])],
         "How far the books close": [*books.closing(composition, tables["peaks"])],
         "How far the figures repeat": [*measured.repeat(experiments)],
         "Code paths": [*measured.code_paths(tables["samplers"])],
@@ -75,7 +79,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     for drawing in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
         picture = Picture(name=drawing.name, caption=drawing.caption)
         sections[home.get(drawing.name, "More figures")].insert(0, picture)
-    return Document(
+    document = Document(
         title="What differentially private training costs",
         headline=_headline(tables),
         sections=tuple(
@@ -84,6 +88,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             if blocks
         ),
     )
+    return mark_unverified(document, name_unverified(tables["verification"]))
 
 
 def _name_predictions(composition: pd.DataFrame) -> str:
@@ -102,6 +107,7 @@ def _headline(tables: Tables) -> tuple[str, ...]:
         for outcome in OUTCOMES[1:]
         if (count := int((runs["outcome"] == outcome).sum()))
     ]
+    said += count_verified(tables["verification"])
     if failures:
         said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
     if len(missing):

@@ -25,6 +25,7 @@ _SPECIAL = {
     '"': r"\textquotedbl{}",
     "`": r"\textasciigrave{}",
     "'": r"\textquotesingle{}",
+    "\N{DAGGER}": r"\textdagger{}",
     # After the end of a row these would be read as its arguments.
     **{character: f"{{{character}}}" for character in "[]*"},
 }

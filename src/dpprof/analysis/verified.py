@@ -1,0 +1,75 @@
+"""What verdicts say about the methods of experiments."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from dpprof.analysis.frames import axes_of, make_frame
+from dpprof.experiment import Experiment
+from dpprof.sources import verified_as
+from dpprof.verdict import Standing, read_verdict
+
+DAGGER = "\N{DAGGER}"
+"""Marks what is not verified, wherever a method is named beside its numbers."""
+
+UNKNOWN = Standing(None, "there is no verdict on it yet")
+_COLUMNS = ["model", "attention", "method", *Standing._fields]
+
+
+def read_standings(
+    root: Path, experiments: Iterable[Experiment], digest_of: Callable[[str, str], str | None]
+) -> dict[str, Standing]:
+    """Look up the verdict on every experiment's method; by the experiment's id.
+
+    Args:
+        root: The folder that holds ``results``.
+        experiments: Whose methods.
+        digest_of: From a model and a method to the digest of the present code; None where that is
+            not known. A verdict on other code says nothing of the present one.
+
+    Raises:
+        ResultError: A verdict is cut, edited, of another version, or about others.
+    """
+    known: dict[tuple[str, str, str], Standing] = {}
+    standings = {}
+    for experiment in experiments:
+        key = (verified_as(experiment.model), experiment.method, experiment.attention)
+        if key not in known:
+            known[key] = _read(root, *key, digest_of(*key[:2]))
+        standings[experiment.id] = known[key]
+    return standings
+
+
+def _read(root: Path, model: str, method: str, attention: str, digest: str | None) -> Standing:
+    try:
+        verdict = read_verdict(root, model, method)
+    except FileNotFoundError:
+        return UNKNOWN
+    if digest not in (None, verdict.code_digest):
+        return Standing(None, "the verdict on it is about other code than the present")
+    return verdict.stands_for(attention)
+
+
+def tabulate_verification(
+    experiments: Iterable[Experiment], standings: Mapping[str, Standing]
+) -> pd.DataFrame:
+    """Give one row for each method, model and variant of attention."""
+    rows = {}
+    for experiment in experiments:
+        axes = axes_of(experiment)
+        named = {"model": verified_as(experiment.model)}
+        named |= {name: axes[name] for name in ("attention", "method")}
+        standing = standings.get(experiment.id, UNKNOWN)
+        rows[tuple(named.values())] = named | standing._asdict()
+    return make_frame((rows[key] for key in sorted(rows)), _COLUMNS)
+
+
+def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
+    """Name the methods that are not verified everywhere, each with the reason for one place.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    rows = verification[~verification["verified"].eq(True)]
+    return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))

@@ -1,0 +1,16 @@
+# One process and one JSON per model and method, on one thread: it may run beside
+# predictions, and after measurements, whose priority is higher. It never fails for what a
+# method does.
+rule verify:
+    input:
+        code=code_of_verdict,
+    output:
+        "results/verify/{model}-{method}.json",
+    log:
+        "results/logs/verify/{model}-{method}.log",
+    retries: 1
+    conda:
+        "../../envs/dpprof.yaml"
+    shell:
+        "python workflow/scripts/verify_method.py --model {wildcards.model}"
+        " --method {wildcards.method} --output {output:q} 2>&1 | tee {log:q} >&2"
