@@ -90,6 +90,9 @@ def reported(folder) -> Path:
     for run in plan.manifest.runs:
         run.path(folder).parent.mkdir(parents=True, exist_ok=True)
         run.path(folder).touch()
+    for verdict in plan.verdicts(folder):
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        verdict.touch()
     tables = folder / "results" / "tables" / "manifest.txt"
     tables.parent.mkdir(parents=True)
     tables.write_text(plan.manifest.path.name + "\n")
@@ -113,6 +116,20 @@ def test_tables_are_due_when_a_result_is_gone(reported) -> None:
 
     assert due_after_planning()
     assert due_after_planning()  # and stay so until it is there
+
+
+def test_tables_are_due_when_a_verdict_is_gone(reported) -> None:
+    (reported / "results" / "verify" / "built-in-standard.json").unlink()
+
+    assert due_after_planning()
+
+
+def test_a_method_is_verified_once_for_all_sizes_of_our_transformer() -> None:
+    config = copy.deepcopy(CONFIG)
+    sizes = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}
+    config["sweeps"]["two"]["model"] = ["small", "1b", sizes]
+
+    assert plan_of(config).pairs == [("built-in", "opacus-hooks"), ("built-in", "standard")]
 
 
 def test_tables_are_due_when_those_on_disk_are_of_another_config(reported) -> None:
@@ -209,12 +226,13 @@ def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
     wanted = plan.manifest.runs[0].path(folder)
     stale = folder / "results" / "clean" / "tiny-standard-b9-t8-00000000.r0.json"
     stale_log = folder / "results" / "logs" / "clean" / "tiny-standard-b9-t8-00000000.r0.log"
+    stale_verdict = folder / "results" / "verify" / "built-in-microbatch.json"
     report = folder / "results" / "report.md"
-    for path in (wanted, stale, stale_log, report):
+    for path in (wanted, stale, stale_log, stale_verdict, report, *plan.verdicts(folder)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
 
-    assert files_beyond(folder, [plan]) == sorted([stale, stale_log])
+    assert files_beyond(folder, [plan]) == sorted([stale, stale_log, stale_verdict])
 
 
 def test_the_reference_matrix_is_complete() -> None:

@@ -7,7 +7,14 @@ from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 
 from dpprof import catalogue
-from dpprof.sources import PACKAGE, code_digest, measuring_files
+from dpprof.sources import (
+    PACKAGE,
+    code_digest,
+    measuring_files,
+    verdict_digest,
+    verified_as,
+    verifying_files,
+)
 
 LOADED = """
 import json, sys
@@ -32,6 +39,38 @@ def test_the_digest_covers_every_file_that_a_worker_really_loads(instrument) -> 
     loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
 
     assert loaded <= set(measuring_files(instrument, "opacus-ghost"))
+
+
+VERIFIED = """
+import json, sys
+from dpprof.verification import apart, verify
+cases = verify.verify("built-in", "opacus-ghost")
+assert {one.outcome for one in cases} == {"passed"}, cases
+files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
+print("LOADED", json.dumps(files))
+"""
+
+
+def test_a_verdicts_digest_covers_every_file_that_verifying_really_loads() -> None:
+    line = next(t for t in run_fresh(VERIFIED).splitlines() if t.startswith("LOADED"))
+    loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
+
+    assert loaded <= set(verifying_files("built-in", "opacus-ghost"))
+
+
+def test_a_verdict_depends_on_its_method_and_on_no_other_nor_on_the_report() -> None:
+    names = {file.name for file in verifying_files("built-in", "opacus-hooks")}
+
+    assert {"opacus_hooks.py", "transformer.py", "reference.py", "microbatch.py"} <= names
+    assert not names & {"opacus_ghost.py", "planning.py", "worker.py", "clean.py", "tables.py"}
+    ghost, hooks = (verdict_digest("built-in", f"opacus-{name}") for name in ("ghost", "hooks"))
+    assert ghost != hooks
+
+
+def test_every_size_of_our_transformer_is_verified_as_one() -> None:
+    models = [make_experiment().model, *catalogue.names("models")]
+
+    assert {verified_as(model) for model in models} == {"built-in"}
 
 
 def test_an_instrument_does_not_depend_on_another() -> None:

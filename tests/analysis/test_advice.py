@@ -7,6 +7,7 @@ from factory import make_experiment
 
 from dpprof.analysis.advice import CLOSE, Advice, advise
 from dpprof.result import Result, write_result
+from dpprof.verdict import Standing
 
 CAPACITY = {
     "budget_bytes": 1000,
@@ -68,7 +69,7 @@ def result(folder: Path, method: str, bound_s: float | None, **capacity) -> Resu
 
 def ask(folder: Path, **bounds: float | None) -> Advice:
     named = {name.replace("_", "-"): bound for name, bound in bounds.items()}
-    return advise([result(folder, name, bound) for name, bound in named.items()], "h200")
+    return advise([result(folder, name, bound) for name, bound in named.items()], "h200", {})
 
 
 def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> None:
@@ -108,7 +109,7 @@ def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
         result(tmp_path, "opacus-hooks", 0.1, **nothing_safe),
         result(tmp_path, "opacus-ghost", 9.0),
     ]
-    advice = advise(results, "h200")
+    advice = advise(results, "h200", {})
 
     assert advice.best.method == "opacus-ghost"
     assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
@@ -117,8 +118,32 @@ def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
 def test_without_ceilings_methods_that_fit_are_not_ranked(tmp_path) -> None:
     found = result(tmp_path, "opacus-hooks", 1.0)
     unknown = found.compute.model_copy(update={"roofline_step_s": None})
-    advice = advise([found.model_copy(update={"compute": unknown})], "this machine")
+    advice = advise([found.model_copy(update={"compute": unknown})], "this machine", {})
 
     assert advice.best is None
     assert advice.options[0].verdict == "unranked"
     assert advice.options[0].safe_batch_size == 8
+
+
+def test_a_method_with_a_wrong_gradient_is_never_advised(tmp_path) -> None:
+    results = [
+        result(tmp_path, method, bound_s)
+        for method, bound_s in {"opacus-ew": 0.1, "opacus-ghost": 1.0, "standard": 0.5}.items()
+    ]
+    failed = Standing(verified=False, reason="relative error of the gradient: 1.0e-02")
+    passed = Standing(verified=True, reason=None)
+    standings = dict(zip((r.experiment_id for r in results), (failed, passed), strict=False))
+    advice = advise(results, "h200", standings)
+
+    assert [(o.method, o.verdict, o.verified) for o in advice.options] == [
+        ("opacus-ghost", "first", True),
+        ("opacus-ew", "wrong", False),
+        ("standard", "baseline", None),
+    ]
+    assert "relative error of the gradient: 1.0e-02" in advice.options[1].message
+
+
+def test_a_method_that_nobody_verified_may_be_first_and_says_so(tmp_path) -> None:
+    advice = ask(tmp_path, opacus_ghost=1.0)
+
+    assert (advice.best.method, advice.best.verified) == ("opacus-ghost", None)

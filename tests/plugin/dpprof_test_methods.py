@@ -1,4 +1,4 @@
-"""Another package's methods, each of which fails in its own way, and models.
+"""Another package's methods, most of which fail in their own way, and models.
 
 Found through its entry points when this folder is on PYTHONPATH, as an installed
 plug-in would be.
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dpprof.catalogue import UnsupportedError
+from dpprof.methods.base import ClipGroup, TrainingStep, clip_factor, mean_loss
 from dpprof.methods.standard import Standard
 from dpprof.target import Target
 
@@ -47,6 +48,124 @@ class Refuses(Standard):
         raise UnsupportedError("this method refuses every model")
 
 
+class Right(TrainingStep):
+    """DP-SGD one sample at a time, without noise; others get one thing in it wrong."""
+
+    def __init__(self, model, experiment):
+        super().__init__(model, experiment)
+        self.parameters = dict(model.named_parameters())
+
+    def compute_gradient(self, batch, enter):
+        enter("forward")
+        sums = self.start_sums()
+        norms = []
+        for tokens_T, labels_T in self.samples(batch):
+            loss = mean_loss(self.module(tokens_T[None]), labels_T[None])
+            gradients = torch.autograd.grad(loss, list(self.parameters.values()))
+            norms.append(self.norms(dict(zip(self.parameters, gradients, strict=True))))
+            factors = [clip_factor(norm, group.bound) for norm, group in self.with_groups(norms)]
+            for name, gradient in zip(self.parameters, gradients, strict=True):
+                sums[name] += gradient * factors[self.group_of(name)]
+        self.found_norms = torch.stack(norms)
+        for name, parameter in self.parameters.items():
+            parameter.grad = sums[name] / len(batch.tokens_BT)
+
+    def with_groups(self, norms):
+        return zip(norms[-1], self.clip_groups(), strict=True)
+
+    def start_sums(self):
+        return {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+
+    def samples(self, batch):
+        return zip(*batch, strict=True)
+
+    def norms(self, gradients):
+        return torch.cat([g.flatten() for g in gradients.values()]).norm()[None]
+
+    def group_of(self, name):  # noqa: ARG002
+        return 0
+
+
+class RightByParameter(Right):
+    """Every parameter is clipped by itself."""
+
+    def clip_groups(self):
+        count = len(self.parameters)
+        bound = self.experiment.max_grad_norm / count**0.5
+        return [ClipGroup([parameter], bound) for parameter in self.parameters.values()]
+
+    def norms(self, gradients):
+        return torch.stack([g.norm() for g in gradients.values()])
+
+    def group_of(self, name):
+        return list(self.parameters).index(name)
+
+    def sample_norms(self):
+        return self.found_norms
+
+
+class ForgetsABias(Right):
+    """Clips by a norm that leaves out a layer's bias."""
+
+    def norms(self, gradients):
+        left = {n: g for n, g in gradients.items() if n != "blocks.0.mlp.0.bias"}
+        return super().norms(left)
+
+
+class CountsTwice(Right):
+    """Takes the last sample of a batch for two."""
+
+    def samples(self, batch):
+        samples = list(super().samples(batch))
+        return [*samples, samples[-1]] if len(samples) > 1 else samples
+
+
+class Remembers(Right):
+    """Adds the second step's gradients to the first's."""
+
+    def start_sums(self):
+        self.sums = getattr(self, "sums", None) or super().start_sums()
+        return self.sums
+
+
+class MisstatesNorms(Right):
+    """Tells half of the norms by which it clips."""
+
+    def sample_norms(self):
+        return self.found_norms[:, 0] / 2
+
+
+class LeavesOneOut(Right):
+    """Leaves a parameter without a gradient."""
+
+    def compute_gradient(self, batch, enter):
+        super().compute_gradient(batch, enter)
+        next(iter(self.parameters.values())).grad = None
+
+
+class ClipsAPart(Right):
+    """Says that it clips all but one parameter."""
+
+    def clip_groups(self):
+        return [ClipGroup(list(self.parameters.values())[1:], self.experiment.max_grad_norm)]
+
+
+class NotANumber(Right):
+    """Divides nothing by nothing."""
+
+    def norms(self, gradients):
+        return super().norms(gradients) * 0 / 0
+
+
+class OnlySdpa(Right):
+    """Refuses what it was not made for."""
+
+    def __init__(self, model, experiment):
+        if experiment.attention != "sdpa":
+            raise UnsupportedError("it knows no other attention")
+        super().__init__(model, experiment)
+
+
 class Scale(nn.Module):
     """A layer that Opacus has no rule for."""
 
@@ -66,6 +185,17 @@ def build_scaled(experiment):
 def build_linear(experiment):
     """Embedding and head, nothing between."""
     return nn.Sequential(nn.Embedding(11, 3), nn.Linear(3, 11, bias=False))
+
+
+def build_moody(experiment):
+    """Computes something else whenever it is asked."""
+
+    class Moody(nn.Embedding):
+        def forward(self, tokens):  # noqa: ARG002
+            if torch.rand(()).item() >= 0:
+                raise RuntimeError("not in the mood")
+
+    return Moody(11, 11)
 
 
 BOARD = Target.model_validate(

@@ -1,0 +1,114 @@
+"""Whatever a method does to the process that verifies it, there is one whole file."""
+
+import json
+import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_scripts import run
+
+from dpprof.lock import hold_one
+from dpprof.verdict import read_verdict, verdict_path
+from dpprof.verification import apart
+
+PLUGIN = Path(__file__).parents[1] / "plugin"
+
+
+def verify(folder: Path, method: str, *, model: str = "test-linear"):
+    output = verdict_path(Path(), model, method)
+    options = [f"--model={model}", f"--method={method}", f"--output={output}"]
+    return run("verify_method.py", *options, cwd=folder)
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+
+
+def test_a_verdict_is_left_and_told(tmp_path) -> None:
+    done = verify(tmp_path, "opacus-ghost")
+    verdict = read_verdict(tmp_path, "test-linear", "opacus-ghost")
+
+    assert done.returncode == 0, done.stderr
+    assert "dpprof: opacus-ghost on test-linear: verified, largest relative error" in done.stderr
+    assert (verdict.passed, verdict.references) == (True, ["microbatch", "torch.func"])
+    assert verdict.max_relative_error == max(one.max_relative_error for one in verdict.cases)
+    assert set(verdict.provenance) == {"git", "python", "packages"}
+
+
+DEATHS = {
+    "test-dies": "ended with signal 9",
+    "test-exits": "ended with exit code 7",
+    "test-segfaults": "ended with signal 11",
+}
+
+
+@pytest.mark.parametrize("method", DEATHS)
+def test_a_method_that_ends_the_process_leaves_a_verdict_all_the_same(method, tmp_path) -> None:
+    done = verify(tmp_path, method)
+    verdict = read_verdict(tmp_path, "test-linear", method)
+
+    assert done.returncode == 0, done.stderr
+    assert (verdict.passed, verdict.cases) == (None, [])
+    assert DEATHS[method] in verdict.reason
+
+
+def hang(_model: str, _method: str) -> None:
+    multiprocessing.Event().wait()
+
+
+def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(apart, "TIMEOUT_S", 1)
+    monkeypatch.setattr("dpprof.verification.verify.verify", hang)
+    verdict = apart.verify_apart("built-in", "standard", tmp_path / "x.json")
+
+    assert verdict.passed is None
+    assert verdict.reason == "the verification took longer than 1 s"
+
+
+def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(apart, "_ask_child", lambda *_: ([], "nothing"))
+    with hold_one(["cpu"], lambda: None, shared=True):
+        apart.verify_apart("built-in", "standard", tmp_path / "beside.json")
+    assert (tmp_path / "beside.json").exists()
+    with ThreadPoolExecutor() as pool:
+        with hold_one(["cpu"], lambda: None):
+            waits = pool.submit(apart.verify_apart, "built-in", "standard", tmp_path / "after.json")
+            time.sleep(0.5)
+            assert not (tmp_path / "after.json").exists()
+        assert waits.result(timeout=10).reason == "nothing"
+
+
+BAD = {
+    "--model": (("standard", "smal"), "--model: 'smal' is not allowed; did you mean 'small'?"),
+    "--method": (("opacus-gost", "small"), "--method: 'opacus-gost' is not allowed; did you mean"),
+}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_bad_input_is_one_sentence_and_writes_nothing(option, tmp_path) -> None:
+    (method, model), sentence = BAD[option]
+    done = verify(tmp_path, method, model=model)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
+    verdict_path(tmp_path, "test-linear", "standard").mkdir(parents=True)
+    done = verify(tmp_path, "standard")
+
+    assert done.returncode == 1
+    assert "is a folder, not a file to write" in done.stderr
+
+
+def test_a_presets_verdict_is_that_of_every_size(tmp_path) -> None:
+    done = verify(tmp_path, "standard", model="1b")
+
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "results" / "verify").iterdir()
+    assert json.loads(path.read_text())["model"] == "built-in"
