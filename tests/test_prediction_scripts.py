@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from factory import make_experiment, write_synthetic_verdict
 from test_scripts import ROOT, run
+
+from dpprof.sources import verdict_digest
 
 MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
 TARGET = "{memory_bytes: 1MiB, flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"
@@ -55,6 +58,26 @@ def test_advice_rests_on_the_same_results(folder) -> None:
         assert option["safe_batch_size"] == capacity[option["method"]]["safe_batch_size"]
     safe = capacity["opacus-hooks"]["safe_batch_size"]
     assert told.startswith(f"Use opacus-hooks with batches of {safe}: custom, 8 tokens")
+    assert "opacus-hooks\N{DAGGER}  first" in told
+    assert "\N{DAGGER} Not verified here to compute the right gradient" in told
+
+
+def test_a_method_that_failed_verification_is_not_advised(folder) -> None:
+    path = folder / "results" / "verify" / "built-in-opacus-hooks.json"
+    write_synthetic_verdict(
+        folder,
+        make_experiment(method="opacus-hooks"),
+        False,
+        reason="it differs",
+        code_digest=verdict_digest("built-in", "opacus-hooks"),
+    )
+    options = ["--target", "l4", "--memory-limit-bytes", "20MiB", "--methods", "opacus-hooks"]
+    done = run("advise.py", *ASKED, *options, cwd=folder)
+    path.unlink()
+
+    assert "No private method safely fits" not in done.stdout
+    assert done.stdout.startswith("No private method can be advised: ")
+    assert "wrong         not the reference's gradient: it differs" in done.stdout
 
 
 BAD = {

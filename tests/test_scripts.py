@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from factory import make_experiment, write_synthetic
+from factory import make_experiment, write_synthetic, write_synthetic_verdict
 
 from dpprof.experiment import Experiment
 from dpprof.result import read_result
-from dpprof.sources import code_digest
+from dpprof.sources import code_digest, verdict_digest
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,12 +81,30 @@ def test_forget_refuses_what_is_no_failure(tmp_path) -> None:
 
 def test_forget_outdated_forgets_what_other_code_measured_and_nothing_else(tmp_path) -> None:
     current, other = make_experiment(), make_experiment(batch_size=3)
+    write_synthetic_verdict(
+        tmp_path, current, code_digest=verdict_digest("built-in", current.method)
+    )
+    write_synthetic_verdict(tmp_path, make_experiment(method="microbatch"))
     write_synthetic(tmp_path, current, code_digest=code_digest("clean", current))
     write_synthetic(tmp_path, other)
     done = run("forget.py", "--outdated", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
+    assert [p.name for p in (tmp_path / "results/verify").iterdir()] == ["built-in-standard.json"]
     assert [p.name for p in (tmp_path / "results/clean").iterdir()] == [f"{current.id}.r0.json"]
+
+
+def test_forget_unverified_forgets_verdicts_that_did_not_pass_and_no_result(tmp_path) -> None:
+    for method, passed in {"standard": True, "microbatch": False, "opacus-ew": None}.items():
+        experiment = make_experiment(method=method)
+        write_synthetic_verdict(tmp_path, experiment, passed, reason="x")
+        write_synthetic(tmp_path, experiment)
+    done = run("forget.py", "--unverified", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "built-in-microbatch.json  failed verification" in done.stdout
+    assert [p.name for p in (tmp_path / "results/verify").iterdir()] == ["built-in-standard.json"]
+    assert len(list((tmp_path / "results/clean").iterdir())) == 3
 
 
 def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path) -> None:

@@ -46,6 +46,7 @@ def test_ok(tmp_path) -> None:
     assert len(result.time.step_s) == 4
     assert len(result.time.warmup_step_s) == 2
     assert "attempt 1: ok" in log
+    assert (result.verification, result.reasons["verification"]) == (None, "joined in tables")
     schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
     jsonschema.validate(json.loads((tmp_path / "result.json").read_text()), schema)
 

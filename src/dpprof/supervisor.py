@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from pydantic import ValidationError
 
 from dpprof.catalogue import PREDICTIONS
+from dpprof.closing import JOINED
 from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.handover import Assignment, PhaseMark, Report
@@ -289,10 +290,12 @@ def supervise(
             if attempt.outcome not in _RETRIED:
                 break
         wall_s = time.monotonic() - start
+    measured = (measurement or Measurement()).model_dump()
+    measured["reasons"] |= {"verification": JOINED}
     return write_result(
         output,
         {
-            **(measurement or Measurement()).model_dump(),
+            **measured,
             "schema_version": SCHEMA_VERSION,
             "experiment_id": experiment.id,
             "experiment": experiment,

@@ -51,6 +51,8 @@ class Refuses(Standard):
 class Right(TrainingStep):
     """DP-SGD one sample at a time, without noise; others get one thing in it wrong."""
 
+    one_at_a_time = True
+
     def __init__(self, model, experiment):
         super().__init__(model, experiment)
         self.parameters = dict(model.named_parameters())

@@ -86,3 +86,15 @@ def test_without_ceilings_nothing_is_said_to_be_beyond() -> None:
     [sentence] = tell_advice(table)[0].items
 
     assert sentence.startswith("The ceilings of this machine are not known, so nothing is ranked")
+
+
+def test_what_failed_verification_is_said_whether_something_else_is_advised_or_not() -> None:
+    wrong = {"method": "w", "verdict": "wrong", "message": "not the reference's gradient"}
+    [with_best] = tell_advice(make({"method": "a", "verdict": "first"}, wrong))[0].items
+    [without] = tell_advice(make(wrong))[0].items
+
+    assert with_best.endswith("with batches of 19 that safely fit; w failed verification.")
+    assert without == (
+        "On h200 no private method that was asked about safely fits 1b at 1,024 tokens in float32; "
+        "w failed verification."
+    )

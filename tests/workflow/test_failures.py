@@ -43,6 +43,10 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(training: Checkout) ->
     assert (training.path / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "<script>" not in report
     assert not (training.path / "pwned").exists()
+    verified = training.table("methods").set_index("method")["verified"].map(str)
+    assert verified.drop(["test-dies", "test-raises"]).eq("True").all()
+    assert verified[["test-dies", "test-raises"]].tolist() == ["nan", "False"]
+    assert "failed: test-raises; not verified: test-dies; marked" in report
     kinds = list(training.table("findings")["kind"])
     assert set(kinds) - {"contended"} == {"fallback"}  # the machine may be busy
     assert f"{len(kinds)} caveat" in report
@@ -61,6 +65,9 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(training: Checkout) ->
     kept = training.results()
     assert "Nothing to be done" in training.snakemake()
     training.script("forget.py", "--outcome", "crashed,timeout")
+    assert "built-in-test-dies.json  not verified" in training.script(
+        "forget.py", "--unverified", "--dry-run"
+    )
     assert len(training.results()) == 5
     training.snakemake(TABLES)
     again = [name for name, state in training.results().items() if kept[name] != state]

@@ -91,6 +91,22 @@ def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> 
     assert finished.table("runs")["code_is_current"].all()
 
 
+def verdicts(checkout: Checkout) -> dict[str, int]:
+    found = (checkout.path / "results" / "verify").glob("*.json")
+    return {path.stem: path.stat().st_mtime_ns for path in found}
+
+
+def test_an_edited_method_is_verified_again_alone(finished: Checkout) -> None:
+    before = verdicts(finished)
+    finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
+    finished.edit("src/dpprof/figures/tradeoff.py", "step time (ms)", "time of a step (ms)")
+    finished.snakemake("results/verify/built-in-opacus-hooks.json", "results/figures/tradeoff.png")
+    after = verdicts(finished)
+
+    assert set(after) == {"built-in-opacus-hooks", "built-in-standard"}
+    assert [name for name in after if after[name] != before[name]] == ["built-in-opacus-hooks"]
+
+
 def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, before) -> None:
     finished.edit(CONFIG, "[standard, opacus-hooks]", "standard")
     finished.snakemake()

@@ -38,7 +38,8 @@ def tell(advice: Advice) -> str:
     if any(option.verdict == "unranked" for option in advice.options):
         said = [f"The ceilings are not known, so methods that fit are not ranked: {where}."]
     elif best is None:
-        said = [f"No private method safely fits: {where}."]
+        wrong = any(option.verdict == "wrong" for option in advice.options)
+        said = [f"No private method {'can be advised' if wrong else 'safely fits'}: {where}."]
     else:
         close = [option.method for option in advice.options if option.verdict == "close"]
         said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]

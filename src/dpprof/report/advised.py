@@ -62,11 +62,13 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
         target = first["target"]
         where = f"{first['model']} at {first['seq_len']:,} tokens in {first['dtype']}"
         best = options[options["verdict"] == "first"]
+        wrong = options.loc[options["verdict"] == "wrong", "method"]
+        failed = f"; {_listed(wrong)} failed verification" if len(wrong) else ""
         if (options["verdict"] == "unranked").any():
             yield f"The ceilings of {target} are not known, so nothing is ranked for {where}."
             continue
         if best.empty:
-            yield f"On {target} no private method that was asked about safely fits {where}."
+            yield f"On {target} no private method that was asked about safely fits {where}{failed}."
             continue
         chosen = best.iloc[0]
         said = (
@@ -79,7 +81,7 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
         beyond = options.loc[options["verdict"] == "does not fit", "method"]
         if len(beyond):
             said += f"; {_listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
-        yield f"{said}."
+        yield f"{said}{failed}."
 
 
 def _largest(row: Any) -> str:

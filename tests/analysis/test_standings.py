@@ -1,0 +1,84 @@
+"""Verdicts in the tables: of experiments, of methods, and why not."""
+
+import pytest
+from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic_verdict
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.frames import read_table
+from dpprof.analysis.tables import build_tables
+from dpprof.analysis.verified import name_unverified
+from dpprof.planning import code_path
+from dpprof.sealed import ResultError
+from dpprof.verdict import verdict_path
+
+GHOST = make_experiment(method="opacus-ghost")
+HOOKS = make_experiment(method="opacus-hooks")
+
+
+def tables_of(root, *experiments):
+    return tables_of_runs(root, *((experiment, "clean", {}) for experiment in experiments))
+
+
+def verified(tables, name="experiments"):
+    return dict(zip(tables[name]["method"], tables[name]["verified"], strict=True))
+
+
+def test_experiments_and_methods_have_the_verdict_and_the_error(tmp_path) -> None:
+    write_synthetic_verdict(tmp_path, GHOST, False, reason="it differs", max_relative_error=0.5)
+    tables = tables_of(tmp_path, GHOST, HOOKS)
+
+    for name in ("experiments", "methods"):
+        assert verified(tables, name) == {"opacus-ghost": False, "opacus-hooks": True}
+        assert set(tables[name]["max_relative_error"]) == {0.5, 1e-16}
+    assert name_unverified(tables["verification"]) == {"opacus-ghost": "it differs"}
+
+
+def test_without_a_verdict_nothing_is_known(tmp_path) -> None:
+    tables_of(tmp_path, GHOST)
+    verdict_path(tmp_path, "built-in", "opacus-ghost").unlink()
+    collected = collect(make_manifest((GHOST, 0)), tmp_path, partial=True)
+    table = build_tables(collected)["verification"]
+
+    assert table["verified"].tolist() == [None]
+    assert name_unverified(table) == {"opacus-ghost": "there is no verdict on it yet"}
+
+
+def test_a_verdict_on_other_code_says_nothing(tmp_path) -> None:
+    path = tmp_path / code_path("verify-opacus-ghost")
+    path.parent.mkdir(parents=True)
+    path.write_text("a" * 64 + "\n")
+
+    assert name_unverified(tables_of(tmp_path, GHOST)["verification"]) == {
+        "opacus-ghost": "the verdict on it is about other code than the present"
+    }
+
+
+def test_a_damaged_verdict_is_never_skipped(tmp_path) -> None:
+    path = verdict_path(tmp_path, "built-in", "opacus-ghost")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+
+    with pytest.raises(ResultError, match=r"built-in-opacus-ghost\.json: is not complete JSON"):
+        tables_of(tmp_path, GHOST)
+
+
+def test_one_row_for_each_method_and_attention_whatever_the_size(tmp_path) -> None:
+    experiments = [
+        make_experiment(method="opacus-ghost", attention=attention, batch_size=batch)
+        for attention in ("sdpa", "eager")
+        for batch in (1, 2)
+    ]
+    table = tables_of(tmp_path, *experiments)["verification"]
+
+    assert table[["model", "attention", "method"]].to_numpy().tolist() == [
+        ["built-in", "eager", "opacus-ghost"],
+        ["built-in", "sdpa", "opacus-ghost"],
+    ]
+
+
+def test_the_verdict_survives_the_csv(tmp_path) -> None:
+    write_synthetic_verdict(tmp_path, GHOST, None, reason="null")
+    table = tables_of(tmp_path, GHOST, HOOKS)["verification"]
+    table.to_csv(tmp_path / "x.csv", index=False)
+
+    assert name_unverified(read_table(tmp_path / "x.csv")) == {"opacus-ghost": "null"}

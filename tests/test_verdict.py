@@ -1,0 +1,67 @@
+"""What a verdict amounts to, and that its file can be trusted."""
+
+import pytest
+from factory import make_experiment, write_synthetic_verdict
+
+from dpprof.sealed import ResultError
+from dpprof.verdict import Case, judge, read_verdict, verdict_path
+
+PASSED, FAILED, REFUSED, UNKNOWN = (
+    Case.model_validate({"attention": "sdpa", "batch_size": 4, "outcome": name, "reason": name})
+    for name in ("passed", "failed", "unsupported", "unknown")
+)
+
+
+@pytest.mark.parametrize(
+    ("cases", "passed", "reason"),
+    [
+        ([PASSED, PASSED], True, None),
+        ([PASSED, REFUSED], True, "unsupported"),
+        ([PASSED, UNKNOWN, FAILED], False, "failed"),
+        ([PASSED, UNKNOWN], None, "unknown"),
+        ([REFUSED, REFUSED], None, "unsupported"),
+        ([], None, "nothing was compared"),
+    ],
+)
+def test_cases_amount_to_a_verdict(cases, passed, reason) -> None:
+    found, why = judge(cases)
+
+    assert found is passed
+    assert why in (reason, f"attention sdpa, B = 4: {reason}")
+
+
+def test_a_verdict_stands_for_the_attention_that_it_covers(tmp_path) -> None:
+    cases = [PASSED, REFUSED.model_copy(update={"attention": "eager"})]
+    verdict = write_synthetic_verdict(tmp_path, make_experiment(), cases=cases)
+
+    assert verdict.stands_for("sdpa").verified is True
+    assert verdict.stands_for("eager").verified is None
+    assert verdict.stands_for("eager").reason == "attention eager, B = 4: unsupported"
+    assert verdict.stands_for("opacus").verified is None
+
+
+def test_a_failure_anywhere_is_one_for_every_attention(tmp_path) -> None:
+    cases = [PASSED, FAILED.model_copy(update={"attention": "eager"})]
+    verdict = write_synthetic_verdict(tmp_path, make_experiment(), False, cases=cases)
+
+    assert verdict.stands_for("sdpa").verified is False
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_synthetic_verdict(tmp_path, make_experiment())
+    return verdict_path(tmp_path, "built-in", "standard")
+
+
+def test_an_edited_verdict_is_found(path, tmp_path) -> None:
+    path.write_text(path.read_text().replace('"passed": true', '"passed": null'))
+
+    with pytest.raises(ResultError, match="was edited after it was written"):
+        read_verdict(tmp_path, "built-in", "standard")
+
+
+def test_a_verdict_under_anothers_name_is_found(path, tmp_path) -> None:
+    path.rename(verdict_path(tmp_path, "built-in", "microbatch"))
+
+    with pytest.raises(ResultError, match="is about another pair, standard on built-in"):
+        read_verdict(tmp_path, "built-in", "microbatch")
