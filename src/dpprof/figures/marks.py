@@ -5,6 +5,9 @@ from collections.abc import Collection
 from matplotlib.figure import Figure
 
 from dpprof.analysis.verified import DAGGER
+from dpprof.figures.style import PAGE_INCHES
+
+_NOTE_INCHES = 0.25
 
 
 def mark_unverified(figure: Figure, unverified: Collection[str]) -> list[str]:
@@ -33,6 +36,7 @@ def mark_unverified(figure: Figure, unverified: Collection[str]) -> list[str]:
     if found:
         above = [figure.get_suptitle(), f"{DAGGER} not verified to compute the right gradient"]
         figure.suptitle("\n".join(filter(None, above)), fontsize=8)
+        figure.set_figheight(min(figure.get_figheight() + _NOTE_INCHES, PAGE_INCHES))
     return sorted(found)
 
 

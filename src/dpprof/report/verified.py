@@ -77,7 +77,7 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     )
     for what, names in (("failed", failed), ("not verified", unverified.keys() - failed)):
         said += f"; {what}: {', '.join(sorted(names))}" if names else ""
-    return [f"{said}."]
+    return [f"{said}; marked {DAGGER}." if unverified else f"{said}."]
 
 
 def mark_unverified(document: Document, unverified: Mapping[str, str]) -> Document:
