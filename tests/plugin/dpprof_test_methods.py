@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dpprof.catalogue import UnsupportedError
-from dpprof.methods.base import ClipGroup, TrainingStep, clip_factor, mean_loss
+from dpprof.clipping.factor import clip_factor
+from dpprof.methods.base import ClipGroup, TrainingStep, mean_loss
 from dpprof.methods.standard import Standard
 from dpprof.target import Target
 

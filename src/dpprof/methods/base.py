@@ -42,6 +42,8 @@ class ClipGroup(NamedTuple):
 
     parameters: Sequence[nn.Parameter]
     bound: float
+    epsilon: float = 1e-6
+    """Added to the norm by which the bound is divided; Opacus's flat clipping has this much."""
 
 
 class TrainingStep(ABC):
@@ -82,7 +84,7 @@ class TrainingStep(ABC):
         """Leave in every parameter's ``.grad`` what the optimizer is to apply."""
 
     def clip_groups(self) -> Sequence[ClipGroup]:
-        """Tell what the next step clips together, and to which bound each.
+        """Tell what ``compute_gradient`` clipped together last, and to which bound each.
 
         Returns:
             Groups that share out the trainable parameters of ``self.module`` among them: all

@@ -58,6 +58,14 @@ class ClippedStep(TrainingStep):
         """Let the wrapped optimizer use the gradients."""
         self.optimizer.original_optimizer.step()
 
+    def sample_norms(self) -> Tensor | None:
+        """Tell the norms that the clipping left, over all parameters; (B,)."""
+        norms = self.clipping.sample_norms
+        if norms is None or norms.dim() == 1:
+            return norms
+        norms_B: Tensor = norms.norm(dim=1)
+        return norms_B
+
     @property
     def norm_plan(self) -> dict[str, NormChoice]:
         """Which way each matrix's norms went in the last step."""

@@ -14,6 +14,7 @@ deviation is C (sigma^-2 - (B / 10)^-2)^(-1/2), more than sigma C, and there is 
 B <= 10 sigma. With a noise multiplier of zero the gradient has no noise, the count still has.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.catalogue import UnsupportedError
-from dpprof.methods.base import Batch, Enter
+from dpprof.methods.base import Batch, ClipGroup, Enter
 from dpprof.methods.opacus_two_pass import OpacusTwoPass
 
 
@@ -83,3 +84,8 @@ class OpacusAdaptive(OpacusTwoPass):
                 f"{10 * sigma:g} samples, and this one has {len(batch.tokens_BT)}"
             )
         super().compute_gradient(batch, enter)
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Tell the bound to which the step moved before it clipped; nothing is added to norms."""
+        (group,) = super().clip_groups()
+        return [group._replace(bound=float(self.module.max_grad_norm), epsilon=0.0)]

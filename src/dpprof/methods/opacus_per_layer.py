@@ -8,6 +8,7 @@ over all parameters, so each is scaled and summed as soon as its own norms are k
 """
 
 import math
+from collections.abc import Sequence
 
 from opacus.optimizers import DPPerLayerOptimizer
 from torch import nn
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.experiment import Experiment
+from dpprof.methods.base import ClipGroup
 from dpprof.methods.opacus_hooks import OpacusHooks
 from dpprof.methods.opacus_optimizer import wrap_optimizer
 
@@ -48,3 +50,9 @@ class OpacusPerLayer(OpacusHooks):
             self.optimizer = wrap_optimizer(
                 DPPerLayerOptimizer, optimizer, self.experiment, max_grad_norm=bounds
             )
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Tell that each parameter is clipped by itself."""
+        bounds = self.optimizer.max_grad_norms
+        pairs = zip(self.optimizer.params, bounds, strict=True)
+        return [ClipGroup([parameter], bound) for parameter, bound in pairs]

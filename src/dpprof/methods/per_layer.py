@@ -4,7 +4,10 @@
 ``flash-bk``'s, but nothing is kept.
 """
 
+from collections.abc import Sequence
+
 from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.methods.base import ClipGroup
 from dpprof.methods.clipped import ClippedStep
 
 
@@ -16,3 +19,10 @@ class PerLayer(ClippedStep):
     """
 
     clipping_type = PerLayerClipping
+    clipping: PerLayerClipping
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Tell that each layer is clipped by itself."""
+        layers = (layer.parameters(recurse=False) for layer in self.module.modules())
+        trainable = ([p for p in layer if p.requires_grad] for layer in layers)
+        return [ClipGroup(own, self.clipping.bound) for own in trainable if own]

@@ -20,6 +20,7 @@ class Group(NamedTuple):
 
     positions: Sequence[int]
     bound: float
+    epsilon: float = 1e-6
 
 
 def sample_gradients(model: nn.Module, tokens_BT: Tensor, labels_BT: Tensor) -> list[Tensor]:
@@ -53,7 +54,7 @@ def group_norms(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
 def clip_and_average(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
     """Scale every sample's gradient to its bounds, sum, and divide by B.
 
-    The factor is ``min(1, C / (norm + 1e-6))``. Without groups nothing is clipped.
+    The factor is ``min(1, C / (norm + epsilon))``. Without groups nothing is clipped.
 
     Returns:
         All parameters' gradients, one after another; (sum of P,).
@@ -61,7 +62,7 @@ def clip_and_average(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tens
     scaled = list(samples)
     for group in groups:
         norms_B = torch.cat([samples[at] for at in group.positions], 1).norm(dim=1)
-        factors_B = (group.bound / (norms_B + 1e-6)).clamp(max=1.0)
+        factors_B = (group.bound / (norms_B + group.epsilon)).clamp(max=1.0)
         for at in group.positions:
             scaled[at] = factors_B[:, None] * samples[at]
     return torch.cat([sample_BP.mean(dim=0) for sample_BP in scaled])

@@ -177,8 +177,8 @@ def _take_steps(
     trainable = [p for p in step.module.parameters() if p.requires_grad]
     step.attach_optimizer(SGD(trainable, lr=0.0))
     for _ in range(STEPS):
-        groups = _place_groups(step, trainable)
         step.compute_gradient(batch, lambda _: None)
+        groups = _place_groups(step, trainable)
         missing = sum(parameter.grad is None for parameter in trainable)
         if missing:
             raise WrongError(f"{missing} of {len(trainable)} parameters have no gradient")
@@ -191,7 +191,7 @@ def _take_steps(
 def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[Group]:
     position = {id(parameter): at for at, parameter in enumerate(trainable)}
     groups = [
-        Group([position[id(p)] for p in group.parameters], float(group.bound))
+        Group([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
         for group in step.clip_groups()
     ]
     placed = sorted(at for group in groups for at in group.positions)
@@ -201,7 +201,9 @@ def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list
 
 
 def _is_flat(groups: Sequence[Group], experiment: Experiment) -> bool:
-    return len(groups) == 1 and groups[0].bound == experiment.max_grad_norm
+    """Tell whether the definition of ``microbatch`` applies."""
+    flat = Group(groups[0].positions, experiment.max_grad_norm) if groups else None
+    return list(groups) == [flat]
 
 
 def _error_of_norms(found: Tensor, expected_BG: Tensor | None) -> float:
