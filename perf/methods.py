@@ -169,11 +169,10 @@ def draw(rows: dict[Shape, Row], path: Path) -> None:
         for panel, values in zip(axes, (times, peaks), strict=True):
             panel.plot(list(shown), values, label=method, **method_style(method))
     for panel, what in zip(axes, ("step time", "peak memory"), strict=True):
-        panel.axhline(1, color="0.6", linewidth=1)
+        panel.axhline(1, color="0.6", linewidth=1, zorder=0)
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
         panel.set_xticks(list(shown), [f"{T:,}" for T in shown])
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.set_ylim(bottom=0)
         panel.set_xlabel("tokens of a sample (8,192 tokens a step)")
         panel.set_ylabel(f"{what} / standard")
     axes[0].legend(frameon=False)

@@ -114,6 +114,11 @@ class Experiment(BaseModel):
         description="sdpa (PyTorch's scaled_dot_product_attention); eager (spelled out); opacus "
         "(DPMultiheadAttention)",
     )
+    checkpointing: Literal["none", "non-reentrant", "reentrant"] = Field(
+        "none",
+        description="none; non-reentrant or reentrant (each block keeps its input alone, and is "
+        "computed again in backward, by PyTorch's newer or older implementation)",
+    )
     device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
     target: For | None = Field(
         None,

@@ -8,10 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof import catalogue
 from dpprof.catalogue import UnsupportedError
+from dpprof.devices.cpu import Cpu
 from dpprof.instruments import account
 from dpprof.instruments.account import estimate, measure, tracing
+from dpprof.instruments.setup import set_up
 from dpprof.ledger import cuda, statement
 from dpprof.ledger.fake import fake_tensors
+from dpprof.ledger.recorder import Kind
 from dpprof.methods.standard import Standard
 from dpprof.result import Measurement
 
@@ -161,6 +164,29 @@ def test_each_choice_of_the_model_can_be_switched_off() -> None:
 
     assert sizes["libraries"] == sizes[None] - 2 * 32 * 2**20
     assert sizes["blocks"] < sizes[None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
+    fields = {"method": "flash", "dtype": dtype, "seq_len": 300, "batch_size": 2, "model": "tiny"}
+    ops = {}
+    for choices in (cuda.EVERYTHING, cuda.EVERYTHING._replace(kernels=False)):
+        experiment = make_experiment(**fields, target="h200", device="cuda")
+        method = catalogue.load("methods", "flash")
+        with tracing(catalogue.load("targets", "h200"), choices) as recorder:
+            training = set_up(experiment, method, Cpu(), lambda *_: None)
+            recorder.counting = True
+            training.step.run(training.batch, lambda _: None)
+        ran = [op.cost for kind, op in recorder.events if kind is Kind.RAN]
+        ops[choices.kernels] = {cost.op for cost in ran if cost.op.startswith("dpprof")}
+        plan = training.step.norm_plan.values()
+        planned = sum(one.flops for one in plan if one.way == "tiled product")
+        flops = sum(cost.flops for cost in ran if cost.op == "dpprof.product_squares")
+        assert flops == (2 * planned if ops[choices.kernels] else 0)
+        assert planned > 2 * 300 * 64 * 1000
+
+    assert ops[False] == set()
+    assert bool(ops[True]) == (dtype != "float64")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,16 @@ def _tokens(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)  # noqa: PLR2004
 
 
+def is_cuda(x: Tensor) -> bool:
+    """Tell whether a tensor follows CUDA's rules."""
+    return x.is_cuda
+
+
+def _in_norms_precision(x: Tensor) -> Tensor:
+    """Turn a normalisation's input into float32 where autocast does: on CUDA."""
+    return x.float() if is_cuda(x) and _autocast_dtype(x) is not None else x
+
+
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -207,8 +217,7 @@ def run_layer_norm(layer: nn.LayerNorm, use: Use) -> Forward:
     """Run a layer norm; under CUDA's autocast in float32, as PyTorch does."""
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002
-        x = input.float() if input.is_cuda and _autocast_dtype(input) is not None else input
-        return _apply(_LayerNorm, x, layer.weight, layer.bias, layer, use)
+        return _apply(_LayerNorm, _in_norms_precision(input), layer.weight, layer.bias, layer, use)
 
     return forward
 
@@ -217,8 +226,7 @@ def run_rms_norm(layer: nn.RMSNorm, use: Use) -> Forward:
     """Run an RMS norm; under CUDA's autocast in float32, as PyTorch does."""
 
     def forward(x: Tensor) -> Tensor:
-        x = x.float() if x.is_cuda and _autocast_dtype(x) is not None else x
-        return _apply(_RMSNorm, x, layer.weight, layer, use)
+        return _apply(_RMSNorm, _in_norms_precision(x), layer.weight, layer, use)
 
     return forward
 

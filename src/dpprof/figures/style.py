@@ -26,7 +26,7 @@ _METHODS: dict[str, tuple[str, str]] = {
     "opacus-ew": (_PALETTE[6], "P"),
     "opacus-ghost": (_PALETTE[0], "D"),
     "opacus-fast-gradient-clipping": (_PALETTE[4], "X"),
-    "flash": ("#44AA99", "<"),
+    "flash": ("#661100", "<"),
     "flash-bk": (_PALETTE[2], ">"),
     "per-layer": ("#999933", "h"),
     "opacus-per-layer": ("#882255", "H"),

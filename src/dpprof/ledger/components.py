@@ -87,18 +87,22 @@ def _by_identity(roles: set[str], module: str | None, *, saved: bool) -> Compone
 
 def _by_birthplace(storage: Storage, *, transient: bool) -> Component | None:
     if storage.sampler is not None:
-        shape = storage.shape
-        square = len(shape) >= 3 and shape[-1] == shape[-2]  # noqa: PLR2004 (samples x T x T)
-        if storage.sampler == "norm sampler" and storage.op in _PRODUCTS and square:
-            return "gram_matrices"
-        return "workspace"
+        return "gram_matrices" if _is_gram(storage) else "workspace"
     if storage.node is not None:
         return "output_gradients"
-    if storage.phase == "forward":
+    if storage.phase == "forward" or storage.again:
         if storage.module is None:
             return "logits_and_loss"
+        if storage.again:  # it lives until its backward, in the same phase
+            return "saved_activations"
         return "workspace" if transient else None
     return "workspace" if transient and storage.function is not None else None
+
+
+def _is_gram(storage: Storage) -> bool:
+    shape = storage.shape
+    square = len(shape) >= 3 and shape[-1] == shape[-2]  # noqa: PLR2004 (samples x T x T)
+    return storage.sampler == "norm sampler" and storage.op in _PRODUCTS and square
 
 
 def _by_phase(storage: Storage, *, transient: bool) -> Component | None:

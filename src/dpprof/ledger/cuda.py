@@ -6,8 +6,9 @@ its source. docs/methodology.md says which of it was checked on a GPU.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -45,6 +46,10 @@ class Choices(NamedTuple):
 
     autocast: bool = True
     """Compute norms and softmax in float32 under autocast (ATen/autocast_mode.h)."""
+
+    kernels: bool = True
+    """Find norms of flash clipping by its Triton kernels, which allocate next to nothing
+    (norms/kernels.py)."""
 
     workspaces: bool = True
     """Take what kernels allocate and release within an operator."""
@@ -177,8 +182,19 @@ def like_cuda(choices: Choices = EVERYTHING) -> Iterator[None]:
     devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
     types = [*optimizers._foreach_supported_types, FakeTensor]  # noqa: SLF001
     with (
+        ExitStack() as clipping,
         patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
         patch.object(optimizers, "_foreach_supported_types", types),
         _CudaFunctions(choices),
     ):
+        if choices.autocast:
+            clipping.enter_context(_patch_loaded("dpprof.clipping.layers", "is_cuda"))
+        if choices.kernels:
+            clipping.enter_context(_patch_loaded("dpprof.norms.fused", "is_cuda"))
         yield
+
+
+def _patch_loaded(module: str, name: str) -> AbstractContextManager[Any]:
+    """Have a function say yes, if what the method at hand has imported includes its module."""
+    loaded = sys.modules.get(module)
+    return nullcontext() if loaded is None else patch.object(loaded, name, lambda _: True)

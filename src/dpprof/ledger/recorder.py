@@ -47,6 +47,7 @@ class Storage:
     """One storage's birth certificate, and what is learned about it later."""
 
     __slots__ = (
+        "again",
         "function",
         "module",
         "nbytes",
@@ -67,6 +68,7 @@ class Storage:
         self.function: str | None = None
         self.node: str | None = None
         self.sampler: str | None = None
+        self.again = False
         self.roles: set[str] = set()
 
 
@@ -190,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule is None:
             rule = self._rules[func] = learn_rule(func)
         out = self._instead.get(func, func)(*args, **kwargs)
-        if self.modules and _current_node() is None:
+        if self.modules and (_current_node() is None or self.modules[-1] is not None):
             self._module_of_node[_next_sequence_nr() - 1] = self.modules[-1]
         if not rule.is_view:
             for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
@@ -236,7 +238,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             born.sampler = path
         born.function = self._function()
         node = _current_node()
-        born.node = None if node is None else node.name()
+        born.again = self._is_again(node)
+        born.node = None if node is None or born.again else node.name()
         self.storages.append(born)
         self.events.append((Kind.BORN, death.number))
 
@@ -257,10 +260,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _round(self, nbytes: int) -> int:
         return -(-nbytes // self._block) * self._block
 
+    def _is_again(self, node: Any) -> bool:
+        """Tell whether a module's forward is under way within backward: checkpointing's second."""
+        return node is not None and bool(self.modules) and self.modules[-1] is not None
+
     def _module(self) -> str | None:
         """Name the module whose forward is under way, or whose backward is."""
         node = _current_node()
-        if node is not None:
+        if node is not None and not self._is_again(node):
             return self._module_of_node.get(node._sequence_nr())  # noqa: SLF001
         return self.modules[-1] if self.modules else None
 

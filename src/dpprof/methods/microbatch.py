@@ -9,15 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
+from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
 from dpprof.result import Component
 
 
 class Microbatch(TrainingStep):
     """A loop over samples with ordinary autograd.
+
+    Raises:
+        UnsupportedError: ``reentrant`` checkpointing, which ``torch.autograd.grad`` refuses.
 
     Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under
     adding or removing one sample.
@@ -28,6 +33,13 @@ class Microbatch(TrainingStep):
         f"{__name__}:_start_sums": "summed_gradients",
         f"{__name__}:_draw_noise": "noise",
     }
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        if experiment.checkpointing == "reentrant":
+            raise UnsupportedError(
+                "reentrant checkpointing works with backward() alone; use non-reentrant"
+            )
+        super().__init__(model, experiment)
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``."""

@@ -21,12 +21,15 @@ class OpacusEw(OpacusPerSample):
 
     Raises:
         UnsupportedError: ``bfloat16``: expanded weights compute outside autocast's reach, and
-            stop at the first product of a bfloat16 and a float32 matrix.
+            stop at the first product of a bfloat16 and a float32 matrix. Checkpointing: they
+            are gone when a block is computed again.
     """
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if experiment.dtype == "bfloat16":
             raise UnsupportedError("PyTorch's expanded weights do not work under autocast")
+        if experiment.checkpointing != "none":
+            raise UnsupportedError("PyTorch's expanded weights do not work under checkpointing")
         super().__init__(model, experiment)
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, mean_loss
 from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus_samplers import watch_hooks
+from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
 
 
 class OpacusPerSample(TrainingStep):
@@ -32,6 +32,7 @@ class OpacusPerSample(TrainingStep):
     births = BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        refuse_checkpointing(experiment)
         super().__init__(model, experiment)
         self.module = self.wrap(model)
 

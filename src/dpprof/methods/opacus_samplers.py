@@ -12,6 +12,8 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
+from dpprof.catalogue import UnsupportedError
+from dpprof.experiment import Experiment
 from dpprof.methods.base import Watch
 
 
@@ -23,6 +25,19 @@ def _replace(watching: ExitStack, owner: object, name: str, value: object) -> No
     else:
         watching.callback(delattr, owner, name)
     setattr(owner, name, value)
+
+
+def refuse_checkpointing(experiment: Experiment) -> None:
+    """Refuse what Opacus's hooks do not survive.
+
+    Raises:
+        UnsupportedError: ``non-reentrant``: hooks count a layer's forward again when it is
+            computed again, and find gradients for none or too many.
+    """
+    if experiment.checkpointing == "non-reentrant":
+        raise UnsupportedError(
+            "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
+        )
 
 
 @contextmanager

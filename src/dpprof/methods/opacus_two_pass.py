@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
 from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus_samplers import watch_hooks
+from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
 from dpprof.result import Component
 
 _BIRTHS: Mapping[str, Component] = {
@@ -66,6 +66,7 @@ class OpacusTwoPass(TrainingStep):
     births = _BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        refuse_checkpointing(experiment)
         super().__init__(model, experiment)
         self.module = _PhasedModule(
             model,

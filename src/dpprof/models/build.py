@@ -21,7 +21,9 @@ def build_model(experiment: Experiment) -> nn.Module:
     """
     recipe = _find_recipe(experiment)
     if isinstance(recipe, Dimensions):
-        return Transformer(recipe, experiment.seq_len, experiment.attention)
+        return Transformer(
+            recipe, experiment.seq_len, experiment.attention, experiment.checkpointing
+        )
     name = experiment.model_name
     if not callable(recipe):
         raise EntryPointError("models", name, "is no function from an experiment to a model")

@@ -9,6 +9,7 @@ Shape legend: B batch, T tokens, D d_model, V vocabulary.
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpprof.experiment import Dimensions
 from dpprof.models.attention import find_attention
@@ -40,10 +41,19 @@ class Transformer(nn.Module):
         dimensions: The model's size.
         seq_len: How many positions are learned; no longer sequence can be processed.
         attention: Which variant of attention: ``sdpa``, ``eager`` or ``opacus``.
+        checkpointing: Whether blocks keep their input alone: ``none``, ``non-reentrant`` or
+            ``reentrant``.
     """
 
-    def __init__(self, dimensions: Dimensions, seq_len: int, attention: str = "sdpa") -> None:
+    def __init__(
+        self,
+        dimensions: Dimensions,
+        seq_len: int,
+        attention: str = "sdpa",
+        checkpointing: str = "none",
+    ) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         d_model = dimensions.d_model
         self.token_embedding = nn.Embedding(dimensions.vocab_size, d_model)
         self.position_embedding = nn.Embedding(seq_len, d_model)
@@ -63,8 +73,16 @@ class Transformer(nn.Module):
         B, T = tokens_BT.shape
         positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
         x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_BT)
-        logits_BTV: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        logits_BTV: Tensor = self.head(self.norm(self._run_blocks(x_BTD)))
         return logits_BTV
+
+    def _run_blocks(self, x_BTD: Tensor) -> Tensor:
+        if self.checkpointing == "none":
+            y_BTD: Tensor = self.blocks(x_BTD)
+            return y_BTD
+        for block in self.blocks:
+            x_BTD = checkpoint(block, x_BTD, use_reentrant=self.checkpointing == "reentrant")
+        return x_BTD
 
 
 def _initialise(module: nn.Module) -> None:

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def is_cuda(x: Tensor) -> bool:
+    """Tell whether a tensor is where kernels run."""
+    return x.is_cuda and _has_triton()
+
+
 def is_fused(x: Tensor) -> bool:
-    """Tell whether a kernel is there for a tensor: on CUDA, with Triton, not for float64."""
-    return x.is_cuda and x.dtype in _DTYPES and _has_triton()
+    """Tell whether there is a kernel for a tensor: on CUDA, with Triton, not for float64."""
+    return is_cuda(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 @torch.library.custom_op("dpprof::gram_squares", mutates_args=())

@@ -1,0 +1,82 @@
+"""Activation checkpointing changes what is kept, never the gradient."""
+
+import pytest
+import torch
+from factory import make_experiment
+from steps import gradient
+
+from dpprof import catalogue
+from dpprof.catalogue import UnsupportedError
+from dpprof.instruments.account import estimate, measure
+
+REFUSED = {
+    "non-reentrant": {name for name in catalogue.names("methods") if name.startswith("opacus-")},
+    "reentrant": {"microbatch", "opacus-ew"},
+}
+CASES = [
+    (method, checkpointing)
+    for checkpointing, refused in REFUSED.items()
+    for method in catalogue.names("methods")
+    if method not in refused
+]
+FIELDS = {
+    "batch_size": 3,
+    "seq_len": 32,
+    "noise_multiplier": 0.1,
+    "model": {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2},
+}
+
+
+@pytest.mark.parametrize(("method", "checkpointing"), CASES)
+def test_the_gradient_is_the_same(method, checkpointing) -> None:
+    fields = FIELDS | {"dtype": "float64", "max_grad_norm": 1.5}
+    torch.manual_seed(0)
+    plain = gradient(method, **fields)
+    torch.manual_seed(0)
+    found = gradient(method, checkpointing=checkpointing, **fields)
+
+    torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "checkpointing"), CASES)
+def test_books_know_what_is_computed_again(method, checkpointing) -> None:
+    fields = FIELDS | {"method": method}
+    plain = estimate(make_experiment(**fields), lambda _: None)
+    experiment = make_experiment(checkpointing=checkpointing, **fields)
+    real, fake = (look(experiment, lambda _: None) for look in (measure, estimate))
+    peak = real.memory.at_peak.components
+
+    assert fake.memory.at_peak == real.memory.at_peak
+    assert fake.compute.executed_flops == real.compute.executed_flops
+    assert real.compute.executed_flops > 1.1 * plain.compute.executed_flops
+    assert real.memory.attribution.evidence["phase"] < 1e-3 * sum(peak.values())
+    assert peak["unattributed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing"),
+    [(method, kind) for kind, refused in REFUSED.items() for method in sorted(refused)],
+)
+def test_what_cannot_work_is_refused(method, checkpointing) -> None:
+    with pytest.raises(UnsupportedError, match=r"checkpointing"):
+        gradient(method, checkpointing=checkpointing, **FIELDS)
+
+
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
+def test_a_deep_model_keeps_its_blocks_inputs_alone(checkpointing) -> None:
+    B, T, D, layers = 4, 64, 32, 6
+    fields = {
+        "method": "standard",
+        "batch_size": B,
+        "seq_len": T,
+        "model": {"vocab_size": 16, "d_model": D, "layers": layers, "heads": 2},
+    }
+    plain, kept = (
+        estimate(make_experiment(checkpointing=how, **fields), lambda _: None).memory.timeline
+        for how in ("none", checkpointing)
+    )
+
+    assert max(kept.components["saved_activations"]) < 0.5 * max(
+        plain.components["saved_activations"]
+    )
+    assert max(kept.components["saved_activations"]) >= layers * B * T * D * 4
