@@ -50,7 +50,7 @@ def test_books_know_what_is_computed_again(method, checkpointing) -> None:
     assert fake.compute.executed_flops == real.compute.executed_flops
     assert real.compute.executed_flops > 1.1 * plain.compute.executed_flops
     assert real.memory.attribution.evidence["phase"] < 1e-3 * sum(peak.values())
-    assert peak["unattributed"] == 0
+    assert peak["unattributed"] < 1e-3 * sum(peak.values())
 
 
 @pytest.mark.parametrize(
