@@ -88,7 +88,9 @@ SCALARS = 2 * (8 + 4)
 """What PyTorch makes of a Python number within an operator, and again under a dispatch mode."""
 
 
-@pytest.mark.parametrize("method", ["standard", "opacus-hooks", "opacus-ghost"])
+@pytest.mark.parametrize(
+    "method", ["standard", "opacus-hooks", "opacus-ghost", "flash", "flash-bk", "per-layer"]
+)
 def test_neither_the_census_nor_the_ledger_changes_a_peak(method, processes, measured) -> None:
     calls = [processes.submit(peaks_here, method, with_books=books) for books in (False, True)]
     (plain, _), (watched, of_books) = (call.result() for call in calls)

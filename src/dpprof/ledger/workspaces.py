@@ -48,8 +48,12 @@ def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any)
     return torch.get_num_threads() * taken
 
 
-def _layer_norm_backward(gradient: Tensor, _x: Tensor, shape: Any, *_: Any, **__: Any) -> int:
-    """Gradients of weight and bias, for each thread."""
+def _layer_norm_backward(
+    gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **options: Any
+) -> int:
+    """Gradients of weight and bias, for each thread, where they are asked for."""
+    if not any((rest[-1] if rest else options["output_mask"])[1:]):
+        return 0
     width = 1
     for size in shape:
         width *= size
