@@ -25,7 +25,7 @@ def test_an_unknown_name_is_one_sentence() -> None:
         catalogue.check("methods", "opacus-hook", "--method")
 
     assert str(caught.value).startswith(
-        "--method: 'opacus-hook' is not allowed; did you mean 'opacus-hooks'? allowed: microbatch"
+        "--method: 'opacus-hook' is not allowed; did you mean 'opacus-hooks'? allowed: flash"
     )
 
 

@@ -241,6 +241,7 @@ def test_the_reference_matrix_is_complete() -> None:
 
     found = {(e.method, e.batch_size, e.seq_len) for e in plan.experiments.values()}
     methods = ["standard", "opacus-hooks", "opacus-ghost", "opacus-fast-gradient-clipping"]
+    methods += ["flash", "flash-bk"]
     assert found == set(itertools.product(methods, [4, 8], [512, 1024]))
     assert {(e.model, e.device) for e in plan.experiments.values()} == {("1b", "cuda")}
 

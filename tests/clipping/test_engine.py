@@ -102,8 +102,9 @@ def test_a_second_batch_knows_nothing_of_the_first(way) -> None:
     model.losses(*batch(2, 3))  # a forward without backward, as in an evaluation
     clipping.backward(model.losses(*batch()))
 
-    assert torch.equal(gradients(model), first)
-    assert torch.equal(clipping.sample_norms, norms)
+    # To rounding: norms of what may come again are added up in another order.
+    torch.testing.assert_close(gradients(model), first, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(clipping.sample_norms, norms, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("way", FLAT)

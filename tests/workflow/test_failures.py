@@ -170,7 +170,7 @@ BAD = [
     ("sweeps:\n  one:", "sweeps:\n  $(touch pwned):", "sweeps.$(touch pwned): "),
     ("sweeps:\n  one:", "sweeps:\n  '\\input{x}':", "is not allowed; it must match pattern"),
     ("method: standard", "method: '\"; touch pwned; \"'", "sweeps.two.method: "),
-    ("method: standard", "method: opacus-gost", "did you mean 'opacus-ghost'? allowed: micro"),
+    ("method: standard", "method: opacus-gost", "did you mean 'opacus-ghost'? allowed: flash"),
     ("batch_size: 2", "batch_size: 0", "sweeps.two.batch_size: 0 is not allowed; it must be gr"),
     ("heads: 2", "heads: 3", "heads must divide d_model, and 3 does not divide 8"),
     ("timed_steps: 2", "timd_steps: 2", "unknown key 'timd_steps' in defaults; did you mean"),
