@@ -24,6 +24,10 @@ from dpprof.target import Target
 MOST = 65_536
 """No larger batch is tried."""
 
+GROWTH = 16
+"""So much larger than the largest that fits is a batch at most that is tried next: where few
+samples change no peak, a straight line through them aims anywhere."""
+
 SAFE_SHARE = 0.9
 """An allocator reserves more than it allocates, and no prediction is exact."""
 
@@ -58,7 +62,7 @@ def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> 
     aim = True
     while high - low > 1:
         # Where aiming did not halve what is left, halving does, unless it is the end.
-        aimed = max(_aim(known, low, high, budget), low + 1)
+        aimed = max(min(_aim(known, low, high, budget), GROWTH * low), low + 1)
         batch = min(aimed, high - 1) if aim or aimed == low + 1 else (low + high) // 2
         if fits(batch):
             low = batch

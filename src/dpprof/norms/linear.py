@@ -68,7 +68,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     accumulator = accumulator_of(x_BTd.dtype)
     tile = gram_tile(T)
     squares_B = x_BTd.new_zeros(B, dtype=accumulator)
-    at_once = samples_at_once(2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
+    at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
         x, g = x_BTd[some], g_BTp[some]
         for rows in spans(T, tile):
@@ -93,7 +93,7 @@ def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     accumulator = accumulator_of(x_BTd.dtype)
     high, wide = PRODUCT_TILE
     squares_B = x_BTd.new_zeros(B, dtype=accumulator)
-    at_once = samples_at_once(high * wide, (high + wide) * REDUCED_SLICE, x_BTd.dtype)
+    at_once = samples_at_once(B, high * wide, (high + wide) * REDUCED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
         xT, g = x_BTd[some].transpose(1, 2), g_BTp[some]
         for rows in spans(d, high):

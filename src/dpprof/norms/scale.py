@@ -1,14 +1,14 @@
 """Per-sample gradients of the scale of a normalisation: one vector a sample.
 
-They are small, so they are made; what would be large on the way, normalised inputs for all
-tokens, is made for a few rows at a time.
+They are small, so they are made; what is large on the way, normalised inputs for all tokens,
+is made for some tokens at a time.
 
 Shape legend: B samples, T tokens, d width.
 """
 
 from torch import Tensor
 
-from dpprof.norms.tiles import WORKSPACE_BYTES, accumulator_of, spans
+from dpprof.norms.tiles import PARTS, accumulator_of
 
 
 def scale_gradients(
@@ -25,17 +25,13 @@ def scale_gradients(
     Returns:
         (B, d) in float32, or float64 for float64.
     """
-    B, T, d = x_BTd.shape
+    B, _, d = x_BTd.shape
     accumulator = accumulator_of(x_BTd.dtype)
-    rows = max(1, WORKSPACE_BYTES // (4 * accumulator.itemsize * d))
+    means = None if mean_BT1 is None else mean_BT1.chunk(PARTS, dim=1)
+    parts = zip(x_BTd.chunk(PARTS, dim=1), rstd_BT1.chunk(PARTS, dim=1), strict=True)
     sums_Bd = x_BTd.new_zeros((B, d), dtype=accumulator)
-    for some in spans(B, max(1, rows // max(T, 1))):
-        for tokens in spans(T, rows):
-            part = x_BTd[some, tokens].to(accumulator)
-            part = (
-                part * rstd_BT1[some, tokens]
-                if mean_BT1 is None
-                else ((part - mean_BT1[some, tokens]).mul_(rstd_BT1[some, tokens]))
-            )
-            sums_Bd[some] += part.mul_(g_BTd[some, tokens]).sum(1)
+    for at, ((x, rstd), g) in enumerate(zip(parts, g_BTd.chunk(PARTS, dim=1), strict=True)):
+        exact = x.to(accumulator)
+        normal = exact * rstd if means is None else (exact - means[at]).mul_(rstd)
+        sums_Bd += normal.mul_(g).sum(1)
     return sums_Bd

@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 WORKSPACE_BYTES = 8 * 2**20
-"""What a norm may take beside its arguments and its result, at most, however many tokens and
-however wide the layer; a tile of one sample is smaller, and samples are taken few enough at a
-time. Integers that count positions, one for each token, come on top for lookup tables."""
+"""What the norm of a matrix may take beside its arguments and its result, at most, however many
+tokens and however wide the layer; a tile of one sample is smaller, and samples are taken few
+enough at a time. Beyond ``BATCHES`` times as many samples it grows with their number."""
+
+BATCHES = 16
+"""In no more parts than this are samples taken, since each is a launch for every tile."""
+
+PARTS = 4
+"""Into so many parts is the work for a vector divided, which takes as much as one part of the
+layer's input does, or two; and for a lookup table, into no more."""
 
 REDUCED_SLICE = 512
 """So much of a sum of products is taken at a time where operands are turned into float32."""
@@ -47,17 +54,18 @@ def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
     return product_BMN
 
 
-def samples_at_once(results: int, operands: int, dtype: torch.dtype) -> int:
-    """Say for how many samples there is room in the workspace, one at least.
+def samples_at_once(B: int, results: int, operands: int, dtype: torch.dtype) -> int:
+    """Say how many samples to take at a time: as many as the workspace has room for.
 
     Args:
+        B: Samples in all.
         results: Elements of the products that are alive at once, for one sample.
         operands: Elements of slices that are turned into float32, where they have to be.
         dtype: Of the operands.
     """
     accumulator = accumulator_of(dtype)
     elements = results + (0 if dtype == accumulator else operands)
-    return max(1, WORKSPACE_BYTES // (elements * accumulator.itemsize))
+    return max(1, WORKSPACE_BYTES // (elements * accumulator.itemsize), -(-B // BATCHES))
 
 
 def use_up(a: Tensor, b: Tensor) -> Tensor:
