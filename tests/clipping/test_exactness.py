@@ -20,9 +20,9 @@ def small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(linear, "gram_tile", lambda _: 48)
     monkeypatch.setattr(tied, "TILE", 48)
     monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)
-    monkeypatch.setattr(tiles, "BATCHES", 1000)
     monkeypatch.setattr(scale, "PARTS", 7)
-    monkeypatch.setattr(table, "PARTS", 1000)
+    for module in (tiles, table):
+        monkeypatch.setattr(module, "BATCHES", 1000)
     for module in (tiles, table):
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 2**16)
 

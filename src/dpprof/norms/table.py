@@ -11,7 +11,7 @@ Shape legend: B samples, T tokens, d width of a row.
 import torch
 from torch import Tensor
 
-from dpprof.norms.tiles import PARTS, WORKSPACE_BYTES, accumulator_of, spans, square
+from dpprof.norms.tiles import BATCHES, WORKSPACE_BYTES, accumulator_of, spans, square
 
 
 def slots_of(ids_BT: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
     slots_BT = slots_of(ids_BT) + first_B1
     squares_B = g_BTd.new_zeros(B, dtype=accumulator)
     room = WORKSPACE_BYTES // (2 * accumulator.itemsize * max(1, B * T))
-    width = max(1, room, -(-d // PARTS))
+    width = max(1, room, -(-d // BATCHES))
     for columns in spans(d, width):
         sums = torch.ops.aten.embedding_dense_backward(
             g_BTd[:, :, columns].to(accumulator), slots_BT, B * T, -1, False

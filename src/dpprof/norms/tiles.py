@@ -11,11 +11,12 @@ tokens and however wide the layer; a tile of one sample is smaller, and samples 
 enough at a time. Beyond ``BATCHES`` times as many samples it grows with their number."""
 
 BATCHES = 16
-"""In no more parts than this are samples taken, since each is a launch for every tile."""
+"""In no more parts than this are samples taken, since each is a launch for every tile, and
+columns of a lookup table."""
 
 PARTS = 4
 """Into so many parts is the work for a vector divided, which takes as much as one part of the
-layer's input does, or two; and for a lookup table, into no more."""
+layer's input does, or two."""
 
 REDUCED_SLICE = 512
 """So much of a sum of products is taken at a time where operands are turned into float32."""
