@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.clipping.shares import Lookup, Product
 from dpprof.clipping.two_pass import FlashClipping
 
 FLAT = [FlashClipping, BookKeeping]
@@ -191,6 +192,8 @@ def test_losses_must_be_one_for_each_sample(way) -> None:
         clipping.backward(model.losses(*batch()).sum())
     with pytest.raises(ValueError, match=r"saw 4 samples where there are 2 losses"):
         clipping.backward(model.losses(*batch()).view(2, 2).sum(1))
+    with pytest.raises(ValueError, match=r"float32 or float64, and are torch\.bfloat16"):
+        clipping.backward(model.losses(*batch()).bfloat16())
 
 
 class Broadcast(Small):
@@ -248,6 +251,8 @@ class Beside(nn.Module):
     ("layer", "message"),
     [
         (nn.BatchNorm1d(6), "BatchNorm1d mixes samples"),
+        (nn.BatchNorm1d(6, affine=False), "BatchNorm1d mixes samples"),
+        (nn.BatchNorm1d(6).requires_grad_(False), "BatchNorm1d mixes samples"),
         (nn.Embedding(6, 6, max_norm=1.0), "embedding with max_norm"),
         (nn.Embedding(6, 6, sparse=True), "embedding with sparse"),
         (nn.Embedding(6, 6, scale_grad_by_freq=True), "embedding with scale_grad_by_freq"),
@@ -317,3 +322,18 @@ def test_a_model_has_one_clipping_at_a_time() -> None:
         BookKeeping(model, 1.0)
     first.remove()
     BookKeeping(model, 1.0)
+
+
+def test_a_factor_is_not_rounded_to_the_dtype_of_what_it_scales() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(1, 64, 50, generator=generator).bfloat16() for _ in range(2))
+    factor = torch.tensor([0.33301])  # bfloat16 would make 0.3340 of it, 0.3 % more
+    scaled = factor.double() * g.double()[0]
+    expected = {
+        Product(x, g): scaled.t() @ x.double()[0],
+        Lookup(torch.arange(64)[None], g, 64, -1): scaled,
+    }
+    for share, gradient in expected.items():
+        found = share.sum(factor).double()
+
+        assert float(found.norm()) == pytest.approx(float(gradient.norm()), rel=1e-3)

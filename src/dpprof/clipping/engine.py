@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
-from dpprof.clipping.layers import Added, Forward, find_rule
+from dpprof.clipping.layers import Added, Forward, find_rule, refuse_mixing
 from dpprof.clipping.shares import Lookup, Made, Product, Share, Whole, merge
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import KEPT, Choice, choose
@@ -105,6 +105,7 @@ class Clipping(ABC):
         owners: Counter[nn.Parameter] = Counter()
         runs: list[tuple[nn.Module, Forward]] = []
         for layer in model.modules():
+            refuse_mixing(layer)
             own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             owners.update(own)
             if own:
@@ -144,12 +145,15 @@ class Clipping(ABC):
             enter: Called as a phase begins: ``backward``, ``clip``, ``second_backward``.
 
         Raises:
-            ValueError: There is not one loss for each sample.
+            ValueError: There is not one loss for each sample, in float32 or float64.
             RuntimeError: A parameter was used past its layer, so it cannot be clipped.
         """
         if losses.dim() != 1:
             shape = tuple(losses.shape)
             raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
+        if losses.dtype not in (torch.float32, torch.float64):
+            # A factor that is rounded up would let a sample exceed the bound.
+            raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
         self._batch = len(losses)
         self._squares = None
         self.sample_norms = None

@@ -298,21 +298,29 @@ RULES: Mapping[str, Callable[[Any, Use], Forward]] = {
 """By the name of the class whose ``forward`` they stand for."""
 
 
+def refuse_mixing(layer: nn.Module) -> None:
+    """Refuse what makes one sample's gradient depend on others, with parameters or without.
+
+    Raises:
+        UnsupportedError: The layer is a batch normalisation.
+    """
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
+        raise UnsupportedError(f"{type(layer).__name__} mixes samples; use GroupNorm or LayerNorm")
+
+
 def find_rule(layer: nn.Module) -> Callable[[Any, Use], Forward]:
     """Find how a layer is run: by its own rule, or if it has none by ``torch.func``.
 
     A subclass has the rule of the class whose ``forward`` it inherits.
 
     Raises:
-        UnsupportedError: The layer mixes samples, has parameters beside layers in it, or is
-            run by something else, such as another ``Clipping``.
+        UnsupportedError: The layer has parameters beside layers in it, or is run by something
+            else, such as another ``Clipping``.
     """
     if "forward" in vars(layer):
         raise UnsupportedError(
             f"{type(layer).__name__} is run by something else already; remove() that first"
         )
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
-        raise UnsupportedError(f"{type(layer).__name__} mixes samples; use GroupNorm or LayerNorm")
     for base in type(layer).__mro__:
         rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None and vars(base).get("forward") == type(layer).forward:

@@ -29,14 +29,18 @@ class Product(NamedTuple):
         return multiply(left.transpose(1, 2), right)
 
     def sum(self, weights_B: Tensor | None) -> Tensor:
-        """Sum over samples, weighted; the narrower of the two factors takes the weights."""
+        """Sum over samples, weighted; the narrower of the two factors takes the weights.
+
+        Products are rounded to the factors' dtype, weights are not: rounded up, one would let a
+        whole sample exceed its bound.
+        """
         x, g = self.x_BTd, self.g_BTp
         if weights_B is not None:
             weights_B11 = weights_B[:, None, None]
             if x.shape[2] <= g.shape[2]:
-                x = x * weights_B11.to(x.dtype)
+                x = (x * weights_B11).to(x.dtype)
             else:
-                g = g * weights_B11.to(g.dtype)
+                g = (g * weights_B11).to(g.dtype)
         left, right = (x, g) if self.transposed else (g, x)
         return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
@@ -61,7 +65,7 @@ class Lookup(NamedTuple):
         """Sum over samples, weighted."""
         g = self.g_BTd
         if weights_B is not None:
-            g = g * weights_B[:, None, None].to(g.dtype)
+            g = (g * weights_B[:, None, None]).to(g.dtype)
         summed: Tensor = torch.ops.aten.embedding_dense_backward(
             g, self.ids_BT, self.rows, self.padding, False
         )
