@@ -49,8 +49,9 @@ def test_books_know_what_is_computed_again(method, checkpointing) -> None:
     assert fake.memory.at_peak == real.memory.at_peak
     assert fake.compute.executed_flops == real.compute.executed_flops
     assert real.compute.executed_flops > 1.1 * plain.compute.executed_flops
-    assert real.memory.attribution.evidence["phase"] < 1e-3 * sum(peak.values())
-    assert peak["unattributed"] < 1e-3 * sum(peak.values())
+    # Opacus's two passes reduce the loss outside the model, to one float32.
+    assert real.memory.attribution.evidence["phase"] in (0, 4)
+    assert peak["unattributed"] == 0
 
 
 @pytest.mark.parametrize(

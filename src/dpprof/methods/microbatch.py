@@ -56,7 +56,8 @@ class Microbatch(TrainingStep):
             factor = clip_factor(torch.linalg.vector_norm(norms), bound)
             for total, gradient in zip(sums, gradients, strict=True):
                 total.add_(gradient * factor)
-            del gradient, gradients  # or they would stay beside the next sample's
+            # Or they would stay beside the next sample's.
+            del gradient, gradients, norms, factor
         enter("noise")
         scale = self.experiment.noise_multiplier * bound
         for parameter, total in zip(parameters, sums, strict=True):
