@@ -85,6 +85,7 @@ def make_books(
             "arithmetic_intensity": 2.5,
             "by_phase": {phase: moved},
             "by_category": {},
+            "by_phase_and_category": [],
             "by_module": {},
             "by_component": {},
         },

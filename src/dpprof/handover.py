@@ -2,11 +2,21 @@
 
 import mmap
 import os
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from dpprof.experiment import Experiment
 from dpprof.result import PHASES, Failure, Measurement, Outcome, Phase
+
+TRACES = "DPPROF_TRACES"
+"""Names the environment variable that holds the folder for traces."""
+
+
+def traces_folder() -> Path | None:
+    """Tell a worker where its instrument may leave traces; None where nowhere."""
+    folder = os.environ.get(TRACES)
+    return Path(folder) if folder else None
 
 
 class Assignment(BaseModel):

@@ -40,6 +40,23 @@ Evidence = Literal["identity", "birthplace", "phase"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 
 
+Category = Literal[
+    "gemm",
+    "attention",
+    "einsum",
+    "norm",
+    "clip",
+    "optimizer",
+    "elementwise",
+    "reduce",
+    "indexing",
+    "random",
+    "copy",
+    "other",
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+
 class Failure(Part):
     """Why a run, or one attempt at it, did not end well."""
 
@@ -151,15 +168,27 @@ class Moved(Part):
     written: int
 
 
+class Work(Part):
+    """What the operators of one category did in one phase."""
+
+    phase: Phase
+    category: Category
+    ops: int
+    flops: int = Field(description="all of them, elementwise operators and reductions too")
+    read: int
+    written: int
+
+
 class Io(Part):
     """Memory traffic of one steady step, had each operator read and written all once."""
 
     bytes_read: int
     bytes_written: int
     by_phase: dict[Phase, Moved]
-    by_category: dict[str, Moved]
+    by_category: dict[Category, Moved]
     by_module: dict[str, Moved]
     by_component: dict[Component, Moved]
+    by_phase_and_category: list[Work]
     arithmetic_intensity: float | None = Field(description="executed FLOPs over bytes moved")
 
 
@@ -225,6 +254,87 @@ class Throughput(Part):
     steps_per_s: float
 
 
+class Launched(Part):
+    """How long the work of one category in one phase took, in a step."""
+
+    phase: Phase | None = Field(description="null for what was launched between phases")
+    category: Category
+    seconds: float
+    launches: float = Field(description="how many in a step, on average")
+
+
+class Kernel(Launched):
+    """All launches of one kernel by one operator, or all calls of one operator on a CPU."""
+
+    name: str
+    op: str | None = Field(description="the operator that launched it")
+
+
+class Copied(Part):
+    """Bytes that moved in one direction in a step."""
+
+    bytes: float
+    seconds: float
+    copies: float
+
+
+class Kernels(Part):
+    """Where the time of a step goes by kernel: kernels of a GPU, or operators of a CPU.
+
+    All of it is for one step, an average over the traced ones.
+    """
+
+    steps: int = Field(description="steps that were traced")
+    step_s: float = Field(description="what a step took, the tracer in it")
+    total_s: float = Field(description="all kernels, one after another")
+    by_category: dict[Category, float] = Field(description="seconds; they sum to total_s")
+    by_phase: dict[Phase, float] = Field(description="seconds, by where they were launched")
+    by_phase_and_category: list[Launched]
+    other_share: float = Field(description="of total_s that no category is known for")
+    idle_s: float = Field(
+        description="of step_s in which no kernel ran; on a CPU: no operator that does work, so "
+        "what is left are Python, autograd and the dispatch of operators"
+    )
+    waiting_s: float | None = Field(
+        description="of idle_s: the next kernel was launched only after the one before had ended"
+    )
+    largest: list[Kernel] = Field(description="those that took most, the most first")
+    copies: dict[str, Copied] = Field(
+        description="between host and device and within the device, as the driver names them"
+    )
+    trace: str | None = Field(description="the trace's file, for Perfetto and TensorBoard")
+    trace_bytes: int | None
+    trace_steps: int = Field(description="steps that the file holds")
+
+
+class Energy(Part):
+    """What the device used up over a window of steps, by the driver's counter."""
+
+    joules_per_step: float
+    window_s: float
+    steps: int
+    source: str
+
+
+class HostIo(Part):
+    """What the process read and wrote in the timed steps, as the operating system counts it."""
+
+    bytes_read: int = Field(description="by any call, served from the page cache or not")
+    bytes_written: int
+    storage_bytes_read: int = Field(description="what storage really had to fetch")
+    storage_bytes_written: int
+    steps: int
+
+
+class Observed(Part):
+    """What a step and its memory came to with this instrument in the process."""
+
+    step_s: float = Field(description="median")
+    steps: int
+    peak_rss_bytes: int
+    peak_allocated_bytes: int | None = Field(description="the allocator's, where it keeps count")
+
+
 class ModelFacts(Part):
     """The model as counted, not as computed from a formula."""
 
@@ -256,8 +366,10 @@ class Measurement(Part):
     throughput: Throughput | None = None
     compute: Compute | None = None
     io: Io | None = None
-    kernels: None = None
-    energy: None = None
+    host_io: HostIo | None = None
+    kernels: Kernels | None = None
+    energy: Energy | None = None
+    observed: Observed | None = None
     verification: None = None
     privacy: None = None
     reasons: dict[str, str] = Field(

@@ -26,7 +26,7 @@ from dpprof.catalogue import PREDICTIONS
 from dpprof.closing import JOINED
 from dpprof.console import say
 from dpprof.experiment import Experiment
-from dpprof.handover import Assignment, PhaseMark, Report
+from dpprof.handover import TRACES, Assignment, PhaseMark, Report
 from dpprof.hardware import available_cores, describe_cpu, describe_gpu, visible_gpus
 from dpprof.lock import hold_one
 from dpprof.neighbours import Neighbours
@@ -241,6 +241,8 @@ def supervise(
     replicate: int,
     output: Path,
     log_path: Path | None = None,
+    *,
+    traces: Path | None = None,
 ) -> Result:
     """Run one experiment to an end of any kind and leave one complete JSON.
 
@@ -253,6 +255,7 @@ def supervise(
         replicate: Which repetition this is.
         output: The result file; written as a whole at the end.
         log_path: Where the worker's output goes; standard error where it is None.
+        traces: A folder for what an instrument leaves beside the result; None for nowhere.
 
     Raises:
         OSError: The result cannot be written; found out before anything is measured.
@@ -275,7 +278,7 @@ def supervise(
         ) as (position, lock_fd),
     ):
         place = places[position]
-        environment = _worker_environment(place)
+        environment = _worker_environment(place, traces)
         device, provenance = place.describe(), collect(experiment, environment)
         started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
@@ -314,7 +317,8 @@ def supervise(
     )
 
 
-def _worker_environment(place: _Place) -> dict[str, str]:
+def _worker_environment(place: _Place, traces: Path | None) -> dict[str, str]:
     search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
+    own[TRACES] = "" if traces is None else str(traces)
     return os.environ | place.environment | own

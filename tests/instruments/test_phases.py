@@ -13,6 +13,7 @@ from dpprof.devices.allocations import CpuRecorder
 from dpprof.instruments.account import Bookkeeper
 from dpprof.instruments.setup import begin, set_up
 from dpprof.ledger.recorder import Recorder
+from dpprof.ledger.workspaces import CPU_WORKSPACES
 
 P, B = 1176, 3
 FIELDS = {"batch_size": B, "seq_len": 4, "noise_multiplier": 0.1}
@@ -69,7 +70,7 @@ def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]
     experiment = make_experiment(method=method, **FIELDS)
     kind, device = begin(experiment)
     allocator, books = CpuRecorder(), None
-    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
+    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder if with_books else nullcontext():
         training = set_up(experiment, kind, device, lambda *_: None)
         bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)

@@ -58,7 +58,7 @@ def count(method: str, model: nn.Module, **fields) -> Step:
 
 
 def executed(step: Step) -> int:
-    return sum(op.cost.flops for op in step.ops if op.cost.category in COUNTED)
+    return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
 
 
 @pytest.mark.parametrize("method", COEFFICIENTS)
@@ -108,7 +108,7 @@ def test_products_by_hand(name) -> None:
     tensors = [torch.ones(shape) for shape in shapes]
     cost, reads, writes = learn_rule(func).price(tensors, {}, func(*tensors))
 
-    assert (cost.category, cost.flops) == ("matmul", flops)
+    assert (cost.family, cost.flops) == ("matmul", flops)
     assert sum(size for _, size in reads) == sum(t.numel() for t in tensors) * 4
     assert sum(size for _, size in writes) == func(*tensors).numel() * 4
 
@@ -120,7 +120,7 @@ def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
     def price(func, *args):
         cost, reads, writes = learn_rule(func).price(args, {}, func(*args))
         return (
-            (cost.category, cost.flops),
+            (cost.family, cost.flops),
             sum(size for _, size in reads),
             sum(size for _, size in writes),
         )

@@ -20,3 +20,4 @@ rule profile:
         "python workflow/scripts/profile_experiment.py --spec {input.spec:q}"
         " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
         " --output {output:q} --log {log:q}"
+        " --traces results/traces/{wildcards.id}/r{wildcards.replicate}"

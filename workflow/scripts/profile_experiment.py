@@ -26,6 +26,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")
     parser.add_argument("--output", type=Path, required=True, help="the result file to write")
     parser.add_argument("--log", type=Path, help="where the worker's output goes (default: here)")
+    parser.add_argument(
+        "--traces", type=Path, help="folder for traces (default: beside OUTPUT, NAME.traces)"
+    )
     add_experiment_options(parser)
     return parser
 
@@ -52,7 +55,12 @@ def main() -> None:
         progress.announce(name)
     try:
         result = supervise(
-            experiment, arguments.instrument, arguments.replicate, arguments.output, arguments.log
+            experiment,
+            arguments.instrument,
+            arguments.replicate,
+            arguments.output,
+            arguments.log,
+            traces=arguments.traces or arguments.output.with_suffix(".traces"),
         )
     except KeyboardInterrupt:
         say("interrupted; no result was written")

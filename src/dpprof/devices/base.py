@@ -1,12 +1,14 @@
 """The interface of a device, as the instruments see it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
 from dpprof.experiment import Experiment
+from dpprof.result import Energy
 
 
 class Counters(NamedTuple):
@@ -93,6 +95,14 @@ class Device(ABC):
     @abstractmethod
     def clock(self) -> StepClock:
         """Make a clock."""
+
+    @abstractmethod
+    def energy(self, run: Callable[[], None]) -> Energy:
+        """Find the energy of a step by running some.
+
+        Raises:
+            NoEnergyError: Nothing counts it here.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -2,12 +2,15 @@
 
 import resource
 import time
+from collections.abc import Callable
 
 import torch
 
 from dpprof.devices.allocations import CpuRecorder
 from dpprof.devices.base import Counters, Device, Peaks, StepClock
+from dpprof.devices.energy import NoEnergyError
 from dpprof.experiment import Experiment
+from dpprof.result import Energy
 
 _NO_POOL = "PyTorch's CPU allocator reserves nothing and retries nothing"
 _NO_COUNTER = "PyTorch's CPU allocator keeps no counters; the instrument phases follows it"
@@ -71,6 +74,10 @@ class Cpu(Device):
     def recorder(self) -> CpuRecorder:
         """Have the profiler follow the allocator."""
         return CpuRecorder()
+
+    def energy(self, run: Callable[[], None]) -> Energy:  # noqa: ARG002 (what a device offers)
+        """Refuse: NVML counts for GPUs alone."""
+        raise NoEnergyError("NVML counts the energy of NVIDIA GPUs, and this is a CPU")
 
     def synchronize(self) -> None:
         """Do nothing: CPU operators return when they are done."""

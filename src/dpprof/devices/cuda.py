@@ -1,13 +1,15 @@
 """A CUDA device: the caching allocator's own counters, and events on its stream."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.devices.base import Counters, Device, Peaks, Recorded, Recorder, StepClock
+from dpprof.devices.energy import measure_energy
 from dpprof.experiment import Experiment
+from dpprof.result import Energy
 
 _AMPERE = (8, 0)
 
@@ -102,6 +104,10 @@ class Cuda(Device):
     def recorder(self) -> CudaRecorder:
         """Keep what the counters say."""
         return CudaRecorder(self)
+
+    def energy(self, run: Callable[[], None]) -> Energy:
+        """Read the driver's counter before and after a window of steps."""
+        return measure_energy(run, self.synchronize)
 
     def synchronize(self) -> None:
         """Wait for all streams."""

@@ -5,6 +5,7 @@ in the steady state. ``ledger`` does so while it really runs; ``estimate`` runs 
 under fake tensors, which takes no memory and no device, for a target that need not exist.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -17,6 +18,7 @@ from dpprof.datasheets import find_by_device_name
 from dpprof.devices.cpu import Cpu
 from dpprof.experiment import CPU_TARGET, Experiment
 from dpprof.hardware import visible_gpus
+from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, import_method, set_up
 from dpprof.ledger import cuda
@@ -27,7 +29,7 @@ from dpprof.ledger.recorder import Recorder
 from dpprof.ledger.statement import state_compute, state_io, state_memory
 from dpprof.ledger.workspaces import CPU_WORKSPACES
 from dpprof.methods.base import Batch, Enter, TrainingStep
-from dpprof.result import Measurement, Memory
+from dpprof.result import Measurement, Memory, Observed
 from dpprof.target import Target
 
 ESTIMATED_STEPS = 2
@@ -118,11 +120,27 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         bookkeeper = Bookkeeper(recorder, training.step, enter)
         steps = experiment.warmup_steps + 1
         # The allocator's peak must be of the very step that the books are of.
-        first, steady = keep_books(bookkeeper, training.batch, steps, device.reset_peaks)
-    allocator_peak = device.peaks().allocated_bytes
+        started = 0.0
+
+        def begin_last() -> None:
+            nonlocal started
+            device.reset_peaks()
+            started = time.perf_counter()
+
+        first, steady = keep_books(bookkeeper, training.batch, steps, begin_last)
+    device.synchronize()
+    counted_s = time.perf_counter() - started
+    allocator_peak, resident_bytes = device.peaks().allocated_bytes, peak_rss_bytes()
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True)
-    return state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=ceilings)
+    told = state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=ceilings)
+    observed = Observed(
+        step_s=counted_s,
+        steps=1,
+        peak_rss_bytes=resident_bytes,
+        peak_allocated_bytes=allocator_peak,
+    )
+    return told.model_copy(update={"observed": observed})
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:

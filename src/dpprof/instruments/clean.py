@@ -6,31 +6,21 @@ and which way each layer took, are taken in one more step after the timed ones, 
 looking costs no timed step anything.
 """
 
-import resource
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
 from dpprof.devices.base import Device
+from dpprof.devices.energy import NoEnergyError
 from dpprof.experiment import Experiment
+from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
+from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.base import Enter
-from dpprof.result import Measurement, Memory, Throughput, Time
-
-
-def _peak_rss_bytes() -> int:
-    """Return the process's resident high-water mark."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(text for text in status.read_text().splitlines() if text.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+from dpprof.result import Energy, Measurement, Memory, Observed, Throughput, Time
 
 
 def time_steps(device: Device, steps: int, run: Callable[[], None]) -> list[float]:
@@ -65,13 +55,16 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     snapshots.take("after_warmup", training.holdings)
 
     device.reset_peaks()
+    before = read_counts(process)
     step_s = time_steps(device, experiment.timed_steps, run)
+    host_io = count_io(process, before, experiment.timed_steps)
     steady = device.peaks()
-    peak_rss_bytes = _peak_rss_bytes()
+    resident_bytes = peak_rss_bytes()
 
     paths = SamplerPaths()
     with training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
+    energy, why_no_energy = _energy(device, run)
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -80,15 +73,31 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             peak_allocated_bytes=steady.allocated_bytes,
             first_step_peak_allocated_bytes=first_step.allocated_bytes,
             peak_reserved_bytes=steady.reserved_bytes,
-            peak_rss_bytes=peak_rss_bytes,
+            peak_rss_bytes=resident_bytes,
             peak_device_used_bytes=steady.device_used_bytes,
             alloc_retries=steady.alloc_retries,
             snapshots=list(snapshots.taken.values()),
         ),
         time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=statistics.median(step_s)),
         throughput=_throughput(experiment, statistics.median(step_s)),
-        reasons=device.reasons | paths.reasons,
+        host_io=host_io,
+        energy=energy,
+        observed=Observed(
+            step_s=statistics.median(step_s),
+            steps=experiment.timed_steps,
+            peak_rss_bytes=resident_bytes,
+            peak_allocated_bytes=steady.allocated_bytes,
+        ),
+        reasons=device.reasons | paths.reasons | why_no_energy | why_no_counts(host_io),
     )
+
+
+def _energy(device: Device, run: Callable[[], None]) -> tuple[Energy | None, dict[str, str]]:
+    """Find the energy of a step, or why it cannot be found, in steps after the timed ones."""
+    try:
+        return device.energy(run), {}
+    except NoEnergyError as error:
+        return None, {"energy": str(error)}
 
 
 def _throughput(experiment: Experiment, step_s: float) -> Throughput:

@@ -12,11 +12,12 @@ import time
 from dpprof.devices.base import Device
 from dpprof.experiment import Experiment
 from dpprof.instruments.census import take_census
+from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.base import Enter
-from dpprof.result import Measurement, Memory, Phase, Snapshot, Time
+from dpprof.result import Measurement, Memory, Observed, Phase, Snapshot, Time
 
 _ELSEWHERE = "this instrument would be in it; the instrument clean tells"
 _REASONS = {
@@ -101,6 +102,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             warmup_step_s=None,
             median_s=statistics.median(step_s),
             phases_s={phase: [step[phase] for step in steps] for phase in steps[0]},
+        ),
+        observed=Observed(
+            step_s=statistics.median(step_s),
+            steps=experiment.timed_steps,
+            peak_rss_bytes=peak_rss_bytes(),
+            peak_allocated_bytes=steady.allocated_bytes,
         ),
         reasons=device.reasons_recorded | _REASONS | paths.reasons,
     )

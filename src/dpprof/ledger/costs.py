@@ -13,19 +13,19 @@ writes or a reduction reads.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from dpprof.categories import Family
+
 aten = torch.ops.aten
 
-Category = Literal[
-    "matmul", "attention", "elementwise", "reduction", "indexing", "copy", "random", "other"
-]
 COUNTED = ("matmul", "attention")
-"""Categories whose FLOPs are the executed FLOPs."""
+"""Families whose FLOPs are the executed FLOPs."""
 
 Moved = list[tuple[Tensor, int]]
 
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     """What one call of an operator costs."""
 
     op: str
-    category: Category
+    family: Family
     flops: int
     dtype: str
     """Of the first tensor: what decides how fast products of matrices are."""
@@ -108,9 +108,10 @@ _SCATTERS = {aten.scatter_add_, aten.scatter_add, aten.index_add_, aten.index_pu
 _INDEXING = {*_LOOKUPS, *_SCATTERS, aten.embedding_dense_backward, aten.unique_dim, aten.nonzero}
 _WRITES_ONLY = {aten.fill_, aten.zero_, aten.copy_, aten.normal_, aten.uniform_, aten.random_}
 _WRITES_ONLY |= {aten._foreach_zero_, aten._foreach_copy_, aten.bernoulli_}
+_NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}  # noqa: SLF001
 _REDUCTIONS = {
     *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
-    *(aten.linalg_vector_norm, aten.norm, aten._foreach_norm, aten.var, aten.var_mean),  # noqa: SLF001
+    *(aten.var, aten.var_mean),
     *(aten.all, aten.any, aten.cumsum, aten.logsumexp, aten.nll_loss_forward),
     *(aten._softmax, aten._log_softmax, aten._softmax_backward_data),  # noqa: SLF001
     *(aten._log_softmax_backward_data, aten.nll_loss_backward),  # noqa: SLF001
@@ -140,7 +141,7 @@ class Rule(NamedTuple):
     is_free: bool
     """It moves nothing."""
 
-    category: Category
+    family: Family
     formula: Callable[..., int] | None
     mutated: frozenset[int | str]
     """Positions and names of the arguments that it writes to."""
@@ -165,16 +166,16 @@ class Rule(NamedTuple):
         first = next(iter(inputs or mutated or writes), None)
         dtype = "" if first is None else _DTYPES[first[0].dtype]
         flops = self._flops(args, kwargs, out, reads, writes)
-        return Cost(self.name, self.category, flops, dtype), reads, writes
+        return Cost(self.name, self.family, flops, dtype), reads, writes
 
     def _flops(self, args: Any, kwargs: Any, out: Any, reads: Moved, writes: Moved) -> int:
         if self.formula is not None:
             return self.formula(*args, **kwargs)
         if self.packet in flop_registry:
             return int(flop_registry[self.packet](*args, **kwargs, out_val=out))
-        if self.category == "elementwise":
+        if self.family == "elementwise":
             return sum(tensor.numel() for tensor, _ in writes)
-        if self.category == "reduction":
+        if self.family in ("reduction", "norm"):
             return max((tensor.numel() for tensor, _ in reads), default=0)
         return 0
 
@@ -191,23 +192,48 @@ def learn_rule(func: Any) -> Rule:
         packet=packet,
         is_view=func.is_view and packet is not aten.lift_fresh,
         is_free=func.is_view or packet in _FREE or func.namespace == "prim",
-        category=_categorise(func, packet),
+        family=_find_family(func, packet),
         formula=_FLOPS.get(packet) or _ATTENTION_FLOPS.get(packet),
         mutated=frozenset(mutated),
     )
 
 
-def _categorise(func: Any, packet: Any) -> Category:
-    known: list[tuple[Any, Category]] = [
+@cache
+def family_of(name: str) -> Family | None:
+    """Tell what an operator does by the name that a trace has for it, ``aten::addmm``.
+
+    Returns:
+        None for what does no work of its own: what is made of other operators, views, and
+        what is no operator.
+    """
+    namespace, _, called = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), called, None) if called else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 (no public name)
+        return None
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    if packet in _FREE or any(one.is_view for one in overloads):
+        return None
+    func = next((one for one in overloads if _takes_tensors(one)), overloads[0])
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001
+    return None if func.has_kernel_for_dispatch_key(composite) else _find_family(func, packet)
+
+
+def _takes_tensors(func: Any) -> bool:
+    return any("Tensor" in str(one.type) for one in func._schema.arguments)  # noqa: SLF001
+
+
+def _find_family(func: Any, packet: Any) -> Family:
+    known: list[tuple[Any, Family]] = [
         (_ATTENTION_FLOPS, "attention"),
         (_FLOPS, "matmul"),
         (_INDEXING, "indexing"),
         (_COPIES, "copy"),
+        (_NORMS, "norm"),
         (_REDUCTIONS, "reduction"),
     ]
-    for packets, category in known:
+    for packets, family in known:
         if packet in packets:
-            return category
+            return family
     if packet in flop_registry:
         return "attention" if "attention" in str(packet) else "matmul"
     if torch.Tag.nondeterministic_seeded in func.tags:

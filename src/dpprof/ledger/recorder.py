@@ -12,16 +12,18 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpprof.categories import EINSUMS, Scope, categorise
 from dpprof.ledger.costs import Cost, Rule, learn_rule
+from dpprof.methods.base import finds_norms
 from dpprof.methods.tensors import tensors_in
-from dpprof.result import Phase
+from dpprof.result import Category, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
@@ -30,6 +32,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _LEDGER = str(Path(__file__).parent)
 _NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/")
 """Parts of torch whose functions are worth a name; the rest is plumbing."""
+
+_EINSUMS = {getattr(torch.functional, name).__code__ for name in EINSUMS}
 
 
 class Kind(IntEnum):
@@ -77,6 +81,7 @@ class Op(NamedTuple):
 
     phase: Phase
     module: str | None
+    category: Category
     cost: Cost
     reads: Sequence[tuple[int, int]]
     """Storage and bytes, one for each tensor; a storage that was never born is -1."""
@@ -208,6 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = Op(
             self.phase,
             self._module(),
+            categorise(cost.family, self.phase, self._scope()),
             cost,
             [(self._number(tensor), size) for tensor, size in reads],
             [(self._number(tensor), size) for tensor, size in writes],
@@ -270,6 +276,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is not None and not self._is_again(node):
             return self._module_of_node.get(node._sequence_nr())  # noqa: SLF001
         return self.modules[-1] if self.modules else None
+
+    def _scope(self) -> Scope | None:
+        """Tell who called, where that decides what the operator is for."""
+        if self.sampler is not None and finds_norms(self.sampler[0]):
+            return "norm"
+        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 (the documented way to the stack)
+        while frame is not None:
+            if frame.f_code in _EINSUMS:
+                return "einsum"
+            frame = frame.f_back
+        return None
 
     def _function(self) -> str | None:
         """Name the innermost function that is not plumbing: ``module:function``."""

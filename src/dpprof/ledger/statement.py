@@ -18,6 +18,7 @@ from dpprof.result import (
     COMPONENTS,
     EVIDENCE,
     AtPeak,
+    Category,
     Component,
     Compute,
     Evidence,
@@ -27,6 +28,7 @@ from dpprof.result import (
     Moved,
     Phase,
     Timeline,
+    Work,
 )
 from dpprof.target import Dtype, Target
 
@@ -160,7 +162,7 @@ def state_compute(
     by_component: Counter[Component] = Counter()
     other = 0
     for op in step.ops:
-        if op.cost.category not in COUNTED:
+        if op.cost.family not in COUNTED:
             other += op.cost.flops
             continue
         by_phase[op.phase] += op.cost.flops
@@ -224,7 +226,7 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
     for op in ops:
         moved = sum(size for _, size in (*op.reads, *op.writes))
         least = moved / ceilings.bandwidth_bytes_per_s
-        if op.cost.category in COUNTED:
+        if op.cost.family in COUNTED:
             in_float32: Dtype = "tf32" if dtype == "tf32" else "float32"
             peak = ceilings.flops_per_s.get(_CEILING.get(op.cost.dtype, in_float32))
             if peak is not None:
@@ -239,7 +241,7 @@ def state_io(step: Step, executed_flops: int) -> Io:
     for op in step.ops:
         keys = {
             "phase": op.phase,
-            "category": op.cost.category,
+            "category": op.category,
             "module": op.module or OUTSIDE,
         }
         for way, sized in (("read", op.reads), ("written", op.writes)):
@@ -254,8 +256,26 @@ def state_io(step: Step, executed_flops: int) -> Io:
         by_category=tallies["category"].moved,
         by_module=tallies["module"].moved,
         by_component=tallies["component"].moved,
+        by_phase_and_category=_work(step),
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
     )
+
+
+def _work(step: Step) -> list[Work]:
+    alike: dict[tuple[Phase, Category], list[Op]] = defaultdict(list)
+    for op in step.ops:
+        alike[op.phase, op.category].append(op)
+    return [
+        Work(
+            phase=phase,
+            category=category,
+            ops=len(ops),
+            flops=sum(op.cost.flops for op in ops),
+            read=sum(size for op in ops for _, size in op.reads),
+            written=sum(size for op in ops for _, size in op.writes),
+        )
+        for (phase, category), ops in alike.items()
+    ]
 
 
 class _Tally:

@@ -39,13 +39,13 @@ def _flash(q: Tensor, k: Tensor, _v: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their gradient for one block, for each thread."""
+    """Scores and their gradient for one block, for each thread; sums of rows, once."""
     queries, keys = _split(q.shape[2], k.shape[2])
     size = 8 if q.dtype is torch.float64 else 4
-    taken = (2 * queries * keys + queries) * size
+    taken = 2 * queries * keys * size
     if q.dtype in _REDUCED:
         taken += 2 * queries * keys * 2
-    return torch.get_num_threads() * taken
+    return torch.get_num_threads() * taken + queries * size
 
 
 def _layer_norm_backward(

@@ -30,6 +30,17 @@ Watch = Callable[[nn.Module, str, Callable[..., Any], tuple[Any, ...]], Any]
 or their norms, and the sampler's arguments; must return what the sampler returns for them."""
 
 
+_MAKE_GRADIENTS = (
+    *("grad sampler", "functorch", "expanded weights"),
+    *("kept product", "sample gradients"),
+)
+
+
+def finds_norms(path: str) -> bool:
+    """Tell of a sampler's code path whether it finds norms, or makes per-sample gradients."""
+    return path not in _MAKE_GRADIENTS
+
+
 class Batch(NamedTuple):
     """Token ids and the ids to predict, both (B, T) int64."""
 

@@ -1,0 +1,145 @@
+"""Instrument ``kernels``: where the time of a step goes by kernel, told by a trace.
+
+``torch.profiler`` follows a few steps after warm-up: on CUDA every kernel and its launch, on a
+CPU every operator. Neither shapes nor stacks are recorded, because with them the profiler
+keeps tensors alive. Its own cost is in these times; what it is tells the report.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from dpprof.devices.base import Device
+from dpprof.experiment import Experiment
+from dpprof.handover import traces_folder
+from dpprof.instruments.resident import peak_rss_bytes
+from dpprof.instruments.setup import Training, begin, set_up
+from dpprof.ledger.costs import family_of
+from dpprof.methods.base import Enter, finds_norms
+from dpprof.result import Kernels, Measurement, Observed, Phase
+from dpprof.traces.events import write_events
+from dpprof.traces.files import LIMIT_BYTES, NAME, Written, write_trace
+from dpprof.traces.spans import NORMS, PHASE, STEP, read_trace
+from dpprof.traces.statement import state_kernels
+
+TRACED_STEPS = 3
+"""At most so many of the timed steps; a trace of more is larger and tells no more."""
+
+_ELSEWHERE = "the tracer would be in it; the instrument clean tells"
+_REASONS = {"time": _ELSEWHERE, "throughput": _ELSEWHERE, "memory": _ELSEWHERE}
+
+
+class _Annotated:
+    """Runs steps whose phases, and whose search for norms, have spans in the trace."""
+
+    def __init__(self, training: Training, device: Device, enter: Enter) -> None:
+        self._training = training
+        self._device = device
+        self._pass_on = enter
+        self._phase: record_function | None = None
+
+    def run(self) -> None:
+        """Run one step, and wait for the device to end it."""
+        step = self._training.step
+        with record_function(STEP), step.watch_samplers(_annotate):
+            step.run(self._training.batch, self._enter)
+            self._close()
+            self._device.synchronize()
+
+    def _enter(self, phase: Phase) -> None:
+        self._close()
+        self._pass_on(phase)
+        self._phase = record_function(f"{PHASE}{phase}")
+        self._phase.__enter__()  # type: ignore[no-untyped-call]
+
+    def _close(self) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+
+
+def _annotate(
+    _layer: nn.Module, path: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+) -> Any:
+    if not finds_norms(path):
+        return sampler(*inputs)
+    with record_function(NORMS):
+        return sampler(*inputs)
+
+
+def measure(experiment: Experiment, enter: Enter) -> Measurement:
+    """Trace one experiment in this process.
+
+    Args:
+        experiment: What to run.
+        enter: Called as each phase begins.
+    """
+    method, device = begin(experiment)
+    training = set_up(experiment, method, device, lambda *_: None)
+    for _ in range(experiment.warmup_steps):
+        training.step.run(training.batch, enter)
+    device.synchronize()
+    device.reset_peaks()
+    steps = min(TRACED_STEPS, experiment.timed_steps)
+    document = _trace(_Annotated(training, device, enter), device, steps)
+    peak_bytes, allocated = peak_rss_bytes(), device.peaks().allocated_bytes
+    told = state_kernels(read_trace(document), family_of)
+    folder = traces_folder()
+    written = write_trace(folder, document) if folder else None
+    kernels = Kernels(
+        **told,
+        trace=str(folder / NAME) if folder and written else None,
+        trace_bytes=written and written.bytes,
+        trace_steps=written.steps if written else 0,
+    )
+    if folder is not None:
+        write_events(folder, kernels)
+    return Measurement(
+        model=training.model,
+        norm_plan=training.step.norm_plan,
+        kernels=kernels,
+        observed=Observed(
+            step_s=kernels.step_s,
+            steps=kernels.steps,
+            peak_rss_bytes=peak_bytes,
+            peak_allocated_bytes=allocated,
+        ),
+        reasons=_REASONS | _why_null(kernels, folder, written),
+    )
+
+
+def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
+    """Trace some steps after one that is not kept: the tracer has to warm up too."""
+    activities = [ProfilerActivity.CPU]
+    if device.torch_device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace.json"
+        with profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=steps),
+            on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(path)),
+        ) as tracer:
+            for _ in range(1 + steps):
+                annotated.run()
+                tracer.step()
+        document: dict[str, Any] = json.loads(path.read_bytes())
+    return document
+
+
+def _why_null(kernels: Kernels, folder: Path | None, written: Written | None) -> dict[str, str]:
+    reasons = {}
+    if kernels.waiting_s is None:
+        reasons["kernels.waiting_s"] = "operators of a CPU are not launched ahead"
+    if written is None:
+        reasons["kernels.trace"] = (
+            "no folder was given for it"
+            if folder is None
+            else f"one step alone takes more than {LIMIT_BYTES:,} bytes"
+        )
+    return reasons

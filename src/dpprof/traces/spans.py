@@ -1,0 +1,91 @@
+"""What a Chrome trace of torch.profiler holds: spans on the host, kernels, and their launches.
+
+The fields are those that Kineto writes into ``traceEvents``: complete events (``ph: X``) with
+``ts`` and ``dur`` in microseconds. A kernel and the call that launched it carry the same
+``correlation``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+STEP = "dpprof step"
+PHASE = "dpprof phase: "
+NORMS = "dpprof norms"
+"""Names of the spans that dpprof puts into a trace."""
+
+_HOST = ("cpu_op", "user_annotation")
+_CALLS = ("cuda_runtime", "cuda_driver")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_US = 1e-6
+
+
+class Span(NamedTuple):
+    """Something that lasted, in seconds since any instant."""
+
+    name: str
+    start_s: float
+    end_s: float
+    thread: Any
+    correlation: int | None
+    """Of a kernel and of the call that launched it."""
+
+    bytes: int
+    """That a copy moved."""
+
+
+class Trace(NamedTuple):
+    """The spans of a trace, by where they are."""
+
+    host: list[Span]
+    """Operators and what was annotated."""
+
+    calls: list[Span]
+    """Calls of the driver."""
+
+    device: list[Span]
+    """Kernels, copies and fills."""
+
+
+def read_trace(document: Mapping[str, Any]) -> Trace:
+    """Sort out the events of a trace.
+
+    Args:
+        document: As parsed from the JSON that ``export_chrome_trace`` writes.
+    """
+    trace = Trace([], [], [])
+    for event in document["traceEvents"]:
+        kind = event.get("cat")
+        into = (
+            trace.host
+            if kind in _HOST
+            else trace.calls
+            if kind in _CALLS
+            else trace.device
+            if kind in _DEVICE
+            else None
+        )
+        if event["ph"] == "X" and into is not None:
+            into.append(_read(event))
+    return trace
+
+
+def _read(event: Mapping[str, Any]) -> Span:
+    args = event.get("args", {})
+    start_us = event["ts"]
+    return Span(
+        name=event["name"],
+        start_s=start_us * _US,
+        end_s=(start_us + event["dur"]) * _US,
+        thread=(event["pid"], event["tid"]),
+        correlation=args.get("correlation"),
+        bytes=args.get("bytes", 0),
+    )
+
+
+def cover_s(spans: "list[tuple[float, float]]") -> float:
+    """Return the seconds in which at least one of the spans, sorted by start, was under way."""
+    covered, until = 0.0, float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
