@@ -162,7 +162,7 @@ def test_unknown_names_are_one_sentence(where, sentence: str) -> None:
 TARGETS = [
     (
         {"target": "h300", "instruments": "estimate"},
-        "sweeps.s.target: 'h300' is not allowed; did you mean 'h200'? allowed: a100, cpu, h100",
+        "sweeps.s.target: 'h300' is not allowed; did you mean 'h200'? allowed: a100, a100-40gb,",
     ),
     (
         {"target": "h200"},

@@ -1,8 +1,9 @@
 """Devices that an estimate can be for, whether they are here or not.
 
-Memory is what PyTorch reports as the device's total, as seen in public logs, less what a
-CUDA context with its libraries takes; compute and bandwidth are the data sheets' dense
-figures: those of sparse matrices, twice as high, are nobody's training.
+Memory is what PyTorch reports as the device's total, as seen in public logs (the least where
+drivers differ), less what a CUDA context with its libraries takes; compute and bandwidth are
+the data sheets' dense figures: those of sparse matrices, twice as high, are nobody's training.
+A test computes the peaks again from processors and clocks, which a sparse one fails.
 """
 
 from dpprof.target import Dtype, Target
@@ -39,12 +40,47 @@ H100 = _gpu(
     "9.0",
     "NVIDIA H100 Tensor Core GPU data sheet, SXM5 80 GB, without sparsity",
 )
+H100_PCIE = _gpu(
+    81_008 * 2**20,
+    (51, 51, 378, 756),
+    2000,
+    "9.0",
+    "NVIDIA H100 Tensor Core GPU architecture white paper, PCIe 80 GB, without sparsity",
+)
+H100_NVL = _gpu(
+    93.00 * 2**30,
+    (60, 60, 417.5, 835),
+    3900,
+    "9.0",
+    "NVIDIA H100 Tensor Core GPU data sheet, NVL 94 GB, without sparsity",
+)
 A100 = _gpu(
     85_093_711_872,
     (19.5, 19.5, 156, 312),
     2039,
     "8.0",
     "NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB, without sparsity",
+)
+A100_PCIE = _gpu(
+    81_049 * 2**20,
+    (19.5, 19.5, 156, 312),
+    1935,
+    "8.0",
+    "NVIDIA A100 Tensor Core GPU data sheet, PCIe 80 GB, without sparsity",
+)
+A100_40GB = _gpu(
+    42_298_834_944,
+    (19.5, 19.5, 156, 312),
+    1555,
+    "8.0",
+    "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB, without sparsity",
+)
+B200 = _gpu(
+    182_631 * 2**20,
+    (37, 75, 1100, 2250),
+    7700,
+    "10.0",
+    "NVIDIA Blackwell data sheet, HGX B200, without sparsity",
 )
 L40S = _gpu(
     47_803_531_264,
@@ -74,7 +110,12 @@ CPU = None
 _BY_DEVICE_NAME = {
     "NVIDIA H200": H200,
     "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA H100 PCIe": H100_PCIE,
+    "NVIDIA H100 NVL": H100_NVL,
     "NVIDIA A100-SXM4-80GB": A100,
+    "NVIDIA A100 80GB PCIe": A100_PCIE,
+    "NVIDIA A100-SXM4-40GB": A100_40GB,
+    "NVIDIA B200": B200,
     "NVIDIA L40S": L40S,
     "NVIDIA L4": L4,
     "NVIDIA GeForce RTX 4090": RTX_4090,
