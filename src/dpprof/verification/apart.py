@@ -1,17 +1,10 @@
-"""One verification in a process of its own, and one file whatever came of it.
+"""One verification in a process of its own, and one file whatever came of it."""
 
-The child is forked before torch is imported, so it costs no more than doing the work here
-would; it may crash, exit or hang without keeping a report waiting.
-"""
-
-import importlib
-import multiprocessing
 import platform
-import signal
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
+from dpprof.asking import UnansweredError, ask_child
 from dpprof.console import say
 from dpprof.lock import hold_one
 from dpprof.provenance import describe_git, package_versions
@@ -21,6 +14,8 @@ from dpprof.verdict import SCHEMA_VERSION, TOLERANCE, Case, Verdict, judge, writ
 
 TIMEOUT_S = 300
 """A verification takes seconds; one that takes this long is taken to hang."""
+
+_VERIFY = "dpprof.verification.verify"
 
 
 def verify_apart(model: str, method: str, output: Path) -> Verdict:
@@ -79,30 +74,10 @@ def _largest(errors: list[float | None]) -> float | None:
 
 def _ask_child(model: str, method: str) -> tuple[list[Case], str | None]:
     """Have a child do it; returns the cases, or how the child ended without telling any."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(sender, model, method), daemon=True)
-    child.start()
-    sender.close()
     try:
-        cases: list[Case] = receiver.recv()
-    except EOFError:
-        child.join()
-        return [], _explain_end(child.exitcode or 0)
+        cases: list[Case] = ask_child(
+            "verification", _VERIFY, "verify", model, method, timeout_s=TIMEOUT_S
+        )
+    except UnansweredError as error:
+        return [], str(error)
     return cases, None
-
-
-def _answer(sender: Connection, model: str, method: str) -> None:
-    """Be the child; the kernel ends it when its time is over, whoever still waits for it."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(TIMEOUT_S)
-    # Looked up by name: nothing here may import torch before the fork.
-    verify = importlib.import_module("dpprof.verification.verify").verify
-    sender.send(verify(model, method))
-
-
-def _explain_end(exit_code: int) -> str:
-    if exit_code == -signal.SIGALRM:
-        return f"the verification took longer than {TIMEOUT_S} s"
-    how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return f"the verification's process ended with {how} before it could tell"
