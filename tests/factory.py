@@ -7,6 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
+from dpprof.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
 from dpprof.closing import JOINED
 from dpprof.experiment import Experiment
 from dpprof.planning import Manifest, PlannedRun
@@ -206,6 +207,38 @@ def write_synthetic_verdict(
             "wall_s": 1.0,
             "provenance": {},
             **told,
+            **fields,
+        },
+    )
+
+
+CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}
+
+
+def write_synthetic_ceilings(
+    root: Path, device: dict[str, Any] | None = None, **fields: Any
+) -> Ceilings:
+    """Write the ceilings of a device, the synthetic CPU's where none is given."""
+    device = device or CPU
+    repeated = {"seconds": 2.0, "median_s": 3.0, "repeats": 2}
+    product = {"flops_per_s": 1000.0, "size": 10, "stopped": None}
+    product |= {"samples": [repeated | {"size": 10}]}
+    copies = {"bytes_per_s": 40.0, "array_bytes": 40, "stopped": None}
+    copies |= {"samples": [repeated | {"array_bytes": 40}]}
+    products = {"float32": product, "tf32": None, "bfloat16": product, "float64": product}
+    return write_ceilings(
+        ceilings_path(root, device_name(device)),
+        {
+            "device": device,
+            "matmul": products,
+            "bandwidth": copies,
+            "launch_latency_s": 0.001,
+            "reasons": {"matmul.tf32": "synthetic"},
+            "started_at": "2026-01-01T00:00:00+00:00",
+            "wall_s": 1.0,
+            "others_busy_cores": 0.0,
+            "code_digest": "0" * 64,
+            "provenance": {},
             **fields,
         },
     )

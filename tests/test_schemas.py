@@ -4,7 +4,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from factory import make_experiment, write_synthetic, write_synthetic_verdict
+from factory import (
+    make_experiment,
+    write_synthetic,
+    write_synthetic_ceilings,
+    write_synthetic_verdict,
+)
 
 from dpprof.experiment import Experiment
 from dpprof.result import result_path
@@ -14,6 +19,7 @@ from dpprof.sweep import Config, Sweep
 ROOT = Path(__file__).parents[1]
 RESULT_SCHEMA = ROOT / "workflow" / "schemas" / "result.schema.json"
 VERDICT_SCHEMA = ROOT / "workflow" / "schemas" / "verdict.schema.json"
+CEILINGS_SCHEMA = ROOT / "workflow" / "schemas" / "ceilings.schema.json"
 CONFIG_SCHEMA = ROOT / "workflow" / "schemas" / "config.schema.yaml"
 
 
@@ -64,6 +70,17 @@ def test_verdicts_fit_the_published_schema(tmp_path, passed) -> None:
     write_synthetic_verdict(tmp_path, make_experiment(), passed, reason="it differs")
     path = tmp_path / "results" / "verify" / "built-in-standard.json"
     document, schema = json.loads(path.read_text()), json.loads(VERDICT_SCHEMA.read_text())
+
+    jsonschema.validate(document, schema)
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    for key in document:
+        assert not validator.is_valid({k: v for k, v in document.items() if k != key}), key
+
+
+def test_ceilings_fit_the_published_schema(tmp_path) -> None:
+    write_synthetic_ceilings(tmp_path)
+    (path,) = (tmp_path / "results" / "ceilings").iterdir()
+    document, schema = json.loads(path.read_text()), json.loads(CEILINGS_SCHEMA.read_text())
 
     jsonschema.validate(document, schema)
     validator = jsonschema.validators.validator_for(schema)(schema)

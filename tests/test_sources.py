@@ -10,6 +10,7 @@ from dpprof import catalogue
 from dpprof.sources import (
     PACKAGE,
     code_digest,
+    limiting_files,
     measuring_files,
     verdict_digest,
     verified_as,
@@ -56,6 +57,30 @@ def test_a_verdicts_digest_covers_every_file_that_verifying_really_loads() -> No
     loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
 
     assert loaded <= set(verifying_files("built-in", "opacus-ghost"))
+
+
+LIMITED = """
+import json, sys
+from dpprof.devices import apart, limits
+limits.measure_limits(limits.open_device("cpu"), limits.Extent((4,), (64,), 0.001, 1))
+files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
+print("LOADED", json.dumps(files))
+"""
+
+
+def test_the_digest_of_ceilings_covers_every_file_that_measuring_them_really_loads() -> None:
+    line = next(t for t in run_fresh(LIMITED).splitlines() if t.startswith("LOADED"))
+    loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
+
+    assert loaded <= set(limiting_files())
+
+
+def test_ceilings_depend_on_no_method_nor_on_the_report_and_no_experiment_on_them() -> None:
+    names = {file.name for file in limiting_files()}
+
+    assert {"limits.py", "cuda.py", "measure_ceilings.py"} <= names
+    assert not names & {"planning.py", "worker.py", "clean.py", "tables.py", "transformer.py"}
+    assert "limits.py" not in {file.name for file in measuring_files("clean", "standard")}
 
 
 def test_a_verdict_depends_on_its_method_and_on_no_other_nor_on_the_report() -> None:

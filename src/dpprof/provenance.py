@@ -71,10 +71,20 @@ def describe_git() -> dict[str, Any]:
 
 
 def collect(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Collect everything that could explain a number, without importing torch.
+    """Collect everything that could explain a number of an experiment.
 
     Args:
         experiment: What will be measured.
+        environment: The environment variables that the measuring process will have.
+    """
+    asked = {"seed": experiment.seed, "spec_digest": experiment.digest}
+    return describe_surroundings(environment) | asked
+
+
+def describe_surroundings(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Describe code, packages, machine and settings, without importing torch.
+
+    Args:
         environment: The environment variables that the measuring process will have.
     """
     torch_version, torch_cuda = torch_build()
@@ -95,6 +105,4 @@ def collect(experiment: Experiment, environment: Mapping[str, str]) -> dict[str,
             "load_average": list(os.getloadavg()),
         },
         "settings": {name: environment[name] for name in _SETTINGS if name in environment},
-        "seed": experiment.seed,
-        "spec_digest": experiment.digest,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from dpprof.ceilings import Ceilings
 from dpprof.experiment import NAME_PATTERN, Dimensions, Experiment
 from dpprof.provenance import CHECKOUT
 from dpprof.result import Result
@@ -32,6 +33,11 @@ def result_schema() -> str:
 def verdict_schema() -> str:
     """Return the verdict files' JSON Schema."""
     return _schema_of_files(Verdict, "dpprof verdict")
+
+
+def ceilings_schema() -> str:
+    """Return the ceilings files' JSON Schema."""
+    return _schema_of_files(Ceilings, "dpprof ceilings")
 
 
 def _schema_of_files(model: type[BaseModel], title: str) -> str:
@@ -126,5 +132,6 @@ def generated_files(root: Path = CHECKOUT) -> dict[Path, str]:
         schemas / "config.schema.yaml": config_schema(),
         schemas / "result.schema.json": result_schema(),
         schemas / "verdict.schema.json": verdict_schema(),
+        schemas / "ceilings.schema.json": ceilings_schema(),
         readme: _with_key_tables(readme.read_text(encoding="utf-8")),
     }

@@ -171,6 +171,18 @@ def verdict_digest(model: str, method: str) -> str:
     )
 
 
+def limiting_files() -> list[Path]:
+    """List the files that a device's ceilings rest on."""
+    entries = [PACKAGE / "devices" / name for name in ("apart.py", "limits.py")]
+    return [SCRIPTS / "measure_ceilings.py", *closure(entries)]
+
+
+@functools.cache
+def ceilings_digest() -> str:
+    """Digest what ceilings depend on: their sources, and torch's version."""
+    return _digest(limiting_files(), package_versions(("torch",)))
+
+
 def derived_digests() -> dict[str, str]:
     """Digest what tables, each figure and the report depend on, by the name of the digest.
 

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, NoReturn
 
 from pydantic import ValidationError
 
@@ -27,9 +27,10 @@ from dpprof.closing import JOINED
 from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.handover import TRACES, Assignment, PhaseMark, Report
-from dpprof.hardware import available_cores, describe_cpu, describe_gpu, visible_gpus
+from dpprof.hardware import available_cores
 from dpprof.lock import hold_one
 from dpprof.neighbours import Neighbours
+from dpprof.places import Place, cpu_place, gpu_places
 from dpprof.provenance import collect
 from dpprof.result import (
     SCHEMA_VERSION,
@@ -52,32 +53,16 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TAIL_LINES = 20
 
 
-class _Place(NamedTuple):
-    """Where the worker runs: what to call the device, and how to make it the only one."""
-
-    lock_name: str
-    describe: Callable[[], dict[str, Any]]
-    environment: dict[str, str]
-
-
-def _places(experiment: Experiment, instrument: str) -> list[_Place]:
+def _places(experiment: Experiment, instrument: str) -> list[Place]:
     """List the interchangeable devices that this experiment could run on.
 
     Predictions take the CPU, whatever they are about.
     """
     threads = experiment.cpu_threads or available_cores()
-    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    cpu = _Place("cpu", partial(describe_cpu, threads), environment)
+    cpu = cpu_place(threads)
     if experiment.device == "cpu" or instrument in PREDICTIONS:
         return [cpu]
-    return [
-        _Place(
-            f"cuda-{gpu.uuid}",
-            partial(describe_gpu, gpu),
-            environment | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        )
-        for gpu in visible_gpus()
-    ] or [cpu]  # no GPU: the worker records why
+    return gpu_places(threads) or [cpu]  # no GPU: the worker records why
 
 
 class _Sink:
@@ -317,7 +302,7 @@ def supervise(
     )
 
 
-def _worker_environment(place: _Place, traces: Path | None) -> dict[str, str]:
+def _worker_environment(place: Place, traces: Path | None) -> dict[str, str]:
     search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
     own[TRACES] = "" if traces is None else str(traces)

@@ -9,6 +9,7 @@ import torch
 
 from dpprof.experiment import Experiment
 from dpprof.result import Energy
+from dpprof.target import Dtype
 
 
 class Counters(NamedTuple):
@@ -75,6 +76,14 @@ class Device(ABC):
     @abstractmethod
     def prepare(self, experiment: Experiment) -> None:
         """Apply precision and the memory limit before anything is allocated."""
+
+    @abstractmethod
+    def use_precision(self, dtype: Dtype) -> None:
+        """Choose how matrix products of float32 are computed.
+
+        Raises:
+            UnsupportedError: The device has no products of this kind.
+        """
 
     @abstractmethod
     def counters(self) -> Counters:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from dpprof.catalogue import UnsupportedError
 from dpprof.devices.allocations import CpuRecorder
 from dpprof.devices.base import Counters, Device, Peaks, StepClock
 from dpprof.devices.energy import NoEnergyError
 from dpprof.experiment import Experiment
 from dpprof.result import Energy
+from dpprof.target import Dtype
 
 _NO_POOL = "PyTorch's CPU allocator reserves nothing and retries nothing"
 _NO_COUNTER = "PyTorch's CPU allocator keeps no counters; the instrument phases follows it"
@@ -59,6 +61,11 @@ class Cpu(Device):
             torch.ones(2**20).sum()
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (int(experiment.memory_limit_bytes), hard))
+
+    def use_precision(self, dtype: Dtype) -> None:
+        """Leave products as they are: those of float32 are IEEE's."""
+        if dtype == "tf32":
+            raise UnsupportedError("a mode of CUDA matrix products")
 
     def counters(self) -> Counters:
         """Return nothing: there are none."""

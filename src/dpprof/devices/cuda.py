@@ -10,6 +10,7 @@ from dpprof.devices.base import Counters, Device, Peaks, Recorded, Recorder, Ste
 from dpprof.devices.energy import measure_energy
 from dpprof.experiment import Experiment
 from dpprof.result import Energy
+from dpprof.target import Dtype
 
 _AMPERE = (8, 0)
 
@@ -66,19 +67,22 @@ class Cuda(Device):
         self._retries_before = 0
 
     def prepare(self, experiment: Experiment) -> None:
-        """Choose the precision of matrix products, and limit the allocator's share.
-
-        Raises:
-            UnsupportedError: ``tf32`` on a GPU older than Ampere, which would ignore it.
-        """
-        if experiment.dtype == "tf32" and torch.cuda.get_device_capability() < _AMPERE:
-            raise UnsupportedError("dtype tf32 needs a GPU of compute capability 8.0 or newer")
-        precision = "high" if experiment.dtype == "tf32" else "highest"
-        torch.set_float32_matmul_precision(precision)
+        """Choose the precision of matrix products, and limit the allocator's share."""
+        self.use_precision(experiment.dtype)
         if experiment.memory_limit_bytes is not None:
             total = torch.cuda.get_device_properties(self.torch_device).total_memory
             share = min(1.0, int(experiment.memory_limit_bytes) / total)
             torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def use_precision(self, dtype: Dtype) -> None:
+        """Allow TF32 in products of float32, or do not.
+
+        Raises:
+            UnsupportedError: ``tf32`` on a GPU older than Ampere, which would ignore it.
+        """
+        if dtype == "tf32" and torch.cuda.get_device_capability() < _AMPERE:
+            raise UnsupportedError("dtype tf32 needs a GPU of compute capability 8.0 or newer")
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
 
     def counters(self) -> Counters:
         """Read ``memory_allocated`` and ``memory_reserved``."""

@@ -1,0 +1,83 @@
+"""A device's ceilings, measured in a process of its own, and one file whatever came of it."""
+
+import datetime as dt
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from dpprof.asking import UnansweredError, ask_child
+from dpprof.ceilings import SCHEMA_VERSION, Ceilings, Limits, nothing_measured, write_ceilings
+from dpprof.console import say
+from dpprof.hardware import available_cores, why_no_cuda
+from dpprof.lock import hold_one
+from dpprof.neighbours import Neighbours
+from dpprof.places import Place, cpu_place, gpu_places
+from dpprof.provenance import describe_surroundings
+from dpprof.sources import ceilings_digest
+from dpprof.storage import check_writable
+
+TIMEOUT_S = 120
+"""Ceilings take about ten seconds; a device that takes this long is taken to hang."""
+
+_LIMITS = "dpprof.devices.limits"
+_NOWHERE = Place("cuda", lambda: {"type": "cuda", "name": None, "uuid": None}, {})
+
+
+def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
+    """Measure a device, with nothing of dpprof's beside it, and leave one complete JSON.
+
+    Args:
+        device: The host's processor with all cores that dpprof may use, or a visible GPU.
+        output: The file; written as a whole at the end.
+
+    Raises:
+        OSError: The file cannot be written; found out before anything is measured.
+    """
+    check_writable(output)
+    digest = ceilings_digest()
+    cores = available_cores()
+    places = [cpu_place(cores)] if device == "cpu" else gpu_places(cores) or [_NOWHERE]
+
+    def waiting() -> None:
+        say("an experiment is under way on this device; waiting")
+
+    with hold_one([place.lock_name for place in places], waiting) as (position, _):
+        place = places[position]
+        description = place.describe()
+        provenance = describe_surroundings(os.environ | place.environment)
+        started_at = dt.datetime.now(dt.UTC)
+        start, neighbours = time.monotonic(), Neighbours()
+        limits = _ask_child(device, place)
+        wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+    return write_ceilings(
+        output,
+        {
+            **limits.model_dump(),
+            "schema_version": SCHEMA_VERSION,
+            "device": description,
+            "started_at": started_at.isoformat(timespec="microseconds"),
+            "wall_s": wall_s,
+            "others_busy_cores": others,
+            "code_digest": digest,
+            "provenance": provenance,
+        },
+    )
+
+
+def _ask_child(device: str, place: Place) -> Limits:
+    """Have a child measure; where it ends without telling anything, that is why."""
+    if device == "cuda" and (reason := why_no_cuda()):
+        return nothing_measured(reason)
+    try:
+        limits: Limits = ask_child(
+            "measurement",
+            _LIMITS,
+            "measure",
+            device,
+            timeout_s=TIMEOUT_S,
+            environment=place.environment,
+        )
+    except UnansweredError as error:
+        return nothing_measured(str(error))
+    return limits

@@ -1,0 +1,211 @@
+"""How fast a device can multiply, copy and launch: each as fast as it was ever seen to.
+
+A ceiling is an upper bound, so the fastest repeat counts, at the best of several sizes; medians
+are kept beside it. Matrices hold normal numbers, as in training: those of zeros take less
+power, and let a GPU clock higher.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from dpprof.catalogue import UnsupportedError
+from dpprof.ceilings import Bandwidth, CopySample, Limits, Matmul, ProductSample
+from dpprof.devices.base import Device
+from dpprof.devices.selection import open_device
+from dpprof.target import DTYPES, Dtype
+
+_TORCH: Mapping[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_CALLS = 1_000
+_MOST_REPEATS = 100
+
+Action = Callable[[], object]
+Figure = TypeVar("Figure")
+
+
+class Extent(NamedTuple):
+    """How far a device is tried."""
+
+    sizes: tuple[int, ...]
+    """Of square matrices, the smallest first."""
+
+    array_bytes: tuple[int, ...]
+    """Of arrays to copy, far larger than caches."""
+
+    budget_s: float
+    """About how long the repeats of one size may take."""
+
+    longest_s: float
+    """A size is left out where once would take longer, as on a CPU that emulates bfloat16."""
+
+
+EXTENTS: Mapping[str, Extent] = {
+    "cpu": Extent((256, 512, 1024, 2048), (2**28,), budget_s=0.3, longest_s=0.6),
+    "cuda": Extent((1024, 2048, 4096, 8192, 16384), (2**30, 2**32), budget_s=0.3, longest_s=0.6),
+}
+
+
+class _Timed(NamedTuple):
+    """Seconds of every repeat by size, and why no larger size was tried."""
+
+    seconds: dict[int, list[float]]
+    stopped: str | None
+
+
+def measure(name: str) -> Limits:
+    """Measure ``cpu`` or ``cuda``, with the threads and the GPU that the environment leaves."""
+    return measure_limits(open_device(name), EXTENTS[name])
+
+
+def measure_limits(device: Device, extent: Extent) -> Limits:
+    """Measure every figure that can be had; the others are null with the reason."""
+    reasons: dict[str, str] = {}
+
+    def attempt(key: str, figure: Callable[[], Figure]) -> Figure | None:
+        try:
+            return figure()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the other figures may be had)
+            reasons[key] = _tell(error)
+            return None
+
+    products = {
+        dtype: attempt(f"matmul.{dtype}", partial(measure_products, device, extent, dtype))
+        for dtype in DTYPES
+    }
+    return Limits(
+        matmul=products,
+        bandwidth=attempt("bandwidth", partial(measure_copies, device, extent)),
+        launch_latency_s=attempt("launch_latency_s", partial(measure_launches, device, extent)),
+        reasons=reasons,
+    )
+
+
+def measure_products(device: Device, extent: Extent, dtype: Dtype) -> Matmul:
+    """Measure products of square matrices: 2 n^3 FLOPs, a multiplication and an addition being two.
+
+    Raises:
+        UnsupportedError: The device has no products of this kind.
+        RuntimeError: Not even the smallest could be measured.
+    """
+    device.use_precision(dtype)
+    options: Any = {"dtype": _TORCH[dtype], "device": device.torch_device}
+
+    def prepare(size: int) -> Action:
+        left, right = (torch.randn(size, size, **options) for _ in range(2))
+        return partial(torch.mm, left, right, out=torch.empty_like(left))
+
+    timed = _time_sizes(device, extent, extent.sizes, 3, prepare)
+    samples = [ProductSample(size=n, **_sum_up(s)) for n, s in timed.seconds.items()]
+    flops_per_s, size = max((2 * one.size**3 / one.seconds, one.size) for one in samples)
+    return Matmul(flops_per_s=flops_per_s, size=size, samples=samples, stopped=timed.stopped)
+
+
+def measure_copies(device: Device, extent: Extent) -> Bandwidth:
+    """Measure copies within the device's memory, which read every byte once and write it once.
+
+    Where a processor reads a cache line before it writes to it, that reading is not counted.
+
+    Raises:
+        RuntimeError: Not even the smallest could be measured.
+    """
+
+    def prepare(array_bytes: int) -> Action:
+        # Written, not only reserved: fresh memory of a host is one page of zeros.
+        source = torch.ones(array_bytes // 4, device=device.torch_device)
+        return partial(torch.empty_like(source).copy_, source)
+
+    timed = _time_sizes(device, extent, extent.array_bytes, 1, prepare)
+    samples = [CopySample(array_bytes=size, **_sum_up(s)) for size, s in timed.seconds.items()]
+    rate, size = max((2 * one.array_bytes / one.seconds, one.array_bytes) for one in samples)
+    return Bandwidth(bytes_per_s=rate, array_bytes=size, samples=samples, stopped=timed.stopped)
+
+
+def measure_launches(device: Device, extent: Extent) -> float:
+    """Return the seconds of an in-place addition to one element, one of a thousand in a row.
+
+    That is how fast small operators follow one another, the host's share in it, and not how
+    long one takes from its call to its end.
+    """
+    element = torch.zeros(1, device=device.torch_device)
+
+    def launch() -> None:
+        for _ in range(_CALLS):
+            element.add_(1)
+
+    return min(time_repeats(device, launch, extent.budget_s)) / _CALLS
+
+
+def _time_sizes(
+    device: Device,
+    extent: Extent,
+    sizes: Sequence[int],
+    power: int,
+    prepare: Callable[[int], Action],
+) -> _Timed:
+    """Time one size after another, until one would take too long or does not fit.
+
+    Args:
+        device: Where.
+        extent: How long a size may take.
+        sizes: The smallest first.
+        power: Time grows with this power of the size.
+        prepare: From a size to what is timed.
+
+    Raises:
+        RuntimeError: The first size failed.
+    """
+    seconds: dict[int, list[float]] = {}
+    before = 0
+    for size in sizes:
+        if seconds and min(seconds[before]) * (size / before) ** power > extent.longest_s:
+            return _Timed(seconds, f"{size} would take longer than {extent.longest_s} s at a time")
+        try:
+            seconds[size] = time_repeats(device, prepare(size), extent.budget_s)
+        except RuntimeError as error:  # most likely out of memory
+            if not seconds:
+                raise
+            return _Timed(seconds, f"{size}: {_tell(error)}")
+        before = size
+    return _Timed(seconds, None)
+
+
+def time_repeats(device: Device, act: Action, budget_s: float) -> list[float]:
+    """Time an action again and again, after once to warm up.
+
+    Returns:
+        The seconds of each repeat: one, and as many more as it says fit the budget.
+    """
+    _time(device, act, 1)
+    (first_s,) = _time(device, act, 1)
+    return [first_s, *_time(device, act, min(_MOST_REPEATS, int(budget_s / first_s)))]
+
+
+def _time(device: Device, act: Action, repeats: int) -> list[float]:
+    device.synchronize()
+    clock = device.clock()
+    clock.tick()
+    for _ in range(repeats):
+        act()
+        clock.tick()
+    return clock.durations_s()
+
+
+def _sum_up(seconds: Sequence[float]) -> dict[str, Any]:
+    return {
+        "seconds": min(seconds),
+        "median_s": statistics.median(seconds),
+        "repeats": len(seconds),
+    }
+
+
+def _tell(error: Exception) -> str:
+    kind = "" if isinstance(error, UnsupportedError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"[:500]

@@ -1,0 +1,58 @@
+"""Measure what a device can do at most, and leave one JSON file.
+
+The exit status is 0 whenever the JSON was written: what could not be measured is null in it,
+with the reason.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import _source_tree  # noqa: F401
+from dpprof.ceilings import Ceilings, device_name
+from dpprof.console import say
+from dpprof.devices.apart import measure_apart
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="the ceilings' file to write")
+    return parser
+
+
+def tell(ceilings: Ceilings) -> str:
+    """Say the figures in one line."""
+    figures: dict[str, str] = {
+        dtype: f"{product.flops_per_s / 1e9:,.0f} GFLOP/s"
+        for dtype, product in ceilings.matmul.items()
+        if product is not None
+    }
+    if ceilings.bandwidth is not None:
+        figures["copies"] = f"{ceilings.bandwidth.bytes_per_s / 1e9:,.1f} GB/s"
+    if ceilings.launch_latency_s is not None:
+        figures["a launch"] = f"{ceilings.launch_latency_s * 1e6:.2f} us"
+    said = ", ".join(f"{name} {figure}" for name, figure in figures.items())
+    why = "; ".join(dict.fromkeys(ceilings.reasons.values()))
+    told = said or f"not measured: {ascii(why)[1:-1][:300]}"
+    return f"ceilings of {device_name(ceilings.device)} after {ceilings.wall_s:.0f} s: {told}"
+
+
+def main() -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args()
+    try:
+        ceilings = measure_apart(arguments.device, arguments.output)
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        say("interrupted; no ceilings were written")
+        sys.exit(130)
+    say(tell(ceilings))
+
+
+if __name__ == "__main__":
+    main()
