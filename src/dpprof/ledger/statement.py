@@ -12,6 +12,7 @@ from dpprof.closing import close_books
 from dpprof.experiment import Experiment
 from dpprof.ledger.books import Holding, Step
 from dpprof.ledger.costs import COUNTED
+from dpprof.ledger.model_flops import model_flops_per_token
 from dpprof.ledger.recorder import Kind, Op
 from dpprof.models.build import find_dimensions
 from dpprof.result import (
@@ -198,19 +199,15 @@ def _why_unknown(model_flops: int | None, ceilings: Target | None) -> str | None
 
 
 def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
-    """Count what the non-private step has to compute: 6 N + 12 L d T for each token.
-
-    N are the weights of matrices but for lookup tables, L layers of width d attend over T
-    tokens, and a causal mask is not discounted (Chowdhery et al. 2022, "PaLM", appendix B).
-    """
+    """Count what the non-private step has to compute; None for a model of another package."""
     dimensions = find_dimensions(experiment)
     if dimensions is None:
         return None
-    tables = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
-    matrices = [p for p in module.parameters() if p.dim() > 1 and id(p) not in tables]
-    weights = sum(p.numel() for p in matrices)
-    attention = 12 * dimensions.layers * dimensions.d_model * experiment.seq_len
-    return experiment.batch_size * experiment.seq_len * (6 * weights + attention)
+    seq_len = experiment.seq_len
+    per_token = model_flops_per_token(
+        module, seq_len=seq_len, layers=dimensions.layers, d_model=dimensions.d_model
+    )
+    return experiment.batch_size * seq_len * per_token
 
 
 _CEILING: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "bfloat16", "float64": "float64"}

@@ -1,0 +1,34 @@
+"""What the non-private step has to compute for a token, by formula.
+
+6 N + 12 L d T (Chowdhery et al. 2022, "PaLM", appendix B): a weight takes a product forward and
+two backward, two FLOPs each, and L layers of attention of width d over T tokens take six products
+of 2 d T. A causal mask is not discounted, nor is anything that is computed again.
+"""
+
+from torch import nn
+
+
+def model_flops_per_token(module: nn.Module, *, seq_len: int, layers: int, d_model: int) -> int:
+    """Return the FLOPs that a step of a dense transformer needs for each token, forward and back.
+
+    N are the elements of matrices, shared ones once, but for tables that are only looked up. A
+    frozen matrix costs 4 and not 6: it has no gradient, and the gradient of its input is computed
+    all the same. That counts too much where no gradient passes a frozen matrix at all, as below
+    the first layer that is trained. Experts of which a token sees a few, and kernels of
+    convolutions, do not follow the formula.
+
+    Args:
+        module: The model; what requires a gradient must be settled.
+        seq_len: Tokens that attend to one another, T.
+        layers: Layers with attention, L.
+        d_model: Their width, d: heads times the width of a head.
+    """
+    weights = {
+        parameter
+        for layer in module.modules()
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        for parameter in layer.parameters(recurse=False)
+        if parameter.dim() > 1
+    }
+    products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+    return products + 12 * layers * d_model * seq_len
