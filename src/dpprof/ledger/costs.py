@@ -168,11 +168,23 @@ class Rule(NamedTuple):
         flops = self._flops(args, kwargs, out, reads, writes)
         return Cost(self.name, self.family, flops, dtype), reads, writes
 
-    def _flops(self, args: Any, kwargs: Any, out: Any, reads: Moved, writes: Moved) -> int:
+    @property
+    def is_counted(self) -> bool:
+        """Whether its FLOPs are among the executed FLOPs."""
+        return self.family in COUNTED
+
+    def count_products(self, args: Any, kwargs: Any, out: Any) -> int | None:
+        """Return the FLOPs of a matrix product or of attention; None for other operators."""
         if self.formula is not None:
             return self.formula(*args, **kwargs)
         if self.packet in flop_registry:
             return int(flop_registry[self.packet](*args, **kwargs, out_val=out))
+        return None
+
+    def _flops(self, args: Any, kwargs: Any, out: Any, reads: Moved, writes: Moved) -> int:
+        products = self.count_products(args, kwargs, out)
+        if products is not None:
+            return products
         if self.family == "elementwise":
             return sum(tensor.numel() for tensor, _ in writes)
         if self.family in ("reduction", "norm"):
