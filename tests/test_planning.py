@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dpprof import planning
+from dpprof.hardware import Gpu
 from dpprof.planning import files_beyond, make_plan, read_manifest, spec_path, write_plan
 from dpprof.validation import InputError
 
@@ -93,6 +95,9 @@ def reported(folder) -> Path:
     for verdict in plan.verdicts(folder):
         verdict.parent.mkdir(parents=True, exist_ok=True)
         verdict.touch()
+    for ceilings in plan.ceilings(folder):
+        ceilings.parent.mkdir(parents=True, exist_ok=True)
+        ceilings.touch()
     tables = folder / "results" / "tables" / "manifest.txt"
     tables.parent.mkdir(parents=True)
     tables.write_text(plan.manifest.path.name + "\n")
@@ -122,6 +127,44 @@ def test_tables_are_due_when_a_verdict_is_gone(reported) -> None:
     (reported / "results" / "verify" / "built-in-standard.json").unlink()
 
     assert due_after_planning()
+
+
+def test_tables_are_due_when_ceilings_are_gone(reported) -> None:
+    (ceilings,) = (reported / "results" / "ceilings").iterdir()
+    ceilings.unlink()
+
+    assert due_after_planning()
+
+
+def devices_of(device: str | None = None, **keys) -> list[str]:
+    """Name the devices of a sweep, on a host whose ``auto`` is a GPU."""
+    sweep = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4} | keys
+    sweep |= {"device": device} if device else {}
+    return make_plan({"sweeps": {"s": sweep}}, device=lambda: "cuda").devices
+
+
+def test_ceilings_are_of_the_devices_that_runs_are_measured_on(monkeypatch) -> None:
+    monkeypatch.setattr(planning, "cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(planning, "available_cores", lambda: 2)
+    gpus = [Gpu("GPU-1", "NVIDIA L4", 1), Gpu("GPU-2", "NVIDIA H200", 1)]
+    monkeypatch.setattr(planning, "visible_gpus", lambda: gpus)
+    (cpu, gpu) = ("cpu-amd-epyc-2-cores", "cuda-nvidia-l4")
+
+    assert devices_of("cpu", batch_size=[1, 2], instruments=["clean", "phases"]) == [cpu]
+    assert devices_of() == [gpu]
+    assert devices_of(device=["cpu", "cuda"]) == [cpu, gpu]
+    monkeypatch.setattr(planning, "visible_gpus", list)
+    assert devices_of() == ["cuda"]
+
+
+def test_predictions_alone_ask_for_no_ceilings(folder) -> None:
+    sweep = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    sweep |= {"instruments": ["estimate", "capacity"], "target": "h200"}
+    plan = plan_of({"sweeps": {"s": sweep}})
+    write_plan(plan)
+
+    assert plan.ceilings(folder) == []
+    assert not (folder / "results" / "plan" / "code" / "ceilings.sha256").exists()
 
 
 def test_a_method_is_verified_once_for_all_sizes_of_our_transformer() -> None:
@@ -227,12 +270,18 @@ def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
     stale = folder / "results" / "clean" / "tiny-standard-b9-t8-00000000.r0.json"
     stale_log = folder / "results" / "logs" / "clean" / "tiny-standard-b9-t8-00000000.r0.log"
     stale_verdict = folder / "results" / "verify" / "built-in-microbatch.json"
+    stale_ceilings = folder / "results" / "ceilings" / "cuda-another.json"
+    stale_ceilings_log = folder / "results" / "logs" / "ceilings" / "cuda-another.log"
+    beyond = [stale, stale_log, stale_verdict, stale_ceilings, stale_ceilings_log]
+    (name,) = plan.devices
+    kept_log = folder / "results" / "logs" / "ceilings" / f"{name}.log"
     report = folder / "results" / "report.md"
-    for path in (wanted, stale, stale_log, stale_verdict, report, *plan.verdicts(folder)):
+    kept = [wanted, kept_log, report, *plan.verdicts(folder), *plan.ceilings(folder)]
+    for path in beyond + kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
 
-    assert files_beyond(folder, [plan]) == sorted([stale, stale_log, stale_verdict])
+    assert files_beyond(folder, [plan]) == sorted(beyond)
 
 
 def test_the_reference_matrix_is_complete() -> None:

@@ -15,11 +15,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpprof import catalogue
-from dpprof.catalogue import refuse_target
+from dpprof.catalogue import PREDICTIONS, refuse_target
+from dpprof.ceilings import CEILINGS, ceilings_path, device_name
 from dpprof.experiment import Experiment
-from dpprof.hardware import resolve_device
+from dpprof.hardware import available_cores, cpu_name, resolve_device, visible_gpus
 from dpprof.result import result_path
 from dpprof.sources import (
+    ceilings_digest,
     code_digest,
     derived_digests,
     foreign_parts,
@@ -85,6 +87,17 @@ class Plan:
     experiments: dict[str, Experiment]
 
     @property
+    def devices(self) -> list[str]:
+        """The devices, by name, that measured runs are on; predictions are on none."""
+        measured = (run for run in self.manifest.runs if run.instrument not in PREDICTIONS)
+        kinds = {self.experiments[run.id].device for run in measured}
+        return sorted(_name_here(kind) for kind in kinds)
+
+    def ceilings(self, root: Path) -> list[Path]:
+        """Say where their ceilings belong."""
+        return [ceilings_path(root, name) for name in self.devices]
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
         """The models and methods to verify, each pair once, of all experiments."""
         return sorted({(verified_as(e.model), e.method) for e in self.experiments.values()})
@@ -92,6 +105,17 @@ class Plan:
     def verdicts(self, root: Path) -> list[Path]:
         """Say where their verdicts belong."""
         return [verdict_path(root, *pair) for pair in self.pairs]
+
+
+def _name_here(kind: str) -> str:
+    """Name this host's processor, or its first visible GPU.
+
+    Where none is visible, as on the head of a cluster, it is plain ``cuda``; whose the
+    ceilings are is in their file.
+    """
+    if kind == "cpu":
+        return device_name({"type": kind, "name": cpu_name(), "cores": available_cores()})
+    return device_name({"type": kind, "name": next((gpu.name for gpu in visible_gpus()), None)})
 
 
 _NAMING: dict[str, catalogue.Group] = {
@@ -182,6 +206,8 @@ def write_plan(plan: Plan) -> None:
     for run in plan.manifest.runs:
         experiment = plan.experiments[run.id]
         digests[code_name(run.instrument, experiment)] = code_digest(run.instrument, experiment)
+    if plan.devices:
+        digests[CEILINGS] = ceilings_digest()
     digests |= {verdict_code_name(*pair): verdict_digest(*pair) for pair in plan.pairs}
     for name, digest in digests.items():
         write_if_changed(code_path(name), digest + "\n")
@@ -193,12 +219,13 @@ def _mark_tables_due(plan: Plan) -> None:
     """Rewrite an input of the tables when they must be made again.
 
     Snakemake does not miss an intermediate file while what was made from it is there, and
-    without its own records it cannot tell whose tables those are. So a result or a verdict that
-    was deleted, or tables of another config, would pass unnoticed. A partial report is always
-    due, since it takes what exists just now.
+    without its own records it cannot tell whose tables those are. So a result, a verdict or
+    ceilings that were deleted, or tables of another config, would pass unnoticed. A partial
+    report is always due, since it takes what exists just now.
     """
     manifest = plan.manifest
-    files = [*(run.path(Path()) for run in manifest.runs), *plan.verdicts(Path())]
+    files = [run.path(Path()) for run in manifest.runs]
+    files += [*plan.verdicts(Path()), *plan.ceilings(Path())]
     missing = sum(not path.is_file() for path in files)
     tables_are_of = TABLES / "manifest.txt"
     others = tables_are_of.is_file() and tables_are_of.read_text().strip() != manifest.path.name
@@ -223,8 +250,8 @@ def read_manifest(path: Path) -> Manifest:
 def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
     """List files of runs under ``results`` that none of the plans asks for.
 
-    Covers result files, verdicts, logs, specs, code digests and manifests; tables, figures
-    and the report belong to the last config and are left alone.
+    Covers result files, verdicts, ceilings, logs, specs, code digests and manifests; tables,
+    figures and the report belong to the last config and are left alone.
     """
     keep: set[Path] = {root / code_path(name) for name in derived_digests()}
     for plan in plans:
@@ -237,11 +264,16 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
             verdict = verdict_path(root, *pair)
             keep |= {verdict, root / code_path(verdict_code_name(*pair))}
             keep.add(root / "results" / "logs" / VERDICTS / f"{verdict.stem}.log")
+        for name in plan.devices:
+            keep |= {ceilings_path(root, name), root / code_path(CEILINGS)}
+            keep.add(root / "results" / "logs" / CEILINGS / f"{name}.log")
     candidates = [
         *(root / "results").glob("*/*.r*.json"),
         *(root / "results" / VERDICTS).glob("*.json"),
+        *(root / "results" / CEILINGS).glob("*.json"),
         *(root / "results" / "logs").glob("*/*.r*.log"),
         *(root / "results" / "logs" / VERDICTS).glob("*.log"),
+        *(root / "results" / "logs" / CEILINGS).glob("*.log"),
         *(root / PLAN).glob("specs/*.json"),
         *(root / PLAN).glob("code/*.sha256"),
         *(root / PLAN).glob("manifest-*.json"),

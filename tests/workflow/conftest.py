@@ -15,7 +15,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
-QUICK = Path(__file__).with_name("quick_clean.py")
+QUICK = {
+    "quick_clean.py": "instruments/clean.py",
+    "quick_limits.py": "devices/limits.py",
+}
+"""What is put in place of modules that would take time."""
 TABLES = "results/tables/manifest.txt"
 """A target that needs every result, but no figure and no report, which take as long again."""
 
@@ -110,9 +114,13 @@ def copy_checkout(target: Path) -> Checkout:
 
 
 def quick_checkout(target: Path) -> Checkout:
-    """Copy the checkout with an instrument that trains nothing, and one figure for all."""
+    """Copy the checkout with an instrument that trains nothing, and one figure for all.
+
+    Ceilings are invented too.
+    """
     fresh = copy_checkout(target)
-    shutil.copy(QUICK, target / "src" / "dpprof" / "instruments" / "clean.py")
+    for quick, module in QUICK.items():
+        shutil.copy(Path(__file__).with_name(quick), target / "src" / "dpprof" / module)
     declared = target / "pyproject.toml"
     others = re.compile(r'.* = "dpprof\.figures\.(?!tradeoff:).*\n')
     declared.write_text(others.sub("", declared.read_text()))

@@ -29,6 +29,15 @@ def test_replicates_are_interleaved(checkout: Checkout) -> None:
     assert [result["replicate"] for result in ordered] == [0, 0, 0, 1, 1]
 
 
+def test_ceilings_are_measured_before_any_experiment(checkout: Checkout) -> None:
+    checkout.snakemake(TABLES)
+    (path,) = (checkout.path / "results" / "ceilings").iterdir()
+    ceilings = json.loads(path.read_text())
+    start = dt.datetime.fromisoformat(ceilings["started_at"])
+
+    assert start + dt.timedelta(seconds=ceilings["wall_s"]) <= intervals(checkout)[0][0]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -132,6 +132,37 @@ def test_a_deleted_result_is_measured_again(finished: Checkout, before) -> None:
     assert methods_measured_again(finished, before) == ["opacus-hooks"]
 
 
+def test_deleted_ceilings_are_measured_again_and_nothing_else(finished: Checkout, before) -> None:
+    (ceilings,) = (finished.path / "results" / "ceilings").iterdir()
+    table = finished.table("ceilings")
+    ceilings.unlink()
+    finished.snakemake(TABLES)
+
+    assert ceilings.is_file()
+    assert finished.results() == before
+    assert set(table["device"]) == {ceilings.stem}
+    figures = table.set_index(table["dtype"].fillna(table["figure"]))
+    assert figures["measured"].drop("tf32").to_dict() == {
+        "float32": 1000.0,
+        "bfloat16": 1000.0,
+        "float64": 1000.0,
+        "bytes_per_s": 8.0,
+        "launch_s": 1e-6,
+    }
+    assert figures.loc["tf32", "reason"] == "invented for cpu"
+
+
+def test_an_edited_measurement_of_ceilings_measures_those_alone(finished: Checkout) -> None:
+    results, (ceilings,) = finished.results(), (finished.path / "results" / "ceilings").iterdir()
+    age = ceilings.stat().st_mtime_ns
+    finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
+    finished.snakemake(TABLES)
+
+    assert finished.results() == results
+    assert ceilings.stat().st_mtime_ns > age
+    assert finished.table("ceilings")["measured"].max() == 2000.0
+
+
 def test_two_configs_alternate_without_measuring_again(finished: Checkout, before) -> None:
     other = finished.path / "other.yaml"
     text = (finished.path / CONFIG).read_text()

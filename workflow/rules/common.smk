@@ -33,6 +33,7 @@ wildcard_constraints:
     instrument=r"[a-z0-9][a-z0-9-]*",
     replicate=r"[0-9]+",
     figure=r"[a-z0-9][a-z0-9-]*",
+    device=r"(cpu|cuda)[a-z0-9-]*",
     # Both may hold hyphens, so only their names tell where one ends.
     model="|".join([BUILT_IN, *catalogue.names("models")]),
     method="|".join(catalogue.names("methods")),
@@ -103,6 +104,26 @@ def results_of(wildcards):
 def verdicts_of(wildcards):
     """List the verdicts on the current config's methods; none with partial=true."""
     return [] if PLAN.config.partial else [str(path) for path in PLAN.verdicts(Path())]
+
+
+def ceilings_paths(wildcards):
+    """List the ceilings of the devices that the current config measures on."""
+    return [str(path) for path in PLAN.ceilings(Path())]
+
+
+def ceilings_of(wildcards):
+    """List the same as what must be there; nothing with partial=true."""
+    return [] if PLAN.config.partial else ceilings_paths(wildcards)
+
+
+def kind_of_device(wildcards):
+    """Say what a device is, which its name begins with: cpu or cuda."""
+    return wildcards.device.partition("-")[0]
+
+
+def gpus_of_device(wildcards):
+    """Ask for a GPU where the ceilings are a GPU's."""
+    return 1 if kind_of_device(wildcards) == "cuda" else 0
 
 
 def caption_of(wildcards):

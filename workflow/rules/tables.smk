@@ -3,6 +3,7 @@ rule tables:
         manifest=manifest_of,
         results=results_of,
         verdicts=verdicts_of,
+        ceilings=ceilings_of,
         due=due_of,
         code="results/plan/code/tables.sha256",
     output:
@@ -24,6 +25,7 @@ rule tables:
         traffic="results/tables/traffic.csv",
         samplers="results/tables/samplers.csv",
         verification="results/tables/verification.csv",
+        ceilings="results/tables/ceilings.csv",
         findings="results/tables/findings.csv",
         missing="results/tables/missing.csv",
         manifest="results/tables/manifest.txt",
@@ -32,7 +34,9 @@ rule tables:
     conda:
         "../../envs/dpprof.yaml"
     params:
+        ceilings=ceilings_paths,
         partial=PARTIAL,
     shell:
         "python workflow/scripts/build_tables.py --manifest {input.manifest:q}"
-        " --output-dir results/tables {params.partial} 2>&1 | tee {log:q} >&2"
+        " --output-dir results/tables --ceilings {params.ceilings:q} {params.partial}"
+        " 2>&1 | tee {log:q} >&2"

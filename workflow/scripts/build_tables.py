@@ -19,6 +19,9 @@ def main() -> None:
     parser.add_argument("--manifest", type=Path, required=True, help="the list of runs to tabulate")
     parser.add_argument("--output-dir", type=Path, required=True, help="where the tables go")
     parser.add_argument(
+        "--ceilings", type=Path, nargs="*", default=[], help="ceilings of devices to tabulate"
+    )
+    parser.add_argument(
         "--partial", action="store_true", help="leave out runs without a result, and list them"
     )
     arguments = parser.parse_args()
@@ -26,7 +29,7 @@ def main() -> None:
         manifest = read_manifest(arguments.manifest)
         # The manifest lies in results/plan, beside the results that it lists.
         root = arguments.manifest.resolve().parents[2]
-        collected = collect(manifest, root, partial=arguments.partial)
+        collected = collect(manifest, root, partial=arguments.partial, ceilings=arguments.ceilings)
     except (InputError, ResultError, OSError) as error:
         sys.exit(f"error: {error}")
     for name, table in build_tables(collected).items():

@@ -1,10 +1,11 @@
 """The results of one config: what exists, what is missing, what the code has outgrown."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpprof.analysis.verified import read_standings
+from dpprof.ceilings import Ceilings, read_ceilings
 from dpprof.planning import Manifest, PlannedRun, code_name, code_path, verdict_code_name
 from dpprof.result import Result, read_run
 from dpprof.validation import InputError
@@ -23,18 +24,24 @@ class Collected:
     standings: Mapping[str, Standing]
     """What is known of the method of each experiment that has a result, by the experiment's id."""
 
+    ceilings: tuple[Ceilings, ...] = ()
+    """Those of the devices that the runs are on, as far as there are any."""
 
-def collect(manifest: Manifest, root: Path, *, partial: bool) -> Collected:
+
+def collect(
+    manifest: Manifest, root: Path, *, partial: bool, ceilings: Iterable[Path] = ()
+) -> Collected:
     """Read the results that a manifest lists, and no others, and the verdicts on their methods.
 
     Args:
         manifest: The runs of a config.
         root: The folder that holds ``results``.
-        partial: Whether runs without a result may be left out.
+        partial: Whether runs without a result, and ceilings, may be left out.
+        ceilings: The files of ceilings of the devices that the runs are on.
 
     Raises:
         ResultError: A file is cut, edited, of another version, or another run's.
-        InputError: A result is missing, and ``partial`` is not set.
+        InputError: A result is missing, or ceilings are, and ``partial`` is not set.
     """
     found: list[tuple[PlannedRun, Result]] = []
     missing: list[PlannedRun] = []
@@ -58,7 +65,22 @@ def collect(manifest: Manifest, root: Path, *, partial: bool) -> Collected:
         (result.experiment for _, result in found),
         lambda *pair: _planned_digest(root, verdict_code_name(*pair)),
     )
-    return Collected(tuple(found), tuple(missing), frozenset(outdated), standings)
+    return Collected(
+        tuple(found),
+        tuple(missing),
+        frozenset(outdated),
+        standings,
+        tuple(_read_ceilings(ceilings, partial=partial)),
+    )
+
+
+def _read_ceilings(paths: Iterable[Path], *, partial: bool) -> Iterator[Ceilings]:
+    for path in paths:
+        try:
+            yield read_ceilings(path)
+        except FileNotFoundError:
+            if not partial:
+                raise InputError(f"{path}: is missing; run snakemake") from None
 
 
 def _planned_digest(root: Path, name: str) -> str | None:

@@ -7,6 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.advice import tabulate_advice
 from dpprof.analysis.books import tabulate_books
+from dpprof.analysis.ceilings import tabulate_ceilings
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments import tabulate_experiments
 from dpprof.analysis.findings import find
@@ -33,7 +34,8 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         component of a snapshot), the tables of ``books`` (peaks, costs, owners, holdings,
         timeline, traffic), ``advice`` (one row per method, for each setting whose capacity was
         asked for), ``samplers`` (one row per type of layer), ``verification`` (one row per
-        method, model and variant of attention), ``findings`` (one row per thing to know before
+        method, model and variant of attention), ``ceilings`` (one row per figure of a device
+        that runs are on), ``findings`` (one row per thing to know before
         believing the numbers) and ``missing`` (one row per run without a result).
     """
     groups = group_runs(collected)
@@ -65,6 +67,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         "verification": tabulate_verification(
             (group.experiment for group in groups), collected.standings
         ),
+        "ceilings": tabulate_ceilings(collected.ceilings),
         "findings": find(collected, books["peaks"]),
         "missing": make_frame(
             (key_of(run) | {"method": run.method} for run in collected.missing),
