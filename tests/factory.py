@@ -24,6 +24,7 @@ from dpprof.sources import verified_as
 from dpprof.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
 
 Tables = dict[str, pd.DataFrame]
+CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}
 MICRO = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}
 
 
@@ -86,10 +87,50 @@ def make_books(
             "arithmetic_intensity": 2.5,
             "by_phase": {phase: moved},
             "by_category": {},
-            "by_phase_and_category": [],
+            "by_phase_and_category": [
+                {"phase": phase, "category": category, "ops": 1, "flops": flops, **moved}
+                for phase, category, flops in (("forward", "gemm", 4000), ("step", "optimizer", 10))
+            ],
             "by_module": {},
             "by_component": {},
         },
+    }
+
+
+def make_kernels(
+    seconds: dict[tuple[str, str], float], *, idle_s: float = 0.0, **fields: Any
+) -> dict[str, Any]:
+    """Invent what a trace of one step tells.
+
+    Args:
+        seconds: By phase and category.
+        idle_s: When nothing ran.
+        fields: Other fields of ``Kernels``.
+    """
+    total_s = sum(seconds.values())
+    by: tuple[dict[str, float], dict[str, float]] = {}, {}
+    for key, part in seconds.items():
+        for sums, name in zip(by, key, strict=True):
+            sums[name] = sums.get(name, 0.0) + part
+    return {
+        "steps": 1,
+        "step_s": total_s + idle_s,
+        "total_s": total_s,
+        "by_phase": by[0],
+        "by_category": by[1],
+        "by_phase_and_category": [
+            {"phase": phase, "category": category, "seconds": part, "launches": 1.0}
+            for (phase, category), part in seconds.items()
+        ],
+        "other_share": by[1].get("other", 0.0) / total_s,
+        "idle_s": idle_s,
+        "waiting_s": None,
+        "largest": [],
+        "copies": {},
+        "trace": "results/traces/x/r0/dpprof.pt.trace.json.gz",
+        "trace_bytes": 1000,
+        "trace_steps": 1,
+        **fields,
     }
 
 
@@ -112,6 +153,8 @@ def write_synthetic(
     phases_s: dict[str, list[float]] | None = None,
     components: dict[str, int] | None = None,
     books: dict[str, Any] | None = None,
+    kernels: dict[str, Any] | None = None,
+    observed: dict[str, Any] | None = None,
 ) -> Result:
     """Write a result file as the supervisor would, with invented figures.
 
@@ -119,6 +162,8 @@ def write_synthetic(
 
     Args:
         books: Of ``make_books``: what an instrument that keeps books tells instead of times.
+        kernels: Of ``make_kernels``: what a trace tells.
+        observed: What a step and its memory came to.
     """
     if not verdict_path(root, verified_as(experiment.model), experiment.method).exists():
         write_synthetic_verdict(root, experiment)
@@ -148,6 +193,7 @@ def write_synthetic(
     }
     if books is not None:
         measured = {"model": measured["model"], "samplers": samplers, **books}
+    measured |= {"kernels": kernels, "observed": observed}
     return write_result(
         result_path(root, instrument, experiment.id, replicate),
         (measured if outcome == "ok" else {})
@@ -169,7 +215,7 @@ def write_synthetic(
             ],
             "started_at": "2026-01-01T00:00:00+00:00",
             "wall_s": 1.5,
-            "device": {"type": "cpu", "name": "synthetic cpu", "threads": 2},
+            "device": CPU,
             "provenance": {
                 "host": {"hostname": "nowhere", "cores_logical": 4},
                 "python": "3.11.0",
@@ -210,9 +256,6 @@ def write_synthetic_verdict(
             **fields,
         },
     )
-
-
-CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}
 
 
 def write_synthetic_ceilings(
@@ -260,11 +303,26 @@ def make_manifest(*runs: tuple[Experiment, int], instrument: str = "clean") -> M
     )
 
 
-def tables_of_runs(root: Path, *runs: tuple[Experiment, str, dict[str, Any]]) -> Tables:
-    """Write runs, each an experiment, an instrument and its figures, and build their tables."""
+def tables_of_runs(
+    root: Path,
+    *runs: tuple[Experiment, str, dict[str, Any]],
+    ceilings: dict[str, Any] | None = None,
+) -> Tables:
+    """Write runs, each an experiment, an instrument and its figures, and build their tables.
+
+    Args:
+        root: Where to.
+        runs: The runs.
+        ceilings: Fields of the synthetic CPU's ceilings; None where nobody measured it.
+    """
     planned = []
     for experiment, instrument, fields in runs:
         write_synthetic(root, experiment, instrument=instrument, **fields)
         number = fields.get("replicate", 0)
         planned += make_manifest((experiment, number), instrument=instrument).runs
-    return build_tables(collect(Manifest(runs=tuple(planned)), root, partial=False))
+    files = []
+    if ceilings is not None:
+        known = write_synthetic_ceilings(root, **ceilings)
+        files.append(ceilings_path(root, device_name(known.device)))
+    manifest = Manifest(runs=tuple(planned))
+    return build_tables(collect(manifest, root, partial=False, ceilings=files))

@@ -46,6 +46,7 @@ def test_measured_figures_stand_beside_the_data_sheets(root) -> None:
     unknown = rows["cpu-synthetic-cpu-2-cores", "tf32", "flops_per_s"]
     assert (unknown["measured"], unknown["reason"]) == (None, "synthetic")
     assert unknown["datasheet"] is None
+    assert set(table["others_busy_cores"]) == {0.0}
 
 
 def test_the_table_is_read_back_as_it_was(root) -> None:

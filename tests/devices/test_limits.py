@@ -42,15 +42,15 @@ def repeating(*seconds: float):
 
 def test_flops_are_two_n_cubed_over_the_fastest_repeat_of_any_size() -> None:
     extent = Extent((4, 8), (), budget_s=16, longest_s=100)
-    of_4 = [9, 4, 2, 2, 2, 2]  # to warm up, once, and four times in 16 s
-    of_8 = [9, 16, 8]
+    of_4 = [9, 4, 2, 2, 2, 2, 2, 2, 2]  # to warm up; once, once, twice and four times
+    of_8 = [9, 12, 8]
     product = measure_limits(ToldCpu(repeating(*of_4, *of_8)), extent).matmul["float32"]
 
     assert product.flops_per_s == 2 * 8**3 / 8 == 128.0
     assert product.size == 8
     assert [(one.seconds, one.median_s, one.repeats) for one in product.samples] == [
-        (2, 2, 5),
-        (8, 12, 2),
+        (2, 2, 8),
+        (8, 10, 2),
     ]
     assert product.stopped is None
 
@@ -134,8 +134,8 @@ def test_the_first_time_only_warms_up() -> None:
     calls = []
     seconds = time_repeats(ToldCpu([9.0, 1.0, 2.0, 3.0]), lambda: calls.append(1), budget_s=2.5)
 
-    assert seconds == [1.0, 2.0, 3.0]
-    assert len(calls) == 4
+    assert seconds == [1.0, 2.0]
+    assert len(calls) == 3
 
 
 @pytest.mark.gpu

@@ -4,12 +4,20 @@ import itertools
 
 import pandas as pd
 import pytest
-from factory import make_books, make_experiment, make_manifest, write_synthetic
+from factory import (
+    make_books,
+    make_experiment,
+    make_kernels,
+    make_manifest,
+    write_synthetic,
+    write_synthetic_ceilings,
+)
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dpprof import catalogue
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
+from dpprof.ceilings import ceilings_path, device_name
 from dpprof.figures.panels import split
 from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
 from dpprof.planning import Manifest
@@ -18,7 +26,9 @@ from dpprof.result import OUTCOMES, PHASES
 FIGURES = catalogue.names("figures")
 METHODS = ("standard", "opacus-ghost")
 OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
-WATCHED = ("clean", "phases", "ledger")
+WATCHED = ("clean", "phases", "ledger", "kernels")
+GROWTH = {"batch-size", "seq-len", "cost"}
+TRACED = {("forward", "gemm"): 0.02, ("step", "optimizer"): 0.01}
 
 
 def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fields):
@@ -40,13 +50,17 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
             **measured,
         )
         write_synthetic(root, experiment, instrument="ledger", books=make_books(OWNED), **measured)
+        traced = make_kernels(TRACED, idle_s=0.005)
+        write_synthetic(root, experiment, instrument="kernels", kernels=traced, **measured)
     for experiment in predicted:
         books = make_books(OWNED)
         write_synthetic(root, experiment, instrument="estimate", books=books, **fields)
     runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
     runs += [make_manifest((e, 0), instrument="estimate").runs for e in predicted]
     manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))
-    return build_tables(collect(manifest, root, partial=False))
+    ceilings = write_synthetic_ceilings(root)
+    known = [ceilings_path(root, device_name(ceilings.device))]
+    return build_tables(collect(manifest, root, ceilings=known, partial=False))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +97,16 @@ AXES = {
     # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
     "accuracy": [("peak of the allocator (MiB)", "books above the allocator (%)")],
+    "bound": [("time of a traced step (ms)", METHODS)],
+    "cost": [
+        ("sequence length (tokens)", "MFLOP per token"),
+        ("sequence length (tokens)", "MiB moved per token"),
+        ("sequence length (tokens)", "time per token (µs)"),
+    ],
+    "kernels": [("time of a traced step (ms)", METHODS)],
+    # The axes are shared: the left one says what is along y.
+    "roofline": [("FLOPs per byte", "GFLOP/s"), ("FLOPs per byte", ())],
+    "throughput": [("tokens/s", METHODS), ("% of the peak", ("", ""))],
     "breakdown": [("alive at the peak (MiB)", METHODS)],
     "outcomes": [("runs", METHODS)],
     "phases": [("time of a step (ms)", METHODS)],
@@ -144,17 +168,19 @@ def test_only_failures_leave_nothing_to_draw(name, tmp_path) -> None:
 def test_failures_are_counted_by_the_figure_of_outcomes(tmp_path) -> None:
     axis = draw("outcomes", tables_of(tmp_path, outcome="crashed")).axes[0]
 
-    assert [patch.get_width() for patch in axis.patches] == [16, 16]
+    assert [patch.get_width() for patch in axis.patches] == [20, 20]
 
 
-@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"batch-size", "seq-len"}))
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - GROWTH))
 def test_one_method_once_is_enough(name, tmp_path) -> None:
     tables = tables_of(tmp_path, methods=["opacus-ghost"], batch_sizes=[2], seq_lens=[4])
 
     assert draw(name, tables).axes
 
 
-@pytest.mark.parametrize(("name", "axis"), [("batch-size", "batch_size"), ("seq-len", "seq_len")])
+@pytest.mark.parametrize(
+    ("name", "axis"), [("batch-size", "batch_size"), ("seq-len", "seq_len"), ("cost", "seq_len")]
+)
 def test_growth_needs_two_sizes(name, axis, tmp_path) -> None:
     tables = tables_of(tmp_path, batch_sizes=[2], seq_lens=[4])
 

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from dpprof.figures.style import COMPONENT_COLOURS, HATCHES
-from dpprof.result import COMPONENTS
+from dpprof.figures.style import (
+    BOUND_COLOURS,
+    CATEGORY_COLOURS,
+    COMPONENT_COLOURS,
+    HATCHES,
+    PHASE_MARKERS,
+)
+from dpprof.result import CATEGORIES, COMPONENTS, PHASES
 
 # Machado et al. 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency".
 SIGHTS = {
@@ -44,13 +50,21 @@ def lab(colour: str, sight: str) -> np.ndarray:
 
 def test_every_component_has_a_colour_and_what_is_no_owner_a_hatch() -> None:
     assert tuple(COMPONENT_COLOURS) == COMPONENTS
-    assert set(HATCHES) == {"unattributed"}
+    assert set(HATCHES) - {"unattributed"} == {"other", "unknown", "idle"}
 
 
+def test_every_category_has_a_colour_and_what_is_none_a_hatch() -> None:
+    assert set(CATEGORY_COLOURS) == {*CATEGORIES, "idle"}
+    assert set(PHASE_MARKERS) == set(PHASES)
+    assert len(set(PHASE_MARKERS.values())) == len(PHASES)
+
+
+@pytest.mark.parametrize("colours", [COMPONENT_COLOURS, CATEGORY_COLOURS, BOUND_COLOURS])
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_components_colours_stay_apart(sight) -> None:
+def test_colours_stay_apart(sight, colours) -> None:
     """A difference of 2.3 is just noticeable side by side; these may be far from each other."""
-    seen = {name: lab(colour, sight) for name, colour in COMPONENT_COLOURS.items()}
+    plain = {name: colour for name, colour in colours.items() if name not in HATCHES}
+    seen = {name: lab(colour, sight) for name, colour in plain.items()}
     apart = {
         (one, other): float(np.linalg.norm(seen[one] - seen[other]))
         for one, other in itertools.combinations(seen, 2)

@@ -1,8 +1,10 @@
+import psutil
 import pytest
 from factory import make_experiment
 from fresh_process import run_fresh
 
 from dpprof.instruments.clean import measure
+from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
 from dpprof.result import Measurement
 
 
@@ -63,6 +65,39 @@ def test_the_model_is_counted(ghost) -> None:
     assert ghost.model.parameters_bytes == 1176 * 4
 
 
+def test_what_the_process_reads_and_writes_is_counted_over_the_timed_steps(ghost) -> None:
+    assert ghost.host_io.steps == 3
+    assert 0 <= ghost.host_io.bytes_read < 2**20
+    assert 0 <= ghost.host_io.storage_bytes_written < 2**20
+
+
+def test_reads_of_a_process_are_found_to_the_byte(tmp_path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"x" * 12_345)
+    process = psutil.Process()
+    empty = read_counts(process)
+    own = count_io(process, empty, 1).bytes_read  # reading the counters is reading too
+    before = read_counts(process)
+    file.read_bytes()
+
+    assert count_io(process, before, 1).bytes_read == pytest.approx(12_345 + own, abs=200)
+
+
+def test_a_system_that_counts_nothing_gives_null_and_a_reason() -> None:
+    assert count_io(psutil.Process(), None, 1) is None
+    assert "host_io" in why_no_counts(None)
+
+
+def test_energy_is_null_without_a_counter(ghost) -> None:
+    assert ghost.energy is None
+    assert "CPU" in ghost.reasons["energy"]
+
+
+def test_clean_observes_itself(ghost) -> None:
+    assert ghost.observed.step_s == ghost.time.median_s
+    assert ghost.observed.peak_rss_bytes == ghost.memory.peak_rss_bytes
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "tf32"])
 def test_cuda_counters_are_the_allocators(dtype: str) -> None:
@@ -79,6 +114,7 @@ def test_no_library_is_taken_for_memory_of_the_training() -> None:
     code = """
 from factory import make_experiment
 from dpprof.instruments.clean import measure
+from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
 for s in measure(make_experiment(), lambda _: None).memory.snapshots:
     print(s.name, s.rss_bytes)
 """

@@ -16,6 +16,8 @@ from dpprof import catalogue
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Group
+from dpprof.analysis.utilisation import Peak, find_peak, utilise
+from dpprof.ceilings import Ceilings
 from dpprof.closing import bound_bytes, close_books
 from dpprof.datasheets import find_by_device_name
 from dpprof.experiment import CPU_TARGET, Experiment
@@ -53,10 +55,13 @@ _COST_COLUMNS = [
     "bytes_written",
     "arithmetic_intensity",
     "peak_flops_per_s",
+    "peak_source",
     "roofline_step_s",
     "median_step_s",
     "mfu",
     "hfu",
+    "beyond_peak",
+    "utilisation_reason",
 ]
 _TIMELINE_COLUMNS = [*RUN_KEY, "ops", "elapsed_s", "phase", *COMPONENTS]
 
@@ -86,7 +91,9 @@ def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, p
     measured = _Measured(groups)
     return {
         "peaks": make_frame((_peak_row(one, measured) for one in accounts), _PEAK_COLUMNS),
-        "costs": make_frame((_cost_row(one, measured) for one in accounts), _COST_COLUMNS),
+        "costs": make_frame(
+            (_cost_row(one, measured, collected.ceilings) for one in accounts), _COST_COLUMNS
+        ),
         "owners": make_frame(_owner_rows(accounts), [*RUN_KEY, "component", "bytes"]),
         "holdings": make_frame(
             _holding_rows(accounts),
@@ -186,15 +193,18 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
     )
 
 
-def _cost_row(one: _Account, measured: _Measured) -> dict[str, Any]:
-    compute, io = one.compute, one.io
-    group = measured.find(one.result.experiment)
-    step_s = median(group.step_s) if group is not None and group.step_s else None
-    ceiling = compute.peak_flops_per_s
-    full = step_s * ceiling if step_s is not None and ceiling is not None else None
+def _cost_row(one: _Account, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
+    compute, io, experiment = one.compute, one.io, one.result.experiment
+    group = measured.find(experiment)
+    timed = group is not None and group.step_s
+    step_s = median(group.step_s) if group is not None and timed else None
+    device = group.results[0].device if group is not None and timed else one.result.device
+    peak = find_peak(compute, experiment.dtype, device, ceilings)
+    mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
+    hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
     return (
         key_of(one.run)
-        | axes_of(one.result.experiment)
+        | axes_of(experiment)
         | {
             "model_flops": compute.model_flops,
             "executed_flops": compute.executed_flops,
@@ -203,13 +213,25 @@ def _cost_row(one: _Account, measured: _Measured) -> dict[str, Any]:
             "bytes_read": io.bytes_read,
             "bytes_written": io.bytes_written,
             "arithmetic_intensity": io.arithmetic_intensity,
-            "peak_flops_per_s": ceiling,
+            "peak_flops_per_s": peak.flops_per_s,
+            "peak_source": peak.source,
             "roofline_step_s": compute.roofline_step_s,
             "median_step_s": step_s,
-            "mfu": compute.model_flops / full if full and compute.model_flops else None,
-            "hfu": compute.executed_flops / full if full else None,
+            "mfu": mfu,
+            "hfu": hfu,
+            "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
+            "utilisation_reason": _why_unknown(compute, step_s, peak),
         }
     )
+
+
+def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | None:
+    """Say why MFU is null, if it is."""
+    if step_s is None:
+        return "no clean run told how long a step takes there"
+    if compute.model_flops is None:
+        return peak.reason or "the layers of another package's model are not known"
+    return peak.reason
 
 
 def _owner_rows(accounts: Iterable[_Account]) -> Rows:

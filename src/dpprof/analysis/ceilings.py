@@ -9,7 +9,10 @@ from dpprof.analysis.frames import make_frame
 from dpprof.ceilings import Ceilings, device_name
 from dpprof.datasheets import find_by_device_name
 
-_COLUMNS = ["device", "dtype", "figure", "measured", "size", "datasheet", "source", "reason"]
+_COLUMNS = [
+    *("device", "dtype", "figure", "measured", "size", "datasheet", "source", "reason"),
+    "others_busy_cores",
+]
 
 
 def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
@@ -24,8 +27,12 @@ def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
 
 
 def _rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    measured = {
+        "device": device_name(ceilings.device),
+        "others_busy_cores": ceilings.others_busy_cores,
+    }
     sheet = find_by_device_name(ceilings.device.get("name"))
-    common = {"device": device_name(ceilings.device), "source": sheet and sheet.source}
+    common = measured | {"source": sheet and sheet.source}
     for dtype, product in ceilings.matmul.items():
         yield common | {
             "dtype": dtype,
@@ -43,8 +50,7 @@ def _rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         "datasheet": sheet and sheet.bandwidth_bytes_per_s,
         "reason": ceilings.reasons.get("bandwidth"),
     }
-    yield {
-        "device": common["device"],
+    yield measured | {
         "figure": "launch_s",
         "measured": ceilings.launch_latency_s,
         "reason": ceilings.reasons.get("launch_latency_s"),

@@ -8,6 +8,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import make_frame
+from dpprof.ceilings import Ceilings, device_name
 from dpprof.result import Result
 
 _COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
@@ -16,18 +17,25 @@ Row = dict[str, str]
 TOLERATED_CORES = 0.25
 """A shell, a browser and Snakemake itself together keep less than this busy."""
 
+TOLERATED_OTHER = 0.05
+"""Of a trace's time that no category is known for."""
 
-def find(collected: Collected, peaks: pd.DataFrame) -> pd.DataFrame:
+
+def find(collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
     """Look for what is not as it should be, one row each.
 
     Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
     it should be, to the byte), ``fallback`` (Opacus took functorch where the method's name
     promises another way), ``contended`` (others kept cores busy that the run computed on),
-    ``books-open`` (the allocator's peak is further from the books' than it may be).
+    ``books-open`` (the allocator's peak is further from the books' than it may be),
+    ``beyond-peak`` (a step computes more than the device could), ``other-kernels`` (more of a
+    trace's time than there should be is of no known category), ``ceilings-contended`` (others
+    kept cores busy while a device's ceilings were measured).
 
     Args:
         collected: The results of a config.
         peaks: The table ``peaks``.
+        costs: The table ``costs``.
     """
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.found:
@@ -35,11 +43,18 @@ def find(collected: Collected, peaks: pd.DataFrame) -> pd.DataFrame:
             groups[run.id, run.instrument].append(result)
     rows: list[Row] = []
     for (name, instrument), results in groups.items():
-        for kind, finding in (*_unequal_peaks(results), *_fallbacks(results), *_contended(results)):
+        for kind, finding in _looked_at(results):
             row = {"kind": kind, "experiment_id": name}
             rows.append(row | {"instrument": instrument, "finding": finding})
     rows += _open_books(peaks)
+    rows += _beyond_peak(costs)
+    rows += _contended_ceilings(collected.ceilings)
     return make_frame(rows, _COLUMNS)
+
+
+def _looked_at(results: list[Result]) -> Iterator[tuple[str, str]]:
+    for look in (_unequal_peaks, _fallbacks, _contended, _other_kernels):
+        yield from look(results)
 
 
 def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
@@ -75,6 +90,37 @@ def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     if busy:
         listed = ", ".join(f"{cores:.1f} in r{number}" for number, cores in busy.items())
         yield "contended", f"others kept cores busy ({listed}), so its times are too long"
+
+
+def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    shares = [r.kernels.other_share for r in results if r.kernels]
+    if shares and max(shares) > TOLERATED_OTHER:
+        yield "other-kernels", f"no category is known for {max(shares):.0%} of its kernels' time"
+
+
+def _beyond_peak(costs: pd.DataFrame) -> Iterator[Row]:
+    beyond = costs[costs["beyond_peak"].eq(True)]
+    for _, row in beyond.iterrows():
+        yield {
+            "kind": "beyond-peak",
+            "experiment_id": str(row["experiment_id"]),
+            "instrument": str(row["instrument"]),
+            "finding": f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which cannot be: the "
+            f"peak is too low ({row['peak_source']}), or the time or a FLOP is wrong",
+        }
+
+
+def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Row]:
+    for ceilings in known:
+        busy = ceilings.others_busy_cores or 0.0
+        if ceilings.device.get("type") == "cpu" and busy > TOLERATED_CORES:
+            yield {
+                "kind": "ceilings-contended",
+                "experiment_id": device_name(ceilings.device),
+                "instrument": "ceilings",
+                "finding": f"others kept {busy:.1f} cores busy while its ceilings were measured: "
+                "these are too low, and MFU and shares of them too high",
+            }
 
 
 def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:

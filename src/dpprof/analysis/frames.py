@@ -27,7 +27,8 @@ _TEXTS = {
     *("git_commit", "code_digest", "peak_kind", "stage", "name", "phase", "component"),
     *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
     *("op", "module", "function", "evidence", "reason", "by", "key"),
-    *("verdict", "limited_by", "message", "reference", "figure", "source"),
+    *("category", "bound", "trace", "peak_source", "utilisation_reason", "figure", "source"),
+    *("verdict", "limited_by", "message", "reference"),
     *("smallest", "fastest", "fastest_verdict", "not_slower"),
 }
 

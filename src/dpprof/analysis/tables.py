@@ -13,7 +13,9 @@ from dpprof.analysis.experiments import tabulate_experiments
 from dpprof.analysis.findings import find
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Noise, group_runs
+from dpprof.analysis.kernels import tabulate_kernels
 from dpprof.analysis.methods import tabulate_methods
+from dpprof.analysis.observer import tabulate_observers
 from dpprof.analysis.settings import tabulate_settings
 from dpprof.analysis.verified import tabulate_verification
 from dpprof.planning import PlannedRun
@@ -32,11 +34,12 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         ``steps`` (one row per step, warm-up included), ``phases`` (one row per phase of a
         run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
         component of a snapshot), the tables of ``books`` (peaks, costs, owners, holdings,
-        timeline, traffic), ``advice`` (one row per method, for each setting whose capacity was
-        asked for), ``samplers`` (one row per type of layer), ``verification`` (one row per
-        method, model and variant of attention), ``ceilings`` (one row per figure of a device
-        that runs are on), ``findings`` (one row per thing to know before
-        believing the numbers) and ``missing`` (one row per run without a result).
+        timeline, traffic) and of ``kernels`` (kernels, traces), ``observer`` (one row per
+        experiment and instrument), ``advice`` (one row per method, for each setting whose
+        capacity was asked for), ``samplers`` (one row per type of layer), ``verification``
+        (one row per method, model and variant of attention), ``ceilings`` (one row per figure
+        of a device that runs are on), ``findings`` (one row per thing to know before believing
+        the numbers) and ``missing`` (one row per run without a result).
     """
     groups = group_runs(collected)
     noise = Noise(groups)
@@ -62,13 +65,15 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
             _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
         ),
         **books,
+        **tabulate_kernels(collected),
+        "observer": tabulate_observers(groups),
         "advice": tabulate_advice(collected),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
         "verification": tabulate_verification(
             (group.experiment for group in groups), collected.standings
         ),
         "ceilings": tabulate_ceilings(collected.ceilings),
-        "findings": find(collected, books["peaks"]),
+        "findings": find(collected, books["peaks"], books["costs"]),
         "missing": make_frame(
             (key_of(run) | {"method": run.method} for run in collected.missing),
             [*RUN_KEY, "method"],
@@ -103,6 +108,9 @@ _RUN_COLUMNS = [
     "steps_per_s",
     *_MEMORY,
     "fragmentation",
+    "host_read_bytes",
+    "host_written_bytes",
+    "joules_per_step",
     "started_at",
     "wall_s",
     "device_name",
@@ -132,6 +140,9 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
         "error_log": error and error.log,
         "parameters_total": result.model and result.model.parameters_total,
         "median_step_s": time and time.median_s,
+        "host_read_bytes": result.host_io and result.host_io.bytes_read,
+        "host_written_bytes": result.host_io and result.host_io.bytes_written,
+        "joules_per_step": result.energy and result.energy.joules_per_step,
         "started_at": result.started_at,
         "wall_s": result.wall_s,
         "device_name": result.device.get("name"),

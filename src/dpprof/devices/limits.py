@@ -25,7 +25,7 @@ _TORCH: Mapping[Dtype, torch.dtype] = {
     "float64": torch.float64,
 }
 _CALLS = 1_000
-_MOST_REPEATS = 100
+_MOST_REPEATS = 1_000
 
 Action = Callable[[], object]
 Figure = TypeVar("Figure")
@@ -178,14 +178,19 @@ def _time_sizes(
 
 
 def time_repeats(device: Device, act: Action, budget_s: float) -> list[float]:
-    """Time an action again and again, after once to warm up.
+    """Time an action again and again, after once to warm up, until the budget is spent.
+
+    Repeats double from one look at the clock to the next, because a device works through what
+    it is given without waiting for the host.
 
     Returns:
-        The seconds of each repeat: one, and as many more as it says fit the budget.
+        The seconds of each repeat; at least one.
     """
     _time(device, act, 1)
-    (first_s,) = _time(device, act, 1)
-    return [first_s, *_time(device, act, min(_MOST_REPEATS, int(budget_s / first_s)))]
+    seconds = _time(device, act, 1)
+    while sum(seconds) < budget_s and len(seconds) < _MOST_REPEATS:
+        seconds += _time(device, act, len(seconds))
+    return seconds
 
 
 def _time(device: Device, act: Action, repeats: int) -> list[float]:

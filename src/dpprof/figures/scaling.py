@@ -44,7 +44,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     missing = f"no two experiments that succeeded differ in {along} alone"
     inside = {"but": [along], "also": ["peak_kind"]}
     every = split(known, missing, **inside, most=len(known)).shown
-    scaling = [panel.rows for panel in every if _varies(panel.rows, along)]
+    scaling = [panel.rows for panel in every if varies(panel.rows, along)]
     if not scaling:
         raise NothingToDrawError(missing)
     panels = split(pd.concat(scaling), missing, **inside, most=_ROWS)
@@ -52,10 +52,10 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     figure, axes = new_figure(2, len(shown), row_inches=2.2)
     for (memory, time), panel in zip(axes, shown, strict=True):
         for method, points in panel.rows.groupby("method"):
-            if _varies(points, along):
+            if varies(points, along):
                 _draw_method(memory, time, str(method), points.sort_values(along), along)
-        _dress(memory, panel, along, "peak (MiB)")
-        _dress(time, panel, along, "step time (ms)")
+        dress(memory, panel, along, "peak (MiB)")
+        dress(time, panel, along, "step time (ms)")
     panels.tell_beyond(figure)
     methods = sort_methods(name for panel in shown for name in panel.rows["method"])
     handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
@@ -63,7 +63,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     return figure
 
 
-def _varies(rows: pd.DataFrame, along: str) -> bool:
+def varies(rows: pd.DataFrame, along: str) -> bool:
     """Tell whether there is a method with two different values."""
     return bool((~rows.duplicated(["method", along])).groupby(rows["method"]).sum().gt(1).any())
 
@@ -77,7 +77,8 @@ def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, al
     time.errorbar(points[along], step_ms, yerr=[low, high], elinewidth=0.8, capsize=2, **style)
 
 
-def _dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
+def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
+    """Give a panel its axes: values along which experiments differ, and what they cost."""
     values = sorted(panel.rows[along].unique())
     if len(values) > _MAX_TICKS:
         # The largest, and what is left of it when halved again and again.

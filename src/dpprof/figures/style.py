@@ -57,7 +57,7 @@ Blue is what training holds anyway, green what activations need, and red to yell
 kept for each sample. They stay apart for deuteranopes and protanopes, which a test checks.
 """
 
-HATCHES = {"unattributed": "//////"}
+HATCHES = {"unattributed": "//////", "other": "//////", "idle": "......", "unknown": "//////"}
 """What is no owner at all is not told by a colour alone."""
 
 PHASE_COLOURS: dict[str, str] = {
@@ -67,6 +67,38 @@ PHASE_COLOURS: dict[str, str] = {
     "clip": _PALETTE[1],
     "noise": _PALETTE[2],
     "step": "#999999",
+}
+PHASE_MARKERS: dict[str, str] = {
+    "setup": "*",
+    "forward": ">",
+    "backward": "o",
+    "second_backward": "s",
+    "clip": "D",
+    "noise": "v",
+    "step": "P",
+}
+CATEGORY_COLOURS: dict[str, str] = {
+    "gemm": _PALETTE[0],
+    "attention": _PALETTE[4],
+    "einsum": _PALETTE[5],
+    "norm": "#882255",
+    "clip": _PALETTE[1],
+    "random": _PALETTE[3],
+    "optimizer": _BLACK,
+    "elementwise": _PALETTE[2],
+    "reduce": "#B2DF8A",
+    "indexing": "#332288",
+    "copy": _PALETTE[6],
+    "other": "#F2F2F2",
+    "idle": "#FFFFFF",
+}
+"""Colours of categories, in the order in which they are stacked; idle is none of them."""
+
+BOUND_COLOURS: dict[str, str] = {
+    "compute bound": _PALETTE[0],
+    "memory bound": _PALETTE[1],
+    "unknown": "#F2F2F2",
+    "idle": "#FFFFFF",
 }
 OUTCOME_COLOURS: dict[str, str] = {
     "ok": _PALETTE[2],

@@ -124,6 +124,7 @@ def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=steps),
             on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(path)),
+            acc_events=True,
         ) as tracer:
             for _ in range(1 + steps):
                 annotated.run()

@@ -208,7 +208,22 @@ def costs(costs: pd.DataFrame) -> Told:
     )
     elsewhere = costs["target"].notna()
     told = {caption: costs[~elsewhere], "The same on targets, as predicted.": costs[elsewhere]}
-    return [_tell_costs(text, rows) for text, rows in told.items() if len(rows)]
+    tables = [_tell_costs(text, rows) for text, rows in told.items() if len(rows)]
+    return [*tables, *_tell_peaks(costs)]
+
+
+def _tell_peaks(costs: pd.DataFrame) -> list[Paragraph]:
+    """Say what utilisation is against, or why there is none."""
+    used = costs[costs["hfu"].notna()]
+    said = [
+        f"The peak of {dtype} is {significant(peak, 1e12)} TFLOP/s: {source}."
+        for dtype, peak, source in sorted(
+            set(used[["dtype", "peak_flops_per_s", "peak_source"]].itertuples(index=False))
+        )
+    ]
+    missing = costs[costs["mfu"].isna() & costs["target"].isna()]
+    said += [f"No MFU where {why}." for why in sorted(set(missing["utilisation_reason"].dropna()))]
+    return [Paragraph(text=" ".join(said))] if said else []
 
 
 def _tell_costs(caption: str, rows: pd.DataFrame) -> Table | Paragraph:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from dpprof.analysis.composition import choose, compose
 from dpprof.analysis.verified import name_unverified
-from dpprof.report import books, measured, outcomes
+from dpprof.report import books, kernels, measured, outcomes
 from dpprof.report.advised import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
 from dpprof.report.document import (
@@ -28,7 +28,10 @@ Blocks = list[Paragraph | Bullets | Table | Picture]
 
 _FIGURES_OF = {
     "Memory": ("breakdown", "timeline"),
-    "Time": ("tradeoff", "phases"),
+    "Time": ("tradeoff", "phases", "throughput"),
+    "Kernels": ("kernels",),
+    "Roofline": ("roofline", "bound"),
+    "Cost": ("cost",),
     "Growth": ("batch-size", "seq-len"),
     "How far the books close": ("accuracy",),
     "Outcomes": ("outcomes",),
@@ -58,13 +61,19 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "Memory": [*books.owners(composition)],
         predicted: [*books.predictions(composition, costs)],
         "What fits, and what to use": [*tell_capacity(tables["advice"])],
-        "Time": [*measured.phases(tables["phases"], experiments)],
+        "Time": [*measured.phases(tables["phases"], experiments), *kernels.host_io(tables["runs"])],
+        "Kernels": [*kernels.by_category(tables["kernels"], tables["traces"])],
+        "Roofline": [
+            *kernels.bound(tables["traces"], tables["kernels"]),
+            *kernels.ceilings(tables["ceilings"]),
+        ],
         "Cost": [*books.costs(costs)],
         "Growth": [],
         "Comparison": [*measured.by_method(tables["methods"]), *measured.compare(experiments)],
         VERIFICATION: [*tell_verification(tables["verification"])],
         "How far the books close": [*books.closing(composition, tables["peaks"])],
         "How far the figures repeat": [*measured.repeat(experiments)],
+        "What watching costs": [*kernels.observers(tables["observer"])],
         "Code paths": [*measured.code_paths(tables["samplers"])],
         "Outcomes": outcomes.tell_outcomes(tables["outcomes"], tables["runs"]),
         "Missing results": outcomes.tell_missing(tables["missing"]),
@@ -165,10 +174,10 @@ def _how(runs: pd.DataFrame) -> Blocks:
         "raw times are in results/tables/steps.csv; step times come from there alone. The "
         "instrument phases follows the allocator and times phases. The instrument ledger keeps "
         "the books of every storage of a real step, who owns it and since when; estimate does so "
-        "for a step of tensors without memory, which needs no device. "
-        "Replicates are other processes. What each number means and does not mean is in "
-        "docs/methodology.md. All numbers are in the result files, with the full environment "
-        "of each run."
+        "for a step of tensors without memory, which needs no device. The instrument kernels "
+        "traces a few steps with torch.profiler. Replicates are other processes. What each "
+        "number means and does not mean is in docs/methodology.md. All numbers are in the "
+        "result files, with the full environment of each run."
     )
     return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
 

@@ -1,0 +1,79 @@
+"""What does a token cost as sequences grow longer?"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from dpprof.analysis.composition import choose
+from dpprof.figures.panels import split
+from dpprof.figures.scaling import dress, varies
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+
+_ROWS = 4
+_ALONG = "seq_len"
+_COSTS = {
+    "executed_flops": (1e6, "MFLOP per token"),
+    "bytes_moved": (2**20, "MiB moved per token"),
+    "step_s": (1e-6, "time per token (µs)"),
+}
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """FLOPs, bytes moved and time of a token over the sequence's length, all else equal.
+
+    FLOPs are of products of matrices and attention, bytes what operators must read and write.
+    Time was measured by the instrument clean; on a target, where nothing ran, it is the least
+    that the data sheet allows, drawn dashed.
+
+    Args:
+        tables: Of these, ``costs`` and ``experiments``.
+    """
+    known = choose(tables["costs"])
+    parameters = tables["experiments"][["experiment_id", "parameters_total"]]
+    known = known.merge(parameters, on="experiment_id")
+    missing = f"no two experiments whose books were kept differ in {_ALONG} alone"
+    every = split(known, missing, but=[_ALONG], most=max(1, len(known))).shown
+    scaling = [panel.rows for panel in every if varies(panel.rows, _ALONG)]
+    if not scaling:
+        raise NothingToDrawError(missing)
+    panels = split(_per_token(pd.concat(scaling)), missing, but=[_ALONG], most=_ROWS)
+    figure, axes = new_figure(len(_COSTS), len(panels.shown), row_inches=2.2)
+    for row, panel in zip(axes, panels.shown, strict=True):
+        for axis, (cost, (unit, label)) in zip(row, _COSTS.items(), strict=True):
+            for method, points in panel.rows.groupby("method"):
+                _draw_method(axis, str(method), points.sort_values(_ALONG), cost, unit)
+            dress(axis, panel, _ALONG, label)
+            axis.set_title("")
+        row[0].set_title(panel.title, loc="left")
+    panels.tell_beyond(figure)
+    methods = sort_methods(name for panel in panels.shown for name in panel.rows["method"])
+    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return figure
+
+
+def _per_token(rows: pd.DataFrame) -> pd.DataFrame:
+    tokens = rows["batch_size"] * rows["seq_len"]
+    least = rows["roofline_step_s"].where(rows["target"].notna())
+    return rows.assign(
+        executed_flops=rows["executed_flops"] / tokens,
+        bytes_moved=(rows["bytes_read"] + rows["bytes_written"]) / tokens,
+        step_s=rows["median_step_s"].astype(float).fillna(least.astype(float)) / tokens,
+        bare=rows["median_step_s"].isna(),
+    )
+
+
+def _draw_method(axis: Axes, method: str, points: pd.DataFrame, cost: str, unit: float) -> None:
+    known = points.dropna(subset=[cost])
+    dashed = cost == "step_s" and known["bare"].any()
+    axis.plot(
+        known[_ALONG],
+        known[cost] / unit,
+        linewidth=1,
+        markersize=4,
+        linestyle="--" if dashed else "-",
+        **method_style(method),
+    )

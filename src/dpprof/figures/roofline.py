@@ -1,0 +1,102 @@
+"""How far is each part of a step from what the device could do?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from dpprof.figures.panels import MAX_PANELS, split
+from dpprof.figures.style import (
+    CATEGORY_COLOURS,
+    PHASE_MARKERS,
+    NothingToDrawError,
+    new_figure,
+    sort_methods,
+)
+
+_LEAST_SHARE = 0.01
+"""Of a step's time; less of it is no point of its own."""
+
+_AREA = 300.0
+"""Of the marker of what takes all of a step, in square points."""
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """FLOP/s over FLOPs per byte, a point for each category of kernel in each phase.
+
+    The lines are ceilings measured on the device: copy bandwidth, and products of matrices of
+    the dtype in use. A point's area is its share of the step's time; what takes less than 1 %
+    has none. FLOPs include elementwise ones. Bytes are what operators must read and write, each
+    once: what a cache serves lets a point lie above the slope.
+
+    Args:
+        tables: Of these, ``kernels``.
+    """
+    known = tables["kernels"].dropna(
+        subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
+    )
+    known = known[known["flops"] > 0]
+    if known.empty:
+        raise NothingToDrawError(
+            "no run of the instrument kernels has both books and measured ceilings"
+        )
+    panel = split(known, "", most=1).shown[-1]
+    methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
+    columns = min(3, len(methods))
+    rows = -(-len(methods) // columns)
+    figure, axes = new_figure(columns, rows, row_inches=2.1, sharex=True, sharey=True)
+    for axis in axes.flat[len(methods) :]:
+        axis.axis("off")
+    for axis, method in zip(axes.flat, methods, strict=False):
+        _draw_method(axis, panel.rows[panel.rows["method"] == method])
+        axis.set_title(method)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("GFLOP/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("FLOPs per byte")
+    figure.suptitle(panel.title, fontsize=8)
+    _explain(figure, panel.rows)
+    return figure
+
+
+def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
+    share = rows["seconds"] / rows["seconds"].sum()
+    roof = rows.iloc[0]
+    slope, flat = float(roof["ceiling_bytes_per_s"]), float(roof["ceiling_flops_per_s"])
+    reach = np.geomspace(1e-2, 1e4, 200)
+    axis.plot(reach, np.minimum(slope * reach, flat) / 1e9, color="black", linewidth=1)
+    axis.axvline(flat / slope, color="black", linewidth=0.5, linestyle=":")
+    for (_, point), part in zip(rows.iterrows(), share, strict=True):
+        if part >= _LEAST_SHARE:
+            axis.scatter(
+                point["arithmetic_intensity"],
+                point["flops_per_s"] / 1e9,
+                s=max(8.0, _AREA * part),
+                marker=PHASE_MARKERS[point["phase"]],
+                color=CATEGORY_COLOURS[point["category"]],
+                edgecolor="#333333",
+                linewidth=0.5,
+                alpha=0.85,
+                zorder=3,
+            )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+
+
+def _explain(figure: Figure, rows: pd.DataFrame) -> None:
+    there: Any = {"linestyle": "", "markeredgecolor": "#333333", "markeredgewidth": 0.4}
+    handles = [
+        Line2D([], [], marker="s", color=colour, label=name, **there)
+        for name, colour in CATEGORY_COLOURS.items()
+        if name in set(rows["category"])
+    ]
+    handles += [
+        Line2D([], [], marker=marker, color="white", label=name.replace("_", " "), **there)
+        for name, marker in PHASE_MARKERS.items()
+        if name in set(rows["phase"])
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5)

@@ -1,0 +1,71 @@
+"""How many tokens a second, and how much of the device does that use?"""
+
+from collections.abc import Mapping
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dpprof.analysis.composition import choose
+from dpprof.figures.bars import bracket, height_of
+from dpprof.figures.panels import split
+from dpprof.figures.style import method_style, new_figure
+
+_ROWS = 4
+_HFU, _MFU = "#CCCCCC", "#444444"
+
+
+def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Tokens a second, and what share of the device's peak their FLOPs are.
+
+    MFU counts the FLOPs that the non-private step needs, HFU those that were executed: what
+    lies between them private training adds. MFU ranks methods as throughput does, HFU does not.
+    The peak is the dense one of the dtype in use. Error bars are 95 % bootstrap intervals over
+    processes.
+
+    Args:
+        tables: Of these, ``experiments`` and ``costs``.
+    """
+    known = tables["experiments"].dropna(subset=["tokens_per_s"])
+    used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]
+    known = known.merge(used, on="experiment_id", how="left")
+    panels = split(known, "no run of the instrument clean succeeded", most=_ROWS)
+    figure, axes = new_figure(2, len(panels.shown), row_inches=height_of(panels))
+    for (tokens, shares), panel in zip(axes, panels.shown, strict=True):
+        rows = panel.by_method
+        _draw_tokens(tokens, rows)
+        _draw_shares(shares, rows)
+        tokens.set_title(panel.title)
+        shares.set_title("share of peak FLOP/s")
+    panels.tell_beyond(figure)
+    handles, labels = axes[0, 1].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _draw_tokens(axis: Axes, rows: pd.DataFrame) -> None:
+    colours = [method_style(str(name))["color"] for name in rows.index]
+    axis.barh(range(len(rows)), rows["tokens_per_s"], color=colours, height=0.7)
+    tokens = rows["tokens_per_s"] * rows["median_step_s"]
+    bracket(axis, tokens / rows["step_high_s"], tokens / rows["step_low_s"])
+    _dress(axis, [str(name) for name in rows.index])
+    axis.set_xlabel("tokens/s")
+
+
+def _draw_shares(axis: Axes, rows: pd.DataFrame) -> None:
+    if rows["hfu"].isna().all():
+        axis.text(0.5, 0.5, "peak, FLOPs or time unknown", ha="center", va="center")
+        axis.axis("off")
+        return
+    places = range(len(rows))
+    axis.barh(places, rows["hfu"].astype(float) * 100, color=_HFU, height=0.7, label="HFU")
+    axis.barh(places, rows["mfu"].astype(float) * 100, color=_MFU, height=0.35, label="MFU")
+    _dress(axis, [""] * len(rows))
+    axis.set_xlabel("% of the peak")
+
+
+def _dress(axis: Axes, labels: list[str]) -> None:
+    axis.set_yticks(range(len(labels)), labels)
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")

@@ -1,0 +1,145 @@
+"""Times of a trace beside the FLOPs and bytes of the books, by hand.
+
+The synthetic ceilings are 1,000 FLOP/s and 40 bytes/s: 25 FLOPs a byte is where both bind. The
+synthetic books have 4,000 FLOPs of gemm in forward and 10 of the optimizer in step, 40 bytes
+each: 100 FLOPs a byte, and a quarter.
+"""
+
+import pytest
+from factory import make_books, make_experiment, make_kernels, tables_of_runs
+
+from dpprof.report.content import build_document
+
+TRACED = {("forward", "gemm"): 8.0, ("step", "optimizer"): 2.0, ("noise", "random"): 1.0}
+EXPERIMENT = make_experiment()
+BOOKS = EXPERIMENT, "ledger", {"books": make_books({"parameters": 4})}
+CLEAN = EXPERIMENT, "clean", {"step_s": (8.0,)}
+
+
+def traced(**fields):
+    return EXPERIMENT, "kernels", {"kernels": make_kernels(TRACED, idle_s=4.0, **fields)}
+
+
+@pytest.fixture
+def tables(tmp_path):
+    return tables_of_runs(tmp_path, CLEAN, BOOKS, traced(), ceilings={})
+
+
+def test_rates_and_what_binds(tables) -> None:
+    rows = tables["kernels"].set_index(["phase", "category"])
+    gemm = rows.loc[("forward", "gemm")]
+    optimizer = rows.loc[("step", "optimizer")]
+
+    assert gemm["arithmetic_intensity"] == 100
+    assert (gemm["flops_per_s"], gemm["bytes_per_s"], gemm["bound"]) == (500, 5, "compute")
+    assert optimizer["arithmetic_intensity"] == 0.25
+    assert (optimizer["flops_per_s"], optimizer["bytes_per_s"]) == (5, 20)
+    assert optimizer["bound"] == "memory"
+    # What the books do not have is not guessed.
+    assert rows.loc[("noise", "random")].drop(["seconds", "launches"])["flops":].isna()["bound"]
+
+
+def test_a_step_is_divided_by_what_binds_it(tables) -> None:
+    (row,) = tables["traces"].to_dict("records")
+
+    assert [row[f"{bound}_bound_s"] for bound in ("compute", "memory")] == [8.0, 2.0]
+    assert (row["unknown_s"], row["idle_s"], row["step_s"]) == (1.0, 4.0, 15.0)
+    assert row["launch_latency_s"] == 0.001
+
+
+def test_the_cpus_peak_is_what_was_measured_on_it(tables) -> None:
+    """100 executed FLOPs, of which 50 are needed, in 8 s, against 1,000 FLOP/s."""
+    (row,) = tables["costs"].to_dict("records")
+
+    assert row["hfu"] == pytest.approx(100 / 8 / 1000)
+    assert row["mfu"] == pytest.approx(50 / 8 / 1000)
+    assert row["peak_source"] == "the fastest float32 product measured on it, n = 10"
+
+
+def test_without_ceilings_nothing_is_said_to_bind(tmp_path) -> None:
+    tables = tables_of_runs(tmp_path, CLEAN, BOOKS, traced())
+
+    assert tables["kernels"]["bound"].isna().all()
+    assert tables["kernels"]["flops_per_s"].notna().any()
+    assert tables["traces"]["unknown_s"].tolist() == [11.0]
+
+
+def test_a_dtype_without_ceilings_says_why(tmp_path) -> None:
+    products = {"float32": None, "tf32": None, "bfloat16": None, "float64": None}
+    reasons = {"matmul.float32": "it took too long"}
+    fields = {"matmul": products, "reasons": reasons}
+    (row,) = tables_of_runs(tmp_path, CLEAN, BOOKS, ceilings=fields)["costs"].to_dict("records")
+
+    assert row["utilisation_reason"].endswith("it took too long")
+
+
+def test_kernels_of_no_category_are_a_finding(tmp_path) -> None:
+    other = {("forward", "gemm"): 9.0, ("forward", "other"): 1.0}
+    run = EXPERIMENT, "kernels", {"kernels": make_kernels(other)}
+    findings = tables_of_runs(tmp_path, run)["findings"].query("kind == 'other-kernels'")
+
+    assert findings["finding"].tolist() == ["no category is known for 10% of its kernels' time"]
+
+
+def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
+    findings = tables_of_runs(tmp_path, CLEAN, ceilings={"others_busy_cores": 1.2})["findings"]
+    (row,) = findings.query("kind == 'ceilings-contended'").to_dict("records")
+
+    assert row["experiment_id"] == "cpu-synthetic-cpu-2-cores"
+    assert row["finding"].startswith("others kept 1.2 cores busy")
+
+
+def section(tables, title):
+    document = build_document(tables, [])
+    return next(one for one in document.sections if one.title == title)
+
+
+def cells(tables, title, index=0):
+    table = [block for block in section(tables, title).blocks if block.kind == "table"][index]
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
+
+
+def test_the_report_tells_kernels_and_what_binds(tables) -> None:
+    (kernels,) = cells(tables, "Kernels")
+    (bound,) = cells(tables, "Roofline")
+
+    assert (kernels["gemm"], kernels["idle"], kernels["step"]) == ("8,000.0", "4,000.0", "15,000.0")
+    assert [bound[name] for name in ("compute bound", "memory bound", "idle")] == [
+        "53%",
+        "13%",
+        "27%",
+    ]
+    # 4,000 FLOPs in 8 s of 1,000 FLOP/s; 40 bytes in 2 s of 40 bytes/s.
+    assert (bound["of peak FLOP/s"], bound["of bandwidth"]) == ("50%", "50%")
+
+
+def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> None:
+    ceilings = {row["figure"]: row["measured"] for row in cells(tables, "Roofline", 1)}
+    said = [block.text for block in section(tables, "Cost").blocks if block.kind == "paragraph"]
+
+    assert ceilings["launch"] == "1,000"
+    assert ceilings["tf32 products"] == "-"
+    assert "the fastest float32 product measured on it, n = 10" in said[0]
+
+
+def test_the_report_tells_what_watching_costs(tmp_path) -> None:
+    def observed(step_s, rss):
+        facts = {"step_s": step_s, "steps": 1, "peak_rss_bytes": rss}
+        return {"observed": facts | {"peak_allocated_bytes": None}}
+
+    other = make_experiment(seed=1)
+    tables = tables_of_runs(
+        tmp_path,
+        (EXPERIMENT, "clean", observed(1.0, 100)),
+        (EXPERIMENT, "ledger", observed(2.0, 150)),
+        (other, "clean", observed(1.0, 100)),
+        (other, "ledger", observed(4.0, 250)),
+    )
+    (row,) = cells(tables, "What watching costs")
+
+    assert row == {
+        "instrument": "ledger",
+        "experiments": "2",
+        "step": "3.00 (2.00 to 4.00)",
+        "peak RSS": "2.00 (1.50 to 2.50)",
+    }

@@ -1,0 +1,123 @@
+"""MFU and HFU by hand; unknown is null with a reason, and nothing is clamped."""
+
+import pandas as pd
+import pytest
+from factory import make_books, make_experiment, tables_of_runs
+
+from dpprof.analysis.utilisation import find_peak, utilise
+from dpprof.datasheets import H200
+from dpprof.result import Compute
+from dpprof.target import Target
+
+GPU = {"type": "cuda", "name": "NVIDIA H200"}
+
+
+def compute(**fields) -> Compute:
+    usual = make_books({"parameters": 4})["compute"]
+    return Compute.model_validate(usual | fields)
+
+
+def test_mfu_by_hand() -> None:
+    """1.3e9 parameters, 8 x 1,024 tokens in half a second on a peak of 989.4 TFLOP/s.
+
+    6 x 1.3e9 x 8,192 = 6.38976e13 FLOPs; over 0.5 s that is 127.7952 TFLOP/s, and of the
+    peak 12.9164 %.
+    """
+    mfu = utilise(6 * 1.3e9 * 8 * 1024, 0.5, 989.4e12)
+
+    assert mfu == pytest.approx(0.129164, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "time", "expected"),
+    [(1, 1, 1, 0.25), (2, 1, 1, 0.5), (1, 2, 1, 0.5), (1, 1, 2, 0.125), (2, 2, 2, 0.5)],
+)
+def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -> None:
+    """Through result files and tables: 4 s a step, peak 200 FLOP/s, 200 FLOPs a step."""
+    experiment = make_experiment(batch_size=2 * batch)
+    books = make_books(
+        {"parameters": 4},
+        model_flops=200 * model * batch,
+        executed_flops=400 * model * batch,
+        peak_flops_per_s=200.0,
+        peak_source="a data sheet",
+    )
+    costs = tables_of_runs(
+        tmp_path,
+        (experiment, "clean", {"step_s": (4.0 * time,)}),
+        (experiment, "ledger", {"books": books}),
+    )["costs"]
+
+    assert costs["mfu"].tolist() == [pytest.approx(expected)]
+    assert costs["hfu"].tolist() == [pytest.approx(2 * expected)]
+    assert costs["peak_source"].tolist() == ["a data sheet"]
+
+
+def test_above_one_is_kept_and_flagged(tmp_path) -> None:
+    """A clamp would hide that the peak, the time or a FLOP is wrong."""
+    experiment = make_experiment()
+    books = make_books(
+        {"parameters": 4},
+        model_flops=300,
+        executed_flops=500,
+        peak_flops_per_s=100.0,
+        peak_source="a data sheet",
+    )
+    tables = tables_of_runs(
+        tmp_path,
+        (experiment, "clean", {"step_s": (2.0,)}),
+        (experiment, "ledger", {"books": books}),
+    )
+    (row,) = tables["costs"].to_dict("records")
+
+    assert (row["mfu"], row["hfu"]) == (1.5, 2.5)
+    assert row["beyond_peak"] is True
+    (finding,) = tables["findings"].query("kind == 'beyond-peak'")["finding"]
+    assert "MFU is 1.50" in finding
+    assert "a data sheet" in finding
+
+
+@pytest.mark.parametrize("missing", [(None, 1.0, 1.0), (1.0, None, 1.0), (1.0, 1.0, None)])
+def test_what_is_unknown_makes_it_unknown(missing) -> None:
+    assert utilise(*missing) is None
+
+
+def test_a_gpu_that_is_in_no_table_has_no_peak() -> None:
+    peak = find_peak(compute(), "bfloat16", {"type": "cuda", "name": "NVIDIA B9000"}, [])
+
+    assert (peak.flops_per_s, peak.source) == (None, None)
+    assert peak.reason == "no data sheet is known of NVIDIA B9000"
+
+
+def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
+    experiment = make_experiment()
+    tables = tables_of_runs(
+        tmp_path,
+        (experiment, "clean", {"step_s": (2.0,)}),
+        (experiment, "ledger", {"books": make_books({"parameters": 4})}),
+    )
+    (row,) = tables["costs"].to_dict("records")
+
+    assert pd.isna(row["mfu"])
+    assert pd.isna(row["hfu"])
+    assert "nobody measured" in row["utilisation_reason"]
+
+
+def test_without_a_clean_run_there_is_no_time(tmp_path) -> None:
+    experiment = make_experiment()
+    costs = tables_of_runs(
+        tmp_path, (experiment, "ledger", {"books": make_books({"parameters": 4})})
+    )["costs"]
+
+    assert costs["utilisation_reason"].tolist() == ["no clean run told how long a step takes there"]
+
+
+def test_the_peak_is_of_the_dtype_in_use() -> None:
+    """A float32 step against the tensor cores' bfloat16 peak would seem 15 times worse."""
+    assert isinstance(H200, Target)
+    for dtype, tflops in (("float32", 67), ("tf32", 494.7), ("bfloat16", 989.4)):
+        books = compute(peak_flops_per_s=H200.flops_per_s[dtype], peak_source=H200.source)
+        peak = find_peak(books, dtype, GPU, [])
+
+        assert peak.flops_per_s == tflops * 1e12
+        assert "without sparsity" in str(peak.source)

@@ -1,0 +1,65 @@
+"""Energy by a counter that is not there: known strides, known answers."""
+
+import pynvml
+import pytest
+
+from dpprof.devices import energy
+from dpprof.devices.cpu import Cpu
+from dpprof.devices.energy import NoEnergyError, measure_energy
+from dpprof.hardware import Gpu
+
+
+class Counter:
+    """NVML's counter of a GPU that draws 500 W, and a clock; a step takes 0.4 s."""
+
+    def __init__(self, watts: float = 500.0) -> None:
+        self.now_s = 100.0
+        self.watts = watts
+
+    def read_mj(self, _handle: object) -> int:
+        return int(self.now_s * self.watts * 1e3)
+
+    def step(self) -> None:
+        self.now_s += 0.4
+
+
+@pytest.fixture
+def counter(monkeypatch) -> Counter:
+    counter = Counter()
+    monkeypatch.setattr(energy, "visible_gpus", lambda: [Gpu("GPU-1", "some GPU", 1)])
+    monkeypatch.setattr(energy.time, "perf_counter", lambda: counter.now_s)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", counter.read_mj)
+    return counter
+
+
+def test_joules_of_a_step_are_power_times_its_time(counter) -> None:
+    found = measure_energy(counter.step, lambda: None)
+
+    assert found.joules_per_step == pytest.approx(500 * 0.4)
+    assert found.window_s == pytest.approx(found.steps * 0.4)
+    assert found.window_s >= energy.WINDOW_S
+    assert "nvmlDeviceGetTotalEnergyConsumption" in found.source
+
+
+def test_a_counter_that_stands_still_tells_nothing(counter) -> None:
+    counter.watts = 0.0
+
+    with pytest.raises(NoEnergyError, match="did not move"):
+        measure_energy(counter.step, lambda: None)
+
+
+def test_a_driver_without_the_counter_says_so(counter, monkeypatch) -> None:
+    def refuse(_handle: object) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", refuse)
+
+    with pytest.raises(NoEnergyError, match="NVML cannot read the energy counter"):
+        measure_energy(counter.step, lambda: None)
+
+
+def test_a_cpu_has_no_such_counter() -> None:
+    with pytest.raises(NoEnergyError, match="this is a CPU"):
+        Cpu().energy(lambda: None)

@@ -1,0 +1,197 @@
+"""A real trace of a small step: its times, its files, and who can read them."""
+
+import gzip
+import json
+import math
+
+import jsonschema
+import pytest
+from factory import make_experiment
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+from dpprof import catalogue
+from dpprof.handover import TRACES
+from dpprof.instruments.account import measure as keep_books
+from dpprof.instruments.kernels import measure
+from dpprof.result import Kernels, Measurement
+from dpprof.traces.attribution import find_steps
+from dpprof.traces.files import NAME, write_trace
+from dpprof.traces.spans import STEP, read_trace
+
+# The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
+TRACE_EVENT_FORMAT = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "traceEvents": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["ph", "name", "pid", "tid", "ts"],
+                "properties": {
+                    "ph": {"enum": list("XBEMsftinC")},
+                    "name": {"type": "string"},
+                    "pid": {"type": ["integer", "string"]},
+                    "tid": {"type": ["integer", "string"]},
+                    "ts": {"type": "number", "minimum": 0},
+                    "dur": {"type": "number", "minimum": 0},
+                    "args": {"type": "object"},
+                },
+                "if": {"properties": {"ph": {"const": "X"}}},
+                "then": {"required": ["dur"]},
+            },
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("traces") / "of-a-run" / "r0"
+
+
+@pytest.fixture(scope="module")
+def ghost(folder) -> Measurement:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRACES, str(folder))
+        experiment = make_experiment(method="opacus-ghost", timed_steps=2, batch_size=4)
+        return measure(experiment, lambda _: None)
+
+
+def told(measured: Measurement) -> Kernels:
+    assert measured.kernels is not None
+    return measured.kernels
+
+
+def test_times_add_up_to_the_step(ghost) -> None:
+    kernels = told(ghost)
+
+    assert kernels.steps == 2
+    assert sum(kernels.by_category.values()) == pytest.approx(kernels.total_s)
+    assert sum(one.seconds for one in kernels.by_phase_and_category) == pytest.approx(
+        kernels.total_s
+    )
+    # On a CPU operators run one after another, so what they leave is idle.
+    assert kernels.total_s + kernels.idle_s == pytest.approx(kernels.step_s)
+    assert kernels.largest == sorted(kernels.largest, key=lambda k: k.seconds, reverse=True)
+
+
+def test_phases_and_the_search_for_norms_are_told_apart(ghost) -> None:
+    kernels = told(ghost)
+
+    assert set(kernels.by_phase) == {
+        *("forward", "backward", "clip", "second_backward", "noise", "step"),
+    }
+    assert {"gemm", "norm", "optimizer", "random"} <= set(kernels.by_category)
+    norms = [one for one in kernels.by_phase_and_category if one.category == "norm"]
+    assert {one.phase for one in norms} == {"backward", "clip"}
+    assert {one.category for one in kernels.by_phase_and_category if one.phase == "step"} == {
+        "optimizer"
+    }
+
+
+def test_the_books_know_the_same_categories(ghost) -> None:
+    """Whatever takes time in a trace has its bytes in the ledger, under the same names."""
+    experiment = make_experiment(method="opacus-ghost", timed_steps=2, batch_size=4)
+    books = keep_books(experiment, lambda _: None).io
+    assert books is not None
+    work = {(one.phase, one.category): one.ops for one in books.by_phase_and_category}
+
+    for one in told(ghost).by_phase_and_category:
+        if one.category not in ("copy", "clip"):  # a trace sees what Python numbers become
+            assert work.get((one.phase, one.category)), (one.phase, one.category)
+    assert sum(one.read for one in books.by_phase_and_category) == books.bytes_read
+    assert sum(one.written for one in books.by_phase_and_category) == books.bytes_written
+
+
+@pytest.mark.parametrize("method", catalogue.names("methods"))
+def test_next_to_nothing_has_no_category(method) -> None:
+    experiment = make_experiment(
+        method=method, model="tiny", seq_len=32, timed_steps=1, noise_multiplier=0.1
+    )
+
+    assert told(measure(experiment, lambda _: None)).other_share < 0.05
+
+
+def test_reasons_for_every_null(ghost) -> None:
+    kernels = told(ghost)
+
+    assert kernels.waiting_s is None
+    assert {"kernels.waiting_s", "time", "throughput", "memory"} <= set(ghost.reasons)
+    assert kernels.trace is not None
+    assert "kernels.trace" not in ghost.reasons
+
+
+def test_without_a_folder_there_is_no_trace_but_its_numbers(monkeypatch) -> None:
+    monkeypatch.setenv(TRACES, "")
+    measured = measure(make_experiment(), lambda _: None)
+
+    assert told(measured).trace is None
+    assert told(measured).total_s > 0
+    assert measured.reasons["kernels.trace"] == "no folder was given for it"
+
+
+def test_perfetto_can_read_the_trace(ghost, folder) -> None:
+    packed = (folder / NAME).read_bytes()
+    document = json.loads(gzip.decompress(packed))
+
+    assert told(ghost).trace_bytes == len(packed)
+    jsonschema.validate(document, TRACE_EVENT_FORMAT)
+    names = {event["name"] for event in document["traceEvents"]}
+    assert {STEP, "dpprof phase: second_backward", "dpprof norms"} <= names
+    # Spans of a thread that cross without one holding the other cannot be drawn.
+    spans = sorted(read_trace(document).host, key=lambda s: (s.thread, s.start_s, -s.end_s))
+    ends: dict = {}
+    for span in spans:
+        stack = ends.setdefault(span.thread, [])
+        while stack and stack[-1] <= span.start_s + 1e-9:
+            stack.pop()
+        assert not stack or span.end_s <= stack[-1] + 2e-6
+        stack.append(span.end_s)
+
+
+def test_tensorboards_own_reader_shows_the_run(ghost, folder) -> None:
+    shown = EventMultiplexer().AddRunsFromDirectory(str(folder.parents[1]))
+    shown.Reload()
+
+    run = "of-a-run/r0"
+    assert set(shown.Runs()) == {run}
+    (step,) = shown.Scalars(run, "kernels_ms/step")
+    (gemm,) = shown.Scalars(run, "kernels_ms/category/gemm")
+    assert step.value == pytest.approx(told(ghost).step_s * 1e3)
+    assert gemm.value == pytest.approx(told(ghost).by_category["gemm"] * 1e3)
+
+
+def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_path) -> None:
+    document = json.loads(gzip.decompress((folder / NAME).read_bytes()))
+    whole = write_trace(tmp_path, document)
+    assert whole is not None
+    cut = write_trace(tmp_path, document, limit_bytes=whole.bytes - 1)
+    assert cut is not None
+    kept = json.loads(gzip.decompress((tmp_path / NAME).read_bytes()))
+
+    assert (whole.steps, cut.steps) == (2, 1)
+    assert cut.bytes == (tmp_path / NAME).stat().st_size < whole.bytes
+    assert len(find_steps(read_trace(kept))) == 1
+    assert write_trace(tmp_path, document, limit_bytes=100) is None
+    assert not (tmp_path / NAME).exists()
+
+
+def test_the_tracer_says_what_it_cost(ghost) -> None:
+    assert ghost.observed is not None
+    assert ghost.observed.step_s == told(ghost).step_s
+    assert ghost.observed.peak_rss_bytes > 50 * 2**20
+    assert math.isfinite(ghost.observed.step_s)
+
+
+@pytest.mark.gpu
+def test_on_cuda_kernels_are_traced_with_their_launches() -> None:
+    experiment = make_experiment(method="opacus-ghost", device="cuda", timed_steps=2, batch_size=4)
+    kernels = told(measure(experiment, lambda _: None))
+
+    assert kernels.waiting_s is not None
+    assert kernels.waiting_s <= kernels.idle_s
+    assert set(kernels.by_phase) >= {"forward", "backward", "second_backward", "step"}
+    assert {"gemm", "norm", "optimizer"} <= set(kernels.by_category)
+    assert kernels.other_share < 0.05
+    assert all(one.op is not None for one in kernels.largest)
