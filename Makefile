@@ -40,13 +40,14 @@ lint: install
 	lint-imports
 	snakemake --lint
 
-# What dpprof itself costs: a step beside a bare loop, keeping the books, reporting on many
-# results; how exact the books are; and what its methods cost beside others.
+# What dpprof itself costs: a step beside a bare loop, keeping the books, monitoring, reporting on
+# many results; how exact the books are; and what its methods cost beside others.
 perf: install
 	python perf/overhead.py --output perf/overhead.md
 	python perf/recording.py --output perf/recording.md
 	python perf/accuracy.py --output perf/accuracy.md
 	python perf/methods.py --output perf/methods.md --figure docs/images/methods.png
+	python perf/monitor.py --output perf/monitor.md
 	python perf/large_report.py
 
 # Schemas and the key tables of config/README.md, from the pydantic models.

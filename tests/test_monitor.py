@@ -1,7 +1,10 @@
 """Metrics of a training loop against numbers worked out by hand, on a clock moved by hand."""
 
+import re
+import runpy
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,3 +316,15 @@ def test_a_watched_training_ends_with_the_same_parameters(method) -> None:
     watched, alone = parameters_after(Monitor(flops_profile_freq=2)), parameters_after(None)
 
     assert all(torch.equal(a, b) for a, b in zip(watched, alone, strict=True))
+
+
+def test_the_guides_example_runs(tmp_path, monkeypatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "monitor.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+
+    runpy.run_path("example.py")
+
+    events = EventAccumulator("runs/example").Reload().Scalars("perf/mfu")
+    assert [event.step for event in events] == list(range(10, 25))

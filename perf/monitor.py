@@ -1,0 +1,187 @@
+"""What the training monitor costs: CPU time of watched steps beside steps of the same bare loop.
+
+Blocks of four steps alternate in one process, on one compute thread, with TensorBoard written at
+every step; CPU time is the whole process's. The claim: an unprofiled step at frequency 100 costs at
+most 1.01 times a bare one. A profiled step is dearer, the more so the smaller its operators are;
+how much of that a training feels is up to the frequency. "around nothing" is the monitor alone,
+with no step in it.
+"""
+
+import argparse
+import datetime as dt
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import bare_loop
+from dpprof.console import say
+from dpprof.hardware import available_cores, cpu_name
+from dpprof.models.presets import TINY
+from dpprof.monitor import Monitor, TensorBoard, model_flops_per_token
+from dpprof.provenance import package_versions
+from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+
+USUAL, SHORT = (8, 128), (2, 64)
+"""Batch size and sequence length: a step of some 30 ms, and one of 8 ms."""
+
+STEPS = {1: 20, 10: 20, 50: 50, 100: 100, 500: 500}
+"""Steps that are one pair of whole cycles, by frequency."""
+
+BLOCK = 4
+"""Steps from one side to the other."""
+
+CLAIM = 1.01
+
+
+class Loop:
+    """The bare loop, and a monitor for its steps.
+
+    Args:
+        shape: Batch size and sequence length.
+        method: One of the bare loop's.
+        freq: One step of so many is profiled.
+        directory: Where TensorBoard's file goes.
+    """
+
+    def __init__(self, shape: tuple[int, int], method: str, freq: int, directory: str) -> None:
+        B, T = shape
+        torch.manual_seed(0)
+        size = (TINY.vocab_size, TINY.d_model, TINY.layers, TINY.heads)
+        model = bare_loop.LanguageModel(*size, T)
+        tokens_BT = torch.randint(TINY.vocab_size, (B, T + 1))
+        batch = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+        flops = model_flops_per_token(model, seq_len=T, layers=TINY.layers, d_model=TINY.d_model)
+        self.step = bare_loop.make_step(model, method, *batch, noise_multiplier=1.0)
+        self.monitor = Monitor(
+            flops_profile_freq=freq,
+            model_flops_per_token=flops,
+            peak_flops_per_s=1e13,
+            sinks=[TensorBoard(directory)],
+        )
+        self._counts = {"samples": B, "tokens": B * T}
+        for _ in range(freq + 1):  # from here on values are written
+            self.watched()
+
+    def watched(self) -> None:
+        """Take a step that the monitor watches."""
+        with self.monitor.step(**self._counts):
+            self.step()
+
+    def around_nothing(self) -> None:
+        """Take no step, and let the monitor watch it."""
+        with self.monitor.step(**self._counts):
+            pass
+
+    def unprofiled(self) -> float:
+        """Take a block of watched steps; CPU seconds of one that is not profiled."""
+        taken_s = []
+        for _ in range(BLOCK):
+            taken_s.append(timed(self.watched, 1)())
+            assert self.monitor.metrics is not None
+            if not self.monitor.metrics.carried:
+                taken_s.pop()
+        return sum(taken_s) / len(taken_s)
+
+    def cycles(self, steps: int) -> tuple[float, float]:
+        """Take so many watched steps and as many bare ones, in turn; CPU seconds of one each."""
+        watched_s = bare_s = 0.0
+        for start in range(0, steps, BLOCK):
+            block = min(BLOCK, steps - start)
+            watched_s += timed(self.watched, block)() * block
+            bare_s += timed(self.step, block)() * block
+        return watched_s / steps, bare_s / steps
+
+
+def timed(run: Callable[[], None], steps: int) -> Side:
+    """Make a side of something that takes one step: CPU seconds of one, over a block."""
+
+    def side() -> float:
+        start_s = time.process_time()
+        for _ in range(steps):
+            run()
+        return (time.process_time() - start_s) / steps
+
+    return side
+
+
+def compare_unprofiled(pairs: int, directory: str) -> list[Comparison]:
+    """Put unprofiled steps beside bare ones, and bare ones beside themselves."""
+    loop = Loop(USUAL, "standard", 100, directory)
+    bare = timed(loop.step, BLOCK)
+    nothing = timed(loop.around_nothing, 100)
+    return [
+        measure("bare / bare", bare, bare, pairs // 2, say),
+        measure("unprofiled / bare", loop.unprofiled, bare, pairs, say),
+        measure("around nothing / bare", nothing, bare, MIN_PAIRS, say),
+    ]
+
+
+def compare_profiled(pairs: int, directory: str) -> list[Comparison]:
+    """Put profiled steps beside bare ones."""
+    rows = []
+    for shape in (USUAL, SHORT):
+        for method in bare_loop.METHODS:
+            loop = Loop(shape, method, 1, directory)
+            name = f"profiled / bare, {method}, B = {shape[0]}, T = {shape[1]}"
+            rows.append(measure(name, timed(loop.watched, 2), timed(loop.step, 2), pairs, say))
+    return rows
+
+
+def compare_frequencies(pairs: int, directory: str) -> list[Comparison]:
+    """Put whole cycles, of unprofiled steps and a profiled one, beside as many bare steps."""
+    rows = []
+    for freq, steps in STEPS.items():
+        loop = Loop(SHORT, "standard", freq, directory)
+        watched, bare = zip(*(loop.cycles(steps) for _ in range(pairs)), strict=True)
+        rows.append(Comparison(f"frequency {freq} / bare", watched, bare))
+        say(f"{rows[-1].name}: {rows[-1].ratio:.3f}")
+    return rows
+
+
+def describe_machine() -> str:
+    """Say where and with what a table was measured."""
+    versions = package_versions(("torch", "opacus", "tensorboard"))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    cpu = f"{cpu_name()}, {available_cores()} cores, 1 compute thread"
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; model tiny, AdamW."
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=120, help="of unprofiled blocks, at least 20")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
+    arguments = parser.parse_args()
+    if arguments.pairs < 2 * MIN_PAIRS:
+        parser.error(f"--pairs: {arguments.pairs} is not allowed; at least {2 * MIN_PAIRS}")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        unprofiled = compare_unprofiled(arguments.pairs, directory)
+        profiled = compare_profiled(MIN_PAIRS, directory)
+        frequencies = compare_frequencies(MIN_PAIRS, directory)
+    B, T = USUAL
+    b, t = SHORT
+    text = "\n\n".join(
+        [
+            describe_machine(),
+            f"An unprofiled step at frequency 100, standard, B = {B}, T = {T}:",
+            tabulate(unprofiled, "ms", 1e3),
+            "A profiled step:",
+            tabulate(profiled, "ms", 1e3),
+            f"All steps, standard, B = {b}, T = {t}, where the monitor weighs most:",
+            tabulate(frequencies, "ms", 1e3),
+        ]
+    )
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
+    if unprofiled[1].ratio > CLAIM:
+        sys.exit(f"beyond its claim: {unprofiled[1].name}, {unprofiled[1].ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
