@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dpprof.analysis.composition import choose
-from dpprof.figures.panels import split
-from dpprof.figures.scaling import dress, varies
+from dpprof.figures.panels import Panel, split
+from dpprof.figures.scaling import dress
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
 _ROWS = 4
@@ -31,28 +31,38 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Args:
         tables: Of these, ``costs`` and ``experiments``.
     """
-    known = choose(tables["costs"])
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
-    known = known.merge(parameters, on="experiment_id")
-    missing = f"no two experiments whose books were kept differ in {_ALONG} alone"
-    every = split(known, missing, but=[_ALONG], most=max(1, len(known))).shown
-    scaling = [panel.rows for panel in every if varies(panel.rows, _ALONG)]
-    if not scaling:
-        raise NothingToDrawError(missing)
-    panels = split(_per_token(pd.concat(scaling)), missing, but=[_ALONG], most=_ROWS)
-    figure, axes = new_figure(len(_COSTS), len(panels.shown), row_inches=2.2)
-    for row, panel in zip(axes, panels.shown, strict=True):
+    known = _per_token(choose(tables["costs"]).merge(parameters, on="experiment_id"))
+    here = known["target"].isna()
+    panels = [*_find_panels(known[here]), *_find_panels(known[~here])][:_ROWS]
+    if not panels:
+        raise NothingToDrawError(
+            f"no two experiments whose books were kept differ in {_ALONG} alone"
+        )
+    figure, axes = new_figure(len(_COSTS), len(panels), row_inches=2.2)
+    for row, panel in zip(axes, panels, strict=True):
         for axis, (cost, (unit, label)) in zip(row, _COSTS.items(), strict=True):
             for method, points in panel.rows.groupby("method"):
                 _draw_method(axis, str(method), points.sort_values(_ALONG), cost, unit)
             dress(axis, panel, _ALONG, label)
             axis.set_title("")
         row[0].set_title(panel.title, loc="left")
-    panels.tell_beyond(figure)
-    methods = sort_methods(name for panel in panels.shown for name in panel.rows["method"])
+    methods = sort_methods(name for panel in panels for name in panel.rows["method"])
     handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
+
+
+def _find_panels(rows: pd.DataFrame) -> list[Panel]:
+    """Find what differs in nothing but method and sequence length, the latter really."""
+    if rows.empty:
+        return []
+    every = split(rows, "", but=[_ALONG], most=len(rows)).shown
+    grown = [
+        panel.rows[panel.rows.groupby("method")[_ALONG].transform("nunique") > 1] for panel in every
+    ]
+    grown = [rows for rows in grown if len(rows)]
+    return split(pd.concat(grown), "", but=[_ALONG], most=_ROWS).shown if grown else []
 
 
 def _per_token(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
 
 from dpprof.figures.panels import MAX_PANELS, split
 from dpprof.figures.style import (
@@ -54,6 +55,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     for axis, method in zip(axes.flat, methods, strict=False):
         _draw_method(axis, panel.rows[panel.rows["method"] == method])
         axis.set_title(method)
+        _dress(axis, panel.rows)
     for axis in axes[:, 0]:
         axis.set_ylabel("GFLOP/s")
     for axis in axes[-1]:
@@ -67,7 +69,7 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
     share = rows["seconds"] / rows["seconds"].sum()
     roof = rows.iloc[0]
     slope, flat = float(roof["ceiling_bytes_per_s"]), float(roof["ceiling_flops_per_s"])
-    reach = np.geomspace(1e-2, 1e4, 200)
+    reach = np.geomspace(1e-6, 1e6, 500)
     axis.plot(reach, np.minimum(slope * reach, flat) / 1e9, color="black", linewidth=1)
     axis.axvline(flat / slope, color="black", linewidth=0.5, linestyle=":")
     for (_, point), part in zip(rows.iterrows(), share, strict=True):
@@ -83,8 +85,22 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
                 alpha=0.85,
                 zorder=3,
             )
+
+
+def _dress(axis: Axes, rows: pd.DataFrame) -> None:
+    """Give all panels the same reach, a little beyond what any of them shows."""
+    roof = rows[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].max()
+    ridge = roof["ceiling_flops_per_s"] / roof["ceiling_bytes_per_s"]
+    along = [*rows["arithmetic_intensity"], ridge]
+    upwards = [*(rows["flops_per_s"] / 1e9), roof["ceiling_flops_per_s"] / 1e9]
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.set_xlim(min(along) / 3, max(along) * 5)
+    axis.set_ylim(min(upwards) / 3, max(upwards) * 3)
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(LogLocator(numticks=5))
+        side.set_major_formatter(lambda value, _: f"{value:g}")
+        side.set_minor_locator(NullLocator())
 
 
 def _explain(figure: Figure, rows: pd.DataFrame) -> None:

@@ -44,7 +44,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     missing = f"no two experiments that succeeded differ in {along} alone"
     inside = {"but": [along], "also": ["peak_kind"]}
     every = split(known, missing, **inside, most=len(known)).shown
-    scaling = [panel.rows for panel in every if varies(panel.rows, along)]
+    scaling = [panel.rows for panel in every if _varies(panel.rows, along)]
     if not scaling:
         raise NothingToDrawError(missing)
     panels = split(pd.concat(scaling), missing, **inside, most=_ROWS)
@@ -52,7 +52,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     figure, axes = new_figure(2, len(shown), row_inches=2.2)
     for (memory, time), panel in zip(axes, shown, strict=True):
         for method, points in panel.rows.groupby("method"):
-            if varies(points, along):
+            if _varies(points, along):
                 _draw_method(memory, time, str(method), points.sort_values(along), along)
         dress(memory, panel, along, "peak (MiB)")
         dress(time, panel, along, "step time (ms)")
@@ -63,7 +63,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     return figure
 
 
-def varies(rows: pd.DataFrame, along: str) -> bool:
+def _varies(rows: pd.DataFrame, along: str) -> bool:
     """Tell whether there is a method with two different values."""
     return bool((~rows.duplicated(["method", along])).groupby(rows["method"]).sum().gt(1).any())
 

@@ -20,8 +20,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
     MFU counts the FLOPs that the non-private step needs, HFU those that were executed: what
     lies between them private training adds. MFU ranks methods as throughput does, HFU does not.
-    The peak is the dense one of the dtype in use. Error bars are 95 % bootstrap intervals over
-    processes.
+    The peak is the dense one of the dtype in use; what is beyond it, a dashed line, is wrong.
+    Error bars are 95 % bootstrap intervals over processes.
 
     Args:
         tables: Of these, ``experiments`` and ``costs``.
@@ -61,6 +61,8 @@ def _draw_shares(axis: Axes, rows: pd.DataFrame) -> None:
     places = range(len(rows))
     axis.barh(places, rows["hfu"].astype(float) * 100, color=_HFU, height=0.7, label="HFU")
     axis.barh(places, rows["mfu"].astype(float) * 100, color=_MFU, height=0.35, label="MFU")
+    if (rows["hfu"] > 1).any():
+        axis.axvline(100, color="black", linestyle="--", linewidth=1)
     _dress(axis, [""] * len(rows))
     axis.set_xlabel("% of the peak")
 
