@@ -40,7 +40,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     known = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
     )
-    known = known[known["flops"] > 0]
+    of_step = known["seconds"] / known.groupby("experiment_id")["seconds"].transform("sum")
+    known = known[(known["flops"] > 0) & (of_step >= _LEAST_SHARE)]
     if known.empty:
         raise NothingToDrawError(
             "no run of the instrument kernels has both books and measured ceilings"
@@ -73,18 +74,17 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
     axis.plot(reach, np.minimum(slope * reach, flat) / 1e9, color="black", linewidth=1)
     axis.axvline(flat / slope, color="black", linewidth=0.5, linestyle=":")
     for (_, point), part in zip(rows.iterrows(), share, strict=True):
-        if part >= _LEAST_SHARE:
-            axis.scatter(
-                point["arithmetic_intensity"],
-                point["flops_per_s"] / 1e9,
-                s=max(8.0, _AREA * part),
-                marker=PHASE_MARKERS[point["phase"]],
-                color=CATEGORY_COLOURS[point["category"]],
-                edgecolor="#333333",
-                linewidth=0.5,
-                alpha=0.85,
-                zorder=3,
-            )
+        axis.scatter(
+            point["arithmetic_intensity"],
+            point["flops_per_s"] / 1e9,
+            s=max(8.0, _AREA * part),
+            marker=PHASE_MARKERS[point["phase"]],
+            color=CATEGORY_COLOURS[point["category"]],
+            edgecolor="#333333",
+            linewidth=0.5,
+            alpha=0.85,
+            zorder=3,
+        )
 
 
 def _dress(axis: Axes, rows: pd.DataFrame) -> None:
