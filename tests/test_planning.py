@@ -9,7 +9,14 @@ import yaml
 
 from dpprof import planning
 from dpprof.hardware import Gpu
-from dpprof.planning import files_beyond, make_plan, read_manifest, spec_path, write_plan
+from dpprof.planning import (
+    files_beyond,
+    make_plan,
+    read_manifest,
+    spec_path,
+    traces_path,
+    write_plan,
+)
 from dpprof.validation import InputError
 
 CONFIG = {
@@ -272,11 +279,13 @@ def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
     stale_verdict = folder / "results" / "verify" / "built-in-microbatch.json"
     stale_ceilings = folder / "results" / "ceilings" / "cuda-another.json"
     stale_ceilings_log = folder / "results" / "logs" / "ceilings" / "cuda-another.log"
-    beyond = [stale, stale_log, stale_verdict, stale_ceilings, stale_ceilings_log]
+    stale_trace = folder / "results" / "traces" / stale.stem.removesuffix(".r0") / "r0" / "x.gz"
+    beyond = [stale, stale_log, stale_verdict, stale_ceilings, stale_ceilings_log, stale_trace]
     (name,) = plan.devices
     kept_log = folder / "results" / "logs" / "ceilings" / f"{name}.log"
     report = folder / "results" / "report.md"
-    kept = [wanted, kept_log, report, *plan.verdicts(folder), *plan.ceilings(folder)]
+    trace = folder / traces_path(plan.manifest.runs[0].id, 0) / "x.gz"
+    kept = [wanted, kept_log, report, trace, *plan.verdicts(folder), *plan.ceilings(folder)]
     for path in beyond + kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")

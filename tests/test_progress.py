@@ -2,9 +2,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from factory import make_experiment
+from factory import make_experiment, make_kernels, write_synthetic
 
-from dpprof.progress import Progress, format_duration
+from dpprof.progress import Progress, format_duration, tell_result
 
 
 @pytest.fixture
@@ -89,3 +89,12 @@ def test_the_file_is_one_json_a_line(sweep) -> None:
 )
 def test_durations_are_written_as_people_say_them(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_traced_run_tells_what_takes_most(tmp_path, capsys) -> None:
+    traced = {("forward", "gemm"): 0.5, ("step", "optimizer"): 0.3, ("noise", "random"): 0.05}
+    kernels = make_kernels(traced | {("forward", "copy"): 0.01}, idle_s=0.14)
+    tell_result(write_synthetic(tmp_path, make_experiment(), instrument="kernels", kernels=kernels))
+
+    told = capsys.readouterr().err
+    assert "traced step 1000.0 ms, gemm 50%, optimizer 30%, random 5%, idle 14%" in told

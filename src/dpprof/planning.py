@@ -132,6 +132,11 @@ def spec_path(experiment_id: str) -> Path:
     return PLAN / "specs" / f"{experiment_id}.json"
 
 
+def traces_path(experiment_id: str, replicate: int) -> Path:
+    """Say where what a run leaves beside its result belongs, relative to the working folder."""
+    return Path("results") / "traces" / experiment_id / f"r{replicate}"
+
+
 def code_path(name: str) -> Path:
     """Say where a code digest lives: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
     return PLAN / "code" / f"{name}.sha256"
@@ -250,8 +255,8 @@ def read_manifest(path: Path) -> Manifest:
 def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
     """List files of runs under ``results`` that none of the plans asks for.
 
-    Covers result files, verdicts, ceilings, logs, specs, code digests and manifests; tables,
-    figures and the report belong to the last config and are left alone.
+    Covers result files, traces, verdicts, ceilings, logs, specs, code digests and manifests;
+    tables, figures and the report belong to the last config and are left alone.
     """
     keep: set[Path] = {root / code_path(name) for name in derived_digests()}
     for plan in plans:
@@ -259,6 +264,7 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
         for run in plan.manifest.runs:
             log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
             keep |= {run.path(root), log, root / spec_path(run.id)}
+            keep.update((root / traces_path(run.id, run.replicate)).glob("*"))
             keep.add(root / code_path(code_name(run.instrument, plan.experiments[run.id])))
         for pair in plan.pairs:
             verdict = verdict_path(root, *pair)
@@ -269,6 +275,7 @@ def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
             keep.add(root / "results" / "logs" / CEILINGS / f"{name}.log")
     candidates = [
         *(root / "results").glob("*/*.r*.json"),
+        *(root / "results" / "traces").glob("*/*/*"),
         *(root / "results" / VERDICTS).glob("*.json"),
         *(root / "results" / CEILINGS).glob("*.json"),
         *(root / "results" / "logs").glob("*/*.r*.log"),

@@ -16,7 +16,7 @@ from typing import Any, Self
 from dpprof.catalogue import PREDICTIONS
 from dpprof.console import say
 from dpprof.experiment import Experiment
-from dpprof.result import Result
+from dpprof.result import Kernels, Result
 
 _VARIABLE = "DPPROF_PROGRESS"
 
@@ -110,10 +110,20 @@ def tell_result(result: Result) -> None:
         text += f", {what} {memory.peak_allocated_bytes / 2**20:,.0f} MiB"
     elif memory is not None and memory.peak_rss_bytes is not None:
         text += f", peak RSS {memory.peak_rss_bytes / 2**20:,.0f} MiB"
+    if result.kernels is not None:
+        text += f": {_tell_kernels(result.kernels)}"
     if result.error is not None:
         phase = f" in {result.error.phase}" if result.error.phase else ""
         text += f": {result.error.kind}{phase}: {ascii(result.error.message)[1:-1][:200]}"
     say(f"        {text}")
+
+
+def _tell_kernels(kernels: Kernels) -> str:
+    """Name the categories that take most of a traced step, and how much of it nothing ran."""
+    parts = sorted(kernels.by_category.items(), key=lambda part: part[1], reverse=True)[:3]
+    shares = [f"{name} {seconds / kernels.step_s:.0%}" for name, seconds in parts]
+    told = ", ".join([*shares, f"idle {kernels.idle_s / kernels.step_s:.0%}"])
+    return f"traced step {kernels.step_s * 1000:.1f} ms, {told}"
 
 
 def format_duration(seconds: float) -> str:

@@ -53,7 +53,7 @@ def test_the_cpus_peak_is_what_was_measured_on_it(tables) -> None:
 
     assert row["hfu"] == pytest.approx(100 / 8 / 1000)
     assert row["mfu"] == pytest.approx(50 / 8 / 1000)
-    assert row["peak_source"] == "the fastest float32 product measured on it, n = 10"
+    assert row["peak_source"] == "the fastest float32 product measured on synthetic cpu, n = 10"
 
 
 def test_without_ceilings_nothing_is_said_to_bind(tmp_path) -> None:
@@ -119,7 +119,7 @@ def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> No
 
     assert ceilings["launch"] == "1,000"
     assert ceilings["tf32 products"] == "-"
-    assert "the fastest float32 product measured on it, n = 10" in said[0]
+    assert "the fastest float32 product measured on synthetic cpu, n = 10" in said[0]
 
 
 def test_the_report_tells_what_watching_costs(tmp_path) -> None:

@@ -27,7 +27,16 @@ _TEXTS = {
     *("git_commit", "code_digest", "peak_kind", "stage", "name", "phase", "component"),
     *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
     *("op", "module", "function", "evidence", "reason", "by", "key"),
-    *("category", "bound", "trace", "peak_source", "utilisation_reason", "figure", "source"),
+    *(
+        "category",
+        "bound",
+        "trace",
+        "ceilings_of",
+        "peak_source",
+        "utilisation_reason",
+        "figure",
+        "source",
+    ),
     *("verdict", "limited_by", "message", "reference"),
     *("smallest", "fastest", "fastest_verdict", "not_slower"),
 }

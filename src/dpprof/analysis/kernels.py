@@ -13,7 +13,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
-from dpprof.ceilings import Ceilings, find_ceilings
+from dpprof.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.planning import PlannedRun
 from dpprof.result import Kernels, Result, Work
 
@@ -33,6 +33,7 @@ _KERNEL_COLUMNS = [
     "bytes_per_s",
     "ceiling_flops_per_s",
     "ceiling_bytes_per_s",
+    "ceilings_of",
     "bound",
 ]
 _TRACE_COLUMNS = [
@@ -59,10 +60,11 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Roof(NamedTuple):
-    """What bounds from above, as measured on the device; None where it is not known."""
+    """What bounds from above, as measured on a device; None where it is not known."""
 
     flops_per_s: float | None
     bytes_per_s: float | None
+    device: str | None
 
 
 class _Traced(NamedTuple):
@@ -114,11 +116,12 @@ def _find_traced(collected: Collected) -> Iterator[_Traced]:
 def find_roof(result: Result, ceilings: Ceilings | None) -> Roof:
     """Look up what was measured of the device for the experiment's dtype."""
     if ceilings is None:
-        return Roof(None, None)
+        return Roof(None, None, None)
     products, copies = ceilings.matmul.get(result.experiment.dtype), ceilings.bandwidth
     return Roof(
         None if products is None else products.flops_per_s,
         None if copies is None else copies.bytes_per_s,
+        device_name(ceilings.device),
     )
 
 
@@ -136,6 +139,7 @@ def _kernel_rows(one: _Traced) -> Rows:
             | {
                 "ceiling_flops_per_s": one.roof.flops_per_s,
                 "ceiling_bytes_per_s": one.roof.bytes_per_s,
+                "ceilings_of": one.roof.device,
             }
             | ({} if work is None else _compare(work, launched.seconds, one.roof))
         )

@@ -46,7 +46,7 @@ def find_peak(
     if measured is None:
         reason = ceilings.reasons.get(f"matmul.{dtype}", "it was not measured")
         return Peak(None, None, f"no product of {dtype} is known of {name}: {reason}")
-    source = f"the fastest {dtype} product measured on it, n = {measured.size}"
+    source = f"the fastest {dtype} product measured on {name}, n = {measured.size}"
     return Peak(measured.flops_per_s, source, None)
 
 

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.composition import choose
+from dpprof.analysis.frames import SETTING
 from dpprof.figures.bars import bracket, height_of
 from dpprof.figures.panels import split
 from dpprof.figures.style import method_style, new_figure
@@ -21,7 +22,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     MFU counts the FLOPs that the non-private step needs, HFU those that were executed: what
     lies between them private training adds. MFU ranks methods as throughput does, HFU does not.
     The peak is the dense one of the dtype in use; what is beyond it, a dashed line, is wrong.
-    Error bars are 95 % bootstrap intervals over processes.
+    Settings of which nothing of this is known are left out, unless there are no others. Error
+    bars are 95 % bootstrap intervals over processes.
 
     Args:
         tables: Of these, ``experiments`` and ``costs``.
@@ -29,6 +31,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]
     known = known.merge(used, on="experiment_id", how="left")
+    if known["hfu"].notna().any():
+        keys = [known[name] for name in SETTING]
+        known = known[known["hfu"].notna().groupby(keys, dropna=False).transform("any")]
     panels = split(known, "no run of the instrument clean succeeded", most=_ROWS)
     figure, axes = new_figure(2, len(panels.shown), row_inches=height_of(panels))
     for (tokens, shares), panel in zip(axes, panels.shown, strict=True):

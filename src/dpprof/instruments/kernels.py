@@ -7,6 +7,7 @@ keeps tensors alive. Its own cost is in these times; what it is tells the report
 
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,12 @@ def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
         activities.append(ProfilerActivity.CUDA)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
+        # Nothing is asked of the tracer's own event list, which takes long to make; it warns so.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         with profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=steps),
             on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(path)),
-            acc_events=True,
         ) as tracer:
             for _ in range(1 + steps):
                 annotated.run()
