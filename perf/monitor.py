@@ -1,10 +1,10 @@
 """What the training monitor costs: CPU time of watched steps beside steps of the same bare loop.
 
-Blocks of four steps alternate in one process, on one compute thread, with TensorBoard written at
-every step; CPU time is the whole process's. The claim: an unprofiled step at frequency 100 costs at
-most 1.01 times a bare one. A profiled step is dearer, the more so the smaller its operators are;
-how much of that a training feels is up to the frequency. "around nothing" is the monitor alone,
-with no step in it.
+Blocks of steps alternate in one process, on one compute thread, with TensorBoard written at every
+step; CPU time is the whole process's. The claim: an unprofiled step of the model small at frequency
+100 costs at most 1.01 times a bare one. A profiled step is dearer, the more so the smaller its
+operators are; how much of that a training feels is up to the frequency. "around nothing" is the
+monitor alone, with no step in it.
 """
 
 import argparse
@@ -14,19 +14,35 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import bare_loop
 from dpprof.console import say
+from dpprof.experiment import Dimensions
 from dpprof.hardware import available_cores, cpu_name
-from dpprof.models.presets import TINY
+from dpprof.models.presets import SMALL, TINY
 from dpprof.monitor import Monitor, TensorBoard, model_flops_per_token
 from dpprof.provenance import package_versions
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 
-USUAL, SHORT = (8, 128), (2, 64)
-"""Batch size and sequence length: a step of some 30 ms, and one of 8 ms."""
+
+class Size(NamedTuple):
+    """What a step is of."""
+
+    name: str
+    model: Dimensions
+    B: int
+    T: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, B = {self.B}, T = {self.T}"
+
+
+REAL = Size("small", SMALL, 4, 128)
+USUAL, SHORT = Size("tiny", TINY, 8, 128), Size("tiny", TINY, 2, 64)
+"""Steps of some 300, 30 and 8 ms."""
 
 STEPS = {1: 20, 10: 20, 50: 50, 100: 100, 500: 500}
 """Steps that are one pair of whole cycles, by frequency."""
@@ -41,20 +57,19 @@ class Loop:
     """The bare loop, and a monitor for its steps.
 
     Args:
-        shape: Batch size and sequence length.
+        size: What a step is of.
         method: One of the bare loop's.
         freq: One step of so many is profiled.
         directory: Where TensorBoard's file goes.
     """
 
-    def __init__(self, shape: tuple[int, int], method: str, freq: int, directory: str) -> None:
-        B, T = shape
+    def __init__(self, size: Size, method: str, freq: int, directory: str) -> None:
+        _, of, B, T = size
         torch.manual_seed(0)
-        size = (TINY.vocab_size, TINY.d_model, TINY.layers, TINY.heads)
-        model = bare_loop.LanguageModel(*size, T)
-        tokens_BT = torch.randint(TINY.vocab_size, (B, T + 1))
+        model = bare_loop.LanguageModel(of.vocab_size, of.d_model, of.layers, of.heads, T)
+        tokens_BT = torch.randint(of.vocab_size, (B, T + 1))
         batch = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
-        flops = model_flops_per_token(model, seq_len=T, layers=TINY.layers, d_model=TINY.d_model)
+        flops = model_flops_per_token(model, seq_len=T, layers=of.layers, d_model=of.d_model)
         self.step = bare_loop.make_step(model, method, *batch, noise_multiplier=1.0)
         self.monitor = Monitor(
             flops_profile_freq=freq,
@@ -110,23 +125,25 @@ def timed(run: Callable[[], None], steps: int) -> Side:
 
 def compare_unprofiled(pairs: int, directory: str) -> list[Comparison]:
     """Put unprofiled steps beside bare ones, and bare ones beside themselves."""
-    loop = Loop(USUAL, "standard", 100, directory)
-    bare = timed(loop.step, BLOCK)
+    rows = []
+    for size in (REAL, USUAL):
+        loop = Loop(size, "standard", 100, directory)
+        bare = timed(loop.step, BLOCK)
+        rows += [
+            measure(f"bare / bare, {size}", bare, bare, pairs // 2, say),
+            measure(f"unprofiled / bare, {size}", loop.unprofiled, bare, pairs, say),
+        ]
     nothing = timed(loop.around_nothing, 100)
-    return [
-        measure("bare / bare", bare, bare, pairs // 2, say),
-        measure("unprofiled / bare", loop.unprofiled, bare, pairs, say),
-        measure("around nothing / bare", nothing, bare, MIN_PAIRS, say),
-    ]
+    return [*rows, measure(f"around nothing / bare, {size}", nothing, bare, MIN_PAIRS, say)]
 
 
 def compare_profiled(pairs: int, directory: str) -> list[Comparison]:
     """Put profiled steps beside bare ones."""
     rows = []
-    for shape in (USUAL, SHORT):
+    for size in (USUAL, SHORT):
         for method in bare_loop.METHODS:
-            loop = Loop(shape, method, 1, directory)
-            name = f"profiled / bare, {method}, B = {shape[0]}, T = {shape[1]}"
+            loop = Loop(size, method, 1, directory)
+            name = f"profiled / bare, {method}, {size}"
             rows.append(measure(name, timed(loop.watched, 2), timed(loop.step, 2), pairs, say))
     return rows
 
@@ -147,13 +164,13 @@ def describe_machine() -> str:
     versions = package_versions(("torch", "opacus", "tensorboard"))
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     cpu = f"{cpu_name()}, {available_cores()} cores, 1 compute thread"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; model tiny, AdamW."
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; AdamW."
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=120, help="of unprofiled blocks, at least 20")
+    parser.add_argument("--pairs", type=int, default=60, help="of unprofiled blocks, at least 20")
     parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
     arguments = parser.parse_args()
     if arguments.pairs < 2 * MIN_PAIRS:
@@ -163,16 +180,14 @@ def main() -> None:
         unprofiled = compare_unprofiled(arguments.pairs, directory)
         profiled = compare_profiled(MIN_PAIRS, directory)
         frequencies = compare_frequencies(MIN_PAIRS, directory)
-    B, T = USUAL
-    b, t = SHORT
     text = "\n\n".join(
         [
             describe_machine(),
-            f"An unprofiled step at frequency 100, standard, B = {B}, T = {T}:",
+            "An unprofiled step at frequency 100, standard:",
             tabulate(unprofiled, "ms", 1e3),
             "A profiled step:",
             tabulate(profiled, "ms", 1e3),
-            f"All steps, standard, B = {b}, T = {t}, where the monitor weighs most:",
+            f"All steps, standard, {SHORT}, where the monitor weighs most:",
             tabulate(frequencies, "ms", 1e3),
         ]
     )
