@@ -329,7 +329,7 @@ class HostIo(Part):
 class Observed(Part):
     """What a step and its memory came to with this instrument in the process."""
 
-    step_s: float = Field(description="median")
+    step_s: float = Field(description="the median over steps; of traced ones the mean")
     steps: int
     peak_rss_bytes: int
     peak_allocated_bytes: int | None = Field(description="the allocator's, where it keeps count")

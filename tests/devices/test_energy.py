@@ -63,3 +63,16 @@ def test_a_driver_without_the_counter_says_so(counter, monkeypatch) -> None:
 def test_a_cpu_has_no_such_counter() -> None:
     with pytest.raises(NoEnergyError, match="this is a CPU"):
         Cpu().energy(lambda: None)
+
+
+@pytest.mark.gpu
+def test_a_real_counter_moves() -> None:
+    import torch  # noqa: PLC0415
+
+    from dpprof.devices.cuda import Cuda  # noqa: PLC0415
+
+    x = torch.randn(4096, 4096, device="cuda")
+    found = Cuda().energy(lambda: torch.mm(x, x))
+
+    assert found.window_s >= energy.WINDOW_S
+    assert 10 < found.joules_per_step * found.steps / found.window_s < 2000  # watts

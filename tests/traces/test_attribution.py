@@ -4,7 +4,7 @@ import pytest
 
 from dpprof.ledger.costs import family_of
 from dpprof.traces.attribution import attribute, family_by_kernel
-from dpprof.traces.spans import NORMS, PHASE, STEP, cover_s, read_trace
+from dpprof.traces.spans import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
 from dpprof.traces.statement import state_kernels
 
 MAIN, AUTOGRAD, STREAM = 1, 2, 7
@@ -220,6 +220,15 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_families_by_the_name_of_a_kernel(name) -> None:
     assert family_by_kernel(name) == KERNELS[name]
+
+
+def test_what_is_no_number_becomes_null() -> None:
+    text = b'{"traceEvents": [{"a": nan, "b": [1, 2], "c": -inf}, {"d": "x: nan, y"}], "e": inf}'
+
+    assert parse_trace(text) == {
+        "traceEvents": [{"a": None, "b": [1, 2], "c": None}, {"d": "x: nan, y"}],
+        "e": None,
+    }
 
 
 def test_spans_that_overlap_are_covered_once() -> None:

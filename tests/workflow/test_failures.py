@@ -48,7 +48,8 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(training: Checkout) ->
     assert verified[["test-dies", "test-raises"]].tolist() == ["nan", "False"]
     assert "failed: test-raises; not verified: test-dies; marked" in report
     kinds = list(training.table("findings")["kind"])
-    assert set(kinds) - {"contended"} == {"fallback"}  # the machine may be busy
+    busy = {"contended", "ceilings-contended"}  # the machine may be
+    assert set(kinds) - busy == {"fallback"}
     assert f"{len(kinds)} caveat" in report
     assert "Opacus fell back to functorch for Scale" in report
     samplers = training.table("samplers").set_index("layer")["path"]

@@ -5,7 +5,6 @@ CPU every operator. Neither shapes nor stacks are recorded, because with them th
 keeps tensors alive. Its own cost is in these times; what it is tells the report.
 """
 
-import json
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from dpprof.console import say
 from dpprof.devices.base import Device
 from dpprof.experiment import Experiment
 from dpprof.handover import traces_folder
@@ -25,7 +25,7 @@ from dpprof.methods.base import Enter, finds_norms
 from dpprof.result import Kernels, Measurement, Observed, Phase
 from dpprof.traces.events import write_events
 from dpprof.traces.files import LIMIT_BYTES, NAME, Written, write_trace
-from dpprof.traces.spans import NORMS, PHASE, STEP, read_trace
+from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
 from dpprof.traces.statement import state_kernels
 
 TRACED_STEPS = 3
@@ -91,7 +91,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     peak_bytes, allocated = peak_rss_bytes(), device.peaks().allocated_bytes
     told = state_kernels(read_trace(document), family_of)
     folder = traces_folder()
-    written = write_trace(folder, document) if folder else None
+    written, why_no_trace = _leave_trace(folder, document)
     kernels = Kernels(
         **told,
         trace=str(folder / NAME) if folder and written else None,
@@ -99,7 +99,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         trace_steps=written.steps if written else 0,
     )
     if folder is not None:
-        write_events(folder, kernels)
+        try:
+            write_events(folder, kernels)
+        except OSError as error:
+            say(f"TensorBoard's events could not be written: {error}")
     return Measurement(
         model=training.model,
         norm_plan=training.step.norm_plan,
@@ -110,7 +113,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             peak_rss_bytes=peak_bytes,
             peak_allocated_bytes=allocated,
         ),
-        reasons=_REASONS | _why_null(kernels, folder, written),
+        reasons=_REASONS | why_no_trace | _why_no_waiting(kernels),
     )
 
 
@@ -131,18 +134,27 @@ def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
             for _ in range(1 + steps):
                 annotated.run()
                 tracer.step()
-        document: dict[str, Any] = json.loads(path.read_bytes())
-    return document
+        return parse_trace(path.read_bytes())
 
 
-def _why_null(kernels: Kernels, folder: Path | None, written: Written | None) -> dict[str, str]:
-    reasons = {}
-    if kernels.waiting_s is None:
-        reasons["kernels.waiting_s"] = "operators of a CPU are not launched ahead"
-    if written is None:
-        reasons["kernels.trace"] = (
-            "no folder was given for it"
-            if folder is None
-            else f"one step alone takes more than {LIMIT_BYTES:,} bytes"
-        )
-    return reasons
+def _leave_trace(
+    folder: Path | None, document: dict[str, Any]
+) -> tuple[Written | None, dict[str, str]]:
+    """Write the trace, or say why there is none: its numbers are not lost for want of a file."""
+    reason = "no folder was given for it"
+    if folder is not None:
+        try:
+            written = write_trace(folder, document)
+        except OSError as error:
+            reason = f"it could not be written: {error}"
+        else:
+            if written is not None:
+                return written, {}
+            reason = f"one step alone takes more than {LIMIT_BYTES:,} bytes"
+    return None, {"kernels.trace": reason}
+
+
+def _why_no_waiting(kernels: Kernels) -> dict[str, str]:
+    if kernels.waiting_s is not None:
+        return {}
+    return {"kernels.waiting_s": "operators of a CPU are not launched ahead"}

@@ -31,13 +31,17 @@ or their norms, and the sampler's arguments; must return what the sampler return
 
 
 _MAKE_GRADIENTS = (
+    # Of Opacus, and of dpprof.clipping, which not every method should depend on.
     *("grad sampler", "functorch", "expanded weights"),
     *("kept product", "sample gradients"),
 )
 
 
 def finds_norms(path: str) -> bool:
-    """Tell of a sampler's code path whether it finds norms, or makes per-sample gradients."""
+    """Tell of a sampler's code path whether it finds norms, or makes per-sample gradients.
+
+    A path that is not known here counts as a search for norms.
+    """
     return path not in _MAKE_GRADIENTS
 
 

@@ -5,6 +5,8 @@ The fields are those that Kineto writes into ``traceEvents``: complete events (`
 ``correlation``.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ _HOST = ("cpu_op", "user_annotation")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _US = 1e-6
+_NO_NUMBER = re.compile(rb'("\s*:\s*)-?(?:nan|inf|NaN|Infinity)(?=\s*[,}])')
 
 
 class Span(NamedTuple):
@@ -44,6 +47,16 @@ class Trace(NamedTuple):
 
     device: list[Span]
     """Kernels, copies and fills."""
+
+
+def parse_trace(content: bytes) -> dict[str, Any]:
+    """Parse what ``export_chrome_trace`` writes; what is no number becomes null.
+
+    Kineto writes ``nan`` and ``inf`` where it divides by what it does not know of a device, and
+    neither JSON nor Perfetto has them.
+    """
+    document: dict[str, Any] = json.loads(_NO_NUMBER.sub(rb"\1null", content))
+    return document
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:

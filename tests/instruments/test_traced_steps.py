@@ -131,6 +131,16 @@ def test_without_a_folder_there_is_no_trace_but_its_numbers(monkeypatch) -> None
     assert measured.reasons["kernels.trace"] == "no folder was given for it"
 
 
+def test_a_folder_that_cannot_be_written_costs_the_trace_alone(monkeypatch, tmp_path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(TRACES, str(tmp_path / "file" / "r0"))
+    measured = measure(make_experiment(), lambda _: None)
+
+    assert told(measured).total_s > 0
+    assert told(measured).trace is None
+    assert measured.reasons["kernels.trace"].startswith("it could not be written: ")
+
+
 def test_perfetto_can_read_the_trace(ghost, folder) -> None:
     packed = (folder / NAME).read_bytes()
     document = json.loads(gzip.decompress(packed))
