@@ -25,7 +25,7 @@ class Repeated(Part):
     """How long one thing took, over and over."""
 
     seconds: float = Field(description="the fastest repeat")
-    median_s: float
+    median_s: float = Field(description="the median over rounds of each round's median")
     repeats: int
 
 

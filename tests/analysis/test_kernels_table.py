@@ -89,6 +89,19 @@ def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
     assert row["finding"].startswith("others kept 1.2 cores busy")
 
 
+def test_kernels_faster_than_the_ceilings_are_a_finding(tmp_path) -> None:
+    """4,000 FLOPs in 2 s are twice the ceiling of 1,000 FLOP/s, and kept so."""
+    fast = {("forward", "gemm"): 2.0, ("step", "optimizer"): 0.01}
+    run = EXPERIMENT, "kernels", {"kernels": make_kernels(fast)}
+    tables = tables_of_runs(tmp_path, CLEAN, BOOKS, run, ceilings={})
+    (row,) = tables["findings"].query("kind == 'ceilings-exceeded'").to_dict("records")
+
+    assert tables["kernels"]["flops_per_s"].max() == 2000
+    assert row["experiment_id"] == "cpu-synthetic-cpu-2-cores"
+    # The optimizer's bytes were faster than the memory too, which caches can be.
+    assert row["finding"].startswith("kernels ran at up to 2.0 times the fastest product")
+
+
 def section(tables, title):
     document = build_document(tables, [])
     return next(one for one in document.sections if one.title == title)

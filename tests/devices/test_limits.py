@@ -6,7 +6,7 @@ import torch
 from dpprof.devices.base import StepClock
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.cuda import Cuda
-from dpprof.devices.limits import EXTENTS, Extent, measure_limits, time_repeats
+from dpprof.devices.limits import EXTENTS, Extent, measure_limits, merge, time_repeats
 from dpprof.target import DTYPES
 
 SMALL = Extent((4, 8), (64, 128), budget_s=0.001, longest_s=100)
@@ -53,6 +53,36 @@ def test_flops_are_two_n_cubed_over_the_fastest_repeat_of_any_size() -> None:
         (8, 10, 2),
     ]
     assert product.stopped is None
+
+
+def test_of_several_rounds_the_fastest_repeats_count() -> None:
+    """4 x 4 takes 2 s in one round and 1 s in another; 8 x 8 was left out of the first."""
+    slow = measure_limits(ToldCpu(repeating(2.0)), Extent((4, 8), (64,), 0, longest_s=15))
+    fast = measure_limits(ToldCpu(repeating(1.0)), Extent((4, 8), (64,), 0, longest_s=15))
+    merged = merge([slow, fast])
+    product = merged.matmul["float32"]
+
+    assert product.flops_per_s == 2 * 8**3 / 1
+    assert [(s.size, s.seconds, s.median_s, s.repeats) for s in product.samples] == [
+        (4, 1, 1.5, 2),
+        (8, 1, 1, 1),
+    ]
+    assert product.stopped is None
+    assert merged.bandwidth.bytes_per_s == 2 * 64 / 1
+    assert merged.launch_latency_s == 1 / 1000
+    assert merged.matmul["tf32"] is None
+    assert set(merged.reasons) == {"matmul.tf32"}
+
+
+def test_what_one_round_has_needs_no_reason(monkeypatch) -> None:
+    whole = measure_limits(Cpu(), SMALL)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: 1 / 0)
+    without = measure_limits(Cpu(), SMALL)
+
+    assert "bandwidth" in without.reasons
+    assert merge([without, whole]).bandwidth == whole.bandwidth
+    assert set(merge([without, whole]).reasons) == {"matmul.tf32"}
+    assert "bandwidth" in merge([without, without]).reasons
 
 
 def test_a_size_that_would_take_too_long_is_left_out_and_said() -> None:

@@ -21,7 +21,9 @@ TOLERATED_OTHER = 0.05
 """Of a trace's time that no category is known for."""
 
 
-def find(collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
+def find(
+    collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame, kernels: pd.DataFrame
+) -> pd.DataFrame:
     """Look for what is not as it should be, one row each.
 
     Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
@@ -30,12 +32,14 @@ def find(collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame) -> pd.D
     ``books-open`` (the allocator's peak is further from the books' than it may be),
     ``beyond-peak`` (a step computes more than the device could), ``other-kernels`` (more of a
     trace's time than there should be is of no known category), ``ceilings-contended`` (others
-    kept cores busy while a device's ceilings were measured).
+    kept cores busy while a device's ceilings were measured), ``ceilings-exceeded`` (kernels were
+    faster than the fastest product that was measured).
 
     Args:
         collected: The results of a config.
         peaks: The table ``peaks``.
         costs: The table ``costs``.
+        kernels: The table ``kernels``.
     """
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.found:
@@ -49,6 +53,7 @@ def find(collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame) -> pd.D
     rows += _open_books(peaks)
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
+    rows += _exceeded_ceilings(kernels)
     return make_frame(rows, _COLUMNS)
 
 
@@ -121,6 +126,21 @@ def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Row]:
                 "finding": f"others kept {busy:.1f} cores busy while its ceilings were measured: "
                 "these are too low, and MFU and shares of them too high",
             }
+
+
+def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Row]:
+    """Look at what computing binds; what memory binds may be faster than it, out of caches."""
+    bound = kernels[kernels["bound"].eq("compute")]
+    share = bound["flops_per_s"].astype(float) / bound["ceiling_flops_per_s"].astype(float)
+    for device, shares in share[share > 1].groupby(bound["ceilings_of"]):
+        yield {
+            "kind": "ceilings-exceeded",
+            "experiment_id": str(device),
+            "instrument": "ceilings",
+            "finding": f"kernels ran at up to {shares.max():.1f} times the fastest product that "
+            "was measured, so the device was slower then than it is at times: shares of its "
+            "ceilings, MFU and HFU are too high",
+        }
 
 
 def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:

@@ -44,7 +44,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
     groups = group_runs(collected)
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise, collected.standings)
-    books = tabulate_books(collected, groups)
+    books, kernels = tabulate_books(collected, groups), tabulate_kernels(collected)
     return {
         "runs": make_frame(
             (_run_row(run, result, collected) for run, result in collected.found), _RUN_COLUMNS
@@ -65,7 +65,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
             _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
         ),
         **books,
-        **tabulate_kernels(collected),
+        **kernels,
         "observer": tabulate_observers(groups),
         "advice": tabulate_advice(collected),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
@@ -73,7 +73,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
             (group.experiment for group in groups), collected.standings
         ),
         "ceilings": tabulate_ceilings(collected.ceilings),
-        "findings": find(collected, books["peaks"], books["costs"]),
+        "findings": find(collected, books["peaks"], books["costs"], kernels["kernels"]),
         "missing": make_frame(
             (key_of(run) | {"method": run.method} for run in collected.missing),
             [*RUN_KEY, "method"],

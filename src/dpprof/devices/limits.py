@@ -6,6 +6,7 @@ power, and let a GPU clock higher.
 """
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from dpprof.catalogue import UnsupportedError
-from dpprof.ceilings import Bandwidth, CopySample, Limits, Matmul, ProductSample
+from dpprof.ceilings import Bandwidth, CopySample, Limits, Matmul, ProductSample, Repeated
 from dpprof.devices.base import Device
 from dpprof.devices.selection import open_device
 from dpprof.target import DTYPES, Dtype
@@ -29,6 +30,7 @@ _MOST_REPEATS = 1_000
 
 Action = Callable[[], object]
 Figure = TypeVar("Figure")
+Kind = TypeVar("Kind", Matmul, Bandwidth)
 
 
 class Extent(NamedTuple):
@@ -53,6 +55,10 @@ EXTENTS: Mapping[str, Extent] = {
 }
 
 
+ROUNDS = 3
+"""Every figure has its turn so often: what disturbs for a second or two then spoils none."""
+
+
 class _Timed(NamedTuple):
     """Seconds of every repeat by size, and why no larger size was tried."""
 
@@ -62,7 +68,58 @@ class _Timed(NamedTuple):
 
 def measure(name: str) -> Limits:
     """Measure ``cpu`` or ``cuda``, with the threads and the GPU that the environment leaves."""
-    return measure_limits(open_device(name), EXTENTS[name])
+    device, extent = open_device(name), EXTENTS[name]
+    extent = extent._replace(budget_s=extent.budget_s / ROUNDS)
+    return merge([measure_limits(device, extent) for _ in range(ROUNDS)])
+
+
+def merge(rounds: Sequence[Limits]) -> Limits:
+    """Take the fastest of several rounds; what was had in none keeps the reason of the last."""
+    products = {
+        dtype: _merge([one.matmul[dtype] for one in rounds], ProductSample, "flops_per_s", "size")
+        for dtype in DTYPES
+    }
+    copies = [one.bandwidth for one in rounds]
+    bandwidth = _merge(copies, CopySample, "bytes_per_s", "array_bytes")
+    launches = [one.launch_latency_s for one in rounds if one.launch_latency_s is not None]
+    had = {f"matmul.{dtype}" for dtype, product in products.items() if product is not None}
+    had |= {"bandwidth"} if bandwidth else set()
+    had |= {"launch_latency_s"} if launches else set()
+    return Limits(
+        matmul=products,
+        bandwidth=bandwidth,
+        launch_latency_s=min(launches, default=None),
+        reasons={
+            key: reason for one in rounds for key, reason in one.reasons.items() if key not in had
+        },
+    )
+
+
+def _merge(
+    found: Sequence[Kind | None], sample: type[Repeated], rate: str, size: str
+) -> Kind | None:
+    """Put the samples of several rounds together, size by size; the highest rate counts."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    alike: dict[int, list[Repeated]] = defaultdict(list)
+    for one in known:
+        for repeated in one.samples:
+            alike[getattr(repeated, size)].append(repeated)
+    samples = [
+        sample.model_validate(
+            {
+                size: of_size,
+                "seconds": min(one.seconds for one in some),
+                "median_s": statistics.median(one.median_s for one in some),
+                "repeats": sum(one.repeats for one in some),
+            }
+        )
+        for of_size, some in sorted(alike.items())
+    ]
+    fastest = max(known, key=lambda one: float(getattr(one, rate)))
+    widest = max(known, key=lambda one: len(one.samples))
+    return fastest.model_copy(update={"samples": samples, "stopped": widest.stopped})
 
 
 def measure_limits(device: Device, extent: Extent) -> Limits:
