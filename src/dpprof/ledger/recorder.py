@@ -34,6 +34,8 @@ _NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/")
 """Parts of torch whose functions are worth a name; the rest is plumbing."""
 
 _EINSUMS = {getattr(torch.functional, name).__code__ for name in EINSUMS}
+_OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
+"""What they come down to; to look for who called takes longer than to note the operator."""
 
 
 class Kind(IntEnum):
@@ -213,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = Op(
             self.phase,
             self._module(),
-            categorise(cost.family, self.phase, self._scope()),
+            categorise(cost.family, self.phase, self._scope(rule.name)),
             cost,
             [(self._number(tensor), size) for tensor, size in reads],
             [(self._number(tensor), size) for tensor, size in writes],
@@ -277,10 +279,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._module_of_node.get(node._sequence_nr())  # noqa: SLF001
         return self.modules[-1] if self.modules else None
 
-    def _scope(self) -> Scope | None:
+    def _scope(self, op: str) -> Scope | None:
         """Tell who called, where that decides what the operator is for."""
         if self.sampler is not None and finds_norms(self.sampler[0]):
             return "norm"
+        if op not in _OF_EINSUMS:
+            return None
         frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 (the documented way to the stack)
         while frame is not None:
             if frame.f_code in _EINSUMS:
