@@ -155,6 +155,7 @@ def write_synthetic(
     books: dict[str, Any] | None = None,
     kernels: dict[str, Any] | None = None,
     observed: dict[str, Any] | None = None,
+    device: dict[str, Any] = CPU,
 ) -> Result:
     """Write a result file as the supervisor would, with invented figures.
 
@@ -164,6 +165,7 @@ def write_synthetic(
         books: Of ``make_books``: what an instrument that keeps books tells instead of times.
         kernels: Of ``make_kernels``: what a trace tells.
         observed: What a step and its memory came to.
+        device: Where it ran.
     """
     if not verdict_path(root, verified_as(experiment.model), experiment.method).exists():
         write_synthetic_verdict(root, experiment)
@@ -215,7 +217,7 @@ def write_synthetic(
             ],
             "started_at": "2026-01-01T00:00:00+00:00",
             "wall_s": 1.5,
-            "device": CPU,
+            "device": device,
             "provenance": {
                 "host": {"hostname": "nowhere", "cores_logical": 4},
                 "python": "3.11.0",

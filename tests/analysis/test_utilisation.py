@@ -121,3 +121,20 @@ def test_the_peak_is_of_the_dtype_in_use() -> None:
 
         assert peak.flops_per_s == tflops * 1e12
         assert "without sparsity" in str(peak.source)
+
+
+def test_a_prediction_made_on_a_cpu_lends_a_gpu_no_peak(tmp_path) -> None:
+    """Predictions of a GPU's experiment run on the CPU, whose ceilings are not the GPU's."""
+    experiment = make_experiment(device="cuda")
+    tables = tables_of_runs(
+        tmp_path,
+        (experiment, "capacity", {}),
+        (experiment, "clean", {"device": {"type": "cuda", "name": "NVIDIA B9000"}}),
+        (experiment, "ledger", {"books": make_books({"parameters": 4})}),
+        ceilings={},
+    )
+    (row,) = tables["costs"].to_dict("records")
+
+    assert pd.isna(row["mfu"])
+    assert pd.isna(row["peak_flops_per_s"])
+    assert row["utilisation_reason"] == "no data sheet is known of NVIDIA B9000"

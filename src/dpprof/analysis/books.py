@@ -16,7 +16,7 @@ from dpprof import catalogue
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Group
-from dpprof.analysis.utilisation import Peak, find_peak, utilise
+from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
 from dpprof.ceilings import Ceilings
 from dpprof.closing import bound_bytes, close_books
 from dpprof.datasheets import find_by_device_name
@@ -196,10 +196,8 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
 def _cost_row(one: _Account, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
     compute, io, experiment = one.compute, one.io, one.result.experiment
     group = measured.find(experiment)
-    timed = group is not None and group.step_s
-    step_s = median(group.step_s) if group is not None and timed else None
-    device = group.results[0].device if group is not None and timed else one.result.device
-    peak = find_peak(compute, experiment.dtype, device, ceilings)
+    step_s = median(group.step_s) if group is not None and group.step_s else None
+    peak = find_peak(compute, experiment.dtype, group and group.timed_on, ceilings)
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
     return (
@@ -228,7 +226,7 @@ def _cost_row(one: _Account, measured: _Measured, ceilings: Sequence[Ceilings]) 
 def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | None:
     """Say why MFU is null, if it is."""
     if step_s is None:
-        return "no clean run told how long a step takes there"
+        return NOT_TIMED
     if compute.model_flops is None:
         return peak.reason or "the layers of another package's model are not known"
     return peak.reason

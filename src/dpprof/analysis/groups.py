@@ -1,8 +1,8 @@
 """Runs grouped into experiments, experiments into settings, and how noisy each is."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import NOT_IN_BASELINE, axes_of
@@ -30,6 +30,14 @@ class Group(NamedTuple):
     def step_s(self) -> list[float]:
         """Medians of the clean processes: the only source of step times."""
         return [r.time.median_s for r in self._ok("clean") if r.time]
+
+    @property
+    def timed_on(self) -> Mapping[str, Any] | None:
+        """The device of the clean processes, as they describe it; None where none succeeded.
+
+        Other results may name another: what predicts runs on the CPU, whatever it is about.
+        """
+        return next((r.device for r in self._ok("clean") if r.time), None)
 
     @property
     def peaks(self) -> Peaks:

@@ -5,7 +5,8 @@ FLOPs or its bytes (Williams et al. 2009, "Roofline"). Its time counts as bound 
 far from the ceiling it stays; time in which nothing runs is idle.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -84,30 +85,28 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
     Returns:
         ``kernels`` (one row per run, phase and category) and ``traces`` (one row per run).
     """
-    traced = list(_find_traced(collected))
-    kernels = make_frame((row for one in traced for row in _kernel_rows(one)), _KERNEL_COLUMNS)
+    told = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
     return {
-        "kernels": kernels,
-        "traces": make_frame((_trace_row(one, kernels) for one in traced), _TRACE_COLUMNS),
+        "kernels": make_frame((row for _, rows in told for row in rows), _KERNEL_COLUMNS),
+        "traces": make_frame((_trace_row(one, rows) for one, rows in told), _TRACE_COLUMNS),
     }
 
 
 def _find_traced(collected: Collected) -> Iterator[_Traced]:
-    books: dict[str, tuple[int, list[Work]]] = {}
-    for run, result in collected.found:
-        if result.io and run.instrument in KEEPERS:
-            rank = KEEPERS.index(run.instrument)
-            if run.id not in books or rank < books[run.id][0]:
-                books[run.id] = rank, result.io.by_phase_and_category
+    books = {
+        run.id: result.io.by_phase_and_category
+        for keeper in reversed(KEEPERS)  # the one to prefer comes last, and stays
+        for run, result in collected.found
+        if run.instrument == keeper and result.io
+    }
     for run, result in collected.found:
         if result.kernels is not None:
-            _, work = books.get(run.id, (0, []))
             ceilings = find_ceilings(collected.ceilings, result.device)
             yield _Traced(
                 run,
                 result,
                 result.kernels,
-                {(one.phase, one.category): one for one in work},
+                {(one.phase, one.category): one for one in books.get(run.id, [])},
                 find_roof(result, ceilings),
                 None if ceilings is None else ceilings.launch_latency_s,
             )
@@ -168,17 +167,17 @@ def find_bound(work: Work, roof: Roof) -> str | None:
     return "compute" if computing_s >= moving_s else "memory"
 
 
-def _trace_row(one: _Traced, kernels: pd.DataFrame) -> dict[str, Any]:
-    own = kernels[(kernels[list(RUN_KEY)] == list(key_of(one.run).values())).all(axis=1)]
-    bound = own["bound"].astype(object).where(own["bound"].notna(), "unknown")
-    bound_s = own["seconds"].groupby(bound).sum()
+def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    bound_s: dict[str, float] = defaultdict(float)
+    for row in rows:
+        bound_s[row.get("bound") or "unknown"] += row["seconds"]
     told = one.kernels.model_dump(include=set(_TRACE_COLUMNS))
     return (
         _common(one)
         | told
-        | {f"{bound}_bound_s": bound_s.get(bound, 0.0) for bound in ("compute", "memory")}
+        | {f"{bound}_bound_s": bound_s[bound] for bound in ("compute", "memory")}
         | {
-            "unknown_s": bound_s.get("unknown", 0.0),
+            "unknown_s": bound_s["unknown"],
             "host_to_device_bytes": _bytes_of(one, "HtoD"),
             "device_to_host_bytes": _bytes_of(one, "DtoH"),
             "launch_latency_s": one.launch_latency_s,

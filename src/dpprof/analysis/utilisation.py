@@ -13,6 +13,8 @@ from dpprof.ceilings import Ceilings, find_ceilings
 from dpprof.result import Compute
 from dpprof.target import Dtype
 
+NOT_TIMED = "no clean run told how long a step takes there"
+
 
 class Peak(NamedTuple):
     """The dense FLOP/s that utilisation is against."""
@@ -24,18 +26,20 @@ class Peak(NamedTuple):
 
 
 def find_peak(
-    compute: Compute, dtype: Dtype, device: Mapping[str, Any], known: Iterable[Ceilings]
+    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, known: Iterable[Ceilings]
 ) -> Peak:
     """Find the peak of the dtype in use.
 
     Args:
         compute: With the data sheet's peak, where the books are of a device that has one.
         dtype: Of the experiment.
-        device: Where the step was timed, as its result describes it.
+        device: Where the step was timed, as its result describes it; None where it was not.
         known: The ceilings that were measured.
     """
     if compute.peak_flops_per_s is not None:
         return Peak(compute.peak_flops_per_s, compute.peak_source, None)
+    if device is None:
+        return Peak(None, None, NOT_TIMED)
     name = device.get("name")
     if device.get("type") != "cpu":
         return Peak(None, None, f"no data sheet is known of {name}")
