@@ -1,10 +1,12 @@
+from types import SimpleNamespace
+
 import psutil
 import pytest
 from factory import make_experiment
 from fresh_process import run_fresh
 
 from dpprof.instruments.clean import measure
-from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
+from dpprof.instruments.host_io import count_io, why_no_counts
 from dpprof.result import Measurement
 
 
@@ -71,16 +73,21 @@ def test_what_the_process_reads_and_writes_is_counted_over_the_timed_steps(ghost
     assert 0 <= ghost.host_io.storage_bytes_written < 2**20
 
 
-def test_reads_of_a_process_are_found_to_the_byte(tmp_path) -> None:
-    file = tmp_path / "data"
-    file.write_bytes(b"x" * 12_345)
-    process = psutil.Process()
-    empty = read_counts(process)
-    own = count_io(process, empty, 1).bytes_read  # reading the counters is reading too
-    before = read_counts(process)
-    file.read_bytes()
+def test_what_was_counted_before_is_taken_off() -> None:
+    kinds = ("read_chars", "write_chars", "read_bytes", "write_bytes")
+    before, after = (
+        SimpleNamespace(**dict(zip(kinds, counts, strict=True)))
+        for counts in ((1_000, 50, 4_096, 0), (1_700, 80, 8_192, 512))
+    )
+    counted = count_io(SimpleNamespace(io_counters=lambda: after), before, 7)
 
-    assert count_io(process, before, 1).bytes_read == pytest.approx(12_345 + own, abs=200)
+    assert counted.model_dump() == {
+        "bytes_read": 700,
+        "bytes_written": 30,
+        "storage_bytes_read": 4_096,
+        "storage_bytes_written": 512,
+        "steps": 7,
+    }
 
 
 def test_a_system_that_counts_nothing_gives_null_and_a_reason() -> None:
@@ -114,7 +121,7 @@ def test_no_library_is_taken_for_memory_of_the_training() -> None:
     code = """
 from factory import make_experiment
 from dpprof.instruments.clean import measure
-from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
+from dpprof.instruments.host_io import count_io, why_no_counts
 for s in measure(make_experiment(), lambda _: None).memory.snapshots:
     print(s.name, s.rss_bytes)
 """
