@@ -42,7 +42,7 @@ def cpu_name() -> str:
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[bool]:
+def nvml() -> Iterator[bool]:
     """Open NVML where there is a driver; yields whether there is one."""
     try:
         pynvml.nvmlInit()
@@ -63,7 +63,7 @@ def _installed_gpus() -> list[Gpu]:
     """List every GPU that the driver shows to this process, in PCI order."""
     gpus: list[Gpu] = []
     # Within a container the driver may be there and still refuse to tell.
-    with _nvml() as available, contextlib.suppress(pynvml.NVMLError):
+    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
@@ -165,7 +165,7 @@ def describe_gpu(gpu: Gpu) -> dict[str, Any]:
         "temperature_c": None,
         "power_w": None,
     }
-    with _nvml() as available, contextlib.suppress(pynvml.NVMLError):
+    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         if available:
             facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
             handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)

@@ -29,17 +29,17 @@ def counter(monkeypatch) -> Counter:
     monkeypatch.setattr(energy, "visible_gpus", lambda: [Gpu("GPU-1", "some GPU", 1)])
     monkeypatch.setattr(energy.time, "perf_counter", lambda: counter.now_s)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", counter.read_mj)
     return counter
 
 
 def test_joules_of_a_step_are_power_times_its_time(counter) -> None:
-    found = measure_energy(counter.step, lambda: None)
+    found = measure_energy(counter.step, lambda: None, 0.4)
 
     assert found.joules_per_step == pytest.approx(500 * 0.4)
-    assert found.window_s == pytest.approx(found.steps * 0.4)
-    assert found.window_s >= energy.WINDOW_S
+    assert (found.steps, found.window_s) == (5, pytest.approx(2.0))
     assert "nvmlDeviceGetTotalEnergyConsumption" in found.source
 
 
@@ -47,7 +47,12 @@ def test_a_counter_that_stands_still_tells_nothing(counter) -> None:
     counter.watts = 0.0
 
     with pytest.raises(NoEnergyError, match="did not move"):
-        measure_energy(counter.step, lambda: None)
+        measure_energy(counter.step, lambda: None, 0.4)
+
+
+def test_a_window_that_turns_out_short_tells_nothing(counter) -> None:
+    with pytest.raises(NoEnergyError, match=r"0.4 s is too short"):
+        measure_energy(counter.step, lambda: None, 40.0)
 
 
 def test_a_driver_without_the_counter_says_so(counter, monkeypatch) -> None:
@@ -57,12 +62,19 @@ def test_a_driver_without_the_counter_says_so(counter, monkeypatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", refuse)
 
     with pytest.raises(NoEnergyError, match="NVML cannot read the energy counter"):
-        measure_energy(counter.step, lambda: None)
+        measure_energy(counter.step, lambda: None, 0.4)
+
+
+def test_a_driver_that_shows_no_gpu_says_so(counter, monkeypatch) -> None:
+    monkeypatch.setattr(energy, "visible_gpus", list)
+
+    with pytest.raises(NoEnergyError, match="NVML shows no GPU"):
+        measure_energy(counter.step, lambda: None, 0.4)
 
 
 def test_a_cpu_has_no_such_counter() -> None:
     with pytest.raises(NoEnergyError, match="this is a CPU"):
-        Cpu().energy(lambda: None)
+        Cpu().energy(lambda: None, 0.1)
 
 
 @pytest.mark.gpu
@@ -70,9 +82,12 @@ def test_a_real_counter_moves() -> None:
     import torch  # noqa: PLC0415
 
     from dpprof.devices.cuda import Cuda  # noqa: PLC0415
+    from dpprof.instruments.clean import time_steps  # noqa: PLC0415
 
     x = torch.randn(4096, 4096, device="cuda")
-    found = Cuda().energy(lambda: torch.mm(x, x))
+    torch.mm(x, x)
+    (step_s,) = time_steps(Cuda(), 1, lambda: [torch.mm(x, x) for _ in range(100)])
+    found = Cuda().energy(lambda: torch.mm(x, x), step_s / 100)
 
-    assert found.window_s >= energy.WINDOW_S
+    assert found.window_s >= energy.WINDOW_S / 2
     assert 10 < found.joules_per_step * found.steps / found.window_s < 2000  # watts

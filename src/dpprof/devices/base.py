@@ -106,8 +106,8 @@ class Device(ABC):
         """Make a clock."""
 
     @abstractmethod
-    def energy(self, run: Callable[[], None]) -> Energy:
-        """Find the energy of a step by running some.
+    def energy(self, run: Callable[[], None], step_s: float) -> Energy:
+        """Find the energy of a step, which takes about ``step_s`` seconds, by running some.
 
         Raises:
             NoEnergyError: Nothing counts it here.

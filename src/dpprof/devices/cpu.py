@@ -82,7 +82,7 @@ class Cpu(Device):
         """Have the profiler follow the allocator."""
         return CpuRecorder()
 
-    def energy(self, run: Callable[[], None]) -> Energy:  # noqa: ARG002 (what a device offers)
+    def energy(self, run: Callable[[], None], step_s: float) -> Energy:  # noqa: ARG002 (what a device offers)
         """Refuse: NVML counts for GPUs alone."""
         raise NoEnergyError("NVML counts the energy of NVIDIA GPUs, and this is a CPU")
 

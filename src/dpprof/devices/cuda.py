@@ -109,9 +109,9 @@ class Cuda(Device):
         """Keep what the counters say."""
         return CudaRecorder(self)
 
-    def energy(self, run: Callable[[], None]) -> Energy:
+    def energy(self, run: Callable[[], None], step_s: float) -> Energy:
         """Read the driver's counter before and after a window of steps."""
-        return measure_energy(run, self.synchronize)
+        return measure_energy(run, self.synchronize, step_s)
 
     def synchronize(self) -> None:
         """Wait for all streams."""

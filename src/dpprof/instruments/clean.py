@@ -64,7 +64,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     paths = SamplerPaths()
     with training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
-    energy, why_no_energy = _energy(device, run)
+    energy, why_no_energy = _energy(device, run, statistics.median(step_s))
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -92,10 +92,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     )
 
 
-def _energy(device: Device, run: Callable[[], None]) -> tuple[Energy | None, dict[str, str]]:
+def _energy(
+    device: Device, run: Callable[[], None], step_s: float
+) -> tuple[Energy | None, dict[str, str]]:
     """Find the energy of a step, or why it cannot be found, in steps after the timed ones."""
     try:
-        return device.energy(run), {}
+        return device.energy(run, step_s), {}
     except NoEnergyError as error:
         return None, {"energy": str(error)}
 

@@ -30,7 +30,7 @@ def state_kernels(trace: Trace, family_of: FamilyOf) -> dict[str, Any]:
     if not ran:
         raise ValueError("the trace shows no step in which anything ran")
     count = len(steps)
-    total_s = sum(one.end_s - one.start_s for one in ran) / count
+    total_s = _seconds(ran) / count
     by_category = _sum_by(ran, count, lambda one: one.category)
     by_phase = _sum_by(ran, count, lambda one: one.phase)
     idle_s = [end - start - _busy_s(ran, start, end) for start, end in steps]
@@ -71,10 +71,7 @@ def _waiting_s(ran: Sequence[Ran], steps: Sequence[tuple[float, float]]) -> floa
 
 
 def _sum_by(ran: Sequence[Ran], steps: int, key: Callable[[Ran], Any]) -> dict[Any, float]:
-    sums: dict[Any, float] = defaultdict(float)
-    for one in ran:
-        sums[key(one)] += (one.end_s - one.start_s) / steps
-    return dict(sums)
+    return {name: _seconds(some) / steps for name, some in _group(ran, key).items()}
 
 
 def _group(ran: Sequence[Ran], key: Callable[[Ran], Any]) -> dict[Any, list[Ran]]:
