@@ -50,8 +50,8 @@ def private(way, model: nn.Module, **options) -> tuple:
     clipping = way(model, C)
     optimizer = NoisyOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0),
+        clipping,
         noise_multiplier=SIGMA,
-        max_grad_norm=C,
         expected_batch_size=4,
         **options,
     )

@@ -15,7 +15,7 @@ too, until its backward is over.
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.engine import Clipping, Enter, sum_up, weigh
+from dpprof.clipping.engine import Clipping, Enter, weigh
 from dpprof.clipping.shares import Share
 
 
@@ -34,9 +34,9 @@ class BookKeeping(Clipping):
             with self._handing_over(self._find_norms):
                 torch.autograd.backward(losses, weigh(losses))
             enter("clip")
-            factors = self._settle()
+            factors_B = self._settle()
             while self._kept:
-                sum_up(*self._kept.pop(), factors)
+                self._sum_up(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
 

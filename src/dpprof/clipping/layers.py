@@ -9,30 +9,30 @@ Shape legend: B samples, T tokens (all axes between the first and the last), d w
 input, p width of an output.
 """
 
-import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils import _pytree as pytree
 
 from dpprof.catalogue import UnsupportedError
+from dpprof.clipping.in_place import is_in_place
 from dpprof.clipping.shares import Lookup, Product, Scale, Share, Shift, Whole
 
 Forward = Callable[..., Tensor]
-Added = Sequence[tuple[nn.Parameter | None, Share | None]]
+Added = Sequence[tuple[nn.Parameter, Share]]
 
 
 class Use(Protocol):
     """A layer's connection to the clipping under way."""
 
-    def hand_over(self, added: Added) -> Sequence[Tensor | None]:
-        """Take what a layer adds to its parameters' gradients.
-
-        Returns:
-            For each parameter the gradient that autograd is to accumulate, or None.
-        """
+    def hand_over(self, added: Added) -> None:
+        """Take what a layer adds to its parameters' gradients."""
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -57,6 +57,24 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+def count_uses(losses: Tensor) -> Counter[nn.Parameter]:
+    """Count how often losses depend on each parameter through a layer that is run here.
+
+    What reentrant checkpointing hides is not counted.
+    """
+    uses: Counter[nn.Parameter] = Counter()
+    waiting, seen = [losses.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        if isinstance(node, BackwardCFunction):
+            uses.update(getattr(node, "clipped", ()))
+    return uses
+
+
 def _apply(function: Any, *given: Any) -> Tensor:
     y: Tensor = function.apply(*given)
     return y
@@ -71,6 +89,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.transposed, ctx.use = weight, bias, transposed, use
+        ctx.clipped = [weight] if bias is None else [weight, bias]
         matrix = weight.to(x.dtype)
         return functional.linear(
             x, matrix.t() if transposed else matrix, None if bias is None else bias.to(x.dtype)
@@ -84,13 +103,13 @@ class _Linear(torch.autograd.Function):
             matrix = ctx.weight.to(g.dtype)
             of_input = g @ (matrix.t() if ctx.transposed else matrix)
         of_tokens = _tokens(g)
-        added: Added = [
-            (ctx.weight, Product(_tokens(x.detach()), of_tokens, ctx.transposed))
-            if ctx.needs_input_grad[1]
-            else (None, None),
-            (ctx.bias, Shift(of_tokens)) if ctx.needs_input_grad[2] else (None, None),
-        ]
-        return of_input, *ctx.use.hand_over(added), None, None
+        added: list[tuple[nn.Parameter, Share]] = []
+        if ctx.needs_input_grad[1]:
+            added.append((ctx.weight, Product(_tokens(x.detach()), of_tokens, ctx.transposed)))
+        if ctx.needs_input_grad[2]:
+            added.append((ctx.bias, Shift(of_tokens)))
+        ctx.use.hand_over(added)
+        return of_input, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -99,14 +118,15 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, use: Use) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding, ctx.use = weight, padding, use
+        ctx.weight, ctx.padding, ctx.use, ctx.clipped = weight, padding, use, [weight]
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         share = Lookup(ids.flatten(1), _tokens(g), ctx.weight.shape[0], ctx.padding)
-        return None, *ctx.use.hand_over([(ctx.weight, share)]), None, None
+        ctx.use.hand_over([(ctx.weight, share)])
+        return None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -125,6 +145,7 @@ class _LayerNorm(torch.autograd.Function):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, layer.eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias, ctx.shape, ctx.use = weight, bias, shape, use
+        ctx.clipped = [one for one in (weight, bias) if one is not None]
         return y
 
     @staticmethod
@@ -137,13 +158,13 @@ class _LayerNorm(torch.autograd.Function):
             )[0]
         axes = len(ctx.shape)
         flat = [_tokens(t.flatten(-axes)) for t in (x.detach(), mean, rstd, g)]
-        added: Added = [
-            (ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3]))
-            if ctx.needs_input_grad[1]
-            else (None, None),
-            (ctx.bias, Shift(flat[3])) if ctx.needs_input_grad[2] else (None, None),
-        ]
-        return of_input, *ctx.use.hand_over(added), None, None
+        added: list[tuple[nn.Parameter, Share]] = []
+        if ctx.needs_input_grad[1]:
+            added.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3])))
+        if ctx.needs_input_grad[2]:
+            added.append((ctx.bias, Shift(flat[3])))
+        ctx.use.hand_over(added)
+        return of_input, None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -156,7 +177,7 @@ class _RMSNorm(torch.autograd.Function):
         eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
         rstd = exact.square().mean(axes, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd)
-        ctx.weight, ctx.axes, ctx.use = weight, axes, use
+        ctx.weight, ctx.axes, ctx.use, ctx.clipped = weight, axes, use, [weight]
         return (exact * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
@@ -168,10 +189,11 @@ class _RMSNorm(torch.autograd.Function):
             normal = x * rstd
             common = (scaled * normal).mean(ctx.axes, keepdim=True)
             of_input = scaled.sub_(normal.mul_(common)).mul_(rstd).to(x.dtype)
-        axes = len(ctx.axes)
-        flat_x, flat_rstd, flat_g = (_tokens(t.flatten(-axes)) for t in (x.detach(), rstd, g))
-        added: Added = [(ctx.weight, Scale(flat_x, None, flat_rstd, flat_g))]
-        return of_input, *ctx.use.hand_over(added), None, None
+        if ctx.needs_input_grad[1]:
+            axes = len(ctx.axes)
+            flat_x, flat_rstd, flat_g = (_tokens(t.flatten(-axes)) for t in (x.detach(), rstd, g))
+            ctx.use.hand_over([(ctx.weight, Scale(flat_x, None, flat_rstd, flat_g))])
+        return of_input, None, None, None
 
 
 def run_linear(layer: nn.Linear, use: Use) -> Forward:
@@ -208,6 +230,12 @@ def run_embedding(layer: nn.Embedding, use: Use) -> Forward:
     padding = -1 if layer.padding_idx is None else layer.padding_idx
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002
+        if input.dim() < 2 and torch.is_grad_enabled():  # noqa: PLR2004
+            # Positions of one sample, or one id for each sample? They look the same.
+            raise ValueError(
+                f"an embedding looked up ids of shape {tuple(input.shape)}, of which no axis is "
+                "known to be the batch's; give it (B, T), with a row for each sample"
+            )
         return _apply(_Embedding, input, layer.weight, padding, use)
 
     return forward
@@ -231,26 +259,70 @@ def run_rms_norm(layer: nn.RMSNorm, use: Use) -> Forward:
     return forward
 
 
+class _Call(NamedTuple):
+    """A call of a layer without a rule."""
+
+    layer: nn.Module
+    run: Callable[..., Any]
+    """The layer's own ``forward``, as a function of the layer and its arguments."""
+
+    names: Sequence[str]
+    """Of its parameters."""
+
+    arguments: Sequence[Any]
+    """Positional and named ones, flat; tensors are filled in."""
+
+    structure: Any
+    places: Sequence[int]
+    """Where in ``arguments`` tensors go."""
+
+    autocast: torch.dtype | None
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the layer on the tensors given."""
+        flat = list(self.arguments)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            flat[place] = tensor
+        inputs, named = pytree.tree_unflatten(flat, self.structure)
+        return self.run(self.layer, *inputs, **named)
+
+    def with_parameters(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """Run the layer with other parameters than its own."""
+        state = {f"layer.{name}": one for name, one in zip(self.names, parameters, strict=True)}
+        return torch.func.functional_call(_Caller(self), state, (tensors,))
+
+
+class _Caller(nn.Module):
+    """Calls a layer past the rule that is in place; ``functional_call`` wants a module."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.layer, self._call = call.layer, call
+
+    def forward(self, tensors: Sequence[Tensor]) -> Any:
+        return self._call.with_tensors(tensors)
+
+
 class _Other(torch.autograd.Function):
     """Any layer, whose per-sample gradients ``torch.func`` makes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plain: nn.Module, use: Use, names: Sequence[str], *tensors: Tensor
-    ) -> Any:
-        count = len(names)
+    def forward(ctx: Any, call: _Call, use: Use, *tensors: Tensor) -> Any:
+        count = len(call.names)
         ctx.save_for_backward(*tensors[count:])
-        ctx.parameters, ctx.plain, ctx.use, ctx.names = tensors[:count], plain, use, names
-        y = plain(*tensors[count:])
+        ctx.clipped, ctx.call, ctx.use = tensors[:count], call, use
+        y = call.with_tensors(tensors[count:])
         if not isinstance(y, Tensor):
-            raise UnsupportedError(f"{type(plain).__name__} returns no tensor, and has no rule")
+            name = type(call.layer).__name__
+            raise UnsupportedError(f"{name} returns no tensor, and has no rule")
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        count = len(ctx.names)
+        call: _Call = ctx.call
+        count = len(call.names)
         inputs = ctx.saved_tensors
-        needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[3 + count + i]]
+        needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i]]
 
         def of_sample(*given: Tensor) -> Any:
             *xs, g_b = given
@@ -259,31 +331,60 @@ class _Other(torch.autograd.Function):
                 whole = [x[None] for x in xs]
                 for i, x in zip(needed, differentiated, strict=True):
                     whole[i] = x[None]
-                state = dict(zip(ctx.names, parameters, strict=True))
-                y: Tensor = torch.func.functional_call(ctx.plain, state, tuple(whole))
+                y: Tensor = call.with_parameters(parameters, whole)
                 return y[0]
 
-            pull_back = torch.func.vjp(run, list(ctx.parameters), [xs[i] for i in needed])[1]
+            pull_back = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])[1]
             return pull_back(g_b)
 
-        of_parameters, of_inputs = torch.func.vmap(of_sample)(*inputs, g)
-        added: Added = [
-            (parameter, Whole(gradients)) if parameter.requires_grad else (None, None)
-            for parameter, gradients in zip(ctx.parameters, of_parameters, strict=True)
-        ]
+        with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):
+            of_parameters, of_inputs = _for_each_sample(of_sample, call.layer, *inputs, g)
+        ctx.use.hand_over(
+            [
+                (parameter, Whole(gradients))
+                for parameter, gradients in zip(ctx.clipped, of_parameters, strict=True)
+                if parameter.requires_grad
+            ]
+        )
         found = dict(zip(needed, of_inputs, strict=True))
-        of_all = [found.get(i) for i in range(len(inputs))]
-        return None, None, None, *ctx.use.hand_over(added), *of_all
+        return None, None, *[None] * count, *[found.get(i) for i in range(len(inputs))]
+
+
+def _for_each_sample(of_sample: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Any:
+    try:
+        return torch.func.vmap(of_sample)(*tensors)
+    except RuntimeError as error:
+        if "randomness" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{type(layer).__name__} draws random numbers and has no rule, so its gradient cannot "
+            "be computed again for each sample; put what is random into a layer without parameters"
+        ) from error
 
 
 def run_other(layer: nn.Module, use: Use) -> Forward:
     """Run a layer that has no rule; each sample's gradient is made, as Opacus's functorch does."""
-    plain = copy.copy(layer)  # its own forward will be called, not the one that is put in place
-    names = [name for name, _ in layer.named_parameters()]
+    run = type(layer).forward
+    name = type(layer).__name__
 
-    def forward(*inputs: Tensor) -> Tensor:
-        parameters = [parameter for _, parameter in layer.named_parameters()]
-        return _apply(_Other, plain, use, names, *parameters, *inputs)
+    def forward(*inputs: Any, **named: Any) -> Tensor:
+        arguments, structure = pytree.tree_flatten((inputs, named))
+        places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
+        tensors = [arguments[at] for at in places]
+        if not tensors:
+            raise UnsupportedError(f"{name} is given no tensor, so it has no samples to tell apart")
+        if len({one.shape[:1] for one in tensors}) > 1 or not tensors[0].dim():
+            shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
+            raise ValueError(
+                f"{name} has no rule, so the first axis of each tensor that it is given must be "
+                f"the batch; it was given {shapes}"
+            )
+        parameters = dict(layer.named_parameters())
+        rest = [None if isinstance(one, Tensor) else one for one in arguments]
+        call = _Call(
+            layer, run, list(parameters), rest, structure, places, _autocast_dtype(tensors[0])
+        )
+        return _apply(_Other, call, use, *parameters.values(), *tensors)
 
     return forward
 
@@ -302,10 +403,16 @@ def refuse_mixing(layer: nn.Module) -> None:
     """Refuse what makes one sample's gradient depend on others, with parameters or without.
 
     Raises:
-        UnsupportedError: The layer is a batch normalisation.
+        UnsupportedError: The layer is a batch normalisation, or keeps statistics of its inputs,
+            which no noise covers.
     """
+    name = type(layer).__name__
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
-        raise UnsupportedError(f"{type(layer).__name__} mixes samples; use GroupNorm or LayerNorm")
+        raise UnsupportedError(f"{name} mixes samples; use GroupNorm or LayerNorm")
+    if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats:  # noqa: SLF001
+        raise UnsupportedError(
+            f"{name} keeps statistics of its inputs without noise; set track_running_stats=False"
+        )
 
 
 def find_rule(layer: nn.Module) -> Callable[[Any, Use], Forward]:
@@ -314,20 +421,34 @@ def find_rule(layer: nn.Module) -> Callable[[Any, Use], Forward]:
     A subclass has the rule of the class whose ``forward`` it inherits.
 
     Raises:
-        UnsupportedError: The layer has parameters beside layers in it, or is run by something
-            else, such as another ``Clipping``.
+        UnsupportedError: The layer has parameters beside layers in it, parameters that are made
+            of others, or is run by something else, such as another ``Clipping``.
     """
-    if "forward" in vars(layer):
+    name = type(layer).__name__
+    if "forward" in vars(layer) or is_in_place(layer):
+        raise UnsupportedError(f"{name} is run by something else already; remove() that first")
+    if isinstance(layer, ParametrizationList):
         raise UnsupportedError(
-            f"{type(layer).__name__} is run by something else already; remove() that first"
+            "a parametrized weight is computed once for all samples, so it has no gradient of "
+            "each; remove the parametrization, or freeze what it is made of"
         )
     for base in type(layer).__mro__:
         rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None and vars(base).get("forward") == type(layer).forward:
+            unknown = {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
+            if unknown:
+                raise UnsupportedError(
+                    f"{name} has a parameter {min(unknown)} that its rule does not know; a "
+                    "re-parametrized weight (weight_norm, say) has no gradient of each sample"
+                )
             return rule
     if any(True for child in layer.children() for _ in child.parameters()):
         raise UnsupportedError(
-            f"{type(layer).__name__} has parameters of its own beside the layers in it; put them "
+            f"{name} has parameters of its own beside the layers in it; put them "
             "into a layer without others, or freeze them"
         )
     return run_other
+
+
+KNOWN = {"weight", "bias"}
+"""The parameters of every layer that has a rule."""

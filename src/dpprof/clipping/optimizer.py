@@ -1,8 +1,17 @@
 """Opacus's noise, averaging and accounting for gradients that are clipped already."""
 
+import math
+from typing import Any
+
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _generate_noise
+from torch.optim import Optimizer
+
+from dpprof.clipping.engine import Clipping
+from dpprof.clipping.sums import bound_of
+
+_HOOK = "_refuses_without_noise"
 
 
 class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
@@ -11,15 +20,99 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
     It is Opacus's optimizer in everything: noise of standard deviation
     ``noise_multiplier * max_grad_norm`` from its generator, division by
     ``expected_batch_size``, step hooks for its accountants, steps that are skipped to
-    accumulate. Only what is kept in between differs: sums are noised in place, in place
-    of a copy each for ``.grad``, ``.summed_grad`` and their sum.
+    take a batch in parts (``BatchMemoryManager``). Only what is kept in between differs: sums are
+    noised in place, in place of a copy each for ``.grad``, ``.summed_grad`` and their sum.
 
-    Args are those of ``opacus.optimizers.DPOptimizer``; ``expected_batch_size`` is that of
-    Poisson sampling, whatever a batch really has.
+    Args:
+        optimizer: Any of PyTorch's; from here on it steps only on what was noised here.
+        clipping: What clips the gradients; its bound is the noise's too.
+        noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
+        expected_batch_size: That of Poisson sampling, whatever a batch really has.
+        loss_reduction: ``mean`` divides by it, ``sum`` does not.
+        generator: Source of the noise.
+        secure_mode: Opacus's noise that withstands attacks on floating point numbers.
+
+    Raises:
+        ValueError: A setting is out of its range.
+
+    Formal guarantees: a step applies the clipped sums of one batch with noise in every element
+    of every parameter that it changes, or raises: ``RuntimeError`` where a parameter is not
+    clipped, is frozen and has a gradient all the same, or has one that was changed since it was
+    clipped; where no batch or more than one was clipped since the last step, which the accountant
+    would take for one; where the bound changed in between. The model is unchanged then.
+
+    Example:
+        >>> clipping = BookKeeping(model, max_grad_norm=1.0)
+        >>> optimizer = NoisyOptimizer(
+        ...     SGD(model.parameters(), lr=0.1),
+        ...     clipping,
+        ...     noise_multiplier=1.0,
+        ...     expected_batch_size=64,
+        ... )
     """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        noise_multiplier: float,
+        expected_batch_size: int | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ) -> None:
+        if not isinstance(clipping, Clipping):
+            raise TypeError(f"clipping must be a Clipping, and is a {type(clipping).__name__}")
+        size = expected_batch_size
+        if size is not None and not (math.isfinite(size) and size > 0):
+            raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        self.clipping = clipping
+        super().__init__(
+            optimizer=optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=clipping.max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+        self._batches_before = clipping.batches
+        self._bound: float | None = None
+        self._is_noised = False
+        _replace_hook(optimizer, self._refuse_without_noise)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The bound of the clipping, which is changed by changing this."""
+        return self.clipping.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, bound: float) -> None:
+        self.clipping.max_grad_norm = bound
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the bound."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, multiplier: float) -> None:
+        if not (math.isfinite(multiplier) and multiplier >= 0):
+            raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
+        self._noise_multiplier = float(multiplier)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Refuse ``GradScaler.step``, which asks for this first."""
+        raise RuntimeError(
+            "GradScaler does not work with clipping: it scales losses, so every norm would be that "
+            "many times too large; use bfloat16, which needs no scaling"
+        )
 
     def accumulate(self) -> None:
         """Take what clipping left, in addition to what skipped steps did."""
+        self._refuse_what_is_not_one_clipped_batch()
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -29,6 +122,8 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
             else:
                 parameter.summed_grad += parameter.grad
             parameter.grad = None
+        self._batches_before = self.clipping.batches
+        self._bound = self.max_grad_norm
 
     def add_noise(self) -> None:
         """Add noise to the sums, and make gradients of them."""
@@ -41,7 +136,71 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
                 secure_mode=self.secure_mode,
             )
             parameter.grad = summed
+        self._bound = None
+        self._is_noised = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients, as PyTorch does, and what steps that were not skipped summed."""
         super().zero_grad(set_to_none)
+        self._batches_before = self.clipping.batches
+        if not self._is_last_step_skipped:
+            self._bound = None
+
+    def _refuse_what_is_not_one_clipped_batch(self) -> None:
+        batches = self.clipping.batches - self._batches_before
+        if batches == 0:
+            raise RuntimeError(
+                "no batch was clipped since the last step: call backward(losses) of the Clipping "
+                "before each step, with torch.zeros(0) for a batch without samples"
+            )
+        if batches > 1:
+            raise RuntimeError(
+                f"{batches} batches were added up before a step, which the accountant would take "
+                "for one; to take one batch in parts, step after each part, with "
+                "signal_skip_step() before all but the last, as Opacus's BatchMemoryManager does"
+            )
+        if self._bound not in (None, self.max_grad_norm):
+            raise RuntimeError(
+                f"max_grad_norm changed from {self._bound} to {self.max_grad_norm} between the "
+                "parts of a batch"
+            )
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._refuse_unless_clipped(parameter)
+
+    def _refuse_unless_clipped(self, parameter: torch.nn.Parameter) -> None:
+        name = self.clipping.name_of(parameter)
+        if not parameter.requires_grad:
+            if parameter.grad is not None or getattr(parameter, "summed_grad", None) is not None:
+                raise RuntimeError(
+                    f"{name} is frozen and has a gradient, which would be applied without noise; "
+                    "set its .grad and .summed_grad to None"
+                )
+            return
+        if not self.clipping.clips(parameter):
+            raise RuntimeError(
+                f"this optimizer trains {name}, which its Clipping does not clip; leave it out, or "
+                "make a Clipping of a model that it is part of"
+            )
+        if parameter.grad is not None and bound_of(parameter.grad) != self.max_grad_norm:
+            raise RuntimeError(
+                f"the gradient of {name}, or the bound, changed after it was clipped; change "
+                "neither between backward and step"
+            )
+
+    def _refuse_without_noise(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a step of the optimizer itself, past this one."""
+        if not self._is_noised:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was asked to step on gradients without noise; call "
+                "step() of the NoisyOptimizer around it"
+            )
+        self._is_noised = False
+
+
+def _replace_hook(optimizer: Optimizer, hook: Any) -> None:
+    """Let the last ``NoisyOptimizer`` around an optimizer be the one that is asked."""
+    before = getattr(optimizer, _HOOK, None)
+    if before is not None:
+        before.remove()
+    setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(hook))

@@ -14,14 +14,13 @@ fewer elements than what it is made of.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dpprof.catalogue import UnsupportedError
-from dpprof.clipping.engine import Clipping, Enter, sum_up, weigh
-from dpprof.clipping.factor import clip_factor
+from dpprof.clipping.coverage import trained_in
+from dpprof.clipping.engine import Clipping, Enter, Totals, weigh
 from dpprof.clipping.layers import Added
 from dpprof.clipping.shares import Share
 
@@ -29,7 +28,8 @@ from dpprof.clipping.shares import Share
 class PerLayerClipping(Clipping):
     """One backward pass, each layer clipped by itself.
 
-    ``sample_norms`` are (B, L), layers in the order in which backward came to them.
+    ``sample_norms`` are (B, L), layers in the order in which backward came to them. A layer's share
+    that is not finite adds nothing; where the loss is not finite, no layer's does.
 
     Raises:
         UnsupportedError: A parameter belongs to two layers.
@@ -41,20 +41,31 @@ class PerLayerClipping(Clipping):
     def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
         super().__init__(model, max_grad_norm)
         if self._shared:
-            name = self._names[next(iter(self._shared))]
+            name = self.name_of(next(iter(self._shared)))
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
-        self.bound = max_grad_norm / math.sqrt(len(self._layers))
-        """C / sqrt(L), for each layer."""
-
+        self._layer_count = len(self._layers)
         self._of_layer: dict[nn.Parameter, Share] = {}
         self._norms: list[Tensor] = []
+
+    @property
+    def bound(self) -> float:
+        """C / sqrt(L), for each layer."""
+        return self.max_grad_norm / math.sqrt(self._layer_count)
+
+    @property
+    def groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Each layer's trained parameters, and the bound of each."""
+        own = (list(trained_in(layer).values()) for layer in self.model.modules())
+        return [(parameters, self.bound) for parameters in own if parameters]
 
     def _clip(self, losses: Tensor, enter: Enter) -> None:
         enter("backward")
         try:
             with self._handing_over(self._clip_layer):
                 torch.autograd.backward(losses, weigh(losses))
+            if not self._norms:
+                raise RuntimeError("the losses depend on no trained parameter")
             self.sample_norms = torch.stack(self._norms, dim=1)
         finally:
             self._norms.clear()
@@ -63,16 +74,14 @@ class PerLayerClipping(Clipping):
     def _keep(self, parameter: nn.Parameter, share: Share) -> None:
         self._of_layer[parameter] = share
 
-    def _may_come_again(self, _layer: nn.Module, _parameter: nn.Parameter) -> bool:
+    def _may_come_again(self, _parameter: nn.Parameter) -> bool:
         return False
 
-    def _clip_layer(self, layer: nn.Module, added: Added) -> Sequence[None]:
-        self._squares = None
+    def _clip_layer(self, layer: nn.Module, added: Added) -> None:
+        self._totals = Totals()
         self._find_norms(layer, added)
-        norms = self._settle_norms()
-        self._norms.append(norms)
-        factors = clip_factor(norms, self.bound)
+        norms_B = self._settle_norms()
+        self._norms.append(norms_B)
+        factors_B = self._scale(norms_B, self.bound)
         for parameter, _ in added:
-            if parameter is not None:
-                sum_up(parameter, self._of_layer.pop(parameter), factors)
-        return [None] * len(added)
+            self._sum_up(parameter, self._of_layer.pop(parameter), factors_B)

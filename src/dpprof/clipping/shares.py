@@ -1,18 +1,25 @@
 """What one use of a parameter adds to each sample's gradient, without making the gradient.
 
-A share holds what the addition is made of, and knows the sum of it over samples, weighted.
+A share holds what the addition is made of, and knows the sum of it over samples, weighted. Sums
+are float32 at least, and so are weights: rounded to 16 bits, a weight would let a whole sample
+exceed its bound, and a sum would move by more than a sample does.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpprof.norms.scale import scale_gradients
-from dpprof.norms.tiles import accumulator_of, multiply
+from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
+
+
+def is_cuda(x: Tensor) -> bool:
+    """Tell whether a tensor is where 16-bit factors are multiplied into float32."""
+    return x.is_cuda
 
 
 class Product(NamedTuple):
@@ -28,21 +35,36 @@ class Product(NamedTuple):
         left, right = (x_BTd, g_BTp) if self.transposed else (g_BTp, x_BTd)
         return multiply(left.transpose(1, 2), right)
 
-    def sum(self, weights_B: Tensor | None) -> Tensor:
-        """Sum over samples, weighted; the narrower of the two factors takes the weights.
+    @property
+    def weights_are_rounded(self) -> bool:
+        """Whether weighted factors have 16 bits, as tensor cores multiply them."""
+        return self.x_BTd.dtype != accumulator_of(self.x_BTd.dtype) and is_cuda(self.x_BTd)
 
-        Products are rounded to the factors' dtype, weights are not: rounded up, one would let a
-        whole sample exceed its bound.
-        """
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Sum over samples, weighted; the narrower of the two factors takes the weights."""
         x, g = self.x_BTd, self.g_BTp
-        if weights_B is not None:
-            weights_B11 = weights_B[:, None, None]
+        weights_B11 = weights_B[:, None, None]
+        if self.weights_are_rounded or x.dtype == accumulator_of(x.dtype):
             if x.shape[2] <= g.shape[2]:
                 x = (x * weights_B11).to(x.dtype)
             else:
                 g = (g * weights_B11).to(g.dtype)
+            left, right = (x, g) if self.transposed else (g, x)
+            return _multiply(left.flatten(0, 1).t(), right.flatten(0, 1))
         left, right = (x, g) if self.transposed else (g, x)
-        return left.flatten(0, 1).t() @ right.flatten(0, 1)
+        weights_N1 = weights_B11.expand(-1, x.shape[1], 1).flatten(0, 1)
+        left_Nm, right_Nn = left.flatten(0, 1), right.flatten(0, 1)
+        summed = weights_B.new_zeros(left_Nm.shape[1], right_Nn.shape[1])
+        for some in spans(len(left_Nm), REDUCED_SLICE):
+            summed.addmm_((left_Nm[some] * weights_N1[some]).t(), right_Nn[some].to(summed.dtype))
+        return summed
+
+
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply two matrices; those of 16 bits into float32."""
+    if left.dtype == accumulator_of(left.dtype):
+        return left @ right
+    return torch.mm(left, right, out_dtype=accumulator_of(left.dtype))
 
 
 class Lookup(NamedTuple):
@@ -61,13 +83,10 @@ class Lookup(NamedTuple):
             return self.g_BTd
         return self.g_BTd.masked_fill((self.ids_BT == self.padding)[:, :, None], 0)
 
-    def sum(self, weights_B: Tensor | None) -> Tensor:
+    def sum(self, weights_B: Tensor) -> Tensor:
         """Sum over samples, weighted."""
-        g = self.g_BTd
-        if weights_B is not None:
-            g = (g * weights_B[:, None, None]).to(g.dtype)
         summed: Tensor = torch.ops.aten.embedding_dense_backward(
-            g, self.ids_BT, self.rows, self.padding, False
+            self.g_BTd * weights_B[:, None, None], self.ids_BT, self.rows, self.padding, False
         )
         return summed
 
@@ -81,10 +100,8 @@ class Shift(NamedTuple):
         """Make each sample's gradient; (B, p)."""
         return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
 
-    def sum(self, weights_B: Tensor | None) -> Tensor:
+    def sum(self, weights_B: Tensor) -> Tensor:
         """Sum over samples, weighted."""
-        if weights_B is None:
-            return self.g_BTp.sum((0, 1))
         return Whole(self.make(*self)).sum(weights_B)
 
 
@@ -102,7 +119,7 @@ class Scale(NamedTuple):
         """Make each sample's gradient; (B, d)."""
         return scale_gradients(x_BTd, g_BTd, mean_BT1, rstd_BT1)
 
-    def sum(self, weights_B: Tensor | None) -> Tensor:
+    def sum(self, weights_B: Tensor) -> Tensor:
         """Sum over samples, weighted."""
         return Whole(self.make(*self)).sum(weights_B)
 
@@ -118,18 +135,36 @@ class Whole(NamedTuple):
         """Have them."""
         return gradients
 
-    def sum(self, weights_B: Tensor | None) -> Tensor:
+    def sum(self, weights_B: Tensor) -> Tensor:
         """Sum over samples, weighted."""
-        if weights_B is None:
-            return self.gradients.sum(0)
         flat = self.gradients.flatten(1)
-        return (weights_B.to(flat.dtype) @ flat).view(self.gradients.shape[1:])
+        weights_B = weights_B.to(torch.promote_types(weights_B.dtype, flat.dtype))
+        if flat.dtype == weights_B.dtype:
+            return (weights_B @ flat).view(self.gradients.shape[1:])
+        summed = weights_B.new_empty(flat.shape[1])
+        for some in spans(len(summed), REDUCED_SLICE**2):
+            summed[some] = weights_B @ flat[:, some].to(weights_B.dtype)
+        return summed.view(self.gradients.shape[1:])
 
 
 Made = Shift | Scale | Whole
 """What is small for each sample, or has no other form: gradients are made of it."""
 
 Share = Product | Lookup | Made
+
+
+def leave_out(share: "Share", left_out_B: Tensor) -> "Share":
+    """Put zeros where samples are that must add nothing, whatever they hold: 0 times NaN is NaN."""
+
+    def fill(part: Tensor) -> Tensor:
+        return part.masked_fill(left_out_B.to(part.device).view(-1, *(1,) * (part.dim() - 1)), 0)
+
+    numbers: dict[str, Any] = {
+        name: fill(part)
+        for name, part in share._asdict().items()
+        if isinstance(part, Tensor) and part.is_floating_point()
+    }
+    return share._replace(**numbers)
 
 
 def merge(shares: Sequence[Share]) -> list[Share] | None:
@@ -152,8 +187,12 @@ def merge(shares: Sequence[Share]) -> list[Share] | None:
         x, g = _join(p.x_BTd for p in products), _join(p.g_BTp for p in products)
         merged.append(Product(x, g, products[0].transposed))
     if lookups:
+        padding = lookups[0].padding
+        if any(one.padding != padding for one in lookups):  # each table has its own
+            lookups = [one._replace(g_BTd=one.trained_BTd, padding=-1) for one in lookups]
+            padding = -1
         ids, g = _join(one.ids_BT for one in lookups), _join(one.g_BTd for one in lookups)
-        merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g))
+        merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g, padding=padding))
     if others:
         made = [one.make(*one) for one in others]
         merged.append(Whole(torch.stack(made).sum(0)))

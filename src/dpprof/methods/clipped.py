@@ -15,7 +15,6 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
-from dpprof.methods.opacus_optimizer import wrap_optimizer
 from dpprof.result import Component, NormChoice
 
 
@@ -39,7 +38,12 @@ class ClippedStep(TrainingStep):
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer for noise."""
-        self.optimizer = wrap_optimizer(NoisyOptimizer, optimizer, self.experiment)
+        self.optimizer = NoisyOptimizer(
+            optimizer,
+            self.clipping,
+            noise_multiplier=self.experiment.noise_multiplier,
+            expected_batch_size=self.experiment.batch_size,
+        )
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.

@@ -16,14 +16,17 @@ The tiled ones take at most ``WORKSPACE_BYTES``, whatever T, d and p are; on CUD
 is installed, they are kernels that keep their tiles in registers (``norms.kernels``).
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. All take
-``x_BTd`` and ``g_BTp`` and return (B,) in float32 (float64 for float64).
+``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64);
+``norms.rounding`` says what is in them beside the squares.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from dpprof.norms.fused import gram_squares, is_fused, product_squares
+from dpprof.norms.rounding import Squares, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
     accumulator_of,
@@ -37,8 +40,7 @@ from dpprof.norms.tiles import (
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a tile."""
 
-Squares = Callable[[Tensor, Tensor], Tensor]
-
+Way = Callable[[Tensor, Tensor], Squares]
 
 GRAM_TILE = 256
 """Tokens that a tile spans; half of it where there would be a single tile, and none left out."""
@@ -49,46 +51,71 @@ def gram_tile(T: int) -> int:
     return GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
 
 
-def materialised(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def materialised(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Make the gradient of every sample: B d p elements."""
-    return square(multiply(x_BTd.transpose(1, 2), g_BTp))
+    found_B = square(multiply(x_BTd.transpose(1, 2), g_BTp))
+    return Squares(found_B, None, square(x_BTd) * square(g_BTp))
 
 
-def gram(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Make both Gram matrices of every sample: 2 B T^2 elements."""
-    return use_up(multiply(x_BTd, x_BTd.transpose(1, 2)), multiply(g_BTp, g_BTp.transpose(1, 2)))
+    everything = slice(0, x_BTd.shape[1])
+    return _bound(_gram_tile(x_BTd, g_BTp, everything, everything), x_BTd, g_BTp)
 
 
-def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Multiply Gram matrices tile by tile."""
     if is_fused(x_BTd):
-        squares: Tensor = gram_squares(x_BTd, g_BTp)
-        return squares
+        traces = [square(x_BTd), square(g_BTp)]
+        # A matrix of squares along its diagonal has no larger Frobenius norm than its trace.
+        sums = [gram_squares(x_BTd, g_BTp), *traces, *(trace.square() for trace in traces)]
+        return _bound(torch.stack(sums), x_BTd, g_BTp)
     B, T, _ = x_BTd.shape
     accumulator = accumulator_of(x_BTd.dtype)
     tile = gram_tile(T)
-    squares_B = x_BTd.new_zeros(B, dtype=accumulator)
+    sums_5B = x_BTd.new_zeros((5, B), dtype=accumulator)
     at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
         x, g = x_BTd[some], g_BTp[some]
         for rows in spans(T, tile):
             for columns in spans(rows.stop, tile):
                 part = _gram_tile(x, g, rows, columns)
-                squares_B[some] += part if columns == rows else 2 * part
-    return squares_B
+                sums_5B[:, some] += part if columns == rows else part.mul_(2)
+    return _bound(sums_5B, x_BTd, g_BTp)
 
 
 def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B)."""
     of_inputs = multiply(x_BTd[:, rows], x_BTd[:, columns].transpose(1, 2))
     of_gradients = multiply(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
-    return use_up(of_inputs, of_gradients)
+    both = (of_inputs, of_gradients)
+    if rows == columns:
+        traces = [one.diagonal(dim1=1, dim2=2).sum(1) for one in both]
+    else:
+        traces = [one.new_zeros(len(one)) for one in both]
+    squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
+    return torch.stack([use_up(of_inputs, of_gradients), *traces, *squares])
 
 
-def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
+    found_B, trace_of_x_B, trace_of_g_B, square_of_x_B, square_of_g_B = sums_5B
+    slack_B = gram_slack(
+        trace_of_x_B=trace_of_x_B,
+        trace_of_g_B=trace_of_g_B,
+        square_of_x_B=square_of_x_B,
+        square_of_g_B=square_of_g_B,
+        T=x_BTd.shape[1],
+        d=x_BTd.shape[2],
+        p=g_BTp.shape[2],
+    )
+    return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
+
+
+def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Make the gradients tile by tile."""
+    size_B = square(x_BTd) * square(g_BTp)
     if is_fused(x_BTd):
-        squares: Tensor = product_squares(x_BTd, g_BTp)
-        return squares
+        return Squares(product_squares(x_BTd, g_BTp), None, size_B)
     B, _, d = x_BTd.shape
     accumulator = accumulator_of(x_BTd.dtype)
     high, wide = PRODUCT_TILE
@@ -100,10 +127,10 @@ def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
             for columns in spans(g_BTp.shape[2], wide):
                 tile = multiply(xT[:, rows], g[:, :, columns])
                 squares_B[some] += square(tile)
-    return squares_B
+    return Squares(squares_B, None, size_B)
 
 
-WAYS: dict[str, Squares] = {
+WAYS: dict[str, Way] = {
     "materialised": materialised,
     "gram": gram,
     "tiled gram": tiled_gram,

@@ -11,6 +11,7 @@ Shape legend: B samples, T tokens, d width of a row.
 import torch
 from torch import Tensor
 
+from dpprof.norms.rounding import Squares
 from dpprof.norms.tiles import BATCHES, WORKSPACE_BYTES, accumulator_of, spans, square
 
 
@@ -22,7 +23,7 @@ def slots_of(ids_BT: Tensor) -> Tensor:
     return torch.empty_like(ids_BT).scatter_(1, order_BT, is_new_BT.cumsum(1))
 
 
-def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
+def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     """Sum output gradients by slot, as many columns at a time as the workspace allows.
 
     Args:
@@ -30,7 +31,8 @@ def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
         g_BTd: Gradient of the output.
 
     Returns:
-        (B,) in float32, or float64 for float64.
+        Squares in float32, or float64 for float64. A row is a sum of at most T gradients, so
+        rounding is relative to T times their squares.
     """
     B, T, d = g_BTd.shape
     accumulator = accumulator_of(g_BTd.dtype)
@@ -44,4 +46,4 @@ def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Tensor:
             g_BTd[:, :, columns].to(accumulator), slots_BT, B * T, -1, False
         )
         squares_B += square(sums.view(B, -1))
-    return squares_B
+    return Squares(squares_B, None, T * square(g_BTd))

@@ -10,13 +10,14 @@ Shape legend: B samples, T places looked up, S tokens multiplied, d width of a r
 import torch
 from torch import Tensor
 
-from dpprof.norms.tiles import accumulator_of, multiply, spans, use_up
+from dpprof.norms.rounding import Squares
+from dpprof.norms.tiles import accumulator_of, multiply, spans, square, use_up
 
 TILE = 256
 """Places and tokens in a tile."""
 
 
-def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -> Tensor:
+def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -> Squares:
     """Multiply a table's gradient with a matrix's gradient, and sum.
 
     Args:
@@ -26,19 +27,27 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
         g_BSV: Gradient of what came of it.
 
     Returns:
-        (B,) in float32, or float64 for float64.
+        The products as ``found``, in float32, or float64 for float64. Likenesses are wrong by at
+        most d u |E| |X| in the Frobenius norm, as Gram matrices are (``norms.rounding``), so
+        ``slack`` is that times the norm of the rows.
     """
-    B, T, _ = e_BTd.shape
-    dtype = torch.promote_types(e_BTd.dtype, x_BSd.dtype)
-    sums_B = e_BTd.new_zeros(B, dtype=accumulator_of(dtype))
+    B, T, d = e_BTd.shape
+    S = x_BSd.shape[1]
+    dtype = accumulator_of(torch.promote_types(e_BTd.dtype, x_BSd.dtype))
+    sums_3B = e_BTd.new_zeros((3, B), dtype=dtype)
     for sample in range(B):
         one = slice(sample, sample + 1)
         for places in spans(T, TILE):
-            for tokens in spans(x_BSd.shape[1], TILE):
+            for tokens in spans(S, TILE):
                 likeness = multiply(
-                    e_BTd[one, places].to(sums_B.dtype),
-                    x_BSd[one, tokens].to(sums_B.dtype).transpose(1, 2),
+                    e_BTd[one, places].to(dtype), x_BSd[one, tokens].to(dtype).transpose(1, 2)
                 )
                 rows = g_BSV[sample, tokens].index_select(1, ids_BT[sample, places])
-                sums_B[one] += use_up(likeness, rows.to(sums_B.dtype).t()[None])
-    return sums_B
+                rows = rows.to(dtype).t()[None]
+                both = (likeness, rows)
+                squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
+                sums_3B[:, one] += torch.stack([use_up(likeness, rows), *squares])
+    found_B, likenesses_B, rows_B = sums_3B
+    wrong_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + 2 * (T + S) * likenesses_B.sqrt()
+    slack_B = torch.finfo(dtype).eps * wrong_B * rows_B.sqrt()
+    return Squares(found_B, slack_B, None)

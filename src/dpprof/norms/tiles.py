@@ -79,9 +79,14 @@ def use_up(a: Tensor, b: Tensor) -> Tensor:
 
 
 def square(a: Tensor) -> Tensor:
-    """Sum the squares of each sample, allocating none of them; (B, ...) to (B,)."""
+    """Sum the squares of each sample, allocating none of them; (B, ...) to (B,).
+
+    Sums are float32 at least: squares of bfloat16 would stay within 8 bits.
+    """
     flat = a.flatten(1)
-    squares_B = a.new_zeros(len(a))
+    accumulator = accumulator_of(a.dtype)
+    squares_B = a.new_zeros(len(a), dtype=accumulator)
     for some in spans(flat.shape[1], SQUARED_AT_ONCE):
-        squares_B += torch.linalg.vector_norm(flat[:, some], dim=1).square_()
+        norms_B = torch.linalg.vector_norm(flat[:, some], dim=1, dtype=accumulator)
+        squares_B += norms_B.square_()
     return squares_B

@@ -1,0 +1,102 @@
+"""How far rounding can put a norm, and a clipped sum, from what they are: the bounds.
+
+A sample's squared norm is found from its inputs X and the gradients G of a layer's outputs, and
+the clipped sum is made of both once more, in another order. Where the tokens' products cancel,
+either may be mostly rounding. Three figures of each layer keep that from a sample's share:
+
+* ``slack``, by how much the true squared norm may exceed the one that was found. Only the Gram
+  ways need it, which subtract large squares: the error of a norm made of a gradient is
+  relative to ``size``. With A = X X^T and B = G G^T an entry of A is a sum of d products, wrong by
+  at most d u |x_t| |x_s| in any order of summation (Higham 2002, "Accuracy and Stability of
+  Numerical Algorithms", section 3.1), so A is wrong by at most d u tr(A) in the Frobenius norm,
+  and B likewise. By Cauchy and Schwarz the sum of A * B is wrong by at most
+  ``u (d tr(A) |B| + p |A| tr(B) + m |A| |B|)`` and terms of u^2, where m is the depth of the last
+  sum. ``eps = 2 u`` in place of u covers those, and accumulators that truncate.
+* ``size``, |X|^2 |G|^2: what the rounding of X^T G is relative to, squared. A sum of n terms is
+  wrong by about sqrt(n) u of what its terms come to in all (Higham and Mary 2019, "A New Approach
+  to Probabilistic Rounding Error Analysis"); libraries sum in blocks, so n is at most ``BLOCK``.
+  ``spread`` takes four times that.
+* what a norm is told to be is then ``max(sqrt(found + slack), sqrt(spread) / TOLERATED)``: never
+  below the true one by more than the share ``TOLERATED``, and so large where a gradient drowns
+  in rounding that its rounding, scaled, stays below ``TOLERATED`` of the bound C.
+
+So a sample adds at most ``C (1 + TOLERATED)`` to the sum as it is computed, rounding included. For
+inputs that do not cancel none of it changes a norm by more than about 1e-3 in float32.
+
+What is made and kept (``norms.plan``) needs none of it: its norm is that of the very numbers that
+are summed.
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Terms after which a library's sum begins anew."""
+
+TOLERATED = {torch.float32: 2.0**-8, torch.float64: 2.0**-24}
+"""By the dtype of sums, the share of the bound that a sample's rounding may come to."""
+
+OF_WEIGHTS = 2.0**-14
+"""The spread where a factor of 16 bits is rounded after it was weighted, as tensor cores ask for.
+Rounding is 2^-9 at most, in each token anew; so there a sample may add up to
+``C (1 + 2^-9 / OF_WEIGHTS * TOLERATED)``, an eighth beyond C, if all of it conspires."""
+
+
+class Squares(NamedTuple):
+    """Squared norms of the samples' gradients of one layer, each (B,)."""
+
+    found_B: Tensor
+    """As computed."""
+
+    slack_B: Tensor | None
+    """By how much the true ones may exceed them; None for no more than ``size`` says."""
+
+    size_B: Tensor | None
+    """What rounding is relative to, squared; None where what is summed was squared itself."""
+
+
+def gram_slack(
+    *,
+    trace_of_x_B: Tensor,
+    trace_of_g_B: Tensor,
+    square_of_x_B: Tensor,
+    square_of_g_B: Tensor,
+    T: int,
+    d: int,
+    p: int,
+) -> Tensor:
+    """Bound by how much the sum of A * B is wrong.
+
+    Args:
+        trace_of_x_B: tr(A), the squares of the inputs.
+        trace_of_g_B: tr(B), the squares of the output gradients.
+        square_of_x_B: |A|^2, the sum of A's squared entries.
+        square_of_g_B: |B|^2.
+        T: Tokens.
+        d: Terms of an entry of A.
+        p: Terms of an entry of B.
+    """
+    norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
+    of_entries = d * trace_of_x_B * norm_of_g_B + p * norm_of_x_B * trace_of_g_B
+    # Sums of T^2 products are taken in pieces; this is more than their depth.
+    depth = 2 * T + 16
+    eps = torch.finfo(norm_of_x_B.dtype).eps
+    return eps * (of_entries + depth * norm_of_x_B * norm_of_g_B)
+
+
+def spread(size_B: Tensor, terms: int, *, weights_are_rounded: bool = False) -> Tensor:
+    """Bound the rounding of a sum of products, squared; (B,).
+
+    Args:
+        size_B: ``Squares.size_B``.
+        terms: Products that are summed for one element.
+        weights_are_rounded: Whether weighted factors are rounded to 16 bits.
+    """
+    unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(min(terms, BLOCK))
+    unit = max(unit, OF_WEIGHTS if weights_are_rounded else 0.0)
+    return size_B * (unit * unit)
