@@ -59,8 +59,8 @@ def check(
 
     Each sample is taken alone through the model as if nothing were clipped, with ordinary
     autograd. Then the whole batch is clipped. Parameters, gradients and random state are left as
-    they were; ``nn.Dropout`` is switched off in between. It costs B + 2 ordinary steps and two
-    gradients of memory.
+    they were; ``nn.Dropout`` is switched off in between. It costs B + 3 ordinary steps and
+    three gradients of memory.
 
     Args:
         clipping: Of the model that ``losses_of`` runs.
@@ -88,13 +88,16 @@ def check(
             if not _alike(losses_B, _run(losses_of, batch, count)):
                 raise ValueError("losses_of is random: the same batch has other losses each time")
             limit = _choose_limit(losses_B.dtype, tolerance)
+            unclipped = _differentiate(losses_B, clipping)
             sums = {p: torch.zeros_like(p) for p in clipping.parameters}
             norms: list[dict[nn.Parameter, float]] = []
             for at in range(count):
                 sample = _take_alone(losses_of, batch, at, clipping)
-                _compare_loss(sample.loss, float(losses_B[at]), at, limit)
+                _compare_loss(sample.loss, float(losses_B[at].detach()), at, limit)
                 norms.append({p: sample.norm(p) for p in sums})
+                _subtract(sample, unclipped)
                 _add_clipped(sums, sample, clipping)
+            _compare_unclipped(unclipped, norms, clipping, limit)
         clipping.squares = {}
         clipping.backward(_run(losses_of, batch, count))
         if clipping.computes_in_16_bits:
@@ -132,11 +135,25 @@ def _choose_limit(dtype: torch.dtype, tolerance: float | None) -> float:
 def _take_alone(
     losses_of: Losses, batch: Sequence[Tensor], at: int, clipping: "Clipping"
 ) -> _Sample:
-    loss = _run(losses_of, [part[at : at + 1] for part in batch], 1)
+    loss = losses_of(*(part[at : at + 1] for part in batch))
+    if loss.shape != (1,):
+        raise WrongGradientError(
+            f"sample {at} alone has losses of shape {tuple(loss.shape)}: the model or losses_of "
+            "mixes samples, or puts another axis first"
+        )
+    return _Sample(float(loss.detach()), _differentiate(loss, clipping))
+
+
+def _differentiate(losses: Tensor, clipping: "Clipping") -> dict[nn.Parameter, Tensor]:
     parameters = clipping.parameters
-    found = torch.autograd.grad(loss.sum(), parameters, allow_unused=True)
-    gradients = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
-    return _Sample(float(loss), gradients)
+    found = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+    return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def _subtract(sample: _Sample, unclipped: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, gradient in sample.gradients.items():
+        left = unclipped.get(parameter)
+        unclipped[parameter] = -gradient if left is None else left - gradient
 
 
 def _compare_loss(alone: float, together: float, at: int, limit: float) -> None:
@@ -157,6 +174,25 @@ def _add_clipped(sums: dict[nn.Parameter, Tensor], sample: _Sample, clipping: "C
         for parameter in parameters:
             if parameter in sample.gradients:
                 sums[parameter] += factor * sample.gradients[parameter]
+
+
+def _compare_unclipped(
+    left: dict[nn.Parameter, Tensor],
+    norms: Sequence[dict[nn.Parameter, float]],
+    clipping: "Clipping",
+    limit: float,
+) -> None:
+    """Compare the batch's ordinary gradient, less each sample's alone, with nothing."""
+    whole = math.hypot(*(norm for one in norms for norm in one.values()))
+    if not math.isfinite(whole):
+        return
+    for parameter in clipping.parameters:
+        error = float(left[parameter].norm()) / whole if parameter in left and whole else 0.0
+        if not error <= limit:
+            raise WrongGradientError(
+                f"{clipping.name_of(parameter)}: the batch's gradient is not the sum of the "
+                "samples' alone; a layer trains on a part of the batch, or mixes its samples"
+            )
 
 
 def _compare_norms(

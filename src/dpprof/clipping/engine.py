@@ -29,7 +29,7 @@ from dpprof.clipping.shares import Lookup, Made, Product, Share, Whole, leave_ou
 from dpprof.clipping.sums import bound_of, sum_up
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import KEPT, Choice, choose
-from dpprof.norms.rounding import TOLERATED, Squares, spread
+from dpprof.norms.rounding import TOLERATED, cross_slack, spread
 from dpprof.norms.table import slotted
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
@@ -363,8 +363,8 @@ class Clipping(ABC):
     def _may_come_again(self, parameter: nn.Parameter) -> bool:
         return parameter in self._shared or self._uses[parameter] > 1
 
-    def _square(self, layer: nn.Module, parameter: nn.Parameter, share: Share) -> Squares:
-        """Find the squared norms of what a share adds, and add them up."""
+    def _square(self, layer: nn.Module, parameter: nn.Parameter, share: Share) -> Tensor:
+        """Find the squared norms of what a share adds, and add them up; (B,)."""
         self._check(parameter, share)
         match share:
             case Product(x_BTd, g_BTp):
@@ -383,18 +383,20 @@ class Clipping(ABC):
                 return self._square_made(layer, MADE, parameter, share)
         self._keep(parameter, share)
         spread_B = spread(squares.size_B, B * T, weights_are_rounded=rounded)
-        self._add(parameter, squares.found_B, squares.slack_B, spread_B)
-        return Squares(squares.found_B, squares.slack_B, spread_B)
+        # Rounding can leave a product of Gram matrices a little below zero.
+        found_B: Tensor = squares.found_B.clamp(min=0)
+        self._add(parameter, found_B, squares.slack_B, spread_B)
+        return found_B
 
     def _square_made(
         self, layer: nn.Module, way: str, parameter: nn.Parameter, share: Product | Made
-    ) -> Squares:
+    ) -> Tensor:
         inputs = share[:2] if isinstance(share, Product) else tuple(share)
         gradients = self.watch(layer, way, share.make, inputs)
         self._keep(parameter, Whole(gradients))
         found_B = square(gradients)
         self._add(parameter, found_B)
-        return Squares(found_B, None, None)
+        return found_B
 
     @abstractmethod
     def _keep(self, parameter: nn.Parameter, share: Share) -> None:
@@ -429,8 +431,7 @@ class Clipping(ABC):
         squares_B = self._totals.found_B
         if squares_B is None:
             raise RuntimeError("the losses depend on no trained parameter")
-        # Rounding can leave a product of Gram matrices a little below zero.
-        squares_B = squares_B.clamp(min=0)
+        squares_B = squares_B.clamp(min=0)  # cross terms may be more below zero than above
         if self._totals.slack_B is not None:
             squares_B += self._totals.slack_B
         norms_B = squares_B.sqrt_()
@@ -465,14 +466,19 @@ class Clipping(ABC):
         if merged is None:
             name = self.name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways that do not add up")
-        squares = [self._square(layer, parameter, share) for share in merged]
-        for table in merged:
-            for product in merged:
-                if isinstance(table, Lookup) and isinstance(product, Product):
-                    crossed = (table.ids_BT, table.trained_BTd, product.x_BTd, product.g_BTp)
-                    both = self.watch(layer, CROSSED, inner_product, crossed)
-                    slack_B = 2 * both.slack_B + sum(map(_square_slack, squares))
-                    self._add(parameter, 2 * both.found_B, slack_B)
+        found = {type(share): self._square(layer, parameter, share) for share in merged}
+        match merged:
+            case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
+                e_BTd = table.trained_BTd
+                crossed = (ids_BT, e_BTd, x_BTd, g_BTp)
+                both = self.watch(layer, CROSSED, inner_product, crossed)
+                T, S = e_BTd.shape[1], x_BTd.shape[1]
+                slack_B = (
+                    2 * both.slack_B
+                    + cross_slack(found[Lookup], T * square(e_BTd), T)
+                    + cross_slack(found[Product], square(x_BTd) * square(g_BTp), S)
+                )
+                self._add(parameter, 2 * both.found_B, slack_B)
 
     def _add(
         self,
@@ -485,15 +491,6 @@ class Clipping(ABC):
         if self.squares is not None:
             before_B = self.squares.get(parameter)
             self.squares[parameter] = found_B if before_B is None else before_B + found_B
-
-
-def _square_slack(squares: Squares) -> Tensor:
-    """Bound the rounding of squares of which another may be subtracted."""
-    found_B = squares.found_B.clamp(min=0)
-    slack_B = 64 * torch.finfo(found_B.dtype).eps * found_B
-    if squares.size_B is not None:
-        slack_B += 2 * (found_B * squares.size_B).sqrt() + squares.size_B
-    return slack_B
 
 
 def _not_finite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:

@@ -338,7 +338,8 @@ class _Other(torch.autograd.Function):
             return pull_back(g_b)
 
         with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):
-            of_parameters, of_inputs = _for_each_sample(of_sample, call.layer, *inputs, g)
+            parts = map(_in_order, (*inputs, g))
+            of_parameters, of_inputs = _for_each_sample(of_sample, call.layer, *parts)
         ctx.use.hand_over(
             [
                 (parameter, Whole(gradients))
@@ -348,6 +349,12 @@ class _Other(torch.autograd.Function):
         )
         found = dict(zip(needed, of_inputs, strict=True))
         return None, None, *[None] * count, *[found.get(i) for i in range(len(inputs))]
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Have the strides that the shape alone says: vmap of a convolution insists, for one token."""
+    plain = torch.empty(x.shape, device="meta").stride()
+    return x if x.stride() == plain else x.clone(memory_format=torch.contiguous_format)
 
 
 def _for_each_sample(of_sample: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Any:

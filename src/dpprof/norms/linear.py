@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms.fused import gram_squares, is_fused, product_squares
-from dpprof.norms.rounding import Squares, gram_slack
+from dpprof.norms.rounding import Squares, depth_of_tile, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
     accumulator_of,
@@ -71,9 +71,8 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
         sums = [gram_squares(x_BTd, g_BTp), *traces, *(trace.square() for trace in traces)]
         return _bound(torch.stack(sums), x_BTd, g_BTp)
     B, T, _ = x_BTd.shape
-    accumulator = accumulator_of(x_BTd.dtype)
     tile = gram_tile(T)
-    sums_5B = x_BTd.new_zeros((5, B), dtype=accumulator)
+    sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
     at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
         x, g = x_BTd[some], g_BTp[some]
@@ -81,7 +80,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
             for columns in spans(rows.stop, tile):
                 part = _gram_tile(x, g, rows, columns)
                 sums_5B[:, some] += part if columns == rows else part.mul_(2)
-    return _bound(sums_5B, x_BTd, g_BTp)
+    return _bound(sums_5B.to(accumulator_of(x_BTd.dtype)), x_BTd, g_BTp)
 
 
 def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -104,9 +103,9 @@ def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
         trace_of_g_B=trace_of_g_B,
         square_of_x_B=square_of_x_B,
         square_of_g_B=square_of_g_B,
-        T=x_BTd.shape[1],
         d=x_BTd.shape[2],
         p=g_BTp.shape[2],
+        depth=depth_of_tile(gram_tile(x_BTd.shape[1])),
     )
     return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
 

@@ -66,9 +66,9 @@ def gram_slack(
     trace_of_g_B: Tensor,
     square_of_x_B: Tensor,
     square_of_g_B: Tensor,
-    T: int,
     d: int,
     p: int,
+    depth: int,
 ) -> Tensor:
     """Bound by how much the sum of A * B is wrong.
 
@@ -77,16 +77,36 @@ def gram_slack(
         trace_of_g_B: tr(B), the squares of the output gradients.
         square_of_x_B: |A|^2, the sum of A's squared entries.
         square_of_g_B: |B|^2.
-        T: Tokens.
         d: Terms of an entry of A.
         p: Terms of an entry of B.
+        depth: Of the sum of A * B (``depth_of_tile``).
     """
     norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
     of_entries = d * trace_of_x_B * norm_of_g_B + p * norm_of_x_B * trace_of_g_B
-    # Sums of T^2 products are taken in pieces; this is more than their depth.
-    depth = 2 * T + 16
     eps = torch.finfo(norm_of_x_B.dtype).eps
     return eps * (of_entries + depth * norm_of_x_B * norm_of_g_B)
+
+
+def depth_of_tile(tile: int) -> int:
+    """Bound how many additions follow one another in a sum over a square tile.
+
+    PyTorch adds up in four levels, so that is four times the fourth root of the elements, and a
+    few for vectors of lanes. The sums of tiles are added up in float64, which adds no error here.
+    """
+    return 16 + 4 * math.isqrt(tile)
+
+
+def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
+    """Bound the rounding of squares from which another part of the same norm may be subtracted.
+
+    Args:
+        found_B: The squares.
+        size_B: What the rounding of the gradient is relative to, squared.
+        terms: Products that are summed for one of its elements.
+    """
+    eps = torch.finfo(found_B.dtype).eps
+    wrong_B = (0.5 * eps * math.sqrt(terms)) * size_B.sqrt()
+    return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B
 
 
 def spread(size_B: Tensor, terms: int, *, weights_are_rounded: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ Shape legend: B samples, T places looked up, S tokens multiplied, d width of a r
 import torch
 from torch import Tensor
 
-from dpprof.norms.rounding import Squares
+from dpprof.norms.rounding import Squares, depth_of_tile
 from dpprof.norms.tiles import accumulator_of, multiply, spans, square, use_up
 
 TILE = 256
@@ -34,7 +34,7 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
     B, T, d = e_BTd.shape
     S = x_BSd.shape[1]
     dtype = accumulator_of(torch.promote_types(e_BTd.dtype, x_BSd.dtype))
-    sums_3B = e_BTd.new_zeros((3, B), dtype=dtype)
+    sums_3B = e_BTd.new_zeros((3, B), dtype=torch.float64)
     for sample in range(B):
         one = slice(sample, sample + 1)
         for places in spans(T, TILE):
@@ -47,7 +47,8 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
                 both = (likeness, rows)
                 squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
                 sums_3B[:, one] += torch.stack([use_up(likeness, rows), *squares])
-    found_B, likenesses_B, rows_B = sums_3B
-    wrong_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + 2 * (T + S) * likenesses_B.sqrt()
+    found_B, likenesses_B, rows_B = sums_3B.to(dtype)
+    depth = depth_of_tile(TILE)
+    wrong_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + depth * likenesses_B.sqrt()
     slack_B = torch.finfo(dtype).eps * wrong_B * rows_B.sqrt()
     return Squares(found_B, slack_B, None)

@@ -1,0 +1,143 @@
+"""Inputs whose products cancel, tables that differ, 16 bits: no way round the bound."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.shares import Lookup, Whole, merge
+from dpprof.clipping.two_pass import FlashClipping
+from dpprof.norms.linear import WAYS
+from dpprof.norms.rounding import TOLERATED
+from dpprof.norms.tiles import square
+
+FLAT = [FlashClipping, BookKeeping]
+C = 1.0
+
+
+def cancelling(seed: int, T: int = 16, d: int = 512, p: int = 512) -> tuple[torch.Tensor, ...]:
+    """Inputs that are nearly equal over tokens, output gradients that nearly sum to nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 1, d, generator=generator) + 1e-4 * torch.randn(1, T, d, generator=generator)
+    g = torch.randn(1, T, p, generator=generator)
+    return x, 1e3 * (g - g.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_gradient_that_is_left_when_tokens_cancel_is_clipped(seed, way) -> None:
+    x, g = cancelling(seed)
+    layer = nn.Linear(512, 512, bias=False)
+    clipping = way(layer, C)
+    clipping.backward((layer(x) * g).sum((1, 2)))
+    exact = torch.einsum("btd,btp->pd", x.double(), g.double())
+
+    assert exact.norm() > 10 * C
+    assert clipping.plan["weight"].way == "tiled gram"
+    assert clipping.sample_norms[0] >= exact.norm() * (1 - TOLERATED[torch.float32])
+    assert layer.weight.grad.double().norm() <= C * (1 + TOLERATED[torch.float32])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_squares_and_their_slack_are_not_below_the_true_ones(dtype, way) -> None:
+    for seed in range(10):
+        x, g = (part.to(dtype) for part in cancelling(seed, 300, 40, 50))
+        exact = torch.einsum("btd,btp->bdp", x.double(), g.double()).square().sum((1, 2))
+        size = x.double().square().sum() * g.double().square().sum()
+        found_B, slack_B, size_B = WAYS[way](x, g)
+
+        assert float(size_B) == pytest.approx(float(size), rel=1e-4)
+        if slack_B is None:
+            slack_B = 1e-12 * size_B  # made of a gradient: wrong in proportion to its terms
+        assert found_B.double() + slack_B.double() >= exact
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_two_tables_that_share_a_weight_have_each_its_own_padding(way) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Embedding(4, 3, padding_idx=1)
+            self.other = nn.Embedding(4, 3)
+            self.other.weight = self.one.weight
+
+        def forward(self, ids):
+            return self.one(ids) + 2 * self.other(ids)
+
+    torch.manual_seed(0)
+    model = Two().double()
+    ids = torch.tensor([[1, 1, 1], [0, 2, 1]])
+    expected = []
+    for row in ids:
+        (gradient,) = torch.autograd.grad(10 * model(row[None]).sum(), model.one.weight)
+        expected.append(gradient)
+    clipping = way(model, 0.01)
+    clipping.backward(10 * model(ids).sum((1, 2)))
+
+    norms = torch.stack([one.norm() for one in expected])
+    torch.testing.assert_close(clipping.sample_norms, norms)
+    total = sum(0.01 / (one.norm() + 1e-6) * one for one in expected)
+    torch.testing.assert_close(model.one.weight.grad, total)
+
+
+def test_lookups_of_unlike_padding_merge_into_one_without() -> None:
+    g = torch.ones(1, 2, 3)
+    ids = torch.tensor([[0, 1]])
+    (merged,) = merge([Lookup(ids, g, 4, 1), Lookup(ids, g, 4, -1)])
+
+    assert merged.padding == -1
+    assert merged.g_BTd[0, :, 0].tolist() == [1, 0, 1, 1]
+
+
+def test_squares_of_16_bits_are_summed_in_32() -> None:
+    gradients = torch.randn(1, 2**22, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = gradients.double().square().sum()
+
+    assert float(square(gradients)) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_a_factor_of_a_made_gradient_is_not_rounded_to_16_bits() -> None:
+    gradients = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    factors = torch.tensor([0.33301, 0.0])  # bfloat16 would make 0.3340 of it, 0.3 % more
+    found = Whole(gradients).sum(factors)
+
+    assert found.dtype == torch.float32
+    exact = 0.33301 * float(gradients[0].double().norm())
+    assert float(found.double().norm()) == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_autocast_layers_without_a_rule_are_clipped_to_the_bound(way) -> None:
+    torch.manual_seed(0)
+    model = nn.Conv1d(64, 256, 3)
+    x = torch.randn(1, 64, 40)
+    clipping = way(model, 0.01)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = model(x).float().square().sum((1, 2))
+    clipping.backward(losses)
+
+    norm = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_norms_of_ordinary_inputs_are_not_told_larger(dtype, way) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 96)).to(dtype)
+    x = torch.randn(3, 24, 96, dtype=dtype)
+    labels = torch.randint(96, (3, 24))
+    norms = []
+    for row in range(3):
+        loss = functional.cross_entropy(model(x[row]), labels[row])
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        norms.append(torch.cat([one.flatten() for one in found]).norm())
+    clipping = way(model, 1.0)
+    logits = model(x).transpose(1, 2)
+    clipping.backward(functional.cross_entropy(logits, labels, reduction="none").mean(1))
+
+    assert {one.way for one in clipping.plan.values()} == {"tiled gram"}
+    rtol = {torch.float32: 1e-3, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(clipping.sample_norms, torch.stack(norms), rtol=rtol, atol=0)
