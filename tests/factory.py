@@ -150,6 +150,7 @@ def write_synthetic(
     others_busy_cores: float | None = None,
     code_digest: str = "0" * 64,
     samplers: dict[str, str] | None = None,
+    nonfinite_samples: int | None = None,
     phases_s: dict[str, list[float]] | None = None,
     components: dict[str, int] | None = None,
     books: dict[str, Any] | None = None,
@@ -185,6 +186,7 @@ def write_synthetic(
             ],
         },
         "samplers": samplers,
+        "nonfinite_samples": nonfinite_samples,
         "time": {
             "step_s": step_s,
             "warmup_step_s": [9.0],

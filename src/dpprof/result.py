@@ -360,6 +360,11 @@ class Measurement(Part):
     model: ModelFacts | None = None
     samplers: dict[str, str] | None = None
     norm_plan: dict[str, NormChoice] | None = None
+    nonfinite_samples: int | None = Field(
+        None,
+        description="samples that all steps left out, as loss or gradient was not finite; null "
+        "where the method does not count them",
+    )
     capacity: Capacity | None = None
     memory: Memory | None = None
     time: Time | None = None

@@ -49,6 +49,15 @@ def test_resident_memory_may_differ(tmp_path) -> None:
     assert findings(tmp_path, replicates=2).empty
 
 
+def test_samples_that_were_not_finite_are_a_finding(tmp_path) -> None:
+    for number, left_out in enumerate([0, 2, None]):
+        write(tmp_path, replicate=number, nonfinite_samples=left_out)
+    table = findings(tmp_path, replicates=3)
+
+    assert table["kind"].tolist() == ["nonfinite-samples"]
+    assert table["finding"][0].startswith("2 samples were left out, as their loss or gradient")
+
+
 def test_a_fallback_inside_ghost_is_a_finding(tmp_path) -> None:
     write(tmp_path, samplers={"Linear": "norm sampler", "Scale": "functorch, grad sampler"})
 

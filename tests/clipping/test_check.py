@@ -178,7 +178,7 @@ def test_losses_that_look_at_their_neighbours_are_found() -> None:
         losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         return losses.sum(1) / losses.numel()  # a mean over all tokens of the batch
 
-    with pytest.raises(WrongGradientError, match="the loss of sample 0 is .* alone and"):
+    with pytest.raises(WrongGradientError, match=r"the loss of sample 0 is .* alone and"):
         BookKeeping(model, 1.0).check(losses_of, *draw(4, 7)[:2])
 
 

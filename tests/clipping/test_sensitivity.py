@@ -113,9 +113,9 @@ class Model(nn.Module):
             width = width if kind in KEEP_WIDTH else p
         self.body = nn.Sequential(*body)
         self.head = nn.Linear(width, V)
-        if case.tied and self.table is not None and case.way is not PerLayerClipping:
-            if width == case.widths[0]:
-                self.head.weight = self.table.weight
+        may_tie = self.table is not None and case.way is not PerLayerClipping
+        if case.tied and may_tie and width == case.widths[0]:
+            self.head.weight = self.table.weight
         for at, parameter in enumerate(self.parameters()):
             nn.init.normal_(parameter, std=0.7)
             parameter.requires_grad_(not case.frozen >> at & 1)
@@ -126,7 +126,7 @@ class Model(nn.Module):
 
 
 def draw_batch(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs that differ little over tokens, and coefficients of outputs that may sum to nothing."""
+    """Inputs that differ little over tokens, coefficients of outputs that may sum to nothing."""
     generator = torch.Generator().manual_seed(case.seed)
     B, T = case.B, case.T
     if case.table:
@@ -150,7 +150,8 @@ def build(case: Case) -> tuple[Model, object]:
     return model, case.way(model, case.bound)
 
 
-def clipped_sum(case: Case, model, clipping, given, coefficients, weights) -> torch.Tensor:
+def clipped_sum(case: Case, model, clipping, batch) -> torch.Tensor:
+    given, coefficients, weights = batch
     real = torch.float64 if case.dtype is torch.float64 else torch.float32
     given = given.to(real) if given.is_floating_point() else given
     for parameter in model.parameters():
@@ -169,14 +170,16 @@ def assert_bounded(case: Case) -> None:
     model, clipping = build(case)
     given, coefficients = draw_batch(case)
     ones = torch.ones(case.B)
-    whole = clipped_sum(case, model, clipping, given, coefficients, ones)
+    whole = clipped_sum(case, model, clipping, (given, coefficients, ones))
     for out in range(case.B):
         if case.dtype is torch.float64:
             rest = [at for at in range(case.B) if at != out]
-            others = clipped_sum(case, model, clipping, given[rest], coefficients[rest], ones[rest])
+            others = clipped_sum(
+                case, model, clipping, (given[rest], coefficients[rest], ones[rest])
+            )
         else:
             silent = ones.index_fill(0, torch.tensor(out), 0.0)
-            others = clipped_sum(case, model, clipping, given, coefficients, silent)
+            others = clipped_sum(case, model, clipping, (given, coefficients, silent))
         moved = float((whole - others).norm())
         assert moved <= case.bound * (1 + BOUND[case.dtype]), f"sample {out}: {moved / case.bound}"
 

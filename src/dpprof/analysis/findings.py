@@ -33,7 +33,8 @@ def find(
     ``beyond-peak`` (a step computes more than the device could), ``other-kernels`` (more of a
     trace's time than there should be is of no known category), ``ceilings-contended`` (others
     kept cores busy while a device's ceilings were measured), ``ceilings-exceeded`` (kernels were
-    faster than the fastest product that was measured).
+    faster than the fastest product that was measured), ``nonfinite-samples`` (a method left
+    samples out, since their loss or gradient was not finite).
 
     Args:
         collected: The results of a config.
@@ -58,7 +59,7 @@ def find(
 
 
 def _looked_at(results: list[Result]) -> Iterator[tuple[str, str]]:
-    for look in (_unequal_peaks, _fallbacks, _contended, _other_kernels):
+    for look in (_unequal_peaks, _fallbacks, _contended, _other_kernels, _nonfinite_samples):
         yield from look(results)
 
 
@@ -69,6 +70,15 @@ def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
         if len(set(known.values())) > 1:
             listed = ", ".join(f"r{replicate} {peak:,}" for replicate, peak in known.items())
             yield "peaks-differ", f"{figure} differs between processes: {listed}"
+
+
+def _nonfinite_samples(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    left_out = sum(r.nonfinite_samples or 0 for r in results)
+    if left_out:
+        yield (
+            "nonfinite-samples",
+            f"{left_out:,} samples were left out, as their loss or gradient was not finite",
+        )
 
 
 def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:

@@ -334,11 +334,14 @@ class _Other(torch.autograd.Function):
                 y: Tensor = call.with_parameters(parameters, whole)
                 return y[0]
 
-            pull_back = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])[1]
-            return pull_back(g_b)
+            y, pull_back = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
+            return pull_back(g_b.to(y.dtype))
 
         with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):
-            parts = map(_in_order, (*inputs, g))
+            parts = [_in_order(part) for part in (*inputs, g)]
+            if call.autocast is not None:
+                # Beside float32 weights vmap of a group norm's backward takes no other inputs.
+                parts = [part.float() if part.dtype == call.autocast else part for part in parts]
             of_parameters, of_inputs = _for_each_sample(of_sample, call.layer, *parts)
         ctx.use.hand_over(
             [
@@ -347,7 +350,7 @@ class _Other(torch.autograd.Function):
                 if parameter.requires_grad
             ]
         )
-        found = dict(zip(needed, of_inputs, strict=True))
+        found = {i: one.to(inputs[i].dtype) for i, one in zip(needed, of_inputs, strict=True)}
         return None, None, *[None] * count, *[found.get(i) for i in range(len(inputs))]
 
 

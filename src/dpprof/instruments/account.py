@@ -46,7 +46,10 @@ _NOT_KNOWN = {
     "compute.mfu": JOINED,
     "compute.hfu": JOINED,
 }
-_NOT_RUN = {"memory.timeline.elapsed_s": "nothing ran, so no time went by"}
+_NOT_RUN = {
+    "memory.timeline.elapsed_s": "nothing ran, so no time went by",
+    "nonfinite_samples": "nothing ran, so no number is known to be finite",
+}
 
 
 class Bookkeeper:
@@ -241,6 +244,7 @@ def state(
         model=training.model,
         samplers=paths.by_layer,
         norm_plan=training.step.norm_plan,
+        nonfinite_samples=None if not_run else training.step.nonfinite_samples,
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),

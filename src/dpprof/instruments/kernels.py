@@ -106,6 +106,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     return Measurement(
         model=training.model,
         norm_plan=training.step.norm_plan,
+        nonfinite_samples=training.step.nonfinite_samples,
         kernels=kernels,
         observed=Observed(
             step_s=kernels.step_s,

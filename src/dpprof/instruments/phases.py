@@ -86,6 +86,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         model=training.model,
         samplers=paths.by_layer,
         norm_plan=training.step.norm_plan,
+        nonfinite_samples=training.step.nonfinite_samples,
         memory=Memory(
             peak_allocated_bytes=steady.allocated_bytes,
             first_step_peak_allocated_bytes=recorded.peaks["first_step"].allocated_bytes,

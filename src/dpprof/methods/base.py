@@ -140,6 +140,11 @@ class TrainingStep(ABC):
         """Say which way the norms of each matrix went last, where a method chooses."""
         return None
 
+    @property
+    def nonfinite_samples(self) -> int | None:
+        """Count the samples that were left out so far, where a method does so."""
+        return None
+
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:  # noqa: ARG002
         """Watch the steps within: which way each layer takes to what is clipped.
 

@@ -85,6 +85,11 @@ class ClippedStep(TrainingStep):
             for name, choice in self.clipping.plan.items()
         }
 
+    @property
+    def nonfinite_samples(self) -> int:
+        """Count the samples that the clipping has left out so far."""
+        return self.clipping.nonfinite_samples_total
+
     @contextmanager
     def watch_samplers(self, watch: Watch) -> Iterator[None]:
         """Watch how norms are found."""
