@@ -175,17 +175,40 @@ def test_opacus_batch_memory_manager_splits_a_batch_into_parts() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
-def test_the_loop_in_the_documents_trains() -> None:
+class FailsOnNothing(Small):
+    """As Hugging Face's models do."""
+
+    def forward(self, ids):
+        return super().forward(ids.view(len(ids), -1))  # cannot reshape a tensor of 0 elements
+
+
+@pytest.mark.parametrize("samples", [40, 6])
+def test_the_loop_in_the_documents_trains_on_empty_batches_too(samples) -> None:
     document = Path(__file__).parents[2] / "docs" / "methods.md"
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
     loop = next(block for block in blocks if "NoisyOptimizer" in block)
     torch.manual_seed(0)
-    model = Small("layer norm", 6, 9, bias=True)
+    model = FailsOnNothing("layer norm", 6, 9, bias=True)
     before = [p.detach().clone() for p in model.parameters()]
-    names = {"model": model, "data_loader": DataLoader(data(40), batch_size=4)}
+    loader = DataLoader(data(samples), batch_size=2 if samples == 6 else 4)
+    names = {"model": model, "data_loader": loader}
 
     exec(compile(loop, str(document), "exec"), names)  # noqa: S102
 
+    (steps,) = (count for _, _, count in names["accountant"].history)
+    assert steps == len(names["data_loader"])
     assert names["accountant"].get_epsilon(delta=1e-5) > 0
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
+
+
+def test_a_model_that_fails_on_nothing_is_spared_an_empty_batch() -> None:
+    model = FailsOnNothing("layer norm", 6, 9, bias=True)
+    with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+        model(torch.zeros(0, 5, dtype=torch.int64))
+    clipping, optimizer = private(BookKeeping, model)
+    before = [p.detach().clone() for p in model.parameters()]
+    clipping.backward(torch.zeros(0))
+    optimizer.step()
     for old, new in zip(before, model.parameters(), strict=True):
         assert not torch.equal(old, new)

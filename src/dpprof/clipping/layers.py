@@ -334,7 +334,8 @@ class _Other(torch.autograd.Function):
                 y: Tensor = call.with_parameters(parameters, whole)
                 return y[0]
 
-            y, pull_back = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
+            pulled = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
+            y, pull_back = pulled[0], pulled[1]
             return pull_back(g_b.to(y.dtype))
 
         with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):

@@ -1,0 +1,219 @@
+"""The table in docs/methods.md says of each thing whether it is exact or refused, and it is."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import Conv1D, Scale, Twice
+from torch import nn
+from torch.nn.utils.parametrizations import orthogonal
+from torch.utils.checkpoint import checkpoint
+
+from dpprof.catalogue import UnsupportedError
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.two_pass import FlashClipping
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
+B, T, D = 3, 4, 6
+
+
+class Between(nn.Module):
+    """Something between two linear layers; or in place of them, for ids."""
+
+    def __init__(self, inside, run: Callable = lambda inside, x: inside(x)) -> None:
+        super().__init__()
+        self.first, self.inside, self.last = nn.Linear(D, D), inside, nn.Linear(D, D)
+        self.run = run
+
+    def forward(self, x):
+        return self.last(self.run(self.inside, self.first(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, D), nn.Linear(D, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.table(ids_of(x)))
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(D, D).requires_grad_(False)
+        self.a, self.b = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+class RandomScale(Scale):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5)
+
+
+class Inherits(nn.Linear):
+    pass
+
+
+def ids_of(x):
+    return (x[..., 0].abs() * 10).long() % 5
+
+
+def over_channels(inside, x):
+    return inside(x.transpose(1, 2)).transpose(1, 2)
+
+
+def attend(inside, x):
+    return inside(x, x, x)[0]
+
+
+def looked_up(**options):
+    return Between(nn.Embedding(5, D, **options), lambda inside, x: x + inside(ids_of(x)))
+
+
+EXACT: dict[str, Callable[[], nn.Module]] = {
+    "`Linear`": lambda: Between(nn.Linear(D, D)),
+    "`Embedding`": lambda: looked_up(padding_idx=1),
+    "`LayerNorm`": lambda: Between(nn.LayerNorm(D)),
+    "`RMSNorm`": lambda: Between(nn.RMSNorm(D)),
+    "`Conv1D` of GPT-2": lambda: Between(Conv1D(D, D)),
+    "subclass that inherits `forward`": lambda: Between(Inherits(D, D)),
+    "`Conv1d`": lambda: Between(nn.Conv1d(D, D, 3, padding=1), over_channels),
+    "`GroupNorm`": lambda: Between(nn.GroupNorm(2, D), over_channels),
+    "`PReLU`": lambda: Between(nn.PReLU()),
+    "`Bilinear`": lambda: Between(nn.Bilinear(D, D, D), lambda inside, x: inside(x, x)),
+    "layer that is used twice": lambda: Between(Twice(nn.Linear(D, D))),
+    "tied embedding and head": Tied,
+    "non-reentrant checkpointing": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: checkpoint(inside, x, use_reentrant=False)
+    ),
+    "LoRA by adding two linear layers": Lora,
+    "bfloat16 autocast": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: in_bfloat16(lambda: inside(x)).float()
+    ),
+    "`torch.compile` of the model": lambda: Between(nn.Linear(D, D)),
+    "frozen parameters": lambda: Between(nn.Linear(D, D).requires_grad_(False)),
+    "dropout beside a layer without a rule": lambda: Between(
+        nn.Sequential(Scale(D), nn.Dropout(0.5))
+    ),
+}
+
+
+def in_bfloat16(run):
+    with torch.autocast("cpu", torch.bfloat16):
+        return run()
+
+
+def step_twice_clipped(scaled: bool) -> None:
+    model = nn.Linear(D, D)
+    clipping = BookKeeping(model, 1.0)
+    optimizer = NoisyOptimizer(
+        torch.optim.SGD(model.parameters()), clipping, noise_multiplier=1.0, expected_batch_size=3
+    )
+    x = torch.randn(B, T, D)
+    if scaled:
+        scaler = torch.amp.GradScaler("cpu")
+        clipping.backward(scaler.scale(model(x).sum((1, 2))))
+        scaler.step(optimizer)
+    for _ in range(2):
+        clipping.backward(model(x).sum((1, 2)))
+    optimizer.step()
+
+
+def clip(model: nn.Module, change: Callable[[nn.Module], object] = lambda _: None) -> None:
+    clipping = BookKeeping(model, 1.0)
+    change(model)
+    clipping.backward(model(torch.randn(B, T, D)).sum((1, 2)))
+
+
+def in_data_parallel() -> None:
+    class Active(nn.parallel.DistributedDataParallel):
+        def __init__(self, module):  # no process group
+            nn.Module.__init__(self)
+            self.module = module
+
+    clip(Active(nn.Linear(D, D)))
+
+
+def thaw(model: nn.Module) -> None:
+    model.last.requires_grad_(True)
+
+
+def frozen_last() -> nn.Module:
+    model = Between(nn.ReLU())
+    model.last.requires_grad_(False)
+    return model
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "dropout inside a layer without a rule": lambda: clip(Between(RandomScale(D))),
+    "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
+    "`InstanceNorm1d` that tracks statistics": lambda: clip(
+        Between(nn.InstanceNorm1d(T, track_running_stats=True))
+    ),
+    "`MultiheadAttention`": lambda: clip(
+        Between(nn.MultiheadAttention(D, 2, batch_first=True), attend)
+    ),
+    "`GRU`": lambda: clip(Between(nn.GRU(D, D, batch_first=True), lambda inside, x: inside(x)[0])),
+    "`Embedding` with `max_norm`": lambda: clip(looked_up(max_norm=1.0)),
+    "ids of one axis": lambda: clip(
+        Between(nn.Embedding(T, D), lambda inside, x: x + inside(torch.arange(T)))
+    ),
+    "parametrized weight": lambda: clip(Between(orthogonal(nn.Linear(D, D)))),
+    "`weight_norm` of old": lambda: clip(Between(nn.utils.weight_norm(nn.Linear(D, D)))),
+    "thawed parameter": lambda: clip(frozen_last(), thaw),
+    "replaced layer": lambda: clip(
+        Between(nn.ReLU()), lambda model: setattr(model, "last", nn.Linear(D, D))
+    ),
+    "`GradScaler`": lambda: step_twice_clipped(scaled=True),
+    "float16 losses": lambda: BookKeeping(nn.Linear(D, D), 1.0).backward(torch.zeros(3).half()),
+    "`DistributedDataParallel`": in_data_parallel,
+    "`DataParallel`": lambda: clip(nn.DataParallel(nn.Linear(D, D))),
+    "several batches before a step": lambda: step_twice_clipped(scaled=False),
+}
+
+
+def table() -> dict[str, str]:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    rows = text[text.index("| what | outcome | remark |") :].split("\n\n")[0].splitlines()[2:]
+    return dict(re.match(r"\| (.*?) \| (\w+) \|", row).groups() for row in rows)
+
+
+def test_the_table_lists_what_is_tried_here() -> None:
+    assert table() == dict.fromkeys(EXACT, "exact") | dict.fromkeys(REFUSED, "refused")
+
+
+@pytest.mark.parametrize("way", [FlashClipping, BookKeeping])
+@pytest.mark.parametrize("what", EXACT)
+def test_what_is_said_to_be_exact_is(what, way) -> None:
+    torch.manual_seed(0)
+    model = EXACT[what]()
+    run = model
+    if "compile" in what:
+        run = torch.compile(model, backend="eager")
+    clipping = way(model, 0.5)
+    if "compile" in what and way is BookKeeping:
+        run = torch.compile(model, backend="eager")
+    x = torch.randn(B, T, D)
+
+    checked = clipping.check(lambda x: run(x).tanh().square().sum((1, 2)), x)
+
+    assert checked.samples == B
+    assert checked.max_relative_error < (0.05 if "bfloat16" in what else 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_said_to_be_refused_is_in_a_sentence(what) -> None:
+    with pytest.raises((UnsupportedError, RuntimeError, ValueError)) as refused:
+        REFUSED[what]()
+
+    assert type(refused.value) in (UnsupportedError, RuntimeError, ValueError)  # no KeyError
+    assert len(str(refused.value).split()) > 4
+    assert "\n" not in str(refused.value)
