@@ -1,8 +1,8 @@
 """What every method offers: one training step, told phase by phase.
 
 Privacy unit and definitions, the same for every method: a sample is one sequence of T
-tokens, its loss is the mean cross-entropy over its tokens, and its gradient is clipped
-to an L2 norm of at most C over all parameters together (flat clipping). A private step
+tokens, its loss is the mean cross-entropy over its labelled tokens, and its gradient is
+clipped to an L2 norm of at most C over all parameters together (flat clipping). A private step
 applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches
 differ by one sample added or removed; sensitivity of the sum is C.
 
@@ -20,6 +20,9 @@ from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
 from dpprof.result import Component, NormChoice, Phase
+
+UNLABELLED = -100
+"""The label of a token that no loss counts, as PyTorch's cross-entropy has it."""
 
 Enter = Callable[[Phase], None]
 """Called as a phase begins; it lasts until the next one or the end of the step."""
@@ -150,5 +153,20 @@ class TrainingStep(ABC):
 
 
 def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Average the cross-entropy over all tokens of all samples; a scalar."""
-    return functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+    """Average the samples' losses; a scalar."""
+    return sample_losses(logits_BTV, labels_BT).mean()
+
+
+def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Average the cross-entropy over the labelled tokens of each sample; (B,).
+
+    A sample without any has the loss 0.
+    """
+    losses = functional.cross_entropy(
+        logits_BTV.flatten(0, 1),
+        labels_BT.flatten(),
+        ignore_index=UNLABELLED,
+        reduction="none",
+    )
+    labelled_B = (labels_BT != UNLABELLED).sum(1).clamp(min=1)
+    return losses.view(labels_BT.shape).sum(1) / labelled_B
