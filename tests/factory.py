@@ -21,7 +21,7 @@ from dpprof.result import (
     write_result,
 )
 from dpprof.sources import verified_as
-from dpprof.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
+from dpprof.verdict import FLAT, TOLERANCE, Verdict, verdict_path, write_verdict
 
 Tables = dict[str, pd.DataFrame]
 CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}
@@ -248,7 +248,9 @@ def write_synthetic_verdict(
         {
             "model": model,
             "method": method,
+            "mechanism": FLAT,
             "passed": passed,
+            "holes": [],
             "tolerance": TOLERANCE,
             "cases": [case | told | {"outcome": outcome}],
             "code_digest": "0" * 64,

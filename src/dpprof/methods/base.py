@@ -2,7 +2,8 @@
 
 Privacy unit and definitions, the same for every method: a sample is one sequence of T
 tokens, its loss is the mean cross-entropy over its labelled tokens, and its gradient is
-clipped to an L2 norm of at most C over all parameters together (flat clipping). A private step
+clipped to an L2 norm of at most C over all parameters together (flat clipping), unless a
+method declares another mechanism. A private step
 applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches
 differ by one sample added or removed; sensitivity of the sum is C.
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
 from dpprof.result import Component, NormChoice, Phase
+from dpprof.verdict import FLAT
 
 UNLABELLED = -100
 """The label of a token that no loss counts, as PyTorch's cross-entropy has it."""
@@ -85,6 +87,15 @@ class TrainingStep(ABC):
     births: ClassVar[Mapping[str, Component]] = {}
     """Components by the function (``module:function``) in whose code they are born."""
 
+    mechanism: ClassVar[str] = FLAT
+    """What makes the step private. A method that clips in another way than all parameters as
+    one to ``max_grad_norm`` names its own; one that clips nothing says ``NO_CLIPPING``."""
+
+    sensitivity: ClassVar[float] = 1.0
+    """By how much one sample, added or removed, can change the sum before noise: an L2 norm,
+    over ``noise_bound()``. Above 1 it takes another ``mechanism`` and a docstring of the class
+    that states the sensitivity."""
+
     one_at_a_time: ClassVar[bool] = False
     """Whether samples are processed one after another, so that of a larger batch only its
     tokens take more memory."""
@@ -111,6 +122,13 @@ class TrainingStep(ABC):
         """
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         return [ClipGroup(trainable, self.experiment.max_grad_norm)]
+
+    def noise_bound(self) -> float:
+        """Tell the bound of which the noise was a multiple last: sigma times it.
+
+        It is ``max_grad_norm``, unless the method moves it.
+        """
+        return self.experiment.max_grad_norm
 
     def sample_norms(self) -> Tensor | None:
         """Tell the L2 norms of the samples' gradients that ``compute_gradient`` found last.
