@@ -27,6 +27,12 @@ FLAT = "flat clipping"
 NO_CLIPPING = "none"
 """The mechanism of a method that is not private."""
 
+
+def is_other_mechanism(mechanism: object) -> bool:
+    """Tell whether a method is private in another way than by flat clipping."""
+    return isinstance(mechanism, str) and mechanism not in (FLAT, NO_CLIPPING)
+
+
 Scenario = Literal[
     "plain",
     "ignored labels",
