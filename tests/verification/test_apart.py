@@ -34,6 +34,7 @@ def test_a_verdict_is_left_and_told(tmp_path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "dpprof: opacus-ghost on test-linear: verified, largest relative error" in done.stderr
+    assert "; holes: a layer thawed after set-up: the gradient is not the ref" in done.stderr
     assert (verdict.passed, verdict.references) == (True, ["microbatch", "torch.func"])
     errors = [one.max_relative_error for one in judged(verdict.cases)]
     assert verdict.max_relative_error == max(errors)
