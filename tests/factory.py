@@ -10,6 +10,7 @@ from dpprof.analysis.tables import build_tables
 from dpprof.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
 from dpprof.closing import JOINED
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import FLAT
 from dpprof.planning import Manifest, PlannedRun
 from dpprof.result import (
     COMPONENTS,
@@ -21,7 +22,7 @@ from dpprof.result import (
     write_result,
 )
 from dpprof.sources import verified_as
-from dpprof.verdict import FLAT, TOLERANCE, Verdict, verdict_path, write_verdict
+from dpprof.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
 
 Tables = dict[str, pd.DataFrame]
 CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}

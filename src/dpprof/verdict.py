@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from dpprof.mechanisms import FLAT, NO_CLIPPING
 from dpprof.sealed import Part, ResultError, read_sealed, write_sealed
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -19,18 +20,6 @@ TOLERANCE = 1e-9
 
 BUILT_IN = "built-in"
 """The model that stands for every size of dpprof's own transformer: the layers are the same."""
-
-
-FLAT = "flat clipping"
-"""The mechanism that a method has unless it declares another."""
-
-NO_CLIPPING = "none"
-"""The mechanism of a method that is not private."""
-
-
-def is_other_mechanism(mechanism: object) -> bool:
-    """Tell whether a method is private in another way than by flat clipping."""
-    return isinstance(mechanism, str) and mechanism not in (FLAT, NO_CLIPPING)
 
 
 Scenario = Literal[

@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from dpprof import catalogue
-from dpprof.verdict import (
-    FLAT,
-    GRADIENT_SCENARIOS,
-    HOLES,
-    NO_CLIPPING,
-    TOLERANCE,
-    judge,
-    judged,
-    name_holes,
-)
+from dpprof.mechanisms import FLAT, NO_CLIPPING
+from dpprof.verdict import GRADIENT_SCENARIOS, HOLES, TOLERANCE, judge, judged, name_holes
 from dpprof.verification.verify import ATTENTIONS, BATCH_SIZES, verify
 
 PLUGIN = Path(__file__).parents[1] / "plugin"

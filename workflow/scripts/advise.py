@@ -9,12 +9,12 @@ from dpprof.analysis.advice import Advice, advise
 from dpprof.analysis.frames import target_text
 from dpprof.analysis.verified import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
 from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.mechanisms import is_other_mechanism
 from dpprof.progress import tell_result
 from dpprof.sealed import ResultError
 from dpprof.sources import verdict_digest
 from dpprof.storage import write_atomically
 from dpprof.validation import InputError
-from dpprof.verdict import is_other_mechanism
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -18,8 +18,9 @@ from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
 from dpprof.analysis.groups import setting_key
 from dpprof.analysis.verified import UNKNOWN
+from dpprof.mechanisms import NO_CLIPPING
 from dpprof.result import Result
-from dpprof.verdict import NO_CLIPPING, Standing
+from dpprof.verdict import Standing
 
 CLOSE = 1.25
 """Kernels reach different shares of the ceilings; bounds closer than this decide nothing."""

@@ -7,8 +7,9 @@ import pandas as pd
 
 from dpprof.analysis.frames import axes_of, make_frame
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import is_other_mechanism
 from dpprof.sources import verified_as
-from dpprof.verdict import Standing, is_other_mechanism, read_verdict, split_holes
+from dpprof.verdict import Standing, read_verdict, split_holes
 
 DAGGER = "\N{DAGGER}"
 """Marks what is not verified, wherever a method is named beside its numbers."""

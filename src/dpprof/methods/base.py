@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import FLAT
 from dpprof.result import Component, NormChoice, Phase
-from dpprof.verdict import FLAT
 
 UNLABELLED = -100
 """The label of a token that no loss counts, as PyTorch's cross-entropy has it."""

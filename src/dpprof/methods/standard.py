@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+from dpprof.mechanisms import NO_CLIPPING
 from dpprof.methods.base import Batch, ClipGroup, Enter, TrainingStep, mean_loss
-from dpprof.verdict import NO_CLIPPING
 
 
 class Standard(TrainingStep):

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from dpprof.mechanisms import FLAT, NO_CLIPPING
 from dpprof.methods.base import TrainingStep
-from dpprof.verdict import FLAT, NO_CLIPPING, TOLERANCE
+from dpprof.verdict import TOLERANCE
 from dpprof.verification.reference import Group
 
 

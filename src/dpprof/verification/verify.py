@@ -11,16 +11,10 @@ from torch import Tensor
 from dpprof import catalogue
 from dpprof.catalogue import UnsupportedError
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import NO_CLIPPING
 from dpprof.methods.base import TrainingStep
 from dpprof.methods.microbatch import Microbatch
-from dpprof.verdict import (
-    GRADIENT_SCENARIOS,
-    NO_CLIPPING,
-    TOLERANCE,
-    Case,
-    Findings,
-    Scenario,
-)
+from dpprof.verdict import GRADIENT_SCENARIOS, TOLERANCE, Case, Findings, Scenario
 from dpprof.verification import reference
 from dpprof.verification.guarantees import GUARANTEES, RefusedError
 from dpprof.verification.mechanism import complain_of_mechanism, find_sensitivity
