@@ -61,7 +61,7 @@ class Microbatch(TrainingStep):
             for total, gradient in zip(sums, gradients, strict=True):
                 total.add_((gradient * factor).masked_fill_(left_out, 0.0))
             # Or they would stay beside the next sample's.
-            del gradient, gradients, norms, norm, factor
+            del gradient, gradients, norms, norm, factor, left_out
         enter("noise")
         scale = self.experiment.noise_multiplier * bound
         for parameter, total in zip(parameters, sums, strict=True):
