@@ -10,6 +10,7 @@ from dpprof.analysis.tables import build_tables
 from dpprof.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
 from dpprof.closing import JOINED
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import FLAT
 from dpprof.planning import Manifest, PlannedRun
 from dpprof.result import (
     COMPONENTS,
@@ -250,7 +251,9 @@ def write_synthetic_verdict(
         {
             "model": model,
             "method": method,
+            "mechanism": FLAT,
             "passed": passed,
+            "holes": [],
             "tolerance": TOLERANCE,
             "cases": [case | told | {"outcome": outcome}],
             "code_digest": "0" * 64,

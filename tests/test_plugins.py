@@ -19,6 +19,8 @@ from dpprof.catalogue import UnsupportedError
 from dpprof.methods.base import Batch, TrainingStep
 from dpprof.methods.microbatch import Microbatch
 from dpprof.models.build import build_model
+from dpprof.verdict import judge, name_holes
+from dpprof.verification.verify import verify
 
 B, T = 3, 16
 P = 100 * 32 + 2 * 32 + (T * T + T) + (32 * 100 + 100)
@@ -98,6 +100,16 @@ def test_the_examples_noise_has_the_standard_deviation_asked_for(example) -> Non
 
     # From 6,836 values: one standard error is 0.9 %.
     assert (both[1] - both[0]).std().item() == pytest.approx(3.0 * 0.5 / B, rel=0.05)
+
+
+def test_the_example_is_verified_and_has_no_holes(example) -> None:
+    found = verify("example-mixer", "example-vmap")
+
+    assert judge(found.cases) == (True, None)
+    assert found.mechanism == "flat clipping"
+    assert name_holes(found.cases) == []
+    by = {one.scenario: one.outcome for one in found.cases}
+    assert [by[name] for name in ("thawed later", "non-finite", "accumulated")] == ["passed"] * 3
 
 
 def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:

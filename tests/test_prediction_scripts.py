@@ -62,6 +62,19 @@ def test_advice_rests_on_the_same_results(folder) -> None:
     assert "\N{DAGGER} Not verified here to compute the right gradient" in told
 
 
+def test_another_mechanism_is_marked_in_the_advice(folder) -> None:
+    path = folder / "results" / "verify" / "built-in-opacus-hooks.json"
+    digest = verdict_digest("built-in", "opacus-hooks")
+    told = {"mechanism": "hooked clipping", "code_digest": digest}
+    write_synthetic_verdict(folder, make_experiment(method="opacus-hooks"), **told)
+    options = ["--target", "l4", "--memory-limit-bytes", "20MiB", "--methods", "opacus-hooks"]
+    done = run("advise.py", *ASKED, *options, cwd=folder)
+    path.unlink()
+
+    assert "opacus-hooks\N{DOUBLE DAGGER}  first" in done.stdout
+    assert "\N{DOUBLE DAGGER} Another mechanism than flat clipping; " in done.stdout
+
+
 def test_a_method_that_failed_verification_is_not_advised(folder) -> None:
     path = folder / "results" / "verify" / "built-in-opacus-hooks.json"
     write_synthetic_verdict(

@@ -4,7 +4,7 @@ import pytest
 from factory import make_experiment, write_synthetic_verdict
 
 from dpprof.sealed import ResultError
-from dpprof.verdict import Case, judge, read_verdict, verdict_path
+from dpprof.verdict import Case, judge, name_holes, read_verdict, verdict_path
 
 PASSED, FAILED, REFUSED, UNKNOWN = (
     Case.model_validate({"attention": "sdpa", "batch_size": 4, "outcome": name, "reason": name})
@@ -28,6 +28,29 @@ def test_cases_amount_to_a_verdict(cases, passed, reason) -> None:
 
     assert found is passed
     assert why in (reason, f"attention sdpa, B = 4: {reason}")
+
+
+def in_scenario(name, case):
+    return case.model_copy(update={"scenario": name})
+
+
+def test_what_decides_is_the_gradient_and_not_the_guarantee() -> None:
+    guarantees = ("frozen later", "thawed later", "non-finite", "empty", "accumulated")
+    lost = [in_scenario(name, FAILED) for name in guarantees]
+
+    assert judge([PASSED, *lost]) == (True, None)
+    assert judge(lost) == (None, "nothing was compared")
+    for name in ("ignored labels", "frozen"):
+        passed, reason = judge([PASSED, in_scenario(name, FAILED)])
+        assert passed is False
+        assert reason == f"attention sdpa, B = 4, {name}: failed"
+
+
+def test_holes_are_what_failed_and_nothing_that_was_refused() -> None:
+    cases = [in_scenario("empty", REFUSED), in_scenario("thawed later", UNKNOWN)]
+    cases += [in_scenario("non-finite", FAILED), in_scenario("accumulated", PASSED), FAILED]
+
+    assert name_holes(cases) == ["one non-finite sample: failed"]
 
 
 def test_a_verdict_stands_for_the_attention_that_it_covers(tmp_path) -> None:

@@ -1,14 +1,19 @@
-"""Whether a method computes the reference's gradient: one JSON for a model and a method."""
+"""Whether a method computes the reference's gradient: one JSON for a model and a method.
 
-from collections.abc import Sequence
+What a method declares is judged with it: the mechanism, and how far one sample can move the
+sum. What it does where no gradient is at stake but the guarantee is, is told as its holes.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from dpprof.mechanisms import FLAT, NO_CLIPPING
 from dpprof.sealed import Part, ResultError, read_sealed, write_sealed
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 TOLERANCE = 1e-9
 """The largest relative error that is put down to rounding, in float64."""
@@ -17,17 +22,41 @@ BUILT_IN = "built-in"
 """The model that stands for every size of dpprof's own transformer: the layers are the same."""
 
 
+Scenario = Literal[
+    "plain",
+    "ignored labels",
+    "frozen",
+    "frozen later",
+    "thawed later",
+    "non-finite",
+    "empty",
+    "accumulated",
+]
+GRADIENT_SCENARIOS: tuple[Scenario, ...] = ("plain", "ignored labels", "frozen")
+"""Those that decide whether a method passed."""
+
+HOLES: Mapping[Scenario, str] = {
+    "frozen later": "parameters frozen after set-up",
+    "thawed later": "a layer thawed after set-up",
+    "non-finite": "one non-finite sample",
+    "empty": "an empty batch",
+    "accumulated": "gradients that were not cleared",
+}
+"""The others, in which a guarantee can be lost, as holes name them."""
+
 VERDICTS = "verify"
 """The folder of verdicts in ``results``."""
 
 
 class Case(Part):
-    """One comparison: a variant of the model, and a batch size."""
+    """One comparison: a variant of the model, a batch size, and what is particular to it."""
 
+    scenario: Scenario = Field("plain", description="what is particular to the case")
     attention: str
     batch_size: int
     outcome: Literal["passed", "failed", "unsupported", "unknown"] = Field(
-        description="unsupported: the method refuses the case; unknown: there is no reference"
+        description="unsupported: the method refuses the case; unknown: there is no reference, "
+        "or the case was not tried"
     )
     reason: str | None = Field(None, description="why it did not pass")
     max_grad_norm: float | None = Field(None, description="clipping bound of the method")
@@ -40,7 +69,9 @@ class Case(Part):
         None, description="of batch_size x groups norms those beyond their bound"
     )
     sensitivity: float | None = Field(
-        None, description="root of the sum of the groups' squared bounds, over max_grad_norm"
+        None,
+        description="root of the sum of the groups' squared bounds, over the bound that the noise "
+        "is a multiple of",
     )
     references: list[str] = Field(default_factory=list, description="what it was compared with")
     max_relative_error: float | None = Field(
@@ -56,13 +87,21 @@ class Case(Part):
 class Verdict(Part):
     """One JSON file per model and method. Every key is always present; unknown is null."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     model: str = Field(description=f"a name, or {BUILT_IN}: dpprof's own transformer, any size")
     method: str
+    mechanism: str | None = Field(
+        description=f"what the method declares: {FLAT}, {NO_CLIPPING}, or another; null: unknown"
+    )
     passed: bool | None = Field(description="null: it could not be found out, see reason")
     reason: str | None = Field(description="why it did not pass, or what it does not cover")
     tolerance: float
-    max_relative_error: float | None = Field(description="of gradients, over all cases")
+    holes: list[str] = Field(
+        description="where the guarantee was seen to be lost; they do not count for passed"
+    )
+    max_relative_error: float | None = Field(
+        description="of gradients, over the cases that count for passed"
+    )
     max_relative_error_of_norms: float | None
     references: list[str]
     cases: list[Case]
@@ -79,7 +118,8 @@ class Verdict(Part):
         passed, reason = self.passed, self.reason
         if passed:
             passed, reason = judge([one for one in self.cases if one.attention == attention])
-        compared = [one for one in self.cases if one.groups is not None]
+        whole = [one for one in self.cases if one.scenario == "plain"]
+        compared = [one for one in whole if one.groups is not None]
         return Standing(
             verified=passed,
             reason=None if passed else reason,
@@ -88,6 +128,8 @@ class Verdict(Part):
             reference=" and ".join(self.references) or None,
             groups=compared[0].groups if compared else None,
             sensitivity=compared[0].sensitivity if compared else None,
+            mechanism=self.mechanism,
+            holes=_HOLE_ENDS.join(self.holes) or None,
         )
 
 
@@ -101,14 +143,25 @@ class Standing(NamedTuple):
     reference: str | None = None
     groups: int | None = None
     sensitivity: float | None = None
+    mechanism: str | None = None
+    holes: str | None = None
+    """As a table has them, see ``split_holes``."""
+
+
+class Findings(NamedTuple):
+    """What a verification found out."""
+
+    mechanism: str | None
+    cases: list[Case]
 
 
 def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
     """Say whether the cases amount to a pass, and why they do not or what they leave out.
 
-    One failure is a failure. A case that the method refuses is none, but something must have
-    passed; a case without a reference leaves it open.
+    Only ``GRADIENT_SCENARIOS`` count. One failure is a failure. A case that the method refuses
+    is none, but something must have passed; a case without a reference leaves it open.
     """
+    cases = judged(cases)
     by = {kind: [one for one in cases if one.outcome == kind] for kind in _OUTCOMES}
     for kind, passed in (("failed", False), ("unknown", None)):
         if found := by[kind]:
@@ -118,10 +171,29 @@ def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
 
 
 _OUTCOMES = ("passed", "failed", "unsupported", "unknown")
+_HOLE_ENDS = "; "
+
+
+def judged(cases: Sequence[Case]) -> list[Case]:
+    """Choose the cases that decide whether a method passed."""
+    return [one for one in cases if one.scenario in GRADIENT_SCENARIOS]
+
+
+def name_holes(cases: Sequence[Case]) -> list[str]:
+    """Say in short sentences where the guarantee was seen to be lost."""
+    failed = [one for one in cases if one.outcome == "failed"]
+    return [f"{HOLES[one.scenario]}: {one.reason}" for one in failed if one.scenario in HOLES]
+
+
+def split_holes(holes: str) -> list[str]:
+    """Take apart what a table has in one cell."""
+    return holes.split(_HOLE_ENDS)
 
 
 def _spell(case: Case) -> str:
-    return f"attention {case.attention}, B = {case.batch_size}: {case.reason}"
+    where = f"attention {case.attention}, B = {case.batch_size}"
+    where += "" if case.scenario == "plain" else f", {case.scenario}"
+    return f"{where}: {case.reason}"
 
 
 def verdict_path(root: Path, model: str, method: str) -> Path:

@@ -147,3 +147,21 @@ def test_a_method_that_nobody_verified_may_be_first_and_says_so(tmp_path) -> Non
     advice = ask(tmp_path, opacus_ghost=1.0)
 
     assert (advice.best.method, advice.best.verified) == ("opacus-ghost", None)
+
+
+def test_the_mechanism_is_told_and_what_is_not_private_is_no_advice(tmp_path) -> None:
+    mechanisms = {"opacus-ew": "none", "opacus-adaptive": "adaptive flat clipping"}
+    bounds = {"opacus-ew": 0.1, "opacus-adaptive": 1.0, "standard": 0.5}
+    results = [result(tmp_path, method, bound_s) for method, bound_s in bounds.items()]
+    standings = {
+        one.experiment_id: Standing(True, None, mechanism=mechanisms.get(one.experiment.method))
+        for one in results
+    }
+    advice = advise(results, "h200", standings)
+
+    assert advice.best.method == "opacus-adaptive"
+    assert {o.method: (o.private, o.mechanism) for o in advice.options} == {
+        "opacus-adaptive": (True, "adaptive flat clipping"),
+        "opacus-ew": (False, "none"),
+        "standard": (False, None),
+    }

@@ -6,7 +6,7 @@ from factory import make_experiment, make_manifest, tables_of_runs, write_synthe
 from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.tables import build_tables
-from dpprof.analysis.verified import name_unverified
+from dpprof.analysis.verified import name_holes, name_other_mechanisms, name_unverified
 from dpprof.planning import code_path
 from dpprof.sealed import ResultError
 from dpprof.verdict import verdict_path
@@ -31,6 +31,30 @@ def test_experiments_and_methods_have_the_verdict_and_the_error(tmp_path) -> Non
         assert verified(tables, name) == {"opacus-ghost": False, "opacus-hooks": True}
         assert set(tables[name]["max_relative_error"]) == {0.5, 1e-16}
     assert name_unverified(tables["verification"]) == {"opacus-ghost": "it differs"}
+
+
+def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None:
+    told = {"mechanism": "adaptive flat clipping", "holes": ["one: a", "another: b"]}
+    write_synthetic_verdict(tmp_path, GHOST, **told)
+    tables = tables_of(tmp_path, GHOST, HOOKS, make_experiment(method="standard"))
+
+    for name in ("verification", "experiments", "methods"):
+        found = dict(zip(tables[name]["method"], tables[name]["mechanism"], strict=True))
+        assert found["opacus-ghost"] == "adaptive flat clipping"
+        assert found["opacus-hooks"] == "flat clipping"
+    verification = tables["verification"]
+    assert name_other_mechanisms(verification) == {"opacus-ghost": "adaptive flat clipping"}
+    assert name_holes(verification) == {"one: a": ["opacus-ghost"], "another: b": ["opacus-ghost"]}
+
+
+def test_a_method_that_is_not_private_is_no_other_mechanism(tmp_path) -> None:
+    write_synthetic_verdict(tmp_path, GHOST, mechanism="none")
+    tables_of(tmp_path, GHOST).get("verification").to_csv(tmp_path / "x.csv", index=False)
+    table = read_table(tmp_path / "x.csv")
+
+    assert table["mechanism"].tolist() == ["none"]
+    assert name_other_mechanisms(table) == {}
+    assert name_holes(table) == {}
 
 
 def test_without_a_verdict_nothing_is_known(tmp_path) -> None:

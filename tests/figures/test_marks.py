@@ -1,12 +1,13 @@
-"""Methods that are not verified bear a dagger in every figure, whoever drew it."""
+"""Methods that are not verified, or another mechanism, bear a sign in every figure."""
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from test_figures import FIGURES, draw, tables_of
 
-from dpprof.figures.marks import mark_unverified
+from dpprof.figures.marks import mark_methods
 
+DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 DAGGERED = "opacus-ghost \N{DAGGER}"
 
 
@@ -25,7 +26,8 @@ def texts_of(figure) -> list[str]:
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_method_is_marked_and_no_other(name, full) -> None:
     figure = draw(name, full)
-    assert mark_unverified(figure, {"opacus-ghost": "x", "opacus": "y"}) == ["opacus-ghost"]
+    found = mark_methods(figure, {DAGGER: {"opacus-ghost": "x", "opacus": "y"}})
+    assert found == {DAGGER: ["opacus-ghost"]}
 
     texts = texts_of(figure)
     assert DAGGERED in texts
@@ -38,7 +40,7 @@ def test_the_method_is_marked_and_no_other(name, full) -> None:
 def test_where_all_are_verified_nothing_changes(name, full) -> None:
     figure, untouched = draw(name, full), draw(name, full)
 
-    assert mark_unverified(figure, {}) == []
+    assert mark_methods(figure, {DAGGER: {}, DOUBLE_DAGGER: {}}) == {}
     assert texts_of(figure) == texts_of(untouched)
     assert figure.get_suptitle() == untouched.get_suptitle()
 
@@ -49,5 +51,26 @@ def test_a_legend_within_the_axes_is_marked_too() -> None:
     axis.plot([1, 2], label="opacus-ghost")
     axis.legend()
 
-    assert mark_unverified(figure, ["opacus-ghost"]) == ["opacus-ghost"]
+    assert mark_methods(figure, {DAGGER: ["opacus-ghost"]}) == {DAGGER: ["opacus-ghost"]}
     assert axis.get_legend().get_texts()[0].get_text() == DAGGERED
+
+
+def test_another_mechanism_has_a_sign_of_its_own_beside_the_first() -> None:
+    figure = Figure()
+    axis = figure.subplots()
+    axis.set_yticks([1, 2, 3], ["per-layer", "opacus-adaptive", "flash"])
+    marks = {DAGGER: ["opacus-adaptive"], DOUBLE_DAGGER: ["per-layer", "opacus-adaptive"]}
+
+    assert mark_methods(figure, marks) == {
+        DAGGER: ["opacus-adaptive"],
+        DOUBLE_DAGGER: ["opacus-adaptive", "per-layer"],
+    }
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        f"per-layer {DOUBLE_DAGGER}",
+        f"opacus-adaptive {DAGGER}{DOUBLE_DAGGER}",
+        "flash",
+    ]
+    assert figure.get_suptitle() == (
+        f"{DAGGER} not verified to compute the right gradient\n"
+        f"{DOUBLE_DAGGER} another mechanism than flat clipping"
+    )

@@ -56,6 +56,14 @@ def test_the_bound_moves_by_the_noisy_share_of_samples_within_it(quantile, seed)
     assert bound == pytest.approx(start * math.exp(-0.2 * (share - 0.5)), rel=1e-6)
 
 
+def test_the_noise_is_a_multiple_of_the_bound_that_it_clipped_to() -> None:
+    step, batch = prepare(METHOD, **FIELDS | {"max_grad_norm": 2.0})
+    step.compute_gradient(batch, lambda _: None)
+    (group,) = step.clip_groups()
+
+    assert step.noise_bound() == group.bound == step.optimizer.max_grad_norm != 2.0
+
+
 def test_the_bound_never_falls_below_one() -> None:
     assert step_from(1e-3)[1] == 1.0
 

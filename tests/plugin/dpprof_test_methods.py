@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
@@ -54,24 +55,32 @@ class Right(TrainingStep):
 
     one_at_a_time = True
 
-    def __init__(self, model, experiment):
-        super().__init__(model, experiment)
-        self.parameters = dict(model.named_parameters())
+    @property
+    def parameters(self):
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def compute_gradient(self, batch, enter):
         enter("forward")
         sums = self.start_sums()
         norms = []
         for tokens_T, labels_T in self.samples(batch):
-            loss = mean_loss(self.module(tokens_T[None]), labels_T[None])
+            loss = self.loss(self.module(tokens_T[None]), labels_T[None])
             gradients = torch.autograd.grad(loss, list(self.parameters.values()))
             norms.append(self.norms(dict(zip(self.parameters, gradients, strict=True))))
+            if not self.counts(loss):
+                continue
             factors = [clip_factor(norm, group.bound) for norm, group in self.with_groups(norms)]
             for name, gradient in zip(self.parameters, gradients, strict=True):
                 sums[name] += gradient * factors[self.group_of(name)]
-        self.found_norms = torch.stack(norms)
+        self.found_norms = torch.stack(norms) if norms else None
         for name, parameter in self.parameters.items():
-            parameter.grad = sums[name] / len(batch.tokens_BT)
+            parameter.grad = sums[name] / self.experiment.batch_size
+
+    def loss(self, logits_1TV, labels_1T):
+        return mean_loss(logits_1TV, labels_1T)
+
+    def counts(self, loss):
+        return bool(loss.isfinite())
 
     def with_groups(self, norms):
         return zip(norms[-1], self.clip_groups(), strict=True)
@@ -91,6 +100,8 @@ class Right(TrainingStep):
 
 class RightByParameter(Right):
     """Every parameter is clipped by itself."""
+
+    mechanism = "clipping by parameter"
 
     def clip_groups(self):
         count = len(self.parameters)
@@ -129,6 +140,155 @@ class Remembers(Right):
     def start_sums(self):
         self.sums = getattr(self, "sums", None) or super().start_sums()
         return self.sums
+
+
+class CountsPadding(Right):
+    """Takes tokens without a label for tokens whose loss is zero."""
+
+    def loss(self, logits_1TV, labels_1T):
+        losses = functional.cross_entropy(logits_1TV[0], labels_1T[0], reduction="none")
+        return losses.mean()
+
+
+class SaysFlat(RightByParameter):
+    """Clips every parameter to a bound of its own, and says nothing of that."""
+
+    mechanism = "flat clipping"
+
+
+class EachToC(RightByParameter):
+    """Clips every parameter to C: a whole sample can add more."""
+
+    def clip_groups(self):
+        bound = self.experiment.max_grad_norm
+        return [group._replace(bound=bound) for group in super().clip_groups()]
+
+
+class EachToCSilently(EachToC):
+    """Has the number, and no word on it."""
+
+    sensitivity = 100.0
+
+
+class EachToCTold(EachToC):
+    """Clips every parameter to C, and says so: the sum has a sensitivity of sqrt(k) C."""
+
+    sensitivity = 100.0
+
+
+class FlatWithASensitivity(Right):
+    """Declares a sensitivity of 2 C for what is called flat clipping."""
+
+    sensitivity = 2.0
+
+
+class SaysItClips(Standard):
+    """The mean gradient, under the name of a mechanism."""
+
+    mechanism = "flat clipping"
+
+
+class SaysItDoesNot(Right):
+    """Clips, and declares that it does not."""
+
+    mechanism = "none"
+
+
+class MovesTheNoise(Right):
+    """Clips to C, and scales its noise for half of that."""
+
+    def noise_bound(self):
+        return self.experiment.max_grad_norm / 2
+
+
+class PassesOn(Right):
+    """Knows the parameters that it was made for, and leaves others their whole gradient."""
+
+    def __init__(self, model, experiment):
+        super().__init__(model, experiment)
+        self.known = {name for name, p in model.named_parameters() if p.requires_grad}
+
+    def compute_gradient(self, batch, enter):
+        thawed = [p for name, p in self.parameters.items() if name not in self.known]
+        for parameter in thawed:
+            parameter.requires_grad_(False)
+        super().compute_gradient(batch, enter)
+        for parameter in thawed:
+            parameter.requires_grad_(True)
+        if thawed:
+            loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
+            for parameter, gradient in zip(thawed, torch.autograd.grad(loss, thawed), strict=True):
+                parameter.grad = gradient
+
+
+class LetsThrough(Right):
+    """Counts every sample, whatever its loss is."""
+
+    def counts(self, loss):  # noqa: ARG002
+        return True
+
+
+class ReAdds(Right):
+    """Adds what it finds in ``.grad`` to the sum before it divides."""
+
+    def start_sums(self):
+        zeros = super().start_sums()
+        found = {name: p.grad for name, p in self.parameters.items()}
+        return {n: zero if found[n] is None else zero + found[n] for n, zero in zeros.items()}
+
+
+class UpdatesFrozen(Right):
+    """Leaves a gradient on parameters that were frozen after it was made."""
+
+    def __init__(self, model, experiment):
+        super().__init__(model, experiment)
+        self.known = [p for p in model.parameters() if p.requires_grad]
+
+    def compute_gradient(self, batch, enter):
+        super().compute_gradient(batch, enter)
+        for parameter in self.known:
+            if not parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+
+
+class FreezesTheRest(Right):
+    """Leaves frozen parameters out of the model, and some others with them."""
+
+    def compute_gradient(self, batch, enter):
+        super().compute_gradient(batch, enter)
+        if len(self.parameters) < len(list(self.module.parameters())):
+            for parameter in list(self.parameters.values())[1:]:
+                parameter.grad = parameter.grad / 2
+
+
+class WaitsForNoise(Right):
+    """Leaves no gradient of an empty batch, and so no place for noise."""
+
+    def compute_gradient(self, batch, enter):
+        if len(batch.tokens_BT):
+            super().compute_gradient(batch, enter)
+
+
+class RefusesAll(Right):
+    """Refuses whatever is out of the ordinary."""
+
+    def __init__(self, model, experiment):
+        super().__init__(model, experiment)
+        self.known = set(self.parameters)
+
+    def compute_gradient(self, batch, enter):
+        if set(self.parameters) != self.known:
+            raise RuntimeError("parameters were frozen or thawed")
+        if not len(batch.tokens_BT):
+            raise RuntimeError("there are no samples")
+        if any(p.grad is not None for p in self.parameters.values()):
+            raise RuntimeError("gradients were not cleared")
+        super().compute_gradient(batch, enter)
+
+    def counts(self, loss):
+        if not loss.isfinite():
+            raise RuntimeError("a sample is not finite")
+        return True
 
 
 class MisstatesNorms(Right):
@@ -190,6 +350,17 @@ def build_linear(experiment):
     return nn.Sequential(nn.Embedding(11, 3), nn.Linear(3, 11, bias=False))
 
 
+class Tied(nn.Embedding):
+    """A table that is its own head."""
+
+    def forward(self, tokens):
+        return functional.linear(super().forward(tokens), self.weight)
+
+
+def build_tied(experiment):
+    return Tied(11, 3)
+
+
 def build_moody(experiment):
     """Computes something else whenever it is asked."""
 
@@ -198,7 +369,7 @@ def build_moody(experiment):
             if torch.rand(()).item() >= 0:
                 raise RuntimeError("not in the mood")
 
-    return Moody(11, 11)
+    return nn.Sequential(Moody(11, 3), nn.Linear(3, 11))
 
 
 BOARD = Target.model_validate(

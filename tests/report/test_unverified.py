@@ -11,7 +11,7 @@ from dpprof.report.verified import TITLE
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
 STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)
-DAGGER = "\N{DAGGER}"
+DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 
 
 @pytest.fixture
@@ -39,15 +39,36 @@ def test_the_summary_counts_them_and_names_the_others(document) -> None:
 def test_a_section_tells_error_reference_and_verdict(document) -> None:
     assert rows_of(document, TITLE) == [
         (
-            *("opacus-ghost", "all as one", "3.1e-02", "-", "microbatch and torch.func"),
+            *(
+                "opacus-ghost",
+                "flat clipping",
+                "all as one",
+                "3.1e-02",
+                "-",
+                "microbatch and torch.func",
+            ),
             *("failed", "relative error of the gradient: 3.1e-02"),
         ),
         (
-            *("opacus-hooks", "all as one", "1.0e-16", "-", "microbatch and torch.func"),
+            *(
+                "opacus-hooks",
+                "flat clipping",
+                "all as one",
+                "1.0e-16",
+                "-",
+                "microbatch and torch.func",
+            ),
             *("not verified", "the process ended"),
         ),
         (
-            *("standard", "all as one", "1.0e-16", "-", "microbatch and torch.func"),
+            *(
+                "standard",
+                "flat clipping",
+                "all as one",
+                "1.0e-16",
+                "-",
+                "microbatch and torch.func",
+            ),
             *("verified", "-"),
         ),
     ]
@@ -98,4 +119,60 @@ def test_groups_say_how_far_the_sum_can_move(tmp_path) -> None:
     runs = [(experiment, "clean", {}) for experiment in (GHOST, HOOKS)]
     rows = rows_of(build_document(tables_of_runs(tmp_path, *runs), []), TITLE)
 
-    assert [row[1] for row in rows] == ["14 groups", "14 groups, to 3.74 C in all"]
+    assert [row[2] for row in rows] == ["14 groups", "14 groups, to 3.74 C in all"]
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two mechanisms; the method of the other one is not verified, and both have holes."""
+    ill = "one non-finite sample: the gradient is not finite"
+    thawed = "a layer thawed after set-up: the gradient is not the reference's"
+    told = {"mechanism": "adaptive flat clipping", "reason": "the process ended"}
+    write_synthetic_verdict(tmp_path, GHOST, None, holes=[thawed, ill], **told)
+    write_synthetic_verdict(tmp_path, HOOKS, holes=[ill])
+    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, HOOKS)]
+    return build_document(tables_of_runs(tmp_path, *runs), [])
+
+
+def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mixed) -> None:
+    ghost = f"opacus-ghost{DAGGER}{DOUBLE_DAGGER}"
+
+    assert [row[1] for row in rows_of(mixed, TITLE)] == [
+        "adaptive flat clipping",
+        "flat clipping",
+        "flat clipping",
+    ]
+    assert {row[3] for row in rows_of(mixed, "Comparison")} == {ghost, "opacus-hooks", "standard"}
+    assert ghost in " ".join(mixed.sections[0].blocks[0].items)
+    captions = [b.caption for s in mixed.sections for b in s.blocks if b.kind == "table"]
+    note = f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}"
+    assert sum(note in caption for caption in captions) == 2
+    assert (
+        f"By another mechanism than flat clipping: opacus-ghost; marked {DOUBLE_DAGGER}."
+        in mixed.headline
+    )
+    assert r"\textdaggerdbl{}" in render_latex(mixed)
+
+
+def test_holes_are_told_once_each_with_the_methods(mixed) -> None:
+    section = next(section for section in mixed.sections if section.title == TITLE)
+    (holes,) = [block.items for block in section.blocks if block.kind == "bullets"]
+
+    assert holes == (
+        "a layer thawed after set-up: the gradient is not the reference's (opacus-ghost)",
+        "one non-finite sample: the gradient is not finite (opacus-ghost, opacus-hooks)",
+    )
+
+
+def test_without_holes_nothing_is_said_of_them(document) -> None:
+    section = next(section for section in document.sections if section.title == TITLE)
+
+    assert [block.kind for block in section.blocks] == ["table"]
+
+
+def test_the_pdf_has_both_signs(mixed, tmp_path) -> None:
+    write_report(mixed, tmp_path, "typst")
+    text = "".join(page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages)
+
+    assert DAGGER in text
+    assert DOUBLE_DAGGER in text

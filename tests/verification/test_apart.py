@@ -11,7 +11,7 @@ import pytest
 from test_scripts import run
 
 from dpprof.lock import hold_one
-from dpprof.verdict import read_verdict, verdict_path
+from dpprof.verdict import Findings, judged, read_verdict, verdict_path
 from dpprof.verification import apart
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
@@ -34,8 +34,15 @@ def test_a_verdict_is_left_and_told(tmp_path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "dpprof: opacus-ghost on test-linear: verified, largest relative error" in done.stderr
+    assert "; holes: a layer thawed after set-up: the gradient is not the ref" in done.stderr
     assert (verdict.passed, verdict.references) == (True, ["microbatch", "torch.func"])
-    assert verdict.max_relative_error == max(one.max_relative_error for one in verdict.cases)
+    errors = [one.max_relative_error for one in judged(verdict.cases)]
+    assert verdict.max_relative_error == max(errors)
+    assert verdict.mechanism == "flat clipping"
+    assert verdict.holes == [
+        "a layer thawed after set-up: the gradient is not the reference's",
+        "one non-finite sample: the gradient is not finite",
+    ]
     assert set(verdict.provenance) == {"git", "python", "packages"}
 
 
@@ -45,6 +52,7 @@ def test_a_method_that_ends_the_process_leaves_a_verdict_all_the_same(tmp_path) 
 
     assert done.returncode == 0, done.stderr
     assert (verdict.passed, verdict.cases) == (None, [])
+    assert (verdict.mechanism, verdict.holes) == (None, [])
     assert "ended with signal 9" in verdict.reason
 
 
@@ -74,7 +82,7 @@ def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
 
 
 def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(apart, "_ask_child", lambda *_: ([], "nothing"))
+    monkeypatch.setattr(apart, "_ask_child", lambda *_: (Findings(None, []), "nothing"))
     with hold_one(["cpu"], lambda: None, shared=True):
         apart.verify_apart("built-in", "standard", tmp_path / "beside.json")
     assert (tmp_path / "beside.json").exists()

@@ -7,8 +7,9 @@ from pathlib import Path
 import _source_tree  # noqa: F401
 from dpprof.analysis.advice import Advice, advise
 from dpprof.analysis.frames import target_text
-from dpprof.analysis.verified import DAGGER, read_standings
+from dpprof.analysis.verified import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
 from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.mechanisms import is_other_mechanism
 from dpprof.progress import tell_result
 from dpprof.sealed import ResultError
 from dpprof.sources import verdict_digest
@@ -45,11 +46,17 @@ def tell(advice: Advice) -> str:
         said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
         if close:
             said.append(f"Too close to tell apart from it: {', '.join(close)}.")
-    width = max(len(option.method) for option in advice.options) + len(DAGGER)
+    marks: Marks = {
+        DAGGER: [option.method for option in advice.options if not option.verified],
+        DOUBLE_DAGGER: [
+            option.method for option in advice.options if is_other_mechanism(option.mechanism)
+        ],
+    }
+    names = {option.method: option.method + sign(option.method, marks) for option in advice.options}
+    width = max(len("method"), *map(len, names.values()))
     said.append(f"{'method':{width}}  {'verdict':12}  safe batch  tokens/s at most  FLOPs x")
     for option in advice.options:
-        name = option.method if option.verified else f"{option.method}{DAGGER}"
-        row = f"{name:{width}}  {option.verdict:12}"
+        row = f"{names[option.method]:{width}}  {option.verdict:12}"
         if option.message is not None:
             said.append(f"{row}  {option.message}")
             continue
@@ -59,11 +66,13 @@ def tell(advice: Advice) -> str:
             _number(option.dp_flop_multiplier, ".2f").rjust(len("FLOPs x")),
         )
         said.append("  ".join([row, *cells]))
-    if not all(option.verified for option in advice.options):
+    if marks[DAGGER]:
         said.append(
             f"{DAGGER} Not verified here to compute the right gradient; "
             "workflow/scripts/verify_method.py --output results/verify/<model>-<method>.json does."
         )
+    if marks[DOUBLE_DAGGER]:
+        said.append(f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.")
     said += [f"Memory: {advice.sure_of_memory}.", f"Time: {advice.sure_of_time}."]
     return "\n".join(said)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import _source_tree  # noqa: F401
 from dpprof import catalogue
 from dpprof.analysis.frames import TableFolder
-from dpprof.analysis.verified import DAGGER, name_unverified
-from dpprof.figures.marks import mark_unverified
+from dpprof.analysis.verified import find_marks
+from dpprof.figures.marks import MEANINGS, mark_methods
 from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
 from dpprof.report.document import Drawing
 from dpprof.storage import write_atomically
@@ -35,19 +35,20 @@ def main() -> None:
         draw = catalogue.load("figures", arguments.figure)
     except (InputError, catalogue.EntryPointError) as error:
         sys.exit(f"error: {error}")
-    missing, unverified = None, []
+    missing = None
+    marked: dict[str, list[str]] = {}
     try:
         tables = TableFolder(arguments.tables)
         figure = draw(tables)
-        unverified = mark_unverified(figure, name_unverified(tables["verification"]))
+        marked = mark_methods(figure, find_marks(tables["verification"]))
     except NothingToDrawError as nothing:
         missing = str(nothing)
         figure = say_nothing_to_draw(f"Nothing to draw: {missing}.")
     except OSError as error:
         sys.exit(f"error: {error}")
     caption = catalogue.caption("figures", arguments.figure)
-    if unverified:
-        caption += f" {DAGGER} Not verified: {', '.join(unverified)}."
+    for one, methods in marked.items():
+        caption += f" {one} {MEANINGS[one]}: {', '.join(methods)}."
     drawing = Drawing(name=arguments.figure, caption=caption, missing=missing)
     for output in arguments.output:
         if output.suffix == ".json":

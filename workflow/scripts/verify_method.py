@@ -47,7 +47,8 @@ def tell(verdict: Verdict) -> str:
     error = verdict.max_relative_error
     how = "" if error is None else f", largest relative error {error:.1e}"
     why = f": {ascii(verdict.reason)[1:-1][:300]}" if verdict.reason else ""
-    return f"{verdict.method} on {verdict.model}: {said}{how}{why}"
+    holes = f"; holes: {', '.join(verdict.holes)}" if verdict.holes else ""
+    return f"{verdict.method} on {verdict.model}: {said}{how}{why}{holes}"
 
 
 def main() -> None:

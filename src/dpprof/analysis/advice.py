@@ -3,7 +3,8 @@
 It rests on capacity results alone. Memory is predicted storage by storage. Time is not
 predicted: the roofline says how fast a step could be at best, and methods that differ by
 less than ``CLOSE`` in that are not told apart. A method whose gradient was found to be wrong
-is never advised; one that nobody verified is, and says so.
+is never advised; one that nobody verified is, and says so, as does another mechanism than flat
+clipping.
 """
 
 from collections import defaultdict
@@ -17,6 +18,7 @@ from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
 from dpprof.analysis.groups import setting_key
 from dpprof.analysis.verified import UNKNOWN
+from dpprof.mechanisms import NO_CLIPPING
 from dpprof.result import Result
 from dpprof.verdict import Standing
 
@@ -38,6 +40,9 @@ class Option(_Frozen):
     method: str
     verdict: Verdict
     private: bool
+    mechanism: str | None = Field(
+        None, description="what makes it private; null: nobody looked at the method"
+    )
     verified: bool | None = Field(
         None, description="whether its gradient is the reference's; null: nobody looked"
     )
@@ -128,12 +133,13 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
 def _describe(result: Result, standing: Standing) -> Option:
     """Say what is known of a method, and what speaks against it; speed is judged afterwards."""
     experiment, capacity, compute = result.experiment, result.capacity, result.compute
-    private = experiment.method != BASELINE
+    private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
     if capacity is None or compute is None:
         return Option(
             method=experiment.method,
             verdict="does not fit" if result.outcome == "oom" else "failed",
             private=private,
+            mechanism=standing.mechanism,
             verified=standing.verified,
             message=result.error.message if result.error else result.outcome,
         )
@@ -151,6 +157,7 @@ def _describe(result: Result, standing: Standing) -> Option:
         method=experiment.method,
         verdict=verdict,
         private=private,
+        mechanism=standing.mechanism,
         verified=standing.verified,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,

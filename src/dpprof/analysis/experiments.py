@@ -42,6 +42,7 @@ _COLUMNS = [
     "step_floor",
     "step_verdict",
     "peak_ratio",
+    "mechanism",
     "verified",
     "max_relative_error",
 ]
@@ -67,6 +68,7 @@ def tabulate_experiments(
     for group in groups:
         standing = standings.get(group.experiment.id, UNKNOWN)
         row = _describe(group) | {
+            "mechanism": standing.mechanism,
             "verified": standing.verified,
             "max_relative_error": standing.max_relative_error,
         }

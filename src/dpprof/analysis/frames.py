@@ -37,7 +37,7 @@ _TEXTS = {
         "figure",
         "source",
     ),
-    *("verdict", "limited_by", "message", "reference"),
+    *("verdict", "limited_by", "message", "reference", "mechanism", "holes"),
     *("smallest", "fastest", "fastest_verdict", "not_slower"),
 }
 

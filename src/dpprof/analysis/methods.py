@@ -11,6 +11,7 @@ _COLUMNS = [
     "method",
     "experiments",
     *(f"{ratio}_{name}" for ratio in _RATIOS for name in ("count", "median", "min", "max")),
+    "mechanism",
     "verified",
     "max_relative_error",
 ]
@@ -37,6 +38,7 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
             found = {"median": known.median(), "min": known.min(), "max": known.max()}
             row |= {f"{ratio}_count": len(known)}
             row |= {f"{ratio}_{name}": value for name, value in found.items()}
+        row["mechanism"] = next(iter(group["mechanism"].dropna()), None)
         row["verified"] = _all_verified(group["verified"])
         row["max_relative_error"] = group["max_relative_error"].astype(float).max()
         rows.append(row)

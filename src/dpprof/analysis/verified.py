@@ -1,17 +1,24 @@
 """What verdicts say about the methods of experiments."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
 
 from dpprof.analysis.frames import axes_of, make_frame
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import is_other_mechanism
 from dpprof.sources import verified_as
-from dpprof.verdict import Standing, read_verdict
+from dpprof.verdict import Standing, read_verdict, split_holes
 
 DAGGER = "\N{DAGGER}"
 """Marks what is not verified, wherever a method is named beside its numbers."""
+
+DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"
+"""Marks what is private by another mechanism than flat clipping, likewise."""
+
+Marks = Mapping[str, Collection[str]]
+"""From signs to the methods that bear them."""
 
 UNKNOWN = Standing(None, "there is no verdict on it yet")
 _COLUMNS = ["model", "attention", "method", *Standing._fields]
@@ -73,3 +80,44 @@ def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
     """
     rows = verification[~verification["verified"].eq(True)]
     return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))
+
+
+def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
+    """Name the methods that are private in another way than by flat clipping, each with its own.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    pairs = zip(verification["method"], verification["mechanism"], strict=True)
+    return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
+
+
+def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
+    """Name the ways in which guarantees were seen to be lost, each with the methods.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    methods: dict[str, list[str]] = {}
+    rows = verification[verification["holes"].notna()]
+    for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():
+        for hole in split_holes(holes):
+            methods.setdefault(hole, []).append(str(method))
+    return methods
+
+
+def find_marks(verification: pd.DataFrame) -> Marks:
+    """Say which methods bear which sign beside their numbers.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    return {
+        DAGGER: name_unverified(verification),
+        DOUBLE_DAGGER: name_other_mechanisms(verification),
+    }
+
+
+def sign(name: str, marks: Marks) -> str:
+    """Give the signs that a method bears; empty for most."""
+    return "".join(one for one, methods in marks.items() if name in methods)

@@ -1,8 +1,9 @@
 """What every method offers: one training step, told phase by phase.
 
 Privacy unit and definitions, the same for every method: a sample is one sequence of T
-tokens, its loss is the mean cross-entropy over its tokens, and its gradient is clipped
-to an L2 norm of at most C over all parameters together (flat clipping). A private step
+tokens, its loss is the mean cross-entropy over its labelled tokens, and its gradient is
+clipped to an L2 norm of at most C over all parameters together (flat clipping), unless a
+method declares another mechanism. A private step
 applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches
 differ by one sample added or removed; sensitivity of the sum is C.
 
@@ -19,7 +20,11 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.experiment import Experiment
+from dpprof.mechanisms import FLAT
 from dpprof.result import Component, NormChoice, Phase
+
+UNLABELLED = -100
+"""The label of a token that no loss counts, as PyTorch's cross-entropy has it."""
 
 Enter = Callable[[Phase], None]
 """Called as a phase begins; it lasts until the next one or the end of the step."""
@@ -82,6 +87,15 @@ class TrainingStep(ABC):
     births: ClassVar[Mapping[str, Component]] = {}
     """Components by the function (``module:function``) in whose code they are born."""
 
+    mechanism: ClassVar[str] = FLAT
+    """What makes the step private. A method that clips in another way than all parameters as
+    one to ``max_grad_norm`` names its own; one that clips nothing says ``NO_CLIPPING``."""
+
+    sensitivity: ClassVar[float] = 1.0
+    """By how much one sample, added or removed, can change the sum before noise: an L2 norm,
+    over ``noise_bound()``. Above 1 it takes another ``mechanism`` and a docstring of the class
+    that states the sensitivity."""
+
     one_at_a_time: ClassVar[bool] = False
     """Whether samples are processed one after another, so that of a larger batch only its
     tokens take more memory."""
@@ -108,6 +122,13 @@ class TrainingStep(ABC):
         """
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         return [ClipGroup(trainable, self.experiment.max_grad_norm)]
+
+    def noise_bound(self) -> float:
+        """Tell the bound of which the noise was a multiple last: sigma times it.
+
+        It is ``max_grad_norm``, unless the method moves it.
+        """
+        return self.experiment.max_grad_norm
 
     def sample_norms(self) -> Tensor | None:
         """Tell the L2 norms of the samples' gradients that ``compute_gradient`` found last.
@@ -155,5 +176,20 @@ class TrainingStep(ABC):
 
 
 def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Average the cross-entropy over all tokens of all samples; a scalar."""
-    return functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
+    """Average the samples' losses; a scalar."""
+    return sample_losses(logits_BTV, labels_BT).mean()
+
+
+def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Average the cross-entropy over the labelled tokens of each sample; (B,).
+
+    A sample without any has the loss 0.
+    """
+    losses = functional.cross_entropy(
+        logits_BTV.flatten(0, 1),
+        labels_BT.flatten(),
+        ignore_index=UNLABELLED,
+        reduction="none",
+    )
+    labelled_B = (labels_BT != UNLABELLED).sum(1).clamp(min=1)
+    return losses.view(labels_BT.shape).sum(1) / labelled_B

@@ -1,6 +1,6 @@
 """What methods of this repository share: a ``Clipping``, and Opacus's noise.
 
-Shape legend: B batch, T tokens, V vocabulary.
+Shape legend: B batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
+from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, sample_losses
 from dpprof.result import Component, NormChoice
 
 
@@ -98,11 +97,3 @@ class ClippedStep(TrainingStep):
             yield
         finally:
             self.clipping.watch = before
-
-
-def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Average the cross-entropy over the tokens of each sample; (B,)."""
-    losses = functional.cross_entropy(
-        logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="none"
-    )
-    return losses.view(labels_BT.shape).mean(1)

@@ -25,7 +25,8 @@ class Microbatch(TrainingStep):
         UnsupportedError: ``reentrant`` checkpointing, which ``torch.autograd.grad`` refuses.
 
     Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under
-    adding or removing one sample.
+    adding or removing one sample. A sample whose loss or gradient is not finite adds nothing;
+    a batch without samples leaves noise alone.
     """
 
     one_at_a_time = True
@@ -53,11 +54,14 @@ class Microbatch(TrainingStep):
             gradients = torch.autograd.grad(loss, parameters)
             enter("clip")
             norms = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
-            factor = clip_factor(torch.linalg.vector_norm(norms), bound)
+            norm = torch.linalg.vector_norm(norms)
+            factor = clip_factor(norm, bound)
+            # Masked, not multiplied: zero times what is not finite is not finite.
+            left_out = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
             for total, gradient in zip(sums, gradients, strict=True):
-                total.add_(gradient * factor)
+                total.add_((gradient * factor).masked_fill_(left_out, 0.0))
             # Or they would stay beside the next sample's.
-            del gradient, gradients, norms, factor
+            del gradient, gradients, norms, norm, factor, left_out
         enter("noise")
         scale = self.experiment.noise_multiplier * bound
         for parameter, total in zip(parameters, sums, strict=True):

@@ -16,7 +16,7 @@ B <= 10 sigma. With a noise multiplier of zero the gradient has no noise, the co
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from opacus.utils.adaptive_clipping import DPTensorFastGradientAdaptiveClipping
@@ -72,6 +72,7 @@ class OpacusAdaptive(OpacusTwoPass):
         UnsupportedError: In a step whose batch has no more than 10 sigma samples.
     """
 
+    mechanism: ClassVar[str] = "adaptive flat clipping"
     use_ghost_clipping = True
     criterion_type = _AdaptiveCriterion
 
@@ -88,4 +89,8 @@ class OpacusAdaptive(OpacusTwoPass):
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Tell the bound to which the step moved before it clipped; nothing is added to norms."""
         (group,) = super().clip_groups()
-        return [group._replace(bound=float(self.module.max_grad_norm), epsilon=0.0)]
+        return [group._replace(bound=self.noise_bound(), epsilon=0.0)]
+
+    def noise_bound(self) -> float:
+        """Tell the bound to which the step moved; its optimizer scales the noise by the same."""
+        return float(self.optimizer.max_grad_norm)

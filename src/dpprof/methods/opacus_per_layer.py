@@ -9,6 +9,7 @@ over all parameters, so each is scaled and summed as soon as its own norms are k
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from opacus.optimizers import DPPerLayerOptimizer
 from torch import nn
@@ -36,6 +37,8 @@ class OpacusPerLayer(OpacusHooks):
             into the parameter's dtype, as ``DPOptimizer`` does, and PyTorch refuses the sum.
     """
 
+    mechanism: ClassVar[str] = "per-parameter clipping"
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if experiment.dtype == "bfloat16":
             raise UnsupportedError("Opacus's per-layer optimizer does not work under autocast")
@@ -54,5 +57,6 @@ class OpacusPerLayer(OpacusHooks):
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Tell that each parameter is clipped by itself."""
         bounds = self.optimizer.max_grad_norms
-        pairs = zip(self.optimizer.params, bounds, strict=True)
+        # As Opacus pairs them: bounds are alike, and one is left for each that was frozen since.
+        pairs = zip(self.optimizer.params, bounds, strict=False)
         return [ClipGroup([parameter], bound) for parameter, bound in pairs]

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.methods.base import ClipGroup
@@ -18,6 +19,7 @@ class PerLayer(ClippedStep):
     has L2 sensitivity ``max_grad_norm`` under adding or removing one sample.
     """
 
+    mechanism: ClassVar[str] = "per-layer clipping"
     clipping_type = PerLayerClipping
     clipping: PerLayerClipping
 

@@ -1,12 +1,16 @@
 """Non-private training: the baseline of every ratio."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
+from dpprof.mechanisms import NO_CLIPPING
 from dpprof.methods.base import Batch, ClipGroup, Enter, TrainingStep, mean_loss
 
 
 class Standard(TrainingStep):
     """Plain SGD or AdamW on the mean loss; nothing is clipped, no noise is added."""
+
+    mechanism: ClassVar[str] = NO_CLIPPING
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from dpprof.analysis.composition import choose, compose
-from dpprof.analysis.verified import name_unverified
+from dpprof.analysis.verified import find_marks
 from dpprof.report import books, kernels, measured, outcomes
 from dpprof.report.advised import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
@@ -20,7 +20,7 @@ from dpprof.report.document import (
 )
 from dpprof.report.findings import tell_books, tell_findings
 from dpprof.report.verified import TITLE as VERIFICATION
-from dpprof.report.verified import count_verified, mark_unverified, tell_verification
+from dpprof.report.verified import count_verified, mark_methods, tell_verification
 from dpprof.result import OUTCOMES
 
 Tables = Mapping[str, pd.DataFrame]
@@ -97,7 +97,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             if blocks
         ),
     )
-    return mark_unverified(document, name_unverified(tables["verification"]))
+    return mark_methods(document, find_marks(tables["verification"]))
 
 
 def _name_predictions(composition: pd.DataFrame) -> str:

@@ -26,6 +26,7 @@ _SPECIAL = {
     "`": r"\textasciigrave{}",
     "'": r"\textquotesingle{}",
     "\N{DAGGER}": r"\textdagger{}",
+    "\N{DOUBLE DAGGER}": r"\textdaggerdbl{}",
     # After the end of a row these would be read as its arguments.
     **{character: f"{{{character}}}" for character in "[]*"},
 }

@@ -6,18 +6,33 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.verified import DAGGER, name_unverified
+from dpprof.analysis.verified import (
+    DAGGER,
+    DOUBLE_DAGGER,
+    Marks,
+    name_holes,
+    name_other_mechanisms,
+    name_unverified,
+    sign,
+)
 from dpprof.report.cells import Cell, column, plural, tabulate, text_of
 from dpprof.report.document import Bullets, Document, Paragraph, Picture, Table
 from dpprof.verdict import TOLERANCE
 
 TITLE = "Do the methods compute the same gradient?"
 
+_NOTES: Mapping[str, str] = {
+    DAGGER: f"{DAGGER} Not verified, see: {TITLE}",
+    DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}",
+}
+
 _VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
 
 
-def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph]:
-    """Say how far each method's gradient is from the reference's; nothing without methods.
+def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bullets]:
+    """Say how far each gradient is from the reference's, and what guarantees are lost.
+
+    Nothing without methods.
 
     Args:
         verification: The table ``verification``.
@@ -30,6 +45,7 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph]:
     }
     columns |= {
         "method": column("method"),
+        "mechanism": lambda row: text_of(row["mechanism"]),
         "clips": _clips,
         "error of gradients": _error("max_relative_error"),
         "of norms": _error("max_relative_error_of_norms"),
@@ -46,7 +62,22 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph]:
         "compared with the mean gradient, one that clips in groups with the same groups."
     )
     text = tuple(name for name in columns if name not in ("error of gradients", "of norms"))
-    return [tabulate(caption, columns, verification, text, "results/tables/verification.csv")]
+    table = tabulate(caption, columns, verification, text, "results/tables/verification.csv")
+    return [table, *_tell_holes(verification)]
+
+
+def _tell_holes(verification: pd.DataFrame) -> list[Paragraph | Bullets]:
+    """Say where guarantees were seen to be lost; nothing where none was."""
+    holes = name_holes(verification)
+    if not holes:
+        return []
+    said = (
+        "A right gradient is no guarantee yet. Methods were tried with parameters frozen and a "
+        "layer thawed after set-up, a sample that is not finite, an empty batch and gradients that "
+        "were not cleared. To refuse is right; these went on otherwise than by the definition:"
+    )
+    items = tuple(f"{hole} ({', '.join(methods)})" for hole, methods in holes.items())
+    return [Paragraph(text=said), Bullets(items=items)]
 
 
 def _error(name: str) -> Cell:
@@ -77,26 +108,32 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     )
     for what, names in (("failed", failed), ("not verified", unverified.keys() - failed)):
         said += f"; {what}: {', '.join(sorted(names))}" if names else ""
-    return [f"{said}; marked {DAGGER}." if unverified else f"{said}."]
+    told = [f"{said}; marked {DAGGER}." if unverified else f"{said}."]
+    if others := sorted(name_other_mechanisms(verification)):
+        told.append(
+            f"By another mechanism than flat clipping: {', '.join(others)}; marked {DOUBLE_DAGGER}."
+        )
+    return told
 
 
-def mark_unverified(document: Document, unverified: Mapping[str, str]) -> Document:
-    """Put a dagger behind methods that are not verified, in tables and in what was found.
+def mark_methods(document: Document, marks: Marks) -> Document:
+    """Put signs behind methods' names, in tables and in what was found.
 
     Args:
         document: The report; the section that tells the verdicts is left as it is.
-        unverified: From methods to reasons.
+        marks: Which methods bear which sign.
     """
-    if not unverified:
+    names = {name for methods in marks.values() for name in methods}
+    if not names:
         return document
     # The longest first: a method's name may begin with another's.
-    names = "|".join(map(re.escape, sorted(unverified, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<![\w-])({names})(?![\w-])")
+    either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     sections = (
         section
         if section.title == TITLE
         else section.model_copy(
-            update={"blocks": tuple(_mark(block, pattern) for block in section.blocks)}
+            update={"blocks": tuple(_mark(block, pattern, marks) for block in section.blocks)}
         )
         for section in document.sections
     )
@@ -104,20 +141,22 @@ def mark_unverified(document: Document, unverified: Mapping[str, str]) -> Docume
 
 
 def _mark(
-    block: Paragraph | Bullets | Table | Picture, pattern: re.Pattern[str]
+    block: Paragraph | Bullets | Table | Picture, pattern: re.Pattern[str], marks: Marks
 ) -> Paragraph | Bullets | Table | Picture:
     if isinstance(block, Bullets):
-        items = tuple(pattern.sub(rf"\1{DAGGER}", item) for item in block.items)
+        items = tuple(
+            pattern.sub(lambda name: name[0] + sign(name[0], marks), item) for item in block.items
+        )
         return block.model_copy(update={"items": items})
     if not isinstance(block, Table) or "method" not in block.header:
         return block
     at = block.header.index("method")
     cells = [row[at] for row in block.rows]
-    if not any(pattern.fullmatch(cell) for cell in cells):
+    notes = [note for one, note in _NOTES.items() if set(cells).intersection(marks.get(one, ()))]
+    if not notes:
         return block
     rows = tuple(
-        (*row[:at], f"{row[at]}{DAGGER}" if pattern.fullmatch(row[at]) else row[at], *row[at + 1 :])
-        for row in block.rows
+        (*row[:at], f"{row[at]}{sign(row[at], marks)}", *row[at + 1 :]) for row in block.rows
     )
-    note = f"{DAGGER} Not verified, see: {TITLE}"
-    return block.model_copy(update={"rows": rows, "caption": f"{block.caption} {note}"})
+    caption = " ".join([block.caption, *notes])
+    return block.model_copy(update={"rows": rows, "caption": caption})

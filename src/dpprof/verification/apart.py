@@ -10,7 +10,16 @@ from dpprof.lock import hold_one
 from dpprof.provenance import describe_git, package_versions
 from dpprof.sources import verdict_digest
 from dpprof.storage import check_writable
-from dpprof.verdict import SCHEMA_VERSION, TOLERANCE, Case, Verdict, judge, write_verdict
+from dpprof.verdict import (
+    SCHEMA_VERSION,
+    TOLERANCE,
+    Findings,
+    Verdict,
+    judge,
+    judged,
+    name_holes,
+    write_verdict,
+)
 
 TIMEOUT_S = 300
 """A verification takes seconds; one that takes this long is taken to hang."""
@@ -39,7 +48,7 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
 
     with hold_one(["cpu"], waiting, shared=True):
         start = time.monotonic()
-        cases, ended = _ask_child(model, method)
+        (mechanism, cases), ended = _ask_child(model, method)
         wall_s = time.monotonic() - start
     passed, reason = judge(cases)
     return write_verdict(
@@ -47,13 +56,15 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
         {
             "model": model,
             "method": method,
+            "mechanism": mechanism,
             "passed": passed,
             "reason": ended or reason,
             "schema_version": SCHEMA_VERSION,
             "tolerance": TOLERANCE,
-            "max_relative_error": _largest([one.max_relative_error for one in cases]),
+            "holes": name_holes(cases),
+            "max_relative_error": _largest([one.max_relative_error for one in judged(cases)]),
             "max_relative_error_of_norms": _largest(
-                [one.max_relative_error_of_norms for one in cases]
+                [one.max_relative_error_of_norms for one in judged(cases)]
             ),
             "references": sorted({name for one in cases for name in one.references}),
             "cases": cases,
@@ -72,12 +83,12 @@ def _largest(errors: list[float | None]) -> float | None:
     return max((error for error in errors if error is not None), default=None)
 
 
-def _ask_child(model: str, method: str) -> tuple[list[Case], str | None]:
-    """Have a child do it; returns the cases, or how the child ended without telling any."""
+def _ask_child(model: str, method: str) -> tuple[Findings, str | None]:
+    """Have a child do it; returns what it found, or how the child ended without telling any."""
     try:
-        cases: list[Case] = ask_child(
+        found: Findings = ask_child(
             "verification", _VERIFY, "verify", model, method, timeout_s=TIMEOUT_S
         )
     except UnansweredError as error:
-        return [], str(error)
-    return cases, None
+        return Findings(None, []), str(error)
+    return found, None

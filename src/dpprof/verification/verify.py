@@ -1,72 +1,37 @@
-"""Compares a method with references: same weights, same batch, no noise, float64.
+"""Compares a method with references: same weights, same batch, no noise, float64."""
 
-The model is a small one of the same layer types, its weights moved away from where they
-start, since some gradients are too regular there to tell methods apart. Bounds lie
-between the samples' norms, so that some samples are clipped and some are not.
-"""
-
-import copy
 import math
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import Tensor
 
 from dpprof import catalogue
 from dpprof.catalogue import UnsupportedError
-from dpprof.devices.cpu import Cpu
-from dpprof.experiment import Dimensions, Experiment
-from dpprof.instruments.setup import make_batch
-from dpprof.methods.base import Batch, TrainingStep
+from dpprof.experiment import Experiment
+from dpprof.mechanisms import NO_CLIPPING
+from dpprof.methods.base import TrainingStep
 from dpprof.methods.microbatch import Microbatch
-from dpprof.models.build import build_model
-from dpprof.models.precision import apply_dtype
-from dpprof.verdict import BUILT_IN, TOLERANCE, Case
+from dpprof.verdict import GRADIENT_SCENARIOS, TOLERANCE, Case, Findings, Scenario
 from dpprof.verification import reference
+from dpprof.verification.guarantees import GUARANTEES, RefusedError
+from dpprof.verification.mechanism import complain_of_mechanism, find_sensitivity
 from dpprof.verification.reference import Group
+from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look
+from dpprof.verification.subjects import Subject, describe, prepare
 
-REDUCED = Dimensions(vocab_size=11, d_model=12, layers=2, heads=3)
-"""So few tokens that most sequences repeat one, which norms of embeddings must get right."""
-
-SEQ_LEN = 9
 BATCH_SIZES = (1, 4)
 ATTENTIONS: tuple[str, ...] = get_args(Experiment.model_fields["attention"].annotation)
 
-STEPS = 2
-"""What one step leaves behind must not reach the next."""
+SPECIAL = ("sdpa", 4)
+"""The attention and the batch size of every scenario but the plain one."""
 
 _MESSAGE_LIMIT = 500
 
 
-class WrongError(Exception):
-    """A method does something that no gradient could make good; says what."""
-
-
-class _Subject(NamedTuple):
-    """What is trained, and what is known of it."""
-
-    experiment: Experiment
-    model: nn.Module
-    batch: Batch
-    samples: Sequence[Tensor]
-    """Of the samples, the gradients before clipping, as the reference has them."""
-
-    by_loop: Tensor
-    """The clipped gradient that ``microbatch`` finds; (sum of P,)."""
-
-
-class _Step(NamedTuple):
-    """What a method said and did in one step."""
-
-    groups: list[Group]
-    gradient: Tensor
-    norms: Tensor | None
-
-
-def verify(model: str, method: str) -> list[Case]:
+def verify(model: str, method: str) -> Findings:
     """Compare a method on a model with the references, in every case.
 
     Args:
@@ -74,30 +39,28 @@ def verify(model: str, method: str) -> list[Case]:
         method: A method's name.
     """
     torch.set_num_threads(1)
-    return [
+    cases = [
         verify_case(model, method, attention, batch_size)
         for attention in ATTENTIONS
         for batch_size in BATCH_SIZES
     ]
+    plain = next(one for one in cases if (one.attention, one.batch_size) == SPECIAL)
+    cases += [verify_case(model, method, *SPECIAL, scenario) for scenario in GRADIENT_SCENARIOS[1:]]
+    mechanism = _find_mechanism(method)
+    if mechanism != NO_CLIPPING:
+        cases += [try_guarantee(model, method, plain, scenario) for scenario in GUARANTEES]
+    return Findings(mechanism, cases)
 
 
-def verify_case(model: str, method: str, attention: str, batch_size: int) -> Case:
+def verify_case(
+    model: str, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
+) -> Case:
     """Compare in one case; whatever goes wrong is in the case."""
-    experiment = Experiment.model_validate(
-        {
-            "model": REDUCED if model == BUILT_IN else model,
-            "method": method,
-            "batch_size": batch_size,
-            "seq_len": SEQ_LEN,
-            "dtype": "float64",
-            "attention": attention,
-            "device": "cpu",
-            "noise_multiplier": 0.0,
-        }
-    )
-    known: dict[str, Any] = {"attention": attention, "batch_size": batch_size}
+    known: dict[str, Any] = {"scenario": scenario}
+    known |= {"attention": attention, "batch_size": batch_size}
     try:
-        subject = _prepare(experiment)
+        subject = prepare(describe(model, method, attention, batch_size), scenario)
+        by_loop = next(_take_steps(Microbatch, subject)).gradient
     except UnsupportedError as error:
         return Case(**known, outcome="unsupported", reason=str(error))
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
@@ -105,7 +68,7 @@ def verify_case(model: str, method: str, attention: str, batch_size: int) -> Cas
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
     known["max_grad_norm"] = subject.experiment.max_grad_norm
     try:
-        return _compare(subject, known)
+        return _compare(subject, by_loop, known)
     except UnsupportedError as error:
         return Case(**known, outcome="unsupported", reason=str(error))
     except WrongError as error:
@@ -115,89 +78,78 @@ def verify_case(model: str, method: str, attention: str, batch_size: int) -> Cas
         return Case(**known, outcome="failed", reason=_spell(error))
 
 
-def choose_bound(norms_B: Tensor) -> float:
-    """Choose a bound between the norms, so that some are clipped; of one sample, that it is."""
-    if len(norms_B) == 1:
-        return float(norms_B) / 2
-    return float(norms_B.min() + norms_B.max()) / 2
+def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> Case:
+    """Try a method where its guarantee can be lost; whatever goes wrong is in the case.
+
+    Args:
+        model: A model's name, or ``built-in``.
+        method: A method's name.
+        plain: How the method did in the plain case; where it did not pass nothing is tried.
+        scenario: One of ``GUARANTEES``.
+    """
+    attention, batch_size = SPECIAL
+    known: dict[str, Any] = {"scenario": scenario}
+    known |= {"attention": attention, "batch_size": batch_size}
+    if plain.outcome != "passed":
+        outcome = "unsupported" if plain.outcome == "unsupported" else "unknown"
+        return Case(**known, outcome=outcome, reason=f"not tried: {plain.reason}")
+    subject = prepare(describe(model, method, attention, batch_size))
+    known["max_grad_norm"] = subject.experiment.max_grad_norm
+    try:
+        GUARANTEES[scenario](catalogue.load("methods", method), subject)
+    except (RefusedError, UnsupportedError) as error:
+        return Case(**known, outcome="unsupported", reason=str(error)[:_MESSAGE_LIMIT])
+    except WrongError as error:
+        return Case(**known, outcome="failed", reason=str(error))
+    except Exception as error:  # noqa: BLE001 (it went past where a method may refuse)
+        traceback.print_exc()
+        return Case(**known, outcome="unknown", reason=_spell(error))
+    return Case(**known, outcome="passed")
 
 
-def _prepare(experiment: Experiment) -> _Subject:
-    """Make what a method is tried on, with a bound that suits it, and the references."""
-    torch.manual_seed(experiment.seed)
-    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu")).train()
-    for layer in model.modules():
-        if isinstance(layer, nn.Dropout):
-            layer.p = 0.0  # or no two passes would compute the same
-    with torch.no_grad():
-        for parameter in model.parameters():
-            width = parameter.shape[-1] if parameter.ndim else 1
-            parameter.add_(torch.randn_like(parameter) * width**-0.5)
-    batch = make_batch(model, Cpu(), experiment.batch_size, experiment.seq_len)
-    samples = reference.sample_gradients(model, *batch)
-    bound = choose_bound(torch.cat(samples, 1).norm(dim=1))
-    experiment = experiment.model_copy(update={"max_grad_norm": bound})
-    by_loop = next(_take_steps(Microbatch, experiment, model, batch)).gradient
-    return _Subject(experiment, model, batch, samples, by_loop)
+def _find_mechanism(method: str) -> str | None:
+    try:
+        return str(catalogue.load("methods", method).mechanism)
+    except Exception:  # noqa: BLE001 (each case says why it cannot be had)
+        return None
 
 
-def _compare(subject: _Subject, known: dict[str, Any]) -> Case:
-    experiment, model, batch, samples, by_loop = subject
+def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
+    experiment, samples = subject.experiment, subject.samples
     method: type[TrainingStep] = catalogue.load("methods", experiment.method)
     errors, norm_errors, names = [], [], [reference.NAME]
-    for step in _take_steps(method, experiment, model, batch):
-        expected = [reference.clip_and_average(samples, step.groups)]
-        if method is not Microbatch and _is_flat(step.groups, experiment):
+    for taken in _take_steps(method, subject):
+        expected = [reference.clip_and_average(samples, taken.groups)]
+        if method is not Microbatch and _is_flat(taken.groups, experiment):
             names = ["microbatch", reference.NAME]
             expected.append(by_loop)
-        errors += [float((step.gradient - one).norm() / one.norm()) for one in expected]
-        norms = reference.group_norms(samples, step.groups) if step.groups else None
-        if step.norms is not None:
-            norm_errors.append(_error_of_norms(step.norms, norms))
+        errors += [float((taken.gradient - one).norm() / one.norm()) for one in expected]
+        norms = reference.group_norms(samples, taken.groups) if taken.groups else None
+        if taken.norms is not None:
+            norm_errors.append(_error_of_norms(taken.norms, norms))
     worst = {"gradient": max(errors, key=_rank), "norms": max(norm_errors, key=_rank, default=None)}
-    bounds = [group.bound for group in step.groups]
+    reason = _complain(worst) or complain_of_mechanism(method, taken.groups, taken.noise_bound)
+    bounds = [group.bound for group in taken.groups]
     return Case(
         **known,
-        outcome="failed" if (reason := _complain(worst)) else "passed",
+        outcome="failed" if reason else "passed",
         reason=reason,
         groups=len(bounds),
         norms_clipped=0 if norms is None else int((norms > torch.tensor(bounds)).sum()),
-        sensitivity=math.hypot(*bounds) / experiment.max_grad_norm if bounds else None,
+        sensitivity=find_sensitivity(taken.groups, taken.noise_bound),
         references=names,
         max_relative_error=_finite(worst["gradient"]),
         max_relative_error_of_norms=_finite(worst["norms"]),
     )
 
 
-def _take_steps(
-    method: type[TrainingStep], experiment: Experiment, model: nn.Module, batch: Batch
-) -> Iterator[_Step]:
-    """Take steps on a copy of the model, as ``TrainingStep.run`` would; they change no weight."""
-    step = method(copy.deepcopy(model), experiment)
-    trainable = [p for p in step.module.parameters() if p.requires_grad]
-    step.attach_optimizer(SGD(trainable, lr=0.0))
+def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[Taken]:
+    """Take steps that change no weight."""
+    step = begin(method, subject.experiment, subject.model)
     for _ in range(STEPS):
-        step.compute_gradient(batch, lambda _: None)
-        groups = _place_groups(step, trainable)
-        missing = sum(parameter.grad is None for parameter in trainable)
-        if missing:
-            raise WrongError(f"{missing} of {len(trainable)} parameters have no gradient")
-        gradient = torch.cat([p.grad.flatten() for p in trainable if p.grad is not None])
-        yield _Step(groups, gradient.clone(), step.sample_norms())
-        step.apply_gradient()
-        step.optimizer.zero_grad()
-
-
-def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[Group]:
-    position = {id(parameter): at for at, parameter in enumerate(trainable)}
-    groups = [
-        Group([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
-        for group in step.clip_groups()
-    ]
-    placed = sorted(at for group in groups for at in group.positions)
-    if groups and placed != list(range(len(trainable))):
-        raise WrongError("its groups do not clip every trainable parameter once")
-    return groups
+        compute(step, subject.batch)
+        yield look(step)
+        finish(step)
 
 
 def _is_flat(groups: Sequence[Group], experiment: Experiment) -> bool:

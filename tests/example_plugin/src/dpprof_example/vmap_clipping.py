@@ -60,8 +60,13 @@ def find_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def sum_clipped(gradients: Tensor, factors_B: Tensor) -> Tensor:
-    """Sum one parameter's gradients over samples, each scaled by its factor."""
-    summed: Tensor = torch.einsum("b,b...", factors_B, gradients)
+    """Sum one parameter's gradients over samples, each scaled by its factor.
+
+    A sample whose norm is not finite, so that its factor is zero or no number, adds nothing.
+    """
+    left_out_B = ~(factors_B > 0)
+    gradients.masked_fill_(left_out_B.view(-1, *[1] * (gradients.dim() - 1)), 0.0)
+    summed: Tensor = torch.einsum("b,b...", factors_B.masked_fill(left_out_B, 0.0), gradients)
     return summed
 
 

@@ -1,0 +1,145 @@
+"""Scenarios in which a guarantee can be lost while ordinary gradients are right.
+
+A method may refuse any of them: where it raises an exception nothing is applied. What it
+must not do is go on in silence with something else than the reference's gradient.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.catalogue import UnsupportedError
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.setup import make_batch
+from dpprof.methods.base import Batch, TrainingStep
+from dpprof.verdict import TOLERANCE, Scenario
+from dpprof.verification import reference
+from dpprof.verification.mechanism import complain_of_mechanism
+from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look
+from dpprof.verification.subjects import Subject, choose_frozen, choose_layer
+
+
+class RefusedError(Exception):
+    """A method raised an exception, where it may."""
+
+
+def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
+    """Freeze parameters after set-up: the others' gradient is right, and these do not move."""
+    with _may_refuse():
+        step = begin(method, subject.experiment, subject.model, lr=1.0)
+    parameters = list(step.module.parameters())
+    frozen = choose_frozen(step.module)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in frozen]
+    with _may_refuse():
+        compute(step, subject.batch)
+    samples = zip(parameters, subject.samples, strict=True)
+    _hold(method, look(step), [one for parameter, one in samples if parameter.requires_grad])
+    with _may_refuse():
+        finish(step)
+    if not all(map(torch.equal, before, frozen)):
+        raise WrongError("they are changed all the same")
+
+
+def thaw_later(method: type[TrainingStep], subject: Subject) -> None:
+    """Thaw a layer after set-up: it is clipped with the others."""
+    model = copy.deepcopy(subject.model)
+    choose_layer(model).requires_grad_(False)
+    with _may_refuse():
+        step = begin(method, subject.experiment, model, thaw=True)
+        compute(step, subject.batch)
+    _hold(method, look(step), subject.samples)
+
+
+def poison(method: type[TrainingStep], subject: Subject) -> None:
+    """Let one sample, and no other, look up what is infinite: it alone is left out.
+
+    Raises:
+        UnsupportedError: The others would not be finite either, as where weights are tied.
+    """
+    model = copy.deepcopy(subject.model)
+    table = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    poisoned = table.num_embeddings - 1
+    with torch.no_grad():
+        table.weight[poisoned] = torch.inf
+    batch = Batch(*(ids.masked_fill(ids == poisoned, 0) for ids in subject.batch))
+    others = reference.sample_gradients(model, *(ids[1:] for ids in batch))
+    batch.tokens_BT[0, 0] = poisoned
+    ill = reference.sample_gradients(model, *(ids[:1] for ids in batch))
+    if _is_finite(ill) or not _is_finite(others):
+        raise UnsupportedError("no single sample of this model can be made non-finite")
+    with _may_refuse():
+        step = begin(method, subject.experiment, model)
+    for _ in range(STEPS):
+        with _may_refuse():
+            compute(step, batch)
+        _hold(
+            method, look(step), [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
+        )
+        finish(step)
+
+
+def empty(method: type[TrainingStep], subject: Subject) -> None:
+    """Take a batch without samples: what is left is zero, for noise to be added to."""
+    batch = Batch(*(ids[:0] for ids in subject.batch))
+    with _may_refuse():
+        step = begin(method, subject.experiment, subject.model)
+        compute(step, batch)
+    if not look(step).gradient.eq(0).all():
+        raise WrongError("the gradient is not zero")
+
+
+def accumulate(method: type[TrainingStep], subject: Subject) -> None:
+    """Compute two gradients without clearing: what is left is the second, or the sum of both."""
+    experiment, model, batch, samples = subject
+    second = make_batch(model, Cpu(), experiment.batch_size, experiment.seq_len)
+    with _may_refuse():
+        step = begin(method, experiment, model)
+        compute(step, batch)
+    first = reference.clip_and_average(samples, look(step).groups)
+    with _may_refuse():
+        compute(step, second)
+    taken = look(step)
+    last = reference.clip_and_average(reference.sample_gradients(model, *second), taken.groups)
+    if not any(_is_close(taken.gradient, expected) for expected in (last, first + last)):
+        raise WrongError("the gradient is neither the last nor the sum")
+
+
+GUARANTEES: Mapping[Scenario, Callable[[type[TrainingStep], Subject], None]] = {
+    "frozen later": freeze_later,
+    "thawed later": thaw_later,
+    "non-finite": poison,
+    "empty": empty,
+    "accumulated": accumulate,
+}
+"""Each returns where the method is right, and raises ``RefusedError`` or ``WrongError``."""
+
+
+@contextmanager
+def _may_refuse() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RefusedError(f"{type(error).__name__}: {error}") from error
+
+
+def _hold(method: type[TrainingStep], taken: Taken, samples: Sequence[Tensor]) -> None:
+    """Hold a step to what it should be."""
+    if not taken.gradient.isfinite().all():
+        raise WrongError("the gradient is not finite")
+    if not _is_close(taken.gradient, reference.clip_and_average(samples, taken.groups)):
+        raise WrongError("the gradient is not the reference's")
+    if reason := complain_of_mechanism(method, taken.groups, taken.noise_bound):
+        raise WrongError(reason)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).norm() <= TOLERANCE * expected.norm())
+
+
+def _is_finite(samples: Sequence[Tensor]) -> bool:
+    return all(bool(one.isfinite().all()) for one in samples)

@@ -1,0 +1,98 @@
+"""Takes a method's step on a copy of a model, and looks at what it said and did."""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from dpprof.experiment import Experiment
+from dpprof.methods.base import Batch, TrainingStep
+from dpprof.verification.reference import Group
+
+STEPS = 2
+"""What one step leaves behind must not reach the next."""
+
+
+class WrongError(Exception):
+    """A method does something that no gradient could make good; says what."""
+
+
+class Taken(NamedTuple):
+    """What a method said and did in one step."""
+
+    groups: list[Group]
+    gradient: Tensor
+    """Of all trainable parameters, one after another."""
+
+    norms: Tensor | None
+    noise_bound: float
+
+
+def begin(
+    method: type[TrainingStep],
+    experiment: Experiment,
+    model: nn.Module,
+    *,
+    lr: float = 0.0,
+    thaw: bool = False,
+) -> TrainingStep:
+    """Apply a method to a copy of the model.
+
+    Args:
+        method: The method.
+        experiment: Its settings.
+        model: Stays as it is.
+        lr: Of plain SGD; at zero no step changes a weight.
+        thaw: Whether to thaw all parameters once the method has seen the model.
+    """
+    step = method(copy.deepcopy(model), experiment)
+    if thaw:
+        step.module.requires_grad_(True)
+    step.attach_optimizer(SGD([p for p in step.module.parameters() if p.requires_grad], lr=lr))
+    return step
+
+
+def compute(step: TrainingStep, batch: Batch) -> None:
+    """Have the method compute a gradient, as ``TrainingStep.run`` would."""
+    step.compute_gradient(batch, lambda _: None)
+
+
+def look(step: TrainingStep) -> Taken:
+    """See what the method left.
+
+    Raises:
+        WrongError: A parameter has no gradient, or the groups are none that can be.
+    """
+    trainable = [p for p in step.module.parameters() if p.requires_grad]
+    groups = _place_groups(step, trainable)
+    missing = sum(parameter.grad is None for parameter in trainable)
+    if missing:
+        raise WrongError(f"{missing} of {len(trainable)} parameters have no gradient")
+    gradient = torch.cat([p.grad.flatten() for p in trainable if p.grad is not None])
+    return Taken(groups, gradient.clone(), step.sample_norms(), step.noise_bound())
+
+
+def finish(step: TrainingStep) -> None:
+    """End the step, as ``TrainingStep.run`` would."""
+    step.apply_gradient()
+    step.optimizer.zero_grad()
+
+
+def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[Group]:
+    position = {id(parameter): at for at, parameter in enumerate(trainable)}
+    told = step.clip_groups()
+    if any(id(parameter) not in position for group in told for parameter in group.parameters):
+        raise WrongError("its groups clip what is not trained")
+    groups = [
+        Group([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
+        for group in told
+    ]
+    placed = sorted(at for group in groups for at in group.positions)
+    if groups and placed != list(range(len(trainable))):
+        raise WrongError("its groups do not clip every trainable parameter once")
+    if any(group.epsilon < 0 for group in groups):
+        raise WrongError("it takes something off the norms that it clips by")
+    return groups
