@@ -185,12 +185,16 @@ def state_compute(
         peak_flops_per_s=ceilings and ceilings.flops_per_s.get(dtype),
         peak_source=ceilings and ceilings.source,
         roofline_step_s=ceilings and bound_step_s(step.ops, dtype, ceilings),
-        reason=_why_unknown(model_flops, ceilings),
+        reason=_why_unknown(model_flops, ceilings, step),
     )
 
 
-def _why_unknown(model_flops: int | None, ceilings: Target | None) -> str | None:
+def _why_unknown(model_flops: int | None, ceilings: Target | None, step: Step) -> str | None:
     said = []
+    counted = (op.cost for op in step.ops if op.cost.family in COUNTED)
+    unpriced = sorted({cost.op for cost in counted if cost.formula_unknown})
+    if unpriced:
+        said.append(f"no formula is known for {', '.join(unpriced)}, which counts as 0")
     if model_flops is None:
         said.append("the layers of another package's model are not known")
     if ceilings is None:
