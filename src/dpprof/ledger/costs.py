@@ -246,13 +246,12 @@ def learn_rule(func: Any) -> Rule:
     for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutated |= {position, argument.name}
-    is_free = func.is_view or torch.Tag.inplace_view in func.tags or packet in _FREE
     return Rule(
         name=str(packet).removeprefix("aten."),
         packet=packet,
         functional=functional,
         is_view=func.is_view and packet is not aten.lift_fresh,
-        is_free=is_free or func.namespace == "prim",
+        is_free=packet in _FREE or _is_view(func) or func.namespace == "prim",
         family=_find_family(packet, functional),
         formula=_FLOPS.get(functional) or _ATTENTION_FLOPS.get(functional),
         mutated=frozenset(mutated),
@@ -286,10 +285,15 @@ def family_of(name: str) -> Family | None:
     if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 (no public name)
         return None
     overloads = _list_overloads(packet)
-    if packet in _FREE or any(one.is_view for one in overloads):
+    if packet in _FREE or any(_is_view(one) for one in overloads):
         return None
     working = [one for one in overloads if _does_work(one)]
     return _find_family(packet, _find_functional(working[0], packet)) if working else None
+
+
+def _is_view(func: Any) -> bool:
+    """Tell a view, and what makes a tensor a view of itself, such as ``squeeze_``."""
+    return func.is_view or torch.Tag.inplace_view in func.tags
 
 
 def _list_overloads(packet: Any) -> list[Any]:
