@@ -5,7 +5,8 @@ Shape legend: B batch, T tokens, V vocabulary.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
+from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, finds_norms
 from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.norms.precision import exact_products
 from dpprof.result import Component, NormChoice
 
 
@@ -36,6 +38,7 @@ class ClippedStep(TrainingStep):
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
         self.clipping = self.clipping_type(model, experiment.max_grad_norm)
+        self.clipping.watch = partial(_watch_exact, self.clipping.watch)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer for noise."""
@@ -84,11 +87,21 @@ class ClippedStep(TrainingStep):
     @contextmanager
     def watch_samplers(self, watch: Watch) -> Iterator[None]:
         """Watch how norms are found."""
-        before, self.clipping.watch = self.clipping.watch, watch
+        before, self.clipping.watch = self.clipping.watch, partial(_watch_exact, watch)
         try:
             yield
         finally:
             self.clipping.watch = before
+
+
+def _watch_exact(
+    watch: Watch, layer: nn.Module, path: str, sampler: Any, inputs: tuple[Any, ...]
+) -> Any:
+    """Watch a sampler; where it finds norms its products are float32, whatever is allowed."""
+    if not finds_norms(path):
+        return watch(layer, path, sampler, inputs)
+    with exact_products():
+        return watch(layer, path, sampler, inputs)
 
 
 def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
+from dpprof.norms.precision import name_precision
 from dpprof.norms.programs import sum_gram_squares, sum_product_squares
 from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT
 
@@ -47,8 +48,8 @@ def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
 
     Returns:
-        (B,) in float32, inf where that is too small. Products of float32 are exact, or TF32
-        where ``torch.backends.cuda.matmul`` says so; sums are float32.
+        (B,) in float32, inf where that is too small. Products of float32 are exact, or three of
+        TF32 each where PyTorch may use TF32 (``norms.precision``); sums are float32.
 
     Raises:
         TypeError: The dtypes differ, or are others, such as float64.
@@ -67,8 +68,8 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
 
     Returns:
-        (B,) in float32, inf where that is too small. Products of float32 are exact, or TF32
-        where ``torch.backends.cuda.matmul`` says so; sums are float32.
+        (B,) in float32, inf where that is too small. Products of float32 are exact, or three of
+        TF32 each where PyTorch may use TF32 (``norms.precision``); sums are float32.
 
     Raises:
         TypeError: The dtypes differ, or are others, such as float64.
@@ -105,7 +106,6 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int) -> Tensor:
     if B == 0:
         return x_BTd.new_zeros(0, dtype=torch.float32)
     slots = min(tiles, cdiv(PROGRAMS, B))
-    tf32 = x_BTd.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     partials_BS = x_BTd.new_empty(B, slots, dtype=torch.float32)
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         program[(B * slots,)](
@@ -117,6 +117,6 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int) -> Tensor:
             *x_BTd.stride(),
             *g_BTp.stride(),
             *map(next_power_of_2, (T, d, p)),
-            PRECISION="tf32" if tf32 else "ieee",
+            PRECISION=name_precision(x_BTd.dtype),
         )
     return partials_BS.sum(dim=1)

@@ -78,7 +78,7 @@ def keep_bearable(configs: list[Config], arguments: dict[str, Any], **more: Any)
     if arguments["x_ptr"].dtype != torch.float32:
         return [config for config in configs if config.kwargs["TILE_K"] >= _WIDE_K]
     narrow = [config for config in configs if config.kwargs["TILE_K"] < _WIDE_K]
-    if more["PRECISION"] == "tf32":
+    if more["PRECISION"] == "tf32x3":
         return narrow
     return [config for config in narrow if _products_of_a_thread(config) <= _PRODUCTS]
 
