@@ -150,6 +150,24 @@ def test_large_values_in_bfloat16_are_summed_in_float32(place, kernel) -> None:
     check(place, kernel, (1e7 * x_BTd).bfloat16(), (1e7 * g_BTp).bfloat16())
 
 
+def tell(x_BTd, g_BTp):
+    """Run the operator that stands for a kernel, and ask what was recorded of it."""
+    from dpprof.norms import fused  # noqa: PLC0415
+
+    fused.gram_squares(x_BTd, g_BTp)
+    return fused.tell_tiles("tiled gram", 20, 18, 40), fused.tell_tiles("tiled product", 20, 18, 40)
+
+
+def test_the_tiles_with_which_a_kernel_ran_are_recorded() -> None:
+    pytest.importorskip("triton", reason=MISSING)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+        ran, never = process.submit(tell, *draw(3, 20, 18, 40)).result()
+
+    assert ran == {"TILE_T": 32, "TILE_K": 32, "num_warps": 1, "num_stages": 1}
+    assert never is None
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_empty_batch_has_no_norms(place, kernel) -> None:
     assert place[1](kernel, *draw(0, 4, 5, 6)).shape == (0,)

@@ -244,5 +244,5 @@ def state(
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),
-        reasons=_NOT_KNOWN | not_run | paths.reasons,
+        reasons=_NOT_KNOWN | not_run | paths.reasons | training.step.reasons,
     )

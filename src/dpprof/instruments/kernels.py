@@ -116,7 +116,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             peak_rss_bytes=peak_bytes,
             peak_allocated_bytes=allocated,
         ),
-        reasons=_REASONS | why_no_trace | why_no_kernels | _why_no_waiting(kernels),
+        reasons=_REASONS
+        | training.step.reasons
+        | why_no_trace
+        | why_no_kernels
+        | _why_no_waiting(kernels),
     )
 
 

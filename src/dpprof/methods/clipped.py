@@ -17,6 +17,7 @@ from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, finds_norms
 from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.norms.fused import tell_reasons, tell_tiles
 from dpprof.norms.precision import exact_products
 from dpprof.result import Component, NormChoice
 
@@ -80,9 +81,15 @@ class ClippedStep(TrainingStep):
                 outputs=choice.p,
                 flops=choice.flops,
                 prices=choice.prices,
+                tiles=tell_tiles(choice.way, choice.T, choice.d, choice.p),
             )
             for name, choice in self.clipping.plan.items()
         }
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Say why no kernel ran, where one should have."""
+        return tell_reasons()
 
     @contextmanager
     def watch_samplers(self, watch: Watch) -> Iterator[None]:

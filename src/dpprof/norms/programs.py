@@ -50,7 +50,11 @@ def gram_tile(
 
 
 @triton.autotune(
-    GRAM, key=SIZES, prune_configs_by={"early_config_prune": keep_bearable}, do_bench=time_launch
+    GRAM,
+    key=SIZES,
+    prune_configs_by={"early_config_prune": keep_bearable},
+    do_bench=time_launch,
+    cache_results=True,
 )
 @triton.jit
 def sum_gram_squares(
@@ -84,7 +88,11 @@ def sum_gram_squares(
 
 
 @triton.autotune(
-    PRODUCT, key=SIZES, prune_configs_by={"early_config_prune": keep_bearable}, do_bench=time_launch
+    PRODUCT,
+    key=SIZES,
+    prune_configs_by={"early_config_prune": keep_bearable},
+    do_bench=time_launch,
+    cache_results=True,
 )
 @triton.jit
 def sum_product_squares(
