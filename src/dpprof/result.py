@@ -209,6 +209,10 @@ class Memory(Part):
     at_peak: AtPeak | None = None
     timeline: Timeline | None = None
     attribution: Attribution | None = None
+    assumed: dict[str, str] = Field(
+        default_factory=dict,
+        description="what the books take for granted of a device, and why",
+    )
 
 
 class Capacity(Part):

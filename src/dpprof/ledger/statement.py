@@ -10,6 +10,7 @@ from torch import nn
 
 from dpprof.closing import close_books
 from dpprof.experiment import Experiment
+from dpprof.ledger.attention import LEAST
 from dpprof.ledger.books import Holding, Step
 from dpprof.ledger.costs import COUNTED
 from dpprof.ledger.model_flops import model_flops_per_token
@@ -62,7 +63,15 @@ def state_memory(
         attribution=close_books(
             experiment, steady.peak_bytes, allocator_peak, _weigh_evidence(steady)
         ),
+        assumed=_tell_assumed(steady),
     )
+
+
+def _tell_assumed(step: Step) -> dict[str, str]:
+    """Say what the books take for granted: choices of a device, and workspaces at their least."""
+    ran = {op.cost.op for op in step.ops}
+    least = {f"workspace of {op}": why for op, why in LEAST.items() if op in ran}
+    return {**step.notes, **least}
 
 
 def _at_peak(step: Step) -> AtPeak:
