@@ -207,3 +207,16 @@ def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
                 norm[target] = layer(x).dtype
 
     assert norm == {None: torch.bfloat16, "h100": torch.float32}
+
+
+def test_under_autocast_a_sum_becomes_float32_without_a_copy_of_what_it_sums() -> None:
+    with tracing(catalogue.load("targets", "h100")) as recorder:
+        x = torch.ones(64, 1024, dtype=torch.bfloat16)
+        recorder.storages.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            sums = x.sum(dim=1), torch.sum(x), x.sum(0, dtype=torch.bfloat16)
+
+    assert [one.dtype for one in sums] == [torch.float32, torch.float32, torch.bfloat16]
+    assert [(one.op, one.nbytes) for one in recorder.storages] == [
+        *(("sum", 512), ("sum", 512), ("sum", 2048))
+    ]

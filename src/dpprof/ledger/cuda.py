@@ -101,10 +101,14 @@ _IN_FLOAT32 = {
     *(functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm),
     *(functional.rms_norm, torch.rms_norm, functional.softmax, torch.softmax, Tensor.softmax),
     *(functional.log_softmax, torch.log_softmax, Tensor.log_softmax, Tensor.pow, torch.pow),
-    *(Tensor.exp, torch.exp, torch.rsqrt, Tensor.rsqrt, Tensor.sum, torch.sum, Tensor.norm),
+    *(Tensor.exp, torch.exp, torch.rsqrt, Tensor.rsqrt, Tensor.norm),
     *(torch.linalg.vector_norm, Tensor.cumsum, torch.cumsum),
 }
 """Functions that autocast computes in float32 on CUDA and leaves alone on the CPU."""
+
+_INTO_FLOAT32 = {Tensor.sum, torch.sum, Tensor.prod, torch.prod}
+"""Those to which it only gives a dtype (autocast_mode.h, ``AT_FORALL_FP32_SET_OPT_DTYPE``), and
+whose kernels turn each element into float32 as they read it: no copy is made."""
 
 
 class _CudaFunctions(TorchFunctionMode):
@@ -131,6 +135,8 @@ class _CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._autocast and func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args = (_in_float32(args[0]), *args[1:])
+        if self._autocast and func in _INTO_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            kwargs = _into_float32(args[0], kwargs)
         return self._instead.get(func, func)(*args, **kwargs)
 
     def _attend(  # noqa: PLR0917 (as the function itself)
@@ -156,6 +162,11 @@ def _is_reduced(value: Any) -> bool:
 
 def _in_float32(value: Any) -> Any:
     return value.float() if _is_reduced(value) else value
+
+
+def _into_float32(value: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    asks = kwargs.get("dtype") is not None or not _is_reduced(value)
+    return kwargs if asks else {**kwargs, "dtype": torch.float32}
 
 
 @contextmanager
