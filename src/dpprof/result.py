@@ -209,6 +209,10 @@ class Memory(Part):
     at_peak: AtPeak | None = None
     timeline: Timeline | None = None
     attribution: Attribution | None = None
+    assumed: dict[str, str] = Field(
+        default_factory=dict,
+        description="what the books take for granted of a device, and why",
+    )
 
 
 class Capacity(Part):
@@ -352,6 +356,11 @@ class NormChoice(Part):
     outputs: int = Field(description="width of what comes of it")
     flops: int = Field(description="of the norm of one sample, in products of matrices")
     prices: dict[str, int] = Field(description="what the ways cost: FLOPs, and bytes as FLOPs")
+    tiles: dict[str, int] | None = Field(
+        None,
+        description="what tuning chose for the Triton kernel that ran; null where PyTorch's "
+        "operators found the norm, or nothing ran",
+    )
 
 
 class Measurement(Part):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from functools import partial
 
 import jsonschema
 import pytest
@@ -11,12 +12,14 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 
 from dpprof import catalogue
 from dpprof.handover import TRACES
+from dpprof.instruments import kernels as kernels_module
 from dpprof.instruments.account import measure as keep_books
 from dpprof.instruments.kernels import measure
 from dpprof.result import Kernels, Measurement
 from dpprof.traces.attribution import find_steps
 from dpprof.traces.files import NAME, write_trace
 from dpprof.traces.spans import STEP, read_trace
+from dpprof.traces.statement import state_kernels
 
 # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
 TRACE_EVENT_FORMAT = {
@@ -139,6 +142,19 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_alone(monkeypatch, tmp_
     assert told(measured).total_s > 0
     assert told(measured).trace is None
     assert measured.reasons["kernels.trace"].startswith("it could not be written: ")
+
+
+def test_a_gpu_that_is_not_traced_has_no_kernel_times(monkeypatch, tmp_path) -> None:
+    """The trace is a CPU's: of a GPU's work, too, the host is all that it shows without CUPTI."""
+    monkeypatch.setenv(TRACES, str(tmp_path))
+    as_if = partial(state_kernels, on_cuda=True)
+    monkeypatch.setattr(kernels_module, "state_kernels", lambda trace, of, **_: as_if(trace, of))
+    measured = measure(make_experiment(), lambda _: None)
+
+    assert measured.kernels is None
+    assert measured.reasons["kernels"].startswith("the trace holds no kernel of the GPU")
+    assert measured.observed.step_s > 0
+    assert (tmp_path / NAME).is_file()
 
 
 def test_perfetto_can_read_the_trace(ghost, folder) -> None:

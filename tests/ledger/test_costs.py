@@ -1,15 +1,20 @@
 """FLOPs and bytes against formulas, in units that can be checked by hand."""
 
+import re
+
 import pytest
 import torch
 from factory import make_experiment
 from torch import Tensor, nn
 
 from dpprof import catalogue
-from dpprof.instruments.account import Bookkeeper
+from dpprof.catalogue import UnsupportedError
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.account import Bookkeeper, estimate, find_target, tracing
+from dpprof.instruments.setup import import_method, set_up
 from dpprof.ledger.books import Step
-from dpprof.ledger.costs import COUNTED, learn_rule
-from dpprof.ledger.recorder import Recorder
+from dpprof.ledger.costs import COUNTED, family_of, learn_rule
+from dpprof.ledger.recorder import Kind, Recorder
 from dpprof.ledger.statement import bound_step_s, count_model_flops, state_io
 from dpprof.methods.base import Batch
 from dpprof.models.build import build_model
@@ -111,6 +116,123 @@ def test_products_by_hand(name) -> None:
     assert (cost.family, cost.flops) == ("matmul", flops)
     assert sum(size for _, size in reads) == sum(t.numel() for t in tensors) * 4
     assert sum(size for _, size in writes) == func(*tensors).numel() * 4
+
+
+SIZES = {
+    "mm": [(3, 5), (5, 7)],
+    "bmm": [(2, 3, 5), (2, 5, 7)],
+    "addmm": [(3, 7), (3, 5), (5, 7)],
+    "_addmm_activation": [(3, 7), (3, 5), (5, 7)],
+    "baddbmm": [(2, 3, 7), (2, 3, 5), (2, 5, 7)],
+    "addbmm": [(3, 7), (2, 3, 5), (2, 5, 7)],
+    "mv": [(3, 5), (5,)],
+    "addmv": [(3,), (3, 5), (5,)],
+    "dot": [(5,), (5,)],
+}
+FLOPS = {3: 2 * 3 * 5 * 7, 2: 2 * 3 * 5, 1: 2 * 5}
+"""By how many sizes there are, for one product."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_products_in_place_and_into_a_result_cost_what_they_cost_otherwise(name) -> None:
+    tensors = [torch.ones(shape) for shape in SIZES[name]]
+    packet = getattr(aten, name)
+    found = packet.default(*tensors)
+    products = 2 if "bmm" in name else 1
+    flops = products * FLOPS[1 if name == "dot" else 2 if "mv" in name else 3]
+    calls = [(packet.default, {}), (packet.out, {"out": torch.empty_like(found)})]
+    if hasattr(aten, f"{name}_"):
+        calls.append((getattr(aten, f"{name}_").default, {}))
+    read = sum(tensor.numel() * 4 for tensor in tensors)
+    for func, named in calls:
+        cost, reads, writes = learn_rule(func).price(tensors, named, found)
+        assert (cost.family, cost.flops, cost.dtype) == ("matmul", flops, "float32"), func
+        assert sum(size for _, size in reads) == read, func
+        assert sum(size for _, size in writes) == found.numel() * 4, func
+
+
+def test_products_of_groups_cost_what_all_of_them_do() -> None:
+    formula = learn_rule(aten._grouped_mm.default).formula
+
+    assert formula(torch.ones(6, 5), torch.ones(2, 5, 7)) == 2 * 6 * 5 * 7
+    assert formula(torch.ones(2, 3, 5), torch.ones(2, 5, 7)) == 2 * 2 * 3 * 5 * 7
+
+
+def test_a_product_without_a_formula_says_so() -> None:
+    known, unknown = aten.mm.default, aten._weight_int8pack_mm.default
+    a, b = torch.ones(4, 32), torch.ones(32, 16)
+
+    assert not learn_rule(known).price((a, b), {}, known(a, b))[0].formula_unknown
+    cost = learn_rule(unknown).price((a, b, torch.ones(16)), {}, known(a, b))[0]
+    assert (cost.family, cost.flops, cost.formula_unknown) == ("matmul", 0, True)
+
+
+CALLED_PRODUCT = re.compile(
+    r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|convolution|einsum|attention)"
+    r"(_|$)"
+)
+
+
+def test_no_operator_that_is_called_a_product_is_something_else() -> None:
+    called = {one.name for one in torch._C._jit_get_all_schemas() if one.name.startswith("aten::")}
+    families = {
+        name: family_of(name)
+        for name in called
+        if CALLED_PRODUCT.search(name.removeprefix("aten::"))
+    }
+
+    assert {"aten::baddbmm_", "aten::_grouped_mm", "aten::_cudnn_attention_forward"} < set(families)
+    assert set(families.values()) == {"matmul", "attention", None}
+
+
+def list_products(**fields) -> dict[str, set[str]]:
+    """Families of the operators of a predicted step that are called products."""
+    experiment = make_experiment(
+        **{"model": SMALL, "batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1} | fields
+    )
+    with tracing(find_target(experiment)) as recorder:
+        training = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+        recorder.counting = True
+        training.step.run(training.batch, lambda _: None)
+    families: dict[str, set[str]] = {}
+    for kind, op in recorder.events:
+        if kind is Kind.RAN and CALLED_PRODUCT.search(op.cost.op):
+            families.setdefault(op.cost.op, set()).add(op.cost.family)
+    return families
+
+
+SMALL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+NO_AUTOCAST = {("opacus-per-layer", "bfloat16"), ("opacus-ew", "bfloat16")}
+PLACES = {"cpu": {"device": "cpu"}, "h200": {"device": "cuda", "target": "h200"}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("method", catalogue.names("methods"))
+def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
+    if (method, dtype) in NO_AUTOCAST:
+        with pytest.raises(UnsupportedError):
+            list_products(method=method, dtype=dtype, **PLACES[place])
+        return
+    families = list_products(method=method, dtype=dtype, **PLACES[place])
+
+    assert len(families) > 2
+    assert set().union(*families.values()) <= {"matmul", "attention"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("method", ["standard", "flash", "flash-bk"])
+def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> None:
+    """A sample's gradients are larger than what they are made of, so none is made."""
+    fields = {"model": SMALL | {"d_model": 64}, "batch_size": 3, "seq_len": 8, "method": method}
+    told = [
+        estimate(make_experiment(**fields, **PLACES[place], dtype=dtype), lambda _: None)
+        for dtype in ("float32", "bfloat16")
+    ]
+    ways = [{name: choice.way for name, choice in (one.norm_plan or {}).items()} for one in told]
+
+    assert ways[0] == ways[1]
+    assert told[0].compute.executed_flops == told[1].compute.executed_flops > 0
 
 
 def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:

@@ -83,6 +83,23 @@ def test_composite_operators_are_counted_in_inference_mode_too() -> None:
         assert counted(lambda: layer(x)) == 2 * B * T * D * D
 
 
+def test_a_product_without_a_formula_is_told() -> None:
+    of_bytes = torch.ones(16, 32, dtype=torch.int8)
+    a, scales = torch.ones(4, 32).bfloat16(), torch.ones(16).bfloat16()
+    counter = Counter()
+    with counter:
+        torch.ops.aten._weight_int8pack_mm(a, of_bytes, scales)
+
+    assert counter.unpriced == "_weight_int8pack_mm: no formula is known"
+
+
+def test_attention_is_counted_in_inference_mode_too() -> None:
+    q = torch.ones(2, 3, 8, 16)
+    with torch.inference_mode():
+        attend = nn.functional.scaled_dot_product_attention
+        assert counted(lambda: attend(q, q, q)) == 2 * 2 * 2 * 3 * 8 * 8 * 16
+
+
 def test_compiled_code_stays_compiled() -> None:
     runs = []
 

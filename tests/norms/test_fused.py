@@ -1,31 +1,121 @@
 """Kernels count as operators: fake tensors have their shape, counters their FLOPs."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
+from factory import make_experiment
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from dpprof.instruments.clean import measure
 from dpprof.norms import fused
+from dpprof.norms.linear import WAYS
 
 
 @pytest.mark.parametrize(
-    ("operator", "flops"),
+    ("operator", "shape", "flops"),
     [
-        (fused.gram_squares, 3 * 10 * 11 * (4 + 5)),  # 2 for each pair t >= s, and each column
-        (fused.product_squares, 3 * 2 * 10 * 4 * 5),
+        # 2 for each pair t >= s, and each column
+        (fused.gram_squares, (3, 3), 3 * 10 * 11 * (4 + 5)),
+        (fused.product_squares, (3,), 3 * 2 * 10 * 4 * 5),
     ],
     ids=["gram", "product"],
 )
-def test_shape_dtype_and_flops_without_a_device(operator, flops) -> None:
+def test_shape_dtype_and_flops_without_a_device(operator, shape, flops) -> None:
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         squares = operator(
             torch.empty(3, 10, 4, dtype=torch.bfloat16), torch.empty(3, 10, 5, dtype=torch.bfloat16)
         )
 
-    assert squares.shape == (3,)
+    assert squares.shape == shape
     assert squares.dtype == torch.float32
     assert counter.get_total_flops() == flops
 
 
 def test_tensors_of_a_cpu_take_the_tiles() -> None:
     assert not fused.is_fused(torch.ones(1, 1, 1))
+
+
+class Driver:
+    """Triton's, on a machine where its part in C cannot be compiled."""
+
+    tries = 0
+
+    @property
+    def active(self):
+        Driver.tries += 1
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nor otherwise")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Triton as it is where there is no C compiler, or no Python.h."""
+    runtime = ModuleType("triton.runtime")
+    runtime.driver = Driver()
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+    monkeypatch.setattr(Driver, "tries", 0)
+    fused.why_no_kernels.cache_clear()
+    yield
+    fused.why_no_kernels.cache_clear()
+
+
+WHY = (
+    "Triton's driver cannot be used: RuntimeError: Failed to find C compiler. Please specify via CC"
+)
+
+
+class OnCuda(torch.Tensor):
+    """A tensor of the CPU that says it is on CUDA, where a build without CUDA has none."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("way", ["tiled gram", "tiled product"])
+def test_without_a_compiler_norms_on_cuda_take_pytorchs_operators(uncompiled, way) -> None:
+    x_BTd, g_BTp = torch.randn(3, 10, 4), torch.randn(3, 10, 5)
+    expected_B = WAYS[way](x_BTd, g_BTp).found_B
+    assert Driver.tries == 0
+
+    for _ in range(2):
+        squares_B = WAYS[way](x_BTd.as_subclass(OnCuda), g_BTp.as_subclass(OnCuda)).found_B
+        assert torch.equal(squares_B.as_subclass(torch.Tensor), expected_B)
+    assert Driver.tries == 1
+    assert fused.tell_reasons() == {"norm_plan.tiles": WHY}
+
+
+def test_a_result_says_why_kernels_did_not_run(uncompiled) -> None:
+    experiment = make_experiment(method="flash")
+    assert "norm_plan.tiles" not in measure(experiment, lambda _: None).reasons
+    assert Driver.tries == 0  # no tensor was on CUDA
+
+    assert not fused.is_fused(torch.ones(1, 1, 1).as_subclass(OnCuda))
+    assert measure(experiment, lambda _: None).reasons["norm_plan.tiles"] == WHY
+
+
+def test_without_a_gpu_the_real_driver_is_a_reason_and_no_error() -> None:
+    pytest.importorskip("triton", reason="the extra dpprof[triton] is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    fused.why_no_kernels.cache_clear()
+    reason = fused.why_no_kernels()
+    fused.why_no_kernels.cache_clear()
+
+    assert reason.startswith("Triton's driver cannot be used: ")
+
+
+def test_a_plan_tells_the_tiles_that_ran(monkeypatch) -> None:
+    experiment = make_experiment(method="flash", model={"d_model": 32} | MODEL, seq_len=8)
+    chosen = {"TILE_T": 64, "TILE_K": 32, "num_warps": 4, "num_stages": 3}
+    monkeypatch.setattr(fused, "_tiles", {("gram_squares", 8, 32, 96): chosen})
+    plan = measure(experiment, lambda _: None).norm_plan
+    grams = {
+        (one.inputs, one.outputs): one.tiles for one in plan.values() if one.way == "tiled gram"
+    }
+
+    assert grams[32, 96] == chosen
+    assert grams[32, 128] is None
+
+
+MODEL = {"vocab_size": 50, "layers": 1, "heads": 2}

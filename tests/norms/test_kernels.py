@@ -58,7 +58,8 @@ def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), pro
     x_view, g_view = (VIEWS[name] for name in views)
     with mock.patch.object(kernels, "PROGRAMS", programs or kernels.PROGRAMS):
         norms = getattr(kernels, kernel)
-        return norms(x_view(x_BTd.to(device)), g_view(g_BTp.to(device))).cpu()
+        found = norms(x_view(x_BTd.to(device)), g_view(g_BTp.to(device))).cpu()
+        return found[0] if kernel == "gram_squares" else found
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -150,6 +151,45 @@ def test_large_values_in_bfloat16_are_summed_in_float32(place, kernel) -> None:
     check(place, kernel, (1e7 * x_BTd).bfloat16(), (1e7 * g_BTp).bfloat16())
 
 
+def sum_gram(x_BTd, g_BTp):
+    from dpprof.norms import kernels  # noqa: PLC0415
+
+    return kernels.gram_squares(x_BTd, g_BTp)
+
+
+def test_the_squares_of_both_gram_matrices_come_with_them() -> None:
+    triton = pytest.importorskip("triton", reason=MISSING)
+    x_BTd, g_BTp = draw(3, 70, 18, 40)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+        try:
+            _, of_x, of_g = process.submit(sum_gram, x_BTd, g_BTp).result()
+        except triton.runtime.errors.InterpreterError as error:
+            pytest.skip(str(error))
+
+    for found, of in ((of_x, x_BTd.double()), (of_g, g_BTp.double())):
+        expected = (of @ of.mT).square().sum((1, 2))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+def tell(x_BTd, g_BTp):
+    """Run the operator that stands for a kernel, and ask what was recorded of it."""
+    from dpprof.norms import fused  # noqa: PLC0415
+
+    fused.gram_squares(x_BTd, g_BTp)
+    return fused.tell_tiles("tiled gram", 20, 18, 40), fused.tell_tiles("tiled product", 20, 18, 40)
+
+
+def test_the_tiles_with_which_a_kernel_ran_are_recorded() -> None:
+    pytest.importorskip("triton", reason=MISSING)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+        ran, never = process.submit(tell, *draw(3, 20, 18, 40)).result()
+
+    assert ran == {"TILE_T": 32, "TILE_K": 32, "num_warps": 1, "num_stages": 1}
+    assert never is None
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_empty_batch_has_no_norms(place, kernel) -> None:
     assert place[1](kernel, *draw(0, 4, 5, 6)).shape == (0,)
@@ -200,9 +240,11 @@ def test_norms_are_those_of_the_gradients_of_large_layers(gpu, kernel, sizes, dt
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "seen"), [("highest", 1 + 2**-12), ("high", 1.0)])
+@pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_tf32_is_used_where_torch_is_told_to(gpu, kernel, precision, seen) -> None:
+def test_norms_are_no_lower_where_torch_may_use_tf32(gpu, kernel, precision) -> None:
+    """TF32 itself, rounded or cut off, would see 1."""
+    seen = 1 + 2**-12
     B, T, d, p = 2, 256, 512, 256
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

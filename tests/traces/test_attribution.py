@@ -5,7 +5,7 @@ import pytest
 from dpprof.ledger.costs import family_of
 from dpprof.traces.attribution import attribute, family_by_kernel
 from dpprof.traces.spans import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
-from dpprof.traces.statement import state_kernels
+from dpprof.traces.statement import NoKernelsError, state_kernels
 
 MAIN, AUTOGRAD, STREAM = 1, 2, 7
 
@@ -75,7 +75,10 @@ GPU_STEP = [
 
 
 def test_kernels_belong_to_the_operator_that_launched_them() -> None:
-    found = [(one.category, one.phase, one.op) for one in attribute(read(*GPU_STEP), family_of)]
+    found = [
+        (one.category, one.phase, one.op)
+        for one in attribute(read(*GPU_STEP), family_of, on_cuda=True)
+    ]
 
     assert found == [
         ("gemm", "forward", "aten::addmm"),
@@ -91,7 +94,7 @@ def test_kernels_belong_to_the_operator_that_launched_them() -> None:
 
 
 def test_the_times_of_a_step_add_up() -> None:
-    told = state_kernels(read(*GPU_STEP), family_of)
+    told = state_kernels(read(*GPU_STEP), family_of, on_cuda=True)
 
     us = pytest.approx
     busy = 110 + 150 + 40 + 10 + 100 + 10 + 10
@@ -115,7 +118,7 @@ def test_waiting_is_where_the_next_kernel_was_not_launched_yet() -> None:
     """Of the gaps in GPU_STEP, by hand: those before kernels that were launched within them."""
     before = {"1": 40, "5": 240, "6": 0, "7": 90, "8": 120, "9": 20}
     # Kernel 6 was launched (575) while 5 ran, so its gap of 20 us is no wait.
-    told = state_kernels(read(*GPU_STEP), family_of)
+    told = state_kernels(read(*GPU_STEP), family_of, on_cuda=True)
 
     assert told["waiting_s"] * 1e6 == pytest.approx(sum(before.values()))
 
@@ -128,7 +131,7 @@ def test_kernels_of_two_streams_at_once_are_busy_once() -> None:
         kernel("gemm", 1, 10, 60),
         kernel("gemm", 2, 30, 80),
     ]
-    told = state_kernels(read(*events), family_of)
+    told = state_kernels(read(*events), family_of, on_cuda=True)
 
     assert told["total_s"] * 1e6 == pytest.approx(100)
     assert told["idle_s"] * 1e6 == pytest.approx(30)
@@ -137,14 +140,45 @@ def test_kernels_of_two_streams_at_once_are_busy_once() -> None:
 def test_what_ran_before_the_traced_steps_does_not_count() -> None:
     early = [launch(1, 0, 1), kernel("gemm", 1, 5, 500)]
     late = [note(STEP, 600, 700), launch(2, 610, 620), kernel("gemm", 2, 630, 640)]
-    told = state_kernels(read(*early, *late), family_of)
+    told = state_kernels(read(*early, *late), family_of, on_cuda=True)
 
     assert told["total_s"] * 1e6 == pytest.approx(10)
 
 
 def test_a_trace_without_work_is_refused() -> None:
     with pytest.raises(ValueError, match="no step in which anything ran"):
-        state_kernels(read(note(STEP, 0, 10), host("aten::view", 1, 2)), family_of)
+        state_kernels(read(note(STEP, 0, 10), host("aten::view", 1, 2)), family_of, on_cuda=False)
+
+
+def test_without_kernels_a_gpus_trace_tells_no_times_of_the_host() -> None:
+    """As when CUPTI may not trace: the host's spans are there, and nothing of the device."""
+    of_host = [one for one in GPU_STEP if one["cat"] in ("cpu_op", "user_annotation")]
+    trace = read(*of_host)
+
+    assert attribute(trace, family_of, on_cuda=True) == []
+    assert len(attribute(trace, family_of, on_cuda=False)) > 3
+    with pytest.raises(NoKernelsError, match="the trace holds no kernel of the GPU; where CUPTI"):
+        state_kernels(trace, family_of, on_cuda=True)
+
+
+def test_a_look_at_a_number_is_the_copy_of_what_looked() -> None:
+    events = [
+        note(STEP, 0, 1000),
+        note(f"{PHASE}clip", 0, 900),
+        host("aten::item", 10, 60),
+        host("aten::_local_scalar_dense", 12, 58),
+        launch(1, 20, 25, name="cudaMemcpyAsync"),
+        kernel("Memcpy DtoH (Device -> Pinned)", 1, 30, 40, "gpu_memcpy", bytes=4),
+        # A call from outside of operators has none.
+        launch(2, 70, 75),
+        kernel("something_new", 2, 80, 90),
+    ]
+    found = attribute(read(*events), family_of, on_cuda=True)
+
+    assert [(one.op, one.category) for one in found] == [
+        ("aten::_local_scalar_dense", "clip"),
+        (None, "clip"),
+    ]
 
 
 CPU_STEP = [
@@ -164,14 +198,14 @@ CPU_STEP = [
 
 
 def test_on_a_cpu_the_outermost_operator_that_works_counts() -> None:
-    found = attribute(read(*CPU_STEP), family_of)
+    found = attribute(read(*CPU_STEP), family_of, on_cuda=False)
 
     assert [(one.name, one.category, one.phase) for one in found] == [
         ("aten::embedding", "indexing", "forward"),
         ("aten::_softmax", "reduce", "forward"),
         ("aten::normal", "random", "noise"),
     ]
-    told = state_kernels(read(*CPU_STEP), family_of)
+    told = state_kernels(read(*CPU_STEP), family_of, on_cuda=False)
     assert told["total_s"] * 1e6 == pytest.approx(100 + 90 + 100)
     assert told["idle_s"] * 1e6 == pytest.approx(1000 - 290)
     assert told["waiting_s"] is None
@@ -186,9 +220,31 @@ FAMILIES = {
     "aten::gather": "indexing",
     "aten::clone": "copy",
     "aten::normal_": "random",
+    "aten::baddbmm_": "matmul",
+    "aten::_grouped_mm": "matmul",
+    "aten::_addmm_activation": "matmul",
+    "aten::_cudnn_attention_forward": "attention",
+    "aten::_scaled_dot_product_cudnn_attention_backward": "attention",
+    "aten::masked_fill_": "elementwise",
+    "aten::rsub": "elementwise",
+    "aten::silu_backward": "elementwise",
+    "aten::_fused_adam_": "elementwise",
+    "aten::_fused_adamw_": "elementwise",
+    "aten::var": "reduction",
+    "aten::max": "reduction",
+    "aten::scatter": "indexing",
+    "aten::index_put": "indexing",
+    "aten::index_put_": "indexing",
+    "aten::index_add": "indexing",
+    "aten::topk": "indexing",
+    "aten::sort": "indexing",
+    "aten::_unique2": "indexing",
     "dpprof::gram_squares": "matmul",
     "aten::linear": None,  # made of others
     "aten::einsum": None,
+    "aten::scaled_dot_product_attention": None,
+    "aten::squeeze_": None,
+    "aten::__upsample_bilinear": None,  # for TorchScript alone
     "aten::transpose": None,  # a view
     "aten::empty": None,  # moves nothing
     "AddmmBackward0": None,
@@ -213,6 +269,11 @@ KERNELS = {
     "void at::native::(anonymous)::cunn_SoftMaxForward": "reduction",
     "void at::native::distribution_elementwise_grid_stride_kernel": "random",
     "indexSelectLargeIndex": "indexing",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+    "void cudnn::fusion::compute_dot_do_o<true, __nv_bfloat16>": "attention",
+    "sum_gram_squares": "norm",
+    "sum_product_squares": "norm",
+    "void at::native::(anonymous)::compute_grad_weight<float, long>": "indexing",
     "something_new": "other",
 }
 

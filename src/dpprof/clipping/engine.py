@@ -29,7 +29,8 @@ from dpprof.clipping.shares import Lookup, Made, Product, Share, Whole, leave_ou
 from dpprof.clipping.sums import bound_of, sum_up
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import KEPT, Choice, choose
-from dpprof.norms.rounding import TOLERATED, cross_slack, spread
+from dpprof.norms.precision import exact_products
+from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
 from dpprof.norms.table import slotted
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
@@ -373,20 +374,29 @@ class Clipping(ABC):
                 self.plan[self.name_of(parameter)] = choice
                 if choice.way == KEPT:
                     return self._square_made(layer, KEPT, parameter, share)
-                squares = self.watch(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
-                rounded = share.weights_are_rounded
+                squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
+                rounded = share.is_rounded
             case Lookup(ids_BT):
                 B, T = ids_BT.shape
-                squares = self.watch(layer, SUMMED, slotted, (ids_BT, share.trained_BTd))
+                squares = self._measure(layer, SUMMED, slotted, (ids_BT, share.trained_BTd))
                 rounded = False
             case _:
                 return self._square_made(layer, MADE, parameter, share)
         self._keep(parameter, share)
-        spread_B = spread(squares.size_B, B * T, weights_are_rounded=rounded)
+        assert squares.size_B is not None
+        spread_B = spread(squares.size_B, B * T, is_rounded=rounded)
         # Rounding can leave a product of Gram matrices a little below zero.
         found_B: Tensor = squares.found_B.clamp(min=0)
         self._add(parameter, found_B, squares.slack_B, spread_B)
         return found_B
+
+    def _measure(
+        self, layer: nn.Module, way: str, function: Callable[..., Squares], inputs: tuple[Any, ...]
+    ) -> Squares:
+        """Find squared norms, watched, whatever precision the training's own products have."""
+        with exact_products():
+            found: Squares = self.watch(layer, way, function, inputs)
+        return found
 
     def _square_made(
         self, layer: nn.Module, way: str, parameter: nn.Parameter, share: Product | Made
@@ -471,7 +481,8 @@ class Clipping(ABC):
             case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
                 e_BTd = table.trained_BTd
                 crossed = (ids_BT, e_BTd, x_BTd, g_BTp)
-                both = self.watch(layer, CROSSED, inner_product, crossed)
+                both = self._measure(layer, CROSSED, inner_product, crossed)
+                assert both.slack_B is not None
                 T, S = e_BTd.shape[1], x_BTd.shape[1]
                 slack_B = (
                     2 * both.slack_B

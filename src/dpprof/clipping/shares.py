@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpprof.norms.precision import allows_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
 
@@ -36,15 +37,17 @@ class Product(NamedTuple):
         return multiply(left.transpose(1, 2), right)
 
     @property
-    def weights_are_rounded(self) -> bool:
-        """Whether weighted factors have 16 bits, as tensor cores multiply them."""
-        return self.x_BTd.dtype != accumulator_of(self.x_BTd.dtype) and is_cuda(self.x_BTd)
+    def is_rounded(self) -> bool:
+        """Whether the sum's factors are rounded to 16 bits or TF32, for tensor cores."""
+        x = self.x_BTd
+        is_short = x.dtype != accumulator_of(x.dtype)
+        return is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
 
     def sum(self, weights_B: Tensor) -> Tensor:
         """Sum over samples, weighted; the narrower of the two factors takes the weights."""
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
-        if self.weights_are_rounded or x.dtype == accumulator_of(x.dtype):
+        if is_cuda(x) or x.dtype == accumulator_of(x.dtype):
             if x.shape[2] <= g.shape[2]:
                 x = (x * weights_B11).to(x.dtype)
             else:

@@ -203,13 +203,14 @@ def tracing(target: Target | None, choices: cuda.Choices = cuda.EVERYTHING) -> I
                 workspaces=CPU_WORKSPACES,
             )
         else:
-            within.enter_context(cuda.like_cuda(choices))
+            notes = within.enter_context(cuda.like_cuda(target.compute_capability, choices))
             recorder = Recorder(
                 block_bytes=cuda.BLOCK_BYTES if choices.blocks else 1,
                 is_there=cuda.is_on_device,
                 instead=INSTEAD,
                 workspaces=cuda.WORKSPACES if choices.workspaces else {},
             )
+            recorder.notes = notes
             if choices.libraries:
                 size = cuda.library_workspace(target.compute_capability)
                 for thread in ("forward", "backward"):  # each has a handle of its own
@@ -248,5 +249,5 @@ def state(
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),
-        reasons=_NOT_KNOWN | not_run | paths.reasons,
+        reasons=_NOT_KNOWN | not_run | paths.reasons | training.step.reasons,
     )

@@ -89,7 +89,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             peak_rss_bytes=resident_bytes,
             peak_allocated_bytes=steady.allocated_bytes,
         ),
-        reasons=device.reasons | paths.reasons | why_no_energy | why_no_counts(host_io),
+        reasons=device.reasons
+        | paths.reasons
+        | training.step.reasons
+        | why_no_energy
+        | why_no_counts(host_io),
     )
 
 

@@ -23,10 +23,11 @@ from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.ledger.costs import family_of
 from dpprof.methods.base import Enter, finds_norms
 from dpprof.result import Kernels, Measurement, Observed, Phase
+from dpprof.traces.attribution import find_steps
 from dpprof.traces.events import write_events
 from dpprof.traces.files import LIMIT_BYTES, NAME, Written, write_trace
 from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
-from dpprof.traces.statement import state_kernels
+from dpprof.traces.statement import NoKernelsError, state_kernels
 
 TRACED_STEPS = 3
 """At most so many of the timed steps; a trace of more is larger and tells no more."""
@@ -89,33 +90,48 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     steps = min(TRACED_STEPS, experiment.timed_steps)
     document = _trace(_Annotated(training, device, enter), device, steps)
     peak_bytes, allocated = peak_rss_bytes(), device.peaks().allocated_bytes
-    told = state_kernels(read_trace(document), family_of)
+    trace, on_cuda = read_trace(document), device.torch_device.type == "cuda"
     folder = traces_folder()
     written, why_no_trace = _leave_trace(folder, document)
-    kernels = Kernels(
-        **told,
-        trace=str(folder / NAME) if folder and written else None,
-        trace_bytes=written and written.bytes,
-        trace_steps=written.steps if written else 0,
-    )
-    if folder is not None:
-        try:
-            write_events(folder, kernels)
-        except OSError as error:
-            say(f"TensorBoard's events could not be written: {error}")
+    kernels, why_no_kernels = None, {}
+    try:
+        kernels = Kernels(
+            **state_kernels(trace, family_of, on_cuda=on_cuda),
+            trace=str(folder / NAME) if folder and written else None,
+            trace_bytes=written and written.bytes,
+            trace_steps=written.steps if written else 0,
+        )
+    except NoKernelsError as error:
+        why_no_kernels = {"kernels": str(error)}
+    else:
+        _leave_events(folder, kernels)
+    traced = find_steps(trace)
     return Measurement(
         model=training.model,
         norm_plan=training.step.norm_plan,
         nonfinite_samples=training.step.nonfinite_samples,
         kernels=kernels,
         observed=Observed(
-            step_s=kernels.step_s,
-            steps=kernels.steps,
+            step_s=sum(end - start for start, end in traced) / len(traced),
+            steps=len(traced),
             peak_rss_bytes=peak_bytes,
             peak_allocated_bytes=allocated,
         ),
-        reasons=_REASONS | why_no_trace | _why_no_waiting(kernels),
+        reasons=_REASONS
+        | training.step.reasons
+        | why_no_trace
+        | why_no_kernels
+        | _why_no_waiting(kernels),
     )
+
+
+def _leave_events(folder: Path | None, kernels: Kernels) -> None:
+    if folder is None:
+        return
+    try:
+        write_events(folder, kernels)
+    except OSError as error:
+        say(f"TensorBoard's events could not be written: {error}")
 
 
 def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
@@ -155,7 +171,7 @@ def _leave_trace(
     return None, {"kernels.trace": reason}
 
 
-def _why_no_waiting(kernels: Kernels) -> dict[str, str]:
-    if kernels.waiting_s is not None:
+def _why_no_waiting(kernels: Kernels | None) -> dict[str, str]:
+    if kernels is None or kernels.waiting_s is not None:
         return {}
     return {"kernels.waiting_s": "operators of a CPU are not launched ahead"}

@@ -110,7 +110,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             peak_rss_bytes=peak_rss_bytes(),
             peak_allocated_bytes=steady.allocated_bytes,
         ),
-        reasons=device.reasons_recorded | _REASONS | paths.reasons,
+        reasons=device.reasons_recorded | _REASONS | paths.reasons | training.step.reasons,
     )
 
 

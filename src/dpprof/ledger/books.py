@@ -34,6 +34,7 @@ class Step:
     def __init__(
         self, recorder: Recorder, births: Mapping[str, Component], window: tuple[int, int]
     ) -> None:
+        self.notes = recorder.notes
         self._storages = recorder.storages
         self._births = births
         self._before = recorder.events[: window[0]]

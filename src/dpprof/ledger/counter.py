@@ -61,7 +61,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if rule.is_counted:
             try:
-                self.flops += rule.count_products(args, kwargs, out) or 0
+                flops = rule.count_products(args, kwargs, out)
             except Exception as error:  # noqa: BLE001 (formulas assert what they expect)
                 self.unpriced = f"{rule.name}: {error!r}"
+            else:
+                self.flops += flops or 0
+                if flops is None:
+                    self.unpriced = f"{rule.name}: no formula is known"
         return out

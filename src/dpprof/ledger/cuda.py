@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dpprof.ledger import attention
 from dpprof.ledger.recorder import Workspace
 from dpprof.result import Phase
 
@@ -35,7 +36,7 @@ class Choices(NamedTuple):
     backward's (ATen/cuda/CublasHandlePool.cpp)."""
 
     attention: bool = True
-    """Run the kernels that CUDA would choose (ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    """Run the kernels that CUDA would choose (``ledger.attention``)."""
 
     foreach: bool = True
     """Let optimizers work on all parameters at once, CUDA's default (torch/optim/optimizer.py,
@@ -71,24 +72,6 @@ def library_workspace(compute_capability: str) -> int:
     return 8320 * 2**10 if is_old else 32 * 2**20
 
 
-def _flash_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
-    """A float32 gradient of the queries, and softmax's sums (flash_api.cpp, mha_bwd)."""
-    B, H, M, K = q.shape
-    rows = -(-M // 128) * 128
-    return 4 * B * H * rows * (1 + -(-K // 32) * 32)
-
-
-def _efficient_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
-    """Delta, with the product that gives it or the accumulators of the queries' gradient.
-
-    Source: mem_eff_attention/kernel_backward.h, attention_backward.cu.
-    """
-    B, H, M, K = q.shape
-    accumulators = B * H * -(-M // 64) * -(-K // 64) * 16_400
-    product = 4 * B * M * H * (K + 1) if q.dtype is torch.float32 else 0
-    return 4 * B * H * M + max(product, accumulators)
-
-
 def _embedding_backward(_gradient: Tensor, indices: Tensor, rows: int, *_: Any, **__: Any) -> int:
     """Sorted indices, and sums of ten at a time (EmbeddingBackwardKernel.cu)."""
     n, width = indices.numel(), _gradient.shape[-1]
@@ -101,30 +84,10 @@ def _embedding_backward(_gradient: Tensor, indices: Tensor, rows: int, *_: Any, 
 
 
 WORKSPACES: Mapping[Any, Workspace] = {
-    aten._scaled_dot_product_flash_attention_backward: _flash_backward,  # noqa: SLF001
-    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,  # noqa: SLF001
+    **attention.WORKSPACES,
     aten.embedding_dense_backward: _embedding_backward,
 }
 """What CUDA's kernels take and give back, by overload packet."""
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
-    """Run flash attention for half precision, memory-efficient for float32, else spell it out."""
-    mask = rest[0] if rest else options.get("attn_mask")
-    dropout = rest[1] if len(rest) > 1 else options.get("dropout_p", 0.0)
-    causal = rest[2] if len(rest) > 2 else options.get("is_causal", False)  # noqa: PLR2004
-    scale = options.get("scale")
-    if q.dtype in (torch.bfloat16, torch.float16) and mask is None:
-        return aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-            q, k, v, dropout, causal, scale=scale
-        )[0]
-    if q.dtype is torch.float64:
-        return aten._scaled_dot_product_attention_math(  # noqa: SLF001
-            q, k, v, mask, dropout, causal, scale=scale
-        )[0]
-    return aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-        q, k, v, mask, q.requires_grad, dropout, causal, scale=scale
-    )[0]
 
 
 def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -138,21 +101,27 @@ _IN_FLOAT32 = {
     *(functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm),
     *(functional.rms_norm, torch.rms_norm, functional.softmax, torch.softmax, Tensor.softmax),
     *(functional.log_softmax, torch.log_softmax, Tensor.log_softmax, Tensor.pow, torch.pow),
-    *(Tensor.exp, torch.exp, torch.rsqrt, Tensor.rsqrt, Tensor.sum, torch.sum, Tensor.norm),
+    *(Tensor.exp, torch.exp, torch.rsqrt, Tensor.rsqrt, Tensor.norm),
     *(torch.linalg.vector_norm, Tensor.cumsum, torch.cumsum),
 }
 """Functions that autocast computes in float32 on CUDA and leaves alone on the CPU."""
+
+_INTO_FLOAT32 = {Tensor.sum, torch.sum, Tensor.prod, torch.prod}
+"""Those to which it only gives a dtype (autocast_mode.h, ``AT_FORALL_FP32_SET_OPT_DTYPE``), and
+whose kernels turn each element into float32 as they read it: no copy is made."""
 
 
 class _CudaFunctions(TorchFunctionMode):
     """Calls what CUDA would call."""
 
-    def __init__(self, choices: Choices) -> None:
+    def __init__(self, choices: Choices, gpu: attention.Gpu, notes: dict[str, str]) -> None:
         super().__init__()
         self._autocast = choices.autocast
+        self._gpu = gpu
+        self._notes = notes
         self._instead: dict[Any, Callable[..., Any]] = {}
         if choices.attention:
-            self._instead[functional.scaled_dot_product_attention] = _attend
+            self._instead[functional.scaled_dot_product_attention] = self._attend
         if choices.dropout:
             self._instead |= {functional.dropout: _drop, torch.dropout: _drop}
 
@@ -166,17 +135,53 @@ class _CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._autocast and func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args = (_in_float32(args[0]), *args[1:])
+        if self._autocast and func in _INTO_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            kwargs = _into_float32(args[0], kwargs)
         return self._instead.get(func, func)(*args, **kwargs)
+
+    def _attend(  # noqa: PLR0917 (as the function itself)
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Any:
+        asked = attention.Asked(q, k, v, attn_mask, dropout_p, is_causal)
+        choice = attention.choose_backend(asked, self._gpu)
+        self._notes[f"attention: {choice.backend}"] = choice.why
+        return attention.run_backend(choice.backend, asked, scale)
+
+
+def _is_reduced(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _in_float32(value: Any) -> Any:
-    reduced = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if reduced else value
+    return value.float() if _is_reduced(value) else value
+
+
+def _into_float32(value: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    asks = kwargs.get("dtype") is not None or not _is_reduced(value)
+    return kwargs if asks else {**kwargs, "dtype": torch.float32}
 
 
 @contextmanager
-def like_cuda(choices: Choices = EVERYTHING) -> Iterator[None]:
-    """Have PyTorch decide within as it would for CUDA tensors."""
+def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterator[dict[str, str]]:
+    """Have PyTorch decide within as it would for CUDA tensors.
+
+    Args:
+        compute_capability: Of the device.
+        choices: What is modelled.
+
+    Yields:
+        What was chosen, with the reason; it grows as choices are made.
+    """
+    notes: dict[str, str] = {}
+    gpu = attention.Gpu(compute_capability, torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     # By name in sys.modules: torch.optim removes this module from its own attributes.
     optimizers = importlib.import_module("torch.optim.optimizer")
     devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
@@ -185,13 +190,14 @@ def like_cuda(choices: Choices = EVERYTHING) -> Iterator[None]:
         ExitStack() as clipping,
         patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
         patch.object(optimizers, "_foreach_supported_types", types),
-        _CudaFunctions(choices),
+        _CudaFunctions(choices, gpu, notes),
     ):
         if choices.autocast:
             clipping.enter_context(_patch_loaded("dpprof.clipping.layers", "is_cuda"))
         if choices.kernels:
             clipping.enter_context(_patch_loaded("dpprof.norms.fused", "is_cuda"))
-        yield
+            clipping.enter_context(_patch_loaded("dpprof.clipping.shares", "is_cuda"))
+        yield notes
 
 
 def _patch_loaded(module: str, name: str) -> AbstractContextManager[Any]:

@@ -136,6 +136,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sampler: tuple[str, str] | None = None
         """Path and layer of the sampler under way: nothing tells of it but its caller."""
 
+        self.notes: Mapping[str, str] = {}
+        """What was chosen for a device that is not there, and why."""
+
         self.counting = False
         """Whether operators are noted with their costs."""
 

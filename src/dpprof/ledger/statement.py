@@ -10,6 +10,7 @@ from torch import nn
 
 from dpprof.closing import close_books
 from dpprof.experiment import Experiment
+from dpprof.ledger.attention import LEAST
 from dpprof.ledger.books import Holding, Step
 from dpprof.ledger.costs import COUNTED
 from dpprof.ledger.model_flops import model_flops_per_token
@@ -62,7 +63,15 @@ def state_memory(
         attribution=close_books(
             experiment, steady.peak_bytes, allocator_peak, _weigh_evidence(steady)
         ),
+        assumed=_tell_assumed(steady),
     )
+
+
+def _tell_assumed(step: Step) -> dict[str, str]:
+    """Say what the books take for granted: choices of a device, and workspaces at their least."""
+    ran = {op.cost.op for op in step.ops}
+    least = {f"workspace of {op}": why for op, why in LEAST.items() if op in ran}
+    return {**step.notes, **least}
 
 
 def _at_peak(step: Step) -> AtPeak:
@@ -185,12 +194,16 @@ def state_compute(
         peak_flops_per_s=ceilings and ceilings.flops_per_s.get(dtype),
         peak_source=ceilings and ceilings.source,
         roofline_step_s=ceilings and bound_step_s(step.ops, dtype, ceilings),
-        reason=_why_unknown(model_flops, ceilings),
+        reason=_why_unknown(model_flops, ceilings, step),
     )
 
 
-def _why_unknown(model_flops: int | None, ceilings: Target | None) -> str | None:
+def _why_unknown(model_flops: int | None, ceilings: Target | None, step: Step) -> str | None:
     said = []
+    counted = (op.cost for op in step.ops if op.cost.family in COUNTED)
+    unpriced = sorted({cost.op for cost in counted if cost.formula_unknown})
+    if unpriced:
+        said.append(f"no formula is known for {', '.join(unpriced)}, which counts as 0")
     if model_flops is None:
         said.append("the layers of another package's model are not known")
     if ceilings is None:

@@ -166,6 +166,11 @@ class TrainingStep(ABC):
         """Count the samples that were left out so far, where a method does so."""
         return None
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Say why a figure of the method's own is null, by dotted key of a result."""
+        return {}
+
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:  # noqa: ARG002
         """Watch the steps within: which way each layer takes to what is clipped.
 

@@ -14,6 +14,7 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.experiment import Experiment
 from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, sample_losses
+from dpprof.norms.fused import tell_reasons, tell_tiles
 from dpprof.result import Component, NormChoice
 
 
@@ -80,6 +81,7 @@ class ClippedStep(TrainingStep):
                 outputs=choice.p,
                 flops=choice.flops,
                 prices=choice.prices,
+                tiles=tell_tiles(choice.way, choice.T, choice.d, choice.p),
             )
             for name, choice in self.clipping.plan.items()
         }
@@ -88,6 +90,11 @@ class ClippedStep(TrainingStep):
     def nonfinite_samples(self) -> int:
         """Count the samples that the clipping has left out so far."""
         return self.clipping.nonfinite_samples_total
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Say why no kernel ran, where one should have."""
+        return tell_reasons()
 
     @contextmanager
     def watch_samplers(self, watch: Watch) -> Iterator[None]:

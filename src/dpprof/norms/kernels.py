@@ -3,8 +3,8 @@
 The gradient of sample b is G_b^T X_b, of p x d elements, for inputs X and gradients G of the
 outputs. Two Triton kernels sum its squares, tile by tile in registers: one from the Gram
 matrices of the tokens, T^2 (d + p) / 2 multiply-adds a sample, one from the product itself, T d p.
-Neither writes anything of T x T or d x p; what they allocate is one float32 for each of about
-`PROGRAMS` programs and the result.
+Neither writes anything of T x T or d x p; what they allocate is one or three float32 for each of
+about `PROGRAMS` programs and the result.
 
 Importing this needs the extra ``triton``. The tensors are on a CUDA device, or on a CPU if the
 process interprets Triton (``TRITON_INTERPRET=1``). A launch is no operator of torch: dispatch
@@ -14,7 +14,7 @@ Source of the Gram form: Goodfellow, "Efficient Per-Example Gradient Computation
 T = 1; Li et al., "Large Language Models Can Be Strong Differentially Private Learners" (2022),
 for sequences.
 
-Shapes: B batch, T tokens, d in, p out, S slots of partial sums.
+Shapes: B batch, T tokens, d in, p out, N sums, S slots of partial sums.
 """
 
 from typing import Any
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
+from dpprof.norms.precision import name_precision
 from dpprof.norms.programs import sum_gram_squares, sum_product_squares
 from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT
 
 PROGRAMS = 1024
 """How many programs share the tiles of a batch, at least one for each sample: about eight for
 each of an H200's 132 multiprocessors. Each loops over its tiles and writes one partial sum, so
-partial sums take 4 (PROGRAMS + B) bytes at most, however long the sequences."""
+partial sums take 12 (PROGRAMS + B) bytes at most, however long the sequences."""
 
 _AXES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,15 +41,16 @@ def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
     The sum of (x_t . x_s) (g_t . g_s) over all tokens t, s. Its terms have both signs: where the
     tokens' gradients cancel, rounding leaves an error relative to (sum_t |x_t| |g_t|)^2 and not
-    to the result, and a sum that it takes below zero is returned as zero.
+    to the result; it may be below zero. The squares of both Gram matrices, in passing, bound it.
 
     Args:
         x_BTd: Inputs of the layer, (B, T, d), with any strides; bfloat16, float16 or float32.
         g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
 
     Returns:
-        (B,) in float32, inf where that is too small. Products of float32 are exact, or TF32
-        where ``torch.backends.cuda.matmul`` says so; sums are float32.
+        (3, B) in float32, inf where that is too small: the squared norms, the sums of
+        (x_t . x_s)^2, and of (g_t . g_s)^2. Products of float32 are exact, or three of
+        TF32 each where PyTorch may use TF32 (``norms.precision``); sums are float32.
 
     Raises:
         TypeError: The dtypes differ, or are others, such as float64.
@@ -56,7 +58,7 @@ def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """
     _check(x_BTd, g_BTp)
     side = cdiv(x_BTd.shape[1], min(config.kwargs["TILE_T"] for config in GRAM))
-    return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2).clamp_min_(0)
+    return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2, sums=3)
 
 
 def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
@@ -67,8 +69,8 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
 
     Returns:
-        (B,) in float32, inf where that is too small. Products of float32 are exact, or TF32
-        where ``torch.backends.cuda.matmul`` says so; sums are float32.
+        (B,) in float32, inf where that is too small. Products of float32 are exact, or three of
+        TF32 each where PyTorch may use TF32 (``norms.precision``); sums are float32.
 
     Raises:
         TypeError: The dtypes differ, or are others, such as float64.
@@ -77,7 +79,7 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     _check(x_BTd, g_BTp)
     height = cdiv(x_BTd.shape[2], min(config.kwargs["TILE_D"] for config in PRODUCT))
     width = cdiv(g_BTp.shape[2], min(config.kwargs["TILE_P"] for config in PRODUCT))
-    return _launch(sum_product_squares, x_BTd, g_BTp, height * width)
+    return _launch(sum_product_squares, x_BTd, g_BTp, height * width, sums=1)[0]
 
 
 def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
@@ -98,25 +100,40 @@ def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
         )
 
 
-def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int) -> Tensor:
-    """Run a program on a batch and add up what its slots hold; ``tiles`` at most for a sample."""
+def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int) -> Tensor:
+    """Run a program on a batch and add up what its slots hold; (sums, B).
+
+    Args:
+        program: The Triton program.
+        x_BTd: Inputs.
+        g_BTp: Gradients of outputs.
+        tiles: Of a sample, at most.
+        sums: How many a program writes.
+    """
     B, T, d = x_BTd.shape
     p = g_BTp.shape[2]
     if B == 0:
-        return x_BTd.new_zeros(0, dtype=torch.float32)
+        return x_BTd.new_zeros((sums, 0), dtype=torch.float32)
     slots = min(tiles, cdiv(PROGRAMS, B))
-    tf32 = x_BTd.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    partials_BS = x_BTd.new_empty(B, slots, dtype=torch.float32)
+    partials_NBS = x_BTd.new_empty(sums, B, slots, dtype=torch.float32)
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         program[(B * slots,)](
             x_BTd,
             g_BTp,
-            partials_BS,
+            partials_NBS,
             slots,
             *(T, d, p),
             *x_BTd.stride(),
             *g_BTp.stride(),
             *map(next_power_of_2, (T, d, p)),
-            PRECISION="tf32" if tf32 else "ieee",
+            PRECISION=name_precision(x_BTd.dtype),
         )
-    return partials_BS.sum(dim=1)
+    return partials_NBS.sum(dim=2)
+
+
+def tell_tiles(kernel: str) -> dict[str, int]:
+    """Tell the configuration with which a kernel ran last, under Triton's names for its parts."""
+    config = {"gram_squares": sum_gram_squares, "product_squares": sum_product_squares}[
+        kernel
+    ].best_config
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -66,10 +66,9 @@ def gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Multiply Gram matrices tile by tile."""
     if is_fused(x_BTd):
-        traces = [square(x_BTd), square(g_BTp)]
-        # A matrix of squares along its diagonal has no larger Frobenius norm than its trace.
-        sums = [gram_squares(x_BTd, g_BTp), *traces, *(trace.square() for trace in traces)]
-        return _bound(torch.stack(sums), x_BTd, g_BTp)
+        found_B, *squares = gram_squares(x_BTd, g_BTp)
+        sums_5B = torch.stack([found_B, square(x_BTd), square(g_BTp), *squares])
+        return _bound(sums_5B, x_BTd, g_BTp)
     B, T, _ = x_BTd.shape
     tile = gram_tile(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)

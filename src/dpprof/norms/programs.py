@@ -3,7 +3,7 @@
 Both programs take the inputs X (T, d) and the gradients G (T, p) of a linear layer's outputs,
 of one sample after the other, and sum squares of G^T X, the gradient of its weight, tile by
 tile in float32. A tile lives and dies in registers. Of the ``slots`` programs of a sample the
-i-th takes tiles i, i + slots, ... and writes one number to slot i, 0 if no tile is left for
+i-th takes tiles i, i + slots, ... and writes its sums to slot i, 0 if no tile is left for
 it; so nothing depends on how large tiles are, or on the order in which programs run.
 
 Shapes: T tokens, d in, p out; R, C a tile's rows and columns; K what a product sums over.
@@ -50,7 +50,11 @@ def gram_tile(
 
 
 @triton.autotune(
-    GRAM, key=SIZES, prune_configs_by={"early_config_prune": keep_bearable}, do_bench=time_launch
+    GRAM,
+    key=SIZES,
+    prune_configs_by={"early_config_prune": keep_bearable},
+    do_bench=time_launch,
+    cache_results=True,
 )
 @triton.jit
 def sum_gram_squares(
@@ -59,11 +63,16 @@ def sum_gram_squares(
     T_rounded, d_rounded, p_rounded,
     PRECISION: tl.constexpr, TILE_T: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum (x_t . x_s) (g_t . g_s) over the tiles of (t, s) on and below the diagonal."""
+    """Sum (x_t . x_s) (g_t . g_s) over the tiles of (t, s) on and below the diagonal.
+
+    And, each behind those of all programs, (x_t . x_s)^2 and (g_t . g_s)^2.
+    """
     sample = (tl.program_id(0) // slots).to(tl.int64)
     slot = tl.program_id(0) % slots
     side = tl.cdiv(T, TILE_T)
     total = 0.0
+    total_x = 0.0
+    total_g = 0.0
     for tile in range(slot, side * (side + 1) // 2, slots):
         # Row i of the triangle from below, of side - i tiles, and row i from above, of i + 1,
         # are as long as any such two: a rectangle's row. Of an odd side the last is half a row.
@@ -79,12 +88,22 @@ def sum_gram_squares(
         g_RC = gram_tile(
             g_ptr + sample * g_b, T, p, g_t, g_k, rows_R, columns_C, TILE_T, TILE_K, PRECISION
         )
-        total += tl.where(row == column, 1.0, 2.0) * tl.sum(x_RC * g_RC)
+        times = tl.where(row == column, 1.0, 2.0)
+        total += times * tl.sum(x_RC * g_RC)
+        total_x += times * tl.sum(x_RC * x_RC)
+        total_g += times * tl.sum(g_RC * g_RC)
+    programs = tl.num_programs(0)
     tl.store(partial_ptr + tl.program_id(0), total)
+    tl.store(partial_ptr + programs + tl.program_id(0), total_x)
+    tl.store(partial_ptr + 2 * programs + tl.program_id(0), total_g)
 
 
 @triton.autotune(
-    PRODUCT, key=SIZES, prune_configs_by={"early_config_prune": keep_bearable}, do_bench=time_launch
+    PRODUCT,
+    key=SIZES,
+    prune_configs_by={"early_config_prune": keep_bearable},
+    do_bench=time_launch,
+    cache_results=True,
 )
 @triton.jit
 def sum_product_squares(

@@ -41,10 +41,13 @@ BLOCK = 4096
 TOLERATED = {torch.float32: 2.0**-8, torch.float64: 2.0**-24}
 """By the dtype of sums, the share of the bound that a sample's rounding may come to."""
 
-OF_WEIGHTS = 2.0**-14
-"""The spread where a factor of 16 bits is rounded after it was weighted, as tensor cores ask for.
-Rounding is 2^-9 at most, in each token anew; so there a sample may add up to
-``C (1 + 2^-9 / OF_WEIGHTS * TOLERATED)``, an eighth beyond C, if all of it conspires."""
+OF_FACTORS = 2.0**-14
+"""The spread where the sum's factors are rounded to 16 bits after they were weighted, or to TF32,
+as tensor cores ask for. Rounding is 2^-9 at most, in each token anew; so there a sample may add
+up to ``C (1 + 2^-9 / OF_FACTORS * TOLERATED)``, an eighth beyond C, if all of it conspires."""
+
+_SPLIT = 6
+"""What a product of three TF32 products (``norms.precision``) adds to an entry's terms, in eps."""
 
 
 class Squares(NamedTuple):
@@ -82,9 +85,10 @@ def gram_slack(
         depth: Of the sum of A * B (``depth_of_tile``).
     """
     norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
-    of_entries = d * trace_of_x_B * norm_of_g_B + p * norm_of_x_B * trace_of_g_B
+    of_inputs = (d + _SPLIT) * trace_of_x_B * norm_of_g_B
+    of_gradients = (p + _SPLIT) * norm_of_x_B * trace_of_g_B
     eps = torch.finfo(norm_of_x_B.dtype).eps
-    return eps * (of_entries + depth * norm_of_x_B * norm_of_g_B)
+    return eps * (of_inputs + of_gradients + depth * norm_of_x_B * norm_of_g_B)
 
 
 def depth_of_tile(tile: int) -> int:
@@ -109,14 +113,14 @@ def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
     return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B
 
 
-def spread(size_B: Tensor, terms: int, *, weights_are_rounded: bool = False) -> Tensor:
+def spread(size_B: Tensor, terms: int, *, is_rounded: bool = False) -> Tensor:
     """Bound the rounding of a sum of products, squared; (B,).
 
     Args:
         size_B: ``Squares.size_B``.
         terms: Products that are summed for one element.
-        weights_are_rounded: Whether weighted factors are rounded to 16 bits.
+        is_rounded: Whether the sum's factors are rounded to 16 bits, or to TF32.
     """
     unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(min(terms, BLOCK))
-    unit = max(unit, OF_WEIGHTS if weights_are_rounded else 0.0)
+    unit = max(unit, OF_FACTORS if is_rounded else 0.0)
     return size_B * (unit * unit)

@@ -1,8 +1,10 @@
 """How large the tiles of a Triton program are: what there is to choose from, and how it chooses.
 
 Triton times the configurations at the first call with each dtype and sizes, up to the next power
-of two. Which one wins is the machine's doing, and with it the order in which float32 sums are
-taken: within a process results are bitwise repeatable, between processes they agree to rounding.
+of two, and keeps the times on disk beside its compiled programs (``TRITON_CACHE_DIR``), so that
+the next process does not take them again. Which one wins is the machine's doing, and with it the
+order in which float32 sums are taken: where the same one won results are bitwise repeatable, else
+they agree to rounding. Results tell which one ran (``norm_plan``).
 
 Under Triton's interpreter (``TRITON_INTERPRET=1`` when triton is imported) tiles are small, so
 that small inputs have many of them and edges too, and nothing is timed.
@@ -78,7 +80,7 @@ def keep_bearable(configs: list[Config], arguments: dict[str, Any], **more: Any)
     if arguments["x_ptr"].dtype != torch.float32:
         return [config for config in configs if config.kwargs["TILE_K"] >= _WIDE_K]
     narrow = [config for config in configs if config.kwargs["TILE_K"] < _WIDE_K]
-    if more["PRECISION"] == "tf32":
+    if more["PRECISION"] == "tf32x3":
         return narrow
     return [config for config in narrow if _products_of_a_thread(config) <= _PRODUCTS]
 

@@ -2,7 +2,9 @@
 
 The launching operator decides the category, and a kernel's own name only where no operator
 is known. Of operators within one another the outermost that does work itself decides: a copy
-that a lookup makes is the lookup's. On a CPU such operators are what runs.
+that a lookup makes is the lookup's. What an operator launches that does no work by its nature, as
+a view or a look at a number, is that operator's, in the category that the kernel's name tells. On
+a CPU the operators that do work are what runs.
 """
 
 import re
@@ -18,15 +20,19 @@ from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
 FamilyOf = Callable[[str], Family | None]
 """From an operator's name to its family; None for what does no work of its own."""
 
+_OPERATOR = re.compile(r"\w+::\w+")
+"""How a trace spells an operator."""
+
 _EINSUMS = tuple(f"aten::{name}" for name in EINSUMS)
 
 _BY_KERNEL: tuple[tuple[str, Family], ...] = (
     (r"memcpy|memset|copy_kernel|CatArray|FillFunctor", "copy"),
-    (r"fmha|flash|attention", "attention"),
+    (r"gram_squares|product_squares", "norm"),
+    (r"fmha|flash|attention|sdpa|cudnn::fusion", "attention"),
     (r"gemm|gemv|cutlass|cublas|xmma|wgmma|splitK|nvjet|dot_kernel", "matmul"),
     (r"softmax|layer_?norm|reduce|nll_loss|welford|scan", "reduction"),
     (r"philox|curand|distribution|random", "random"),
-    (r"gather|scatter|index|embedding|sort|unique", "indexing"),
+    (r"gather|scatter|index|embedding|grad_weight|sort|unique", "indexing"),
     (r"elementwise|vectorized|unrolled|multi_tensor_apply", "elementwise"),
 )
 """What the names of CUDA kernels tell, for those that no operator launched."""
@@ -51,6 +57,8 @@ class _Caller(NamedTuple):
     """What was under way on the host."""
 
     op: str | None = None
+    """The operator that does the work; while there is none, the innermost of those around."""
+
     family: Family | None = None
     scope: Scope | None = None
 
@@ -82,15 +90,16 @@ def find_steps(trace: Trace) -> list[tuple[float, float]]:
     return sorted((one.start_s, one.end_s) for one in trace.host if one.name == STEP)
 
 
-def attribute(trace: Trace, family_of: FamilyOf) -> list[Ran]:
+def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
     """Find what ran and what for, in the order in which it began.
 
     Args:
         trace: The spans.
         family_of: Tells what an operator does by its name.
+        on_cuda: Whether the work was a GPU's; what the host did meanwhile is then none of it.
 
     Returns:
-        Kernels where the trace has any, else operators of the CPU.
+        Kernels of a GPU, none where the tracer was told of none; else operators of the CPU.
     """
     phases = Phases(trace.host)
     launches: dict[int, tuple[_Caller, float]] = {}
@@ -108,7 +117,7 @@ def attribute(trace: Trace, family_of: FamilyOf) -> list[Ran]:
     for span in trace.device:
         caller, launched_s = launches.get(span.correlation or -1, (_Caller(), span.start_s))
         kernels.append(_settle(span, caller, launched_s, phases))
-    return sorted(kernels or operators, key=lambda one: one.start_s)
+    return sorted(kernels if on_cuda else operators, key=lambda one: one.start_s)
 
 
 def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _Caller, bool]]:
@@ -127,9 +136,9 @@ def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _C
             caller = caller._replace(scope="norm")
         elif span.name in _EINSUMS and caller.scope is None:
             caller = caller._replace(scope="einsum")
-        elif caller.family is None and (family := family_of(span.name)) is not None:
-            caller = caller._replace(op=span.name, family=family)
-            begins = True
+        elif caller.family is None and _OPERATOR.fullmatch(span.name):
+            caller = caller._replace(op=span.name, family=family_of(span.name))
+            begins = caller.family is not None
         stack.append((span.end_s, caller))
         yield span, caller, begins
 

@@ -12,21 +12,33 @@ LARGEST = 15
 """So many kernels are listed one by one."""
 
 
-def state_kernels(trace: Trace, family_of: FamilyOf) -> dict[str, Any]:
+class NoKernelsError(ValueError):
+    """The trace of a GPU's work shows none of it."""
+
+
+def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
     """Sum up what ran in the traced steps.
 
     Args:
         trace: Of steps each of which waits at its end for what it launched.
         family_of: Tells what an operator does by its name.
+        on_cuda: Whether the work was a GPU's.
 
     Returns:
         The fields of ``Kernels`` but for those about the trace's file.
 
     Raises:
+        NoKernelsError: No kernel of a GPU is in the steps: its tracer, CUPTI, told of none.
         ValueError: There is no step in the trace, or nothing ran in it.
     """
     steps = find_steps(trace)
-    ran = [one for one in attribute(trace, family_of) if _is_within(one.launched_s, steps)]
+    found = attribute(trace, family_of, on_cuda=on_cuda)
+    ran = [one for one in found if _is_within(one.launched_s, steps)]
+    if steps and on_cuda and not ran:
+        raise NoKernelsError(
+            "the trace holds no kernel of the GPU; where CUPTI may not trace (its counters kept to "
+            "administrators, another tracer at work), PyTorch's profiler sees the host alone"
+        )
     if not ran:
         raise ValueError("the trace shows no step in which anything ran")
     count = len(steps)
@@ -43,9 +55,9 @@ def state_kernels(trace: Trace, family_of: FamilyOf) -> dict[str, Any]:
         "by_phase_and_category": _launched(ran, count),
         "other_share": by_category.get("other", 0.0) / total_s,
         "idle_s": sum(idle_s) / count,
-        "waiting_s": _waiting_s(ran, steps) / count if trace.device else None,
+        "waiting_s": _waiting_s(ran, steps) / count if on_cuda else None,
         "largest": _largest(ran, count),
-        "copies": _copies(ran, count) if trace.device else {},
+        "copies": _copies(ran, count) if on_cuda else {},
     }
 
 
