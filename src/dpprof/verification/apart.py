@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dpprof.asking import UnansweredError, ask_child
 from dpprof.console import say
-from dpprof.lock import hold_one
+from dpprof.lock import hold_one, who_holds
 from dpprof.provenance import describe_git, package_versions
 from dpprof.sources import verdict_digest
 from dpprof.storage import check_writable
@@ -35,11 +35,11 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
     digest = verdict_digest(model, method)
 
     def waiting() -> None:
-        say("a measurement is under way on this machine; waiting")
+        say(f"a measurement is under way on this machine; waiting for {who_holds(['cpu'])}")
 
-    with hold_one(["cpu"], waiting, shared=True):
+    with hold_one(["cpu"], waiting, shared=True) as (_, lock_fd):
         start = time.monotonic()
-        cases, ended = _ask_child(model, method)
+        cases, ended = _ask_child(model, method, lock_fd)
         wall_s = time.monotonic() - start
     passed, reason = judge(cases)
     return write_verdict(
@@ -72,11 +72,17 @@ def _largest(errors: list[float | None]) -> float | None:
     return max((error for error in errors if error is not None), default=None)
 
 
-def _ask_child(model: str, method: str) -> tuple[list[Case], str | None]:
+def _ask_child(model: str, method: str, lock_fd: int) -> tuple[list[Case], str | None]:
     """Have a child do it; returns the cases, or how the child ended without telling any."""
     try:
         cases: list[Case] = ask_child(
-            "verification", _VERIFY, "verify", model, method, timeout_s=TIMEOUT_S
+            "verification",
+            _VERIFY,
+            "verify",
+            model,
+            method,
+            timeout_s=TIMEOUT_S,
+            lock_fd=lock_fd,
         )
     except UnansweredError as error:
         return [], str(error)
