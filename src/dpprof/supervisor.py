@@ -24,6 +24,7 @@ from dpprof.catalogue import PREDICTIONS
 from dpprof.closing import JOINED
 from dpprof.console import say
 from dpprof.deaths import judge_death
+from dpprof.editing import CodeInUse
 from dpprof.experiment import Experiment
 from dpprof.handover import TRACES, Assignment, PhaseMark, Report
 from dpprof.hardware import available_cores
@@ -169,7 +170,7 @@ def supervise(
         OSError: The result cannot be written; found out before anything is measured.
     """
     check_writable(output)
-    measuring_code = code_digest(instrument, experiment)
+    code = CodeInUse(partial(code_digest, instrument, experiment), __file__)
     places = _places(experiment, instrument)
 
     def waiting() -> None:
@@ -186,6 +187,7 @@ def supervise(
             [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
         ) as (position, lock_fd),
     ):
+        code.start()
         place = places[position]
         environment = _worker_environment(place, traces)
         device, provenance = place.describe(), collect(experiment, environment)
@@ -202,6 +204,7 @@ def supervise(
             if attempt.outcome not in _RETRIED:
                 break
         wall_s = time.monotonic() - start
+        measuring_code = code.settle()
     measured = (measurement or Measurement()).model_dump()
     measured["reasons"] |= {"verification": JOINED}
     return write_result(

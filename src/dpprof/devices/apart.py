@@ -9,6 +9,7 @@ from typing import Literal
 from dpprof.asking import UnansweredError, ask_child
 from dpprof.ceilings import SCHEMA_VERSION, Ceilings, Limits, nothing_measured, write_ceilings
 from dpprof.console import say
+from dpprof.editing import CodeInUse
 from dpprof.hardware import available_cores, why_no_cuda
 from dpprof.lock import hold_one, who_holds
 from dpprof.neighbours import Neighbours
@@ -35,7 +36,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
         OSError: The file cannot be written; found out before anything is measured.
     """
     check_writable(output)
-    digest = ceilings_digest()
+    code = CodeInUse(ceilings_digest, __file__)
     cores = available_cores()
     places = [cpu_place(cores)] if device == "cpu" else gpu_places(cores) or [_NOWHERE]
     names = [place.lock_name for place in places]
@@ -44,6 +45,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
         say(f"an experiment is under way on this device; waiting for {who_holds(names)}")
 
     with hold_one(names, waiting) as (position, lock_fd):
+        code.start()
         place = places[position]
         description = place.describe()
         provenance = describe_surroundings(os.environ | place.environment)
@@ -51,6 +53,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
         start, neighbours = time.monotonic(), Neighbours()
         limits = _ask_child(device, place, lock_fd)
         wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        digest = code.settle()
     return write_ceilings(
         output,
         {

@@ -2,10 +2,12 @@
 
 import platform
 import time
+from functools import partial
 from pathlib import Path
 
 from dpprof.asking import UnansweredError, ask_child
 from dpprof.console import say
+from dpprof.editing import CodeInUse
 from dpprof.lock import hold_one, who_holds
 from dpprof.provenance import describe_git, package_versions
 from dpprof.sources import verdict_digest
@@ -32,15 +34,17 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
         OSError: The verdict cannot be written; found out before anything is computed.
     """
     check_writable(output)
-    digest = verdict_digest(model, method)
+    code = CodeInUse(partial(verdict_digest, model, method), __file__)
 
     def waiting() -> None:
         say(f"a measurement is under way on this machine; waiting for {who_holds(['cpu'])}")
 
     with hold_one(["cpu"], waiting, shared=True) as (_, lock_fd):
+        code.start()
         start = time.monotonic()
         cases, ended = _ask_child(model, method, lock_fd)
         wall_s = time.monotonic() - start
+        digest = code.settle()
     passed, reason = judge(cases)
     return write_verdict(
         output,
