@@ -5,6 +5,7 @@ whenever Python lives to write it; the supervisor judges the rest by how the pro
 """
 
 import faulthandler
+import json
 import os
 import resource
 import sys
@@ -16,7 +17,7 @@ from dpprof.experiment import Experiment
 from dpprof.handover import Assignment, PhaseMark, Report
 from dpprof.lifelines import die_with
 from dpprof.lock import keep_to_this_process
-from dpprof.messages import KIND_LIMIT, shorten
+from dpprof.messages import KIND_LIMIT, escape_all, shorten
 from dpprof.result import Failure
 
 
@@ -76,7 +77,7 @@ def main() -> None:
     report = run(assignment.experiment, assignment.instrument, mark)
     _lift_memory_limit()
     with os.fdopen(assignment.report_fd, "w", encoding="utf-8") as file:
-        file.write(report.model_dump_json())
+        json.dump(escape_all(report.model_dump(mode="json")), file)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dpprof.catalogue import UnsupportedError
 from dpprof.devices.cpu import Cpu
 from dpprof.experiment import Dimensions, Experiment
 from dpprof.instruments.setup import make_batch
+from dpprof.messages import KIND_LIMIT, shorten
 from dpprof.methods.base import Batch, TrainingStep
 from dpprof.methods.microbatch import Microbatch
 from dpprof.models.build import build_model
@@ -99,7 +100,7 @@ def verify_case(model: str, method: str, attention: str, batch_size: int) -> Cas
     try:
         subject = _prepare(experiment)
     except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=str(error))
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
@@ -107,9 +108,9 @@ def verify_case(model: str, method: str, attention: str, batch_size: int) -> Cas
     try:
         return _compare(subject, known)
     except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=str(error))
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except WrongError as error:
-        return Case(**known, outcome="failed", reason=str(error))
+        return Case(**known, outcome="failed", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (however a method fails, it has failed)
         traceback.print_exc()
         return Case(**known, outcome="failed", reason=_spell(error))
@@ -238,4 +239,5 @@ def _complain(worst: dict[str, float | None]) -> str | None:
 
 
 def _spell(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:_MESSAGE_LIMIT]}"
+    kind = shorten(type(error).__name__, KIND_LIMIT)
+    return f"{kind}: {shorten(str(error), _MESSAGE_LIMIT)}"
