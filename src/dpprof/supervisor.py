@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,11 @@ from dpprof.result import (
     Attempt,
     Failure,
     Measurement,
+    Others,
     Result,
     write_result,
 )
+from dpprof.sharing import look_afterwards, look_at, tell_others, wait_until_idle
 from dpprof.sources import PACKAGE, code_digest
 from dpprof.storage import check_writable
 
@@ -49,6 +51,9 @@ MAX_ATTEMPTS = 2
 """A crash or a kill is tried once more in a fresh process; other outcomes are final."""
 
 _RETRIED = ("crashed", "killed")
+
+Ended = tuple[Attempt, Measurement | None]
+"""How an attempt ended, and what was measured."""
 
 
 def _places(experiment: Experiment, instrument: str) -> list[Place]:
@@ -60,12 +65,27 @@ def _places(experiment: Experiment, instrument: str) -> list[Place]:
     cpu = cpu_place(threads)
     if experiment.device == "cpu" or instrument in PREDICTIONS:
         return [cpu]
-    return gpu_places(threads) or [cpu]  # no GPU: the worker records why
+    places = gpu_places(threads) or [cpu]  # no GPU: the worker records why
+    if experiment.wait_for_idle_gpu_s:
+        places.sort(key=lambda place: look_at(place.uuid).matter)
+    return places
+
+
+def _look_around(run: Callable[[], Ended], uuid: str | None) -> Ended:
+    """Run one attempt, and look at what others do on the GPU before and after."""
+    before = look_at(uuid)
+    attempt, measurement = run()
+    after = look_afterwards(uuid)
+    error = attempt.error
+    if error is not None and attempt.outcome == "oom":
+        error = tell_others(error, before, after)
+    seen = {"others_before": before, "others_after": after, "error": error}
+    return attempt.model_copy(update=seen), measurement
 
 
 def _run_worker(
     experiment: Experiment, instrument: str, environment: dict[str, str], lock_fd: int, sink: Sink
-) -> tuple[Attempt, Measurement | None]:
+) -> Ended:
     """Run one attempt in a fresh process and judge how it ended."""
     # Files without names: nothing is left behind, whoever is killed when.
     with tempfile.TemporaryFile() as phase_file, tempfile.TemporaryFile() as report_file:
@@ -187,15 +207,17 @@ def supervise(
             [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
         ) as (position, lock_fd),
     ):
-        code.start()
         place = places[position]
+        wait_until_idle(place.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
+        code.start()
         environment = _worker_environment(place, traces)
         device, provenance = place.describe(), collect(experiment, environment)
         started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
         while len(attempts) < MAX_ATTEMPTS:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
-            attempt, measurement = _run_worker(experiment, instrument, environment, lock_fd, sink)
+            run = partial(_run_worker, experiment, instrument, environment, lock_fd, sink)
+            attempt, measurement = _look_around(run, place.uuid)
             if attempt.error is not None:
                 error = attempt.error.model_copy(update={"log": log_path and str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
@@ -227,6 +249,11 @@ def supervise(
             "provenance": provenance,
         },
     )
+
+
+def _say_busy(others: Others) -> None:
+    memory, load = others.memory_bytes or 0, others.load or 0.0
+    say(f"others hold {memory / 2**30:.1f} GiB of the GPU, busy {load:.0%}; waiting for them")
 
 
 def _worker_environment(place: Place, traces: Path | None) -> dict[str, str]:
