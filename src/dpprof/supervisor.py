@@ -41,8 +41,10 @@ from dpprof.result import (
     Measurement,
     Others,
     Result,
+    read_result,
     write_result,
 )
+from dpprof.sealed import ResultError
 from dpprof.sharing import look_afterwards, look_at, tell_others, wait_until_idle
 from dpprof.sources import PACKAGE, code_digest
 from dpprof.storage import check_writable
@@ -172,6 +174,7 @@ def supervise(
     log_path: Path | None = None,
     *,
     traces: Path | None = None,
+    keep: bool = False,
 ) -> Result:
     """Run one experiment to an end of any kind and leave one complete JSON.
 
@@ -185,6 +188,8 @@ def supervise(
         output: The result file; written as a whole at the end.
         log_path: Where the worker's output goes; standard error where it is None.
         traces: A folder for what an instrument leaves beside the result; None for nowhere.
+        keep: Whether a complete result of this very run, by the code as it is, is enough:
+            one that a process left whose Snakemake had been killed.
 
     Raises:
         OSError: The result cannot be written; found out before anything is measured.
@@ -207,6 +212,9 @@ def supervise(
             [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
         ) as (position, lock_fd),
     ):
+        if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
+            say("this run was measured already, by this code; its result is kept")
+            return finished
         place = places[position]
         wait_until_idle(place.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
         code.start()
@@ -249,6 +257,19 @@ def supervise(
             "provenance": provenance,
         },
     )
+
+
+def _read_finished(
+    path: Path, experiment: Experiment, instrument: str, replicate: int
+) -> Result | None:
+    """Read a result, if it is this run's, whole, and of the code as it is now."""
+    try:
+        result = read_result(path)
+    except (FileNotFoundError, ResultError):
+        return None
+    found = (result.spec_digest, result.instrument, result.replicate, result.code_digest)
+    asked = (experiment.digest, instrument, replicate, code_digest(instrument, experiment))
+    return result if found == asked else None
 
 
 def _say_busy(others: Others) -> None:
