@@ -200,9 +200,9 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
     marker.rename(marker.with_name("let go"))
     run.wait(timeout=120)
     finished = contents(sleeping)
-    said, _ = second.communicate(timeout=300)
+    said = second.stdout.read()
 
-    assert second.returncode == 0, said
+    assert second.wait(timeout=300) == 0, said
     assert any("microbatch" in name for name in finished)
     assert finished.items() <= contents(sleeping).items()
     assert f"waiting for process {run.pid} (" in waits
