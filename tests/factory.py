@@ -149,6 +149,7 @@ def write_synthetic(
     message: str = "it broke",
     attempts: int = 1,
     others_busy_cores: float | None = None,
+    others_after: dict[str, Any] | None = None,
     code_digest: str = "0" * 64,
     samplers: dict[str, str] | None = None,
     nonfinite_samples: int | None = None,
@@ -215,7 +216,7 @@ def write_synthetic(
             + [
                 Attempt.model_validate(
                     {"outcome": outcome, "wall_s": 1.0, "error": error}
-                    | {"others_busy_cores": others_busy_cores}
+                    | {"others_busy_cores": others_busy_cores, "others_after": others_after}
                 )
             ],
             "started_at": "2026-01-01T00:00:00+00:00",

@@ -1,10 +1,11 @@
 import json
 
 import pytest
-from factory import make_experiment, write_synthetic
+from factory import make_experiment, tables_of_runs, write_synthetic
 
 from dpprof.result import read_result, read_run, result_path
 from dpprof.sealed import ResultError
+from dpprof.sealed import _content_digest as content_digest
 
 
 @pytest.fixture
@@ -80,3 +81,27 @@ def test_a_result_under_another_runs_name_is_named(written, tmp_path) -> None:
 
     with pytest.raises(ResultError, match="holds another run"):
         read_run(tmp_path, "clean", result.experiment_id, 1)
+
+
+def test_text_without_an_encoding_is_spelled_where_it_is_written_and_where_it_is_read(
+    tmp_path,
+) -> None:
+    experiment = make_experiment()
+    write_synthetic(tmp_path, experiment, outcome="crashed", message="half a \ud800 character")
+    path = result_path(tmp_path, "clean", experiment.id, 0)
+
+    assert json.loads(path.read_text())["error"]["message"] == "half a \\ud800 character"
+    document = json.loads(path.read_text())
+    document["error"]["message"] = "half a \ud800 character"  # as an older dpprof would
+    document["content_digest"] = content_digest(document)
+    path.write_text(json.dumps(document))
+    assert read_result(path).error.message == "half a \\ud800 character"
+
+
+def test_tables_of_such_a_result_can_be_written(tmp_path) -> None:
+    experiment = make_experiment()
+    fields = {"outcome": "crashed", "message": "half a \ud800 character"}
+    tables = tables_of_runs(tmp_path, (experiment, "clean", fields))
+
+    for table in tables.values():
+        assert table.to_csv(index=False).encode()

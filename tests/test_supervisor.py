@@ -1,11 +1,13 @@
 import datetime as dt
 import json
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import jsonschema
 import psutil
@@ -14,6 +16,7 @@ from factory import make_experiment
 from fresh_process import run_fresh
 
 from dpprof import catalogue
+from dpprof.lock import hold_one
 from dpprof.result import read_result
 from dpprof.supervisor import supervise
 
@@ -132,6 +135,90 @@ def test_an_exception_is_a_crash_with_its_message(tmp_path) -> None:
     assert "Traceback" in log
 
 
+def test_a_segfaults_message_is_where_it_was_and_not_what_is_installed(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-segfaults")
+
+    assert result.error.message.startswith("Segmentation fault, File ")
+    assert result.error.message.endswith("in string_at")
+
+
+TERMINATE = "terminate called after throwing an instance of '{kind}'\n  what():  {what}\n{rest}"
+FRAMES = "Exception raised from wait (most recent call first):\n" + "frame #0: 0x7 in x.so\n" * 60
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+LAST_WORDS = {
+    "a line": ("malloc(): corrupted top size\n", "malloc(): corrupted top size"),
+    "C++": (TERMINATE.format(kind="E", what="no luck", rest=""), "no luck"),
+    "CUDA": (TERMINATE.format(kind="c10::Error", what=ILLEGAL, rest=FRAMES), ILLEGAL),
+}
+
+
+@pytest.mark.parametrize(("said", "message"), LAST_WORDS.values(), ids=LAST_WORDS)
+def test_an_aborts_message_is_what_was_said_before_it(tmp_path, monkeypatch, said, message) -> None:
+    monkeypatch.setenv("DPPROF_TEST_LAST_WORDS", said)
+    result, _ = supervised(tmp_path, "test-aborts")
+
+    assert (result.outcome, result.error.signal) == ("crashed", "SIGABRT")
+    assert result.error.message == message
+
+
+@pytest.mark.parametrize("what", ["std::bad_alloc", "CUDA out of memory. Tried to allocate 2 GiB."])
+def test_an_abort_for_want_of_memory_is_oom_however_deep_the_stack(
+    tmp_path, monkeypatch, what
+) -> None:
+    said = TERMINATE.format(kind="std::bad_alloc", what=what, rest=FRAMES)
+    monkeypatch.setenv("DPPROF_TEST_LAST_WORDS", said)
+    result, _ = supervised(tmp_path, "test-aborts")
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+
+
+@pytest.mark.parametrize(("limit", "outcome"), [("2GiB", "oom"), (None, "crashed")])
+def test_a_primitive_that_cannot_be_made_is_oom_under_a_limit_alone(
+    tmp_path, limit, outcome
+) -> None:
+    result, _ = supervised(tmp_path, "test-refuses-memory", memory_limit_bytes=limit)
+
+    assert result.outcome == outcome
+    assert result.error.message == "could not create a primitive"
+
+
+def peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_flood_of_output_takes_neither_memory_nor_disk(tmp_path) -> None:
+    before = peak_rss_bytes()
+    result, log = supervised(tmp_path, "test-floods")
+
+    assert peak_rss_bytes() - before < 60 * 2**20
+    assert result.outcome == "crashed"
+    assert len(result.error.message) < 3_000
+    assert len(log) < 12 * 2**20
+    assert "bytes of output are left out here" in log
+    assert "the end" in log
+
+
+def test_a_message_without_end_is_cut_and_says_so(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-says-much")
+
+    assert result.error.message == "y" * 2_000 + " ... (10,000,000 characters)"
+
+
+def test_text_that_cannot_be_encoded_is_spelled_in_the_result(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-half-a-character")
+
+    assert (result.outcome, result.error.kind) == ("crashed", "RuntimeError")
+    assert result.error.message == "half a \\ud800 character"
+
+
+def test_a_process_that_escaped_its_group_is_ended_with_the_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(tmp_path / "pid"))
+    result, _ = supervised(tmp_path, "test-leaves-somebody")
+
+    assert result.error.exit_code == 7
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
 def test_a_silent_exit_is_a_crash_with_its_last_words(tmp_path) -> None:
     result, _ = supervised(tmp_path, "test-exits")
 
@@ -215,12 +302,17 @@ def asleep(tmp_path, tmp_path_factory, monkeypatch) -> tuple[subprocess.Popen[st
     monkeypatch.setenv("DPPROF_TEST_MARKER", str(reached))
     options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
     supervisor = start_script(tmp_path, "x.json", *options, "--instrument", "test-sleeps")
+    wait_for(reached.exists)
+    (worker,) = psutil.Process(supervisor.pid).children()
+    return supervisor, worker
+
+
+def wait_for(condition) -> None:
     for _ in range(1200):
-        if reached.exists():
-            (worker,) = psutil.Process(supervisor.pid).children()
-            return supervisor, worker
+        if condition():
+            return
         time.sleep(0.05)
-    raise AssertionError("the worker never slept")
+    raise AssertionError("what was waited for did not happen")
 
 
 def test_a_killed_supervisor_takes_its_worker_along(asleep, tmp_path) -> None:
@@ -242,6 +334,44 @@ def test_an_interrupted_supervisor_ends_its_worker_and_leaves_no_result(
     assert supervisor.wait(timeout=10) != 0
     worker.wait(timeout=10)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_escaped_a_killed_supervisor_holds_no_lock(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(tmp_path / "pid"))
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    supervisor = start_script(tmp_path, "x.json", *options, "--instrument", "test-beside-somebody")
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    (worker,) = psutil.Process(supervisor.pid).children()
+    escaped = psutil.Process(int((tmp_path / "pid").read_text()))
+    try:
+        with pytest.raises(TimeoutError), hold_one(["cpu"], refuse):
+            pass
+        supervisor.kill()
+        supervisor.wait()
+        worker.wait(timeout=10)
+
+        with hold_one(["cpu"], refuse):
+            assert escaped.is_running()
+    finally:
+        escaped.kill()
+
+
+def refuse() -> NoReturn:
+    raise TimeoutError
+
+
+def test_who_waits_is_told_for_whom(asleep, tmp_path) -> None:
+    supervisor, _ = asleep
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    second = start_script(tmp_path, "y.json", *options)
+    assert second.stderr is not None
+    said = next(line for line in second.stderr if "waiting" in line)
+    supervisor.kill()
+    second.communicate(timeout=120)
+
+    assert f"waiting for process {supervisor.pid} (" in said
+    assert "profile_experiment.py" in said
+    assert "running since 20" in said
 
 
 def test_two_runs_at_once_never_overlap(tmp_path) -> None:

@@ -1,7 +1,7 @@
 """A question to a child process, which may crash, exit or hang over it.
 
 The child is forked before torch is imported, so it costs no more than doing the work here
-would, and it keeps nobody waiting.
+would, and it keeps nobody waiting. Neither it nor what it starts outlives the answer.
 """
 
 import importlib
@@ -10,7 +10,14 @@ import os
 import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
+
+from dpprof.lifelines import die_with, end_group, end_group_with, no_survivors
+from dpprof.lock import keep_to_this_process
+from dpprof.output import Output, Sink
+
+_POLL_S = 0.5
 
 
 class UnansweredError(Exception):
@@ -23,6 +30,7 @@ def ask_child(
     function: str,
     *arguments: Any,
     timeout_s: int,
+    lock_fd: int,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
     """Have a child call a function, and return what that returns.
@@ -33,6 +41,7 @@ def ask_child(
         function: Its name.
         arguments: Handed to it.
         timeout_s: Whole seconds after which the child is taken to hang.
+        lock_fd: The lock under which it works, which what the child starts must not have.
         environment: Variables that the child sets before it imports anything.
 
     Raises:
@@ -40,22 +49,55 @@ def ask_child(
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
+    lifeline, held = os.pipe()
+    printed, output = os.pipe()
     child = context.Process(
         target=_answer,
         args=(sender, module, function, arguments),
-        kwargs={"timeout_s": timeout_s, "environment": environment or {}},
+        kwargs={
+            "asker_pid": os.getpid(),
+            "timeout_s": timeout_s,
+            "lock_fd": lock_fd,
+            "lifeline": lifeline,
+            "held": held,
+            "output": output,
+            "environment": environment or {},
+        },
         daemon=True,
     )
     child.start()
+    assert child.pid is not None
     sender.close()
+    for descriptor in (lifeline, output):
+        os.close(descriptor)
+    said = Output(os.fdopen(printed, "rb"), Sink(None))
     try:
-        answer = receiver.recv()
-    except EOFError:
-        child.join()
-        raise UnansweredError(_explain_end(what, child.exitcode or 0, timeout_s)) from None
-    child.kill()  # it has told all that it had to; nobody waits for libraries to wind up
-    child.join()
-    return answer
+        with no_survivors():
+            try:
+                return _receive(receiver, child)
+            except EOFError:
+                child.join()
+                raise UnansweredError(_explain_end(what, child.exitcode or 0, timeout_s)) from None
+            finally:
+                # It has told all that it had to; nobody waits for libraries to wind up.
+                child.kill()  # which may not lead its group yet
+                end_group(child.pid)
+                child.join()
+    finally:
+        os.close(held)
+        said.finish()
+
+
+def _receive(receiver: Connection, child: ForkProcess) -> Any:
+    """Wait for the answer; the pipe's end is no sign, what the child started may have it too.
+
+    Raises:
+        EOFError: The child is gone, and there is none.
+    """
+    while not receiver.poll(_POLL_S):
+        if not child.is_alive() and not receiver.poll():
+            raise EOFError
+    return receiver.recv()
 
 
 def _answer(
@@ -64,10 +106,22 @@ def _answer(
     function: str,
     arguments: tuple[Any, ...],
     *,
+    asker_pid: int,
     timeout_s: int,
+    lock_fd: int,
+    lifeline: int,
+    held: int,
+    output: int,
     environment: Mapping[str, str],
 ) -> None:
     """Be the child; the kernel ends it when its time is over, whoever still waits for it."""
+    os.setsid()
+    die_with(asker_pid)
+    os.close(held)
+    end_group_with(lifeline)
+    keep_to_this_process(lock_fd)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(timeout_s)
     os.environ.update(environment)

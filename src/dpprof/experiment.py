@@ -146,6 +146,12 @@ class Experiment(BaseModel):
         "private writable memory of the process; on cuda: the allocator's share of the device",
     )
 
+    wait_for_idle_gpu_s: NotNegative = Field(
+        0.0,
+        description="seconds to wait at most, before it starts, until others have left the GPU; "
+        "0 does not wait",
+    )
+
     @model_validator(mode="after")
     def _refuse_other_device(self) -> Self:
         if self.target is not None and self.device != device_of(self.target):
@@ -157,8 +163,13 @@ class Experiment(BaseModel):
 
     @cached_property
     def canonical(self) -> str:
-        """The spec: these fields as canonical JSON."""
-        return canonical_json(self.model_dump(mode="json"))
+        """The spec: these fields as canonical JSON.
+
+        Waiting is in it only where it was asked for, so that ids without it stay what they were.
+        """
+        waits = self.wait_for_idle_gpu_s > 0
+        left_out = set() if waits else {"wait_for_idle_gpu_s"}
+        return canonical_json(self.model_dump(mode="json", exclude=left_out))
 
     @cached_property
     def digest(self) -> str:

@@ -29,6 +29,7 @@ class Assignment(BaseModel):
     supervisor_pid: int
     phase_fd: int
     report_fd: int
+    lock_fd: int
 
 
 class Report(BaseModel):

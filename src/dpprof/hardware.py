@@ -117,6 +117,37 @@ def torch_build() -> tuple[str | None, str | None]:
     return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
 
 
+_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""The oldest driver for Linux on which every CUDA of a major version runs.
+
+NVIDIA, "CUDA Compatibility", minor version compatibility.
+"""
+
+
+def _driver() -> tuple[str, int, int] | None:
+    """Read the driver's version and the CUDA version it is made for; None where unknown."""
+    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
+        if available:
+            cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+            name = _text(pynvml.nvmlSystemGetDriverVersion())
+            return name, cuda // 1000, cuda % 1000 // 10
+    return None
+
+
+def _why_driver_is_too_old(version: str, cuda: str) -> str | None:
+    """Compare the driver with what torch was built for: it may be newer, or of the same major."""
+    driver, built_for = _driver(), int(cuda.partition(".")[0])
+    if driver is None or driver[1] >= built_for:
+        return None
+    name, major, minor = driver
+    oldest = _DRIVERS.get(built_for)
+    needed = f"driver {oldest} or newer" if oldest else f"a driver for CUDA {built_for}"
+    return (
+        f"torch {version} was built for CUDA {cuda}, which needs {needed}, "
+        f"and driver {name} is for CUDA {major}.{minor}"
+    )
+
+
 def why_no_cuda() -> str | None:
     """Say in a few words why CUDA cannot be used here, or return None where it can."""
     version, cuda = torch_build()
@@ -128,7 +159,7 @@ def why_no_cuda() -> str | None:
         return "the NVIDIA driver shows no GPU"
     if not visible_gpus():
         return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides every GPU"
-    return None
+    return _why_driver_is_too_old(version, cuda)
 
 
 def resolve_device() -> Literal["cpu", "cuda"]:

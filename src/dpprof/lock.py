@@ -1,7 +1,7 @@
 """One experiment at a time on a device, machine-wide, whoever starts it.
 
 The lock is ``flock`` on a file, held by an open descriptor that a worker inherits. It
-is free again when the last process that holds the descriptor is gone, however it went.
+is free again when both are gone, however they went; what a worker starts has no part in it.
 """
 
 import contextlib
@@ -9,8 +9,10 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from dpprof.holders import name_holders
 
 _POLL_S = 0.1
 
@@ -33,6 +35,23 @@ def _open(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
         os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to open it
         return descriptor
+
+
+def keep_to_this_process(descriptor: int) -> None:
+    """Let no process that this one starts inherit the lock: none outlives it with that."""
+    os.set_inheritable(descriptor, False)
+    held = [descriptor]
+
+    def let_go() -> None:
+        while held:  # once: a child's own children may have another file of that number
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=let_go)
+
+
+def who_holds(devices: Iterable[str]) -> str:
+    """Name those who hold the locks of devices, for who waits."""
+    return name_holders(map(lock_path, devices))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,9 @@ class Place(NamedTuple):
     environment: dict[str, str]
     """Variables of the measuring process, which leave it this device alone."""
 
+    uuid: str | None = None
+    """Of a GPU."""
+
 
 def cpu_place(threads: int) -> Place:
     """Return the host's processor, on so many threads."""
@@ -22,15 +25,22 @@ def cpu_place(threads: int) -> Place:
 
 
 def gpu_places(threads: int) -> list[Place]:
-    """List the visible GPUs, which are interchangeable, with so many threads on the host."""
+    """List the visible GPUs that are interchangeable, with so many threads on the host.
+
+    They are those like the first: GPUs of another model, or with other memory, are other
+    devices, whose figures must not be mixed with its.
+    """
+    visible = visible_gpus()
     return [
         Place(
             f"cuda-{gpu.uuid}",
             partial(describe_gpu, gpu),
             _threads(threads)
             | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            gpu.uuid,
         )
-        for gpu in visible_gpus()
+        for gpu in visible
+        if gpu[1:] == visible[0][1:]
     ]
 
 

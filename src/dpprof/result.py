@@ -57,6 +57,11 @@ Category = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
+_OF_A_SCREEN_BYTES = 2**30
+_OF_A_SCREEN = 0.05
+"""What a desktop takes of a GPU's memory and time, at most."""
+
+
 class Failure(Part):
     """Why a run, or one attempt at it, did not end well."""
 
@@ -68,7 +73,26 @@ class Failure(Part):
     requested_bytes: int | None = Field(None, description="the allocation that failed")
     allocated_bytes: int | None = Field(None, description="allocated by the allocator just then")
     reserved_bytes: int | None = Field(None, description="reserved by the allocator just then")
+    others_bytes: int | None = Field(
+        None, description="of the device's memory, held by others before or after, the larger"
+    )
     log: str | None = Field(None, description="the log file of the run")
+
+
+class Others(Part):
+    """What others held and did on a GPU at a moment when nothing of dpprof's was on it."""
+
+    memory_bytes: int | None = Field(None, description="of its memory, in use")
+    load: float | None = Field(
+        None, description="share of the last second or less in which a kernel ran"
+    )
+    processes: int | None = Field(None, description="that compute on it, as the driver tells")
+    reason: str | None = Field(None, description="why a figure is null")
+
+    @property
+    def matter(self) -> bool:
+        """Whether it is more than a screen takes."""
+        return (self.memory_bytes or 0) > _OF_A_SCREEN_BYTES or (self.load or 0.0) > _OF_A_SCREEN
 
 
 class Attempt(Part):
@@ -79,6 +103,8 @@ class Attempt(Part):
     others_busy_cores: float | None = Field(
         None, description="cores that other processes kept busy meanwhile, on average"
     )
+    others_before: Others | None = Field(None, description="on the GPU, before it began")
+    others_after: Others | None = Field(None, description="on the GPU, when it had ended")
     error: Failure | None = None
 
 

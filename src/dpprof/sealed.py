@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dpprof.messages import escape_all
 from dpprof.storage import canonical_json, sha256_hex, write_atomically
 from dpprof.validation import explain
 
@@ -43,19 +44,22 @@ def _content_digest(document: dict[str, Any]) -> str:
 def write_sealed(path: Path, kind: type[Sealed], fields: Mapping[str, Any]) -> Sealed:
     """Complete a file with its content digest and write it as a whole.
 
+    Text that cannot be encoded is escaped, here and where a file is read, so that nothing
+    that is made of it fails.
+
     Args:
         path: Where it goes; replaced atomically.
         kind: What the file holds; the fields that it declares itself come first.
         fields: Every field of it but ``content_digest``.
     """
     draft = kind.model_validate({**fields, "content_digest": ""})
-    dumped = draft.model_dump(mode="json")
+    dumped = escape_all(draft.model_dump(mode="json"))
     # Who and what first, measurements after: the order in which a person reads.
     document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
     document |= dumped
     document["content_digest"] = _content_digest(document)
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    return draft.model_copy(update={"content_digest": document["content_digest"]})
+    return kind.model_validate(document)
 
 
 def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
@@ -86,6 +90,6 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
     if digest is None or document.get("content_digest") != digest:
         raise ResultError(path, "was edited after it was written, its content digest differs")
     try:
-        return kind.model_validate(document)
+        return kind.model_validate(escape_all(document))
     except ValidationError as error:
         raise ResultError(path, f"does not fit the schema ({explain(error, kind)})") from None

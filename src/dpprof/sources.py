@@ -37,10 +37,10 @@ def _module_files(module: str) -> list[Path]:
 
 
 @functools.cache
-def _imports(file: Path) -> frozenset[Path]:
+def _imports(source: bytes) -> frozenset[Path]:
     """Find the dpprof files that a file's import statements name."""
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.update(_module_files(alias.name))
@@ -59,7 +59,7 @@ def closure(entries: Iterable[Path]) -> list[Path]:
         file = waiting.pop()
         if file not in reached:
             reached.add(file)
-            waiting += _imports(file)
+            waiting += _imports(file.read_bytes())
     return sorted(reached)
 
 
@@ -69,6 +69,17 @@ def _digest(files: Iterable[Path], *facts: object) -> str:
         name = file.relative_to(CHECKOUT) if file.is_relative_to(CHECKOUT) else file.name
         total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
+
+
+def file_digest(file: Path) -> str:
+    """Digest a file of dpprof's with all that it imports of dpprof."""
+    return _digest(closure([file]))
+
+
+def read_anew() -> None:
+    """Let the next digests be of the files as they are then; planning has each digest once."""
+    for cached in (_code_digest, verdict_digest, ceilings_digest):
+        cached.cache_clear()
 
 
 def measuring_files(instrument: str, method: str) -> list[Path]:

@@ -3,9 +3,7 @@
 Imports no torch, so it starts fast and nothing that a measurement does can hurt it.
 """
 
-import collections
 import datetime as dt
-import io
 import os
 import signal
 import subprocess
@@ -13,23 +11,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from pydantic import ValidationError
 
 from dpprof.catalogue import PREDICTIONS
 from dpprof.closing import JOINED
 from dpprof.console import say
+from dpprof.deaths import judge_death
+from dpprof.editing import CodeInUse
 from dpprof.experiment import Experiment
 from dpprof.handover import TRACES, Assignment, PhaseMark, Report
 from dpprof.hardware import available_cores
-from dpprof.lock import hold_one
+from dpprof.lifelines import end_group, no_survivors
+from dpprof.lock import hold_one, who_holds
 from dpprof.neighbours import Neighbours
+from dpprof.output import Output, Sink
 from dpprof.places import Place, cpu_place, gpu_places
 from dpprof.provenance import collect
 from dpprof.result import (
@@ -37,11 +39,13 @@ from dpprof.result import (
     Attempt,
     Failure,
     Measurement,
-    Outcome,
-    Phase,
+    Others,
     Result,
+    read_result,
     write_result,
 )
+from dpprof.sealed import ResultError
+from dpprof.sharing import look_afterwards, look_at, tell_others, wait_until_idle
 from dpprof.sources import PACKAGE, code_digest
 from dpprof.storage import check_writable
 
@@ -49,8 +53,9 @@ MAX_ATTEMPTS = 2
 """A crash or a kill is tried once more in a fresh process; other outcomes are final."""
 
 _RETRIED = ("crashed", "killed")
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_TAIL_LINES = 20
+
+Ended = tuple[Attempt, Measurement | None]
+"""How an attempt ended, and what was measured."""
 
 
 def _places(experiment: Experiment, instrument: str) -> list[Place]:
@@ -62,58 +67,27 @@ def _places(experiment: Experiment, instrument: str) -> list[Place]:
     cpu = cpu_place(threads)
     if experiment.device == "cpu" or instrument in PREDICTIONS:
         return [cpu]
-    return gpu_places(threads) or [cpu]  # no GPU: the worker records why
+    places = gpu_places(threads) or [cpu]  # no GPU: the worker records why
+    if experiment.wait_for_idle_gpu_s:
+        places.sort(key=lambda place: look_at(place.uuid).matter)
+    return places
 
 
-class _Sink:
-    """Where a run's output goes: a file, or standard error. Writing never fails.
-
-    Unbuffered, so that nothing is left to write when a full disk has refused once.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb", buffering=0) if path else None
-
-    def write(self, line: str) -> None:
-        """Write a line as it is."""
-        with suppress(OSError, ValueError):
-            if self._file is None:
-                sys.stderr.write(line)
-                sys.stderr.flush()
-            else:
-                self._file.write(line.encode(errors="replace"))
-
-    def close(self) -> None:
-        """Close the file, if there is one."""
-        if self._file is not None:
-            self._file.close()
-
-
-class _LastWords:
-    """Passes a worker's output on and remembers the end of it."""
-
-    def __init__(self, stream: IO[bytes], sink: _Sink) -> None:
-        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self._thread = threading.Thread(target=self._follow, args=(stream, sink), daemon=True)
-        self._thread.start()
-
-    def _follow(self, stream: IO[bytes], sink: _Sink) -> None:
-        with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                sink.write(line)
-                self._tail.append(line.strip())
-
-    def lines(self) -> list[str]:
-        """Wait for the end of the output, for a while, and return its last lines."""
-        self._thread.join(timeout=5)
-        return [line for line in self._tail.copy() if line]
+def _look_around(run: Callable[[], Ended], uuid: str | None) -> Ended:
+    """Run one attempt, and look at what others do on the GPU before and after."""
+    before = look_at(uuid)
+    attempt, measurement = run()
+    after = look_afterwards(uuid)
+    error = attempt.error
+    if error is not None and attempt.outcome == "oom":
+        error = tell_others(error, before, after)
+    seen = {"others_before": before, "others_after": after, "error": error}
+    return attempt.model_copy(update=seen), measurement
 
 
 def _run_worker(
-    experiment: Experiment, instrument: str, environment: dict[str, str], lock_fd: int, sink: _Sink
-) -> tuple[Attempt, Measurement | None]:
+    experiment: Experiment, instrument: str, environment: dict[str, str], lock_fd: int, sink: Sink
+) -> Ended:
     """Run one attempt in a fresh process and judge how it ended."""
     # Files without names: nothing is left behind, whoever is killed when.
     with tempfile.TemporaryFile() as phase_file, tempfile.TemporaryFile() as report_file:
@@ -124,29 +98,31 @@ def _run_worker(
             supervisor_pid=os.getpid(),
             phase_fd=phase_file.fileno(),
             report_fd=report_file.fileno(),
+            lock_fd=lock_fd,
         )
         start, neighbours = time.monotonic(), Neighbours()
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dpprof.worker", assignment.model_dump_json()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(lock_fd, phase_file.fileno(), report_file.fileno()),
-            start_new_session=True,
-            env=environment,
-        )
-        assert worker.stdout is not None
-        last_words = _LastWords(worker.stdout, sink)
         timed_out = False
-        try:
-            worker.wait(timeout=experiment.timeout_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
+        with no_survivors():
+            worker = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dpprof.worker", assignment.model_dump_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock_fd, phase_file.fileno(), report_file.fileno()),
+                start_new_session=True,
+                env=environment,
+            )
+            assert worker.stdout is not None
+            output = Output(worker.stdout, sink)
+            try:
+                worker.wait(timeout=experiment.timeout_s)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                end_group(worker.pid)
+                worker.wait()
         wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        tail = output.finish()
         ended = partial(Attempt, wall_s=wall_s, others_busy_cores=others)
         report_file.seek(0)
         report = _read_report(report_file.read())
@@ -159,7 +135,8 @@ def _run_worker(
                 phase=mark.read(),
             )
             return ended(outcome="timeout", error=failure), None
-        outcome, failure = _judge_death(worker.returncode, mark.read(), last_words.lines())
+        limited = experiment.memory_limit_bytes is not None
+        outcome, failure = judge_death(worker.returncode, mark.read(), tail, limited=limited)
         return ended(outcome=outcome, error=failure), None
 
 
@@ -169,37 +146,6 @@ def _read_report(content: bytes) -> Report | None:
         return Report.model_validate_json(content)
     except ValidationError:
         return None
-
-
-def _judge_death(
-    returncode: int, phase: Phase, last_words: Sequence[str]
-) -> tuple[Outcome, Failure]:
-    """Judge a worker that left no report by its exit status and its last words."""
-    number = -returncode
-    name = _signal_name(number) if number > 0 else None
-    last = last_words[-1] if last_words else "ended without a word"
-    outcome: Outcome = "crashed"
-    kind, message = name or f"exit code {returncode}", last
-    if any("std::bad_alloc" in line for line in last_words):
-        outcome, kind = "oom", "std::bad_alloc"
-    elif number in _FROM_OUTSIDE:
-        outcome, message = "killed", f"ended by {name} from outside"
-        if number == signal.SIGKILL:
-            message += ", for example by the kernel when the host runs out of memory"
-    return outcome, Failure(
-        kind=kind,
-        message=message,
-        phase=phase,
-        signal=name,
-        exit_code=None if name else returncode,
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 @contextmanager
@@ -228,6 +174,7 @@ def supervise(
     log_path: Path | None = None,
     *,
     traces: Path | None = None,
+    keep: bool = False,
 ) -> Result:
     """Run one experiment to an end of any kind and leave one complete JSON.
 
@@ -241,35 +188,44 @@ def supervise(
         output: The result file; written as a whole at the end.
         log_path: Where the worker's output goes; standard error where it is None.
         traces: A folder for what an instrument leaves beside the result; None for nowhere.
+        keep: Whether a complete result of this very run, by the code as it is, is enough:
+            one that a process left whose Snakemake had been killed.
 
     Raises:
         OSError: The result cannot be written; found out before anything is measured.
     """
     check_writable(output)
-    measuring_code = code_digest(instrument, experiment)
+    code = CodeInUse(partial(code_digest, instrument, experiment), __file__)
     places = _places(experiment, instrument)
 
     def waiting() -> None:
         busy = "the CPU is" if places[0].lock_name == "cpu" else "every visible GPU is"
-        say(f"{busy} taken by another experiment; waiting")
+        holders = who_holds(place.lock_name for place in places)
+        say(f"{busy} taken by another experiment; waiting for {holders}")
 
     attempts: list[Attempt] = []
     measurement: Measurement | None = None
     with (
         _ended_by_signals(),
-        closing(_Sink(log_path)) as sink,
+        closing(Sink(log_path)) as sink,
         hold_one(
             [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
         ) as (position, lock_fd),
     ):
+        if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
+            say("this run was measured already, by this code; its result is kept")
+            return finished
         place = places[position]
+        wait_until_idle(place.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
+        code.start()
         environment = _worker_environment(place, traces)
         device, provenance = place.describe(), collect(experiment, environment)
         started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
         while len(attempts) < MAX_ATTEMPTS:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
-            attempt, measurement = _run_worker(experiment, instrument, environment, lock_fd, sink)
+            run = partial(_run_worker, experiment, instrument, environment, lock_fd, sink)
+            attempt, measurement = _look_around(run, place.uuid)
             if attempt.error is not None:
                 error = attempt.error.model_copy(update={"log": log_path and str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
@@ -278,6 +234,7 @@ def supervise(
             if attempt.outcome not in _RETRIED:
                 break
         wall_s = time.monotonic() - start
+        measuring_code = code.settle()
     measured = (measurement or Measurement()).model_dump()
     measured["reasons"] |= {"verification": JOINED}
     return write_result(
@@ -300,6 +257,24 @@ def supervise(
             "provenance": provenance,
         },
     )
+
+
+def _read_finished(
+    path: Path, experiment: Experiment, instrument: str, replicate: int
+) -> Result | None:
+    """Read a result, if it is this run's, whole, and of the code as it is now."""
+    try:
+        result = read_result(path)
+    except (FileNotFoundError, ResultError):
+        return None
+    found = (result.spec_digest, result.instrument, result.replicate, result.code_digest)
+    asked = (experiment.digest, instrument, replicate, code_digest(instrument, experiment))
+    return result if found == asked else None
+
+
+def _say_busy(others: Others) -> None:
+    memory, load = others.memory_bytes or 0, others.load or 0.0
+    say(f"others hold {memory / 2**30:.1f} GiB of the GPU, busy {load:.0%}; waiting for them")
 
 
 def _worker_environment(place: Place, traces: Path | None) -> dict[str, str]:

@@ -83,6 +83,42 @@ def test_cores_that_others_kept_busy_are_a_finding(tmp_path) -> None:
     assert "(3.0 in r2)" in found["finding"][0]
 
 
+def test_replicates_on_unlike_devices_are_a_finding(tmp_path) -> None:
+    for number, name in enumerate(["NVIDIA H100", "NVIDIA H100", "NVIDIA A100"]):
+        write(tmp_path, replicate=number, device={"type": "cuda", "name": name})
+    found = findings(tmp_path, replicates=3)
+
+    assert found["kind"].tolist() == ["devices-differ"]
+    assert "r0 NVIDIA H100, r1 NVIDIA H100, r2 NVIDIA A100" in found["finding"][0]
+
+
+def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
+    for number in range(2):
+        device = {"type": "cpu", "name": f"cpu {number}", "cores": 2}
+        fields = {"replicate": number, "device": device, "books": make_books({"parameters": 1})}
+        write_synthetic(tmp_path, GHOST, instrument="estimate", **fields)
+    manifest = make_manifest((GHOST, 0), (GHOST, 1), instrument="estimate")
+
+    assert build_tables(collect(manifest, tmp_path, partial=False))["findings"].empty
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"memory_bytes": 3 * 2**30, "load": 0.0}, "3.0 GiB, busy 0% at r0"),
+        ({"memory_bytes": 0, "load": 0.5}, "0.0 GiB, busy 50% at r0"),
+        ({"memory_bytes": 2**28, "load": 0.01}, None),
+        ({"reason": "there is no NVML"}, None),
+    ],
+)
+def test_others_on_the_gpu_are_a_finding(tmp_path, others, told) -> None:
+    write(tmp_path, others_after=others)
+    found = findings(tmp_path)
+
+    assert found["kind"].tolist() == ([] if told is None else ["gpu-shared"])
+    assert told is None or told in found["finding"][0]
+
+
 @pytest.mark.parametrize(
     ("books", "told"),
     [(9 * 2**20, "1,048,576 bytes more"), (11 * 2**20, "1,048,576 bytes less")],

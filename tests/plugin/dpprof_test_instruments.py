@@ -29,6 +29,14 @@ def sleep(_experiment, enter):
     time.sleep(3600)
 
 
+def wait_to_be_let_go(_experiment, _enter):
+    marker = Path(os.environ["DPPROF_TEST_MARKER"])
+    marker.touch()
+    while marker.exists():
+        time.sleep(0.05)
+    return Measurement()
+
+
 def leave(_experiment, enter):
     enter("backward")
     print("famous last words", flush=True)
@@ -49,3 +57,56 @@ def hang_at_exit(_experiment, _enter):
     atexit.register(time.sleep, 3600)
     time_part = Time(step_s=[1.0], warmup_step_s=None, median_s=1.0, phases_s=None)
     return Measurement(time=time_part)
+
+
+def abort(_experiment, enter):
+    """Say what the test has it say, as a library would, and abort deep down."""
+    enter("backward")
+    os.write(2, os.environ["DPPROF_TEST_LAST_WORDS"].encode())
+
+    def descend(depth):
+        if depth:
+            descend(depth - 1)
+        os.abort()
+
+    descend(50)
+
+
+def refuse_memory(_experiment, enter):
+    enter("forward")
+    raise RuntimeError("could not create a primitive")
+
+
+def flood(_experiment, _enter):
+    """Print 300 MB without a newline, and die."""
+    for _ in range(300):
+        os.write(1, b"x" * 10**6)
+    os.write(1, b"the end")
+    os._exit(7)
+
+
+def say_much(_experiment, _enter):
+    raise RuntimeError("y" * 10**7)
+
+
+def say_what_has_no_encoding(_experiment, _enter):
+    raise RuntimeError("half a \ud800 character")
+
+
+def leave_somebody_behind(_experiment, _enter):
+    """Fork into another session, where the group's end is not heard."""
+    if os.fork() == 0:
+        os.setsid()
+        Path(os.environ["DPPROF_TEST_MARKER"]).write_text(str(os.getpid()))
+        time.sleep(3600)
+    while not Path(os.environ["DPPROF_TEST_MARKER"]).exists():
+        time.sleep(0.01)
+    os._exit(7)
+
+
+def wait_beside_somebody(_experiment, _enter):
+    """Stay, beside a process in another session."""
+    if os.fork() == 0:
+        os.setsid()
+        Path(os.environ["DPPROF_TEST_MARKER"]).write_text(str(os.getpid()))
+    time.sleep(3600)

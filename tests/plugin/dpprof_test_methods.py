@@ -45,6 +45,11 @@ class Raises(Fails):
         raise RuntimeError("a <script>alert(1)</script> \\input{x} $(touch pwned) | `x` & \x1b[31m")
 
 
+class HalfACharacter(Fails):
+    def fail(self):
+        raise RuntimeError("half a \ud800 character")
+
+
 class Refuses(Standard):
     def __init__(self, model, experiment):  # noqa: ARG002
         raise UnsupportedError("this method refuses every model")

@@ -56,6 +56,16 @@ def test_a_method_that_ends_the_process_leaves_a_verdict_all_the_same(tmp_path) 
     assert "ended with signal 9" in verdict.reason
 
 
+def test_text_that_cannot_be_encoded_is_spelled_in_the_verdict(tmp_path) -> None:
+    done = verify(tmp_path, "test-half-a-character")
+    verdict = read_verdict(tmp_path, "test-linear", "test-half-a-character")
+
+    assert done.returncode == 0, done.stderr
+    assert verdict.passed is False
+    assert "half a \\ud800 character" in verdict.reason
+    assert verdict.reason.encode()
+
+
 def leave(_model: str, _method: str) -> None:
     os._exit(7)
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -137,6 +138,95 @@ def test_after_ctrl_c_the_next_snakemake_continues(sleeping: Checkout) -> None:
     assert len(sleeping.results()) == 4
     assert finished.items() <= sleeping.results().items()
     assert set(sleeping.table("runs")["outcome"]) == {"ok"}
+
+
+def contents(checkout: Checkout) -> dict[str, bytes]:
+    """Results without their age: Snakemake touches what a job leaves as it is."""
+    return {name: content for name, (_, content) in checkout.results().items()}
+
+
+def kill_snakemake(sweep: subprocess.Popen[str], number: int) -> None:
+    """Kill Snakemake alone, as the kernel would, or as who knows no better."""
+    sweep.send_signal(number)
+    if number == signal.SIGKILL:
+        sweep.wait(timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
+    sleeping: Checkout, number: int
+) -> None:
+    marker = sleeping.path / "reached"
+    sleeping.edit(
+        "src/dpprof/instruments/clean.py",
+        "time.sleep(3600)",
+        "[time.sleep(0.05) for _ in iter(Path(marker).exists, False)]",
+    )
+    sweep = sleeping.start(TABLES)
+    wait_for(marker.exists)
+    (run,) = process_running("profile_experiment.py", sleeping.path)
+    kill_snakemake(sweep, number)
+    marker.rename(marker.with_name("let go"))
+    sleeping.environment = {}
+    run.wait(timeout=120)
+    sweep.wait(timeout=120)
+    finished = contents(sleeping)
+    assert any("microbatch" in name for name in finished)
+
+    if number == signal.SIGKILL:
+        sleeping.snakemake("--unlock")
+    said = sleeping.snakemake(TABLES)
+    assert finished.items() <= contents(sleeping).items()
+    assert "was measured already, by this code; its result is kept" in said
+    assert "Nothing to be done" in sleeping.snakemake(TABLES)
+
+
+def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout) -> None:
+    marker = sleeping.path / "reached"
+    sleeping.edit(
+        "src/dpprof/instruments/clean.py",
+        "time.sleep(3600)",
+        "[time.sleep(0.05) for _ in iter(Path(marker).exists, False)]",
+    )
+    sweep = sleeping.start(TABLES)
+    wait_for(marker.exists)
+    (run,) = process_running("profile_experiment.py", sleeping.path)
+    kill_snakemake(sweep, signal.SIGKILL)
+    sleeping.environment = {}
+    sleeping.snakemake("--unlock")
+    second = sleeping.start(TABLES)
+    assert second.stdout is not None
+    waits = next(line for line in second.stdout if "; waiting for" in line)
+    marker.rename(marker.with_name("let go"))
+    run.wait(timeout=120)
+    finished = contents(sleeping)
+    said = second.stdout.read()
+
+    assert second.wait(timeout=300) == 0, said
+    assert any("microbatch" in name for name in finished)
+    assert finished.items() <= contents(sleeping).items()
+    assert f"waiting for process {run.pid} (" in waits
+    assert "its result is kept" in said
+
+
+def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> None:
+    names = ("report.md", "report.tex", "report.pdf", "report.json", "summary.txt")
+    report = {name: (finished.path / "results" / name).read_bytes() for name in names}
+    with (finished.path / "workflow/templates/report.md.j2").open("a") as template:
+        template.write("\n")
+    stop = "open('results/reached', 'w').close(); import time; time.sleep(3600)\n\n"
+    finished.edit("workflow/scripts/build_report.py", "def main", stop + "def main")
+    sweep = finished.start()
+    wait_for((finished.path / "results" / "reached").exists)
+    os.killpg(sweep.pid, signal.SIGKILL)
+    sweep.communicate(timeout=60)
+
+    for name, content in report.items():
+        assert (finished.path / "results" / name).read_bytes() == content
+    finished.edit("workflow/scripts/build_report.py", stop, "")
+    finished.snakemake("--unlock")
+    finished.snakemake()
+    assert (finished.path / "results" / "report.md").read_bytes() != report["report.md"]
 
 
 def test_a_damaged_result_is_named_and_never_skipped(finished: Checkout) -> None:

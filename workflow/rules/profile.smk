@@ -1,11 +1,13 @@
 # One process and one JSON per experiment, instrument and replicate. The supervisor
-# records every failure and exits 0; a retry here is for its own death alone.
+# records every failure and exits 0; a retry here is for its own death alone. The result is
+# marked as updated so that Snakemake does not delete, before the script can look at it, one
+# that a run has finished whose Snakemake was killed.
 rule profile:
     input:
         spec="results/plan/specs/{id}.json",
         code=code_of,
     output:
-        "results/{instrument}/{id}.r{replicate}.json",
+        update("results/{instrument}/{id}.r{replicate}.json"),
     log:
         "results/logs/{instrument}/{id}.r{replicate}.log",
     priority: priority_of
@@ -19,5 +21,5 @@ rule profile:
     shell:
         "python workflow/scripts/profile_experiment.py --spec {input.spec:q}"
         " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
-        " --output {output:q} --log {log:q}"
+        " --output {output:q} --log {log:q} --keep"
         " --traces results/traces/{wildcards.id}/r{wildcards.replicate}"

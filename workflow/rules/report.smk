@@ -1,3 +1,4 @@
+# Each file is replaced as a whole; marked as updated, the old ones stay until then.
 rule report:
     input:
         tables=rules.tables.output,
@@ -8,15 +9,15 @@ rule report:
         ),
         code="results/plan/code/report.sha256",
     output:
-        markdown="results/report.md",
-        latex="results/report.tex",
+        markdown=update("results/report.md"),
+        latex=update("results/report.tex"),
         pdf=report(
-            "results/report.pdf",
+            update("results/report.pdf"),
             caption="../report/report.rst",
             category="Report",
         ),
-        summary="results/summary.txt",
-        content="results/report.json",
+        summary=update("results/summary.txt"),
+        content=update("results/report.json"),
     log:
         "results/logs/report.log",
     conda:

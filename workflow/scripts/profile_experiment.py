@@ -29,6 +29,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--traces", type=Path, help="folder for traces (default: beside OUTPUT, NAME.traces)"
     )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="measure nothing where OUTPUT is this run's complete result by the present code",
+    )
     add_experiment_options(parser)
     return parser
 
@@ -61,6 +66,7 @@ def main() -> None:
             arguments.output,
             arguments.log,
             traces=arguments.traces or arguments.output.with_suffix(".traces"),
+            keep=arguments.keep,
         )
     except KeyboardInterrupt:
         say("interrupted; no result was written")

@@ -8,6 +8,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import make_frame
+from dpprof.catalogue import PREDICTIONS
 from dpprof.ceilings import Ceilings, device_name
 from dpprof.result import Result
 
@@ -29,6 +30,8 @@ def find(
     Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
     it should be, to the byte), ``fallback`` (Opacus took functorch where the method's name
     promises another way), ``contended`` (others kept cores busy that the run computed on),
+    ``gpu-shared`` (others held memory of the GPU or computed on it before or after the run),
+    ``devices-differ`` (replicates ran on devices of different names),
     ``books-open`` (the allocator's peak is further from the books' than it may be),
     ``beyond-peak`` (a step computes more than the device could), ``other-kernels`` (more of a
     trace's time than there should be is of no known category), ``ceilings-contended`` (others
@@ -59,7 +62,15 @@ def find(
 
 
 def _looked_at(results: list[Result]) -> Iterator[tuple[str, str]]:
-    for look in (_unequal_peaks, _fallbacks, _contended, _other_kernels, _nonfinite_samples):
+    for look in (
+        _unequal_peaks,
+        _fallbacks,
+        _contended,
+        _shared_gpu,
+        _unlike_devices,
+        _other_kernels,
+        _nonfinite_samples,
+    ):
         yield from look(results)
 
 
@@ -105,6 +116,29 @@ def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     if busy:
         listed = ", ".join(f"{cores:.1f} in r{number}" for number, cores in busy.items())
         yield "contended", f"others kept cores busy ({listed}), so its times are too long"
+
+
+def _shared_gpu(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    seen: dict[int, tuple[int, float]] = {}
+    for r in results:
+        attempt = r.attempts[-1]
+        looks = [one for one in (attempt.others_before, attempt.others_after) if one is not None]
+        if any(one.matter for one in looks):
+            memory = max(one.memory_bytes or 0 for one in looks)
+            seen[r.replicate] = memory, max(one.load or 0.0 for one in looks)
+    if seen:
+        listed = ", ".join(
+            f"{memory / 2**30:.1f} GiB, busy {load:.0%} at r{number}"
+            for number, (memory, load) in seen.items()
+        )
+        yield "gpu-shared", f"others were on the GPU ({listed}), so its times may be too long"
+
+
+def _unlike_devices(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
+    names = {r.replicate: str(r.device.get("name")) for r in results}
+    if len(set(names.values())) > 1 and not {r.instrument for r in results} & set(PREDICTIONS):
+        listed = ", ".join(f"r{replicate} {name}" for replicate, name in names.items())
+        yield "devices-differ", f"its replicates ran on unlike devices: {listed}"
 
 
 def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:

@@ -9,9 +9,10 @@ import pandas as pd
 from dpprof.experiment import Experiment
 from dpprof.planning import PlannedRun
 
+_PATIENCE = {"timeout_s", "wait_for_idle_gpu_s"}
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
-AXES = [name for name in Experiment.model_fields if name != "timeout_s"]
-"""What tells experiments apart in a table; a time limit does not."""
+AXES = [name for name in Experiment.model_fields if name not in _PATIENCE]
+"""What tells experiments apart in a table; how long to wait does not."""
 
 BASELINE = "standard"
 NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}

@@ -9,8 +9,9 @@ from typing import Literal
 from dpprof.asking import UnansweredError, ask_child
 from dpprof.ceilings import SCHEMA_VERSION, Ceilings, Limits, nothing_measured, write_ceilings
 from dpprof.console import say
+from dpprof.editing import CodeInUse
 from dpprof.hardware import available_cores, why_no_cuda
-from dpprof.lock import hold_one
+from dpprof.lock import hold_one, who_holds
 from dpprof.neighbours import Neighbours
 from dpprof.places import Place, cpu_place, gpu_places
 from dpprof.provenance import describe_surroundings
@@ -35,21 +36,24 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
         OSError: The file cannot be written; found out before anything is measured.
     """
     check_writable(output)
-    digest = ceilings_digest()
+    code = CodeInUse(ceilings_digest, __file__)
     cores = available_cores()
     places = [cpu_place(cores)] if device == "cpu" else gpu_places(cores) or [_NOWHERE]
+    names = [place.lock_name for place in places]
 
     def waiting() -> None:
-        say("an experiment is under way on this device; waiting")
+        say(f"an experiment is under way on this device; waiting for {who_holds(names)}")
 
-    with hold_one([place.lock_name for place in places], waiting) as (position, _):
+    with hold_one(names, waiting) as (position, lock_fd):
+        code.start()
         place = places[position]
         description = place.describe()
         provenance = describe_surroundings(os.environ | place.environment)
         started_at = dt.datetime.now(dt.UTC)
         start, neighbours = time.monotonic(), Neighbours()
-        limits = _ask_child(device, place)
+        limits = _ask_child(device, place, lock_fd)
         wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        digest = code.settle()
     return write_ceilings(
         output,
         {
@@ -65,7 +69,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
     )
 
 
-def _ask_child(device: str, place: Place) -> Limits:
+def _ask_child(device: str, place: Place, lock_fd: int) -> Limits:
     """Have a child measure; where it ends without telling anything, that is why."""
     if device == "cuda" and (reason := why_no_cuda()):
         return nothing_measured(reason)
@@ -76,6 +80,7 @@ def _ask_child(device: str, place: Place) -> Limits:
             "measure",
             device,
             timeout_s=TIMEOUT_S,
+            lock_fd=lock_fd,
             environment=place.environment,
         )
     except UnansweredError as error:

@@ -2,11 +2,13 @@
 
 import platform
 import time
+from functools import partial
 from pathlib import Path
 
 from dpprof.asking import UnansweredError, ask_child
 from dpprof.console import say
-from dpprof.lock import hold_one
+from dpprof.editing import CodeInUse
+from dpprof.lock import hold_one, who_holds
 from dpprof.provenance import describe_git, package_versions
 from dpprof.sources import verdict_digest
 from dpprof.storage import check_writable
@@ -41,15 +43,17 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
         OSError: The verdict cannot be written; found out before anything is computed.
     """
     check_writable(output)
-    digest = verdict_digest(model, method)
+    code = CodeInUse(partial(verdict_digest, model, method), __file__)
 
     def waiting() -> None:
-        say("a measurement is under way on this machine; waiting")
+        say(f"a measurement is under way on this machine; waiting for {who_holds(['cpu'])}")
 
-    with hold_one(["cpu"], waiting, shared=True):
+    with hold_one(["cpu"], waiting, shared=True) as (_, lock_fd):
+        code.start()
         start = time.monotonic()
-        (mechanism, cases), ended = _ask_child(model, method)
+        (mechanism, cases), ended = _ask_child(model, method, lock_fd)
         wall_s = time.monotonic() - start
+        digest = code.settle()
     passed, reason = judge(cases)
     return write_verdict(
         output,
@@ -83,11 +87,17 @@ def _largest(errors: list[float | None]) -> float | None:
     return max((error for error in errors if error is not None), default=None)
 
 
-def _ask_child(model: str, method: str) -> tuple[Findings, str | None]:
+def _ask_child(model: str, method: str, lock_fd: int) -> tuple[Findings, str | None]:
     """Have a child do it; returns what it found, or how the child ended without telling any."""
     try:
         found: Findings = ask_child(
-            "verification", _VERIFY, "verify", model, method, timeout_s=TIMEOUT_S
+            "verification",
+            _VERIFY,
+            "verify",
+            model,
+            method,
+            timeout_s=TIMEOUT_S,
+            lock_fd=lock_fd,
         )
     except UnansweredError as error:
         return Findings(None, []), str(error)

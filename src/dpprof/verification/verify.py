@@ -12,6 +12,7 @@ from dpprof import catalogue
 from dpprof.catalogue import UnsupportedError
 from dpprof.experiment import Experiment
 from dpprof.mechanisms import NO_CLIPPING
+from dpprof.messages import KIND_LIMIT, shorten
 from dpprof.methods.base import TrainingStep
 from dpprof.methods.microbatch import Microbatch
 from dpprof.verdict import GRADIENT_SCENARIOS, TOLERANCE, Case, Findings, Scenario
@@ -62,7 +63,7 @@ def verify_case(
         subject = prepare(describe(model, method, attention, batch_size), scenario)
         by_loop = next(_take_steps(Microbatch, subject)).gradient
     except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=str(error))
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
@@ -70,9 +71,9 @@ def verify_case(
     try:
         return _compare(subject, by_loop, known)
     except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=str(error))
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except WrongError as error:
-        return Case(**known, outcome="failed", reason=str(error))
+        return Case(**known, outcome="failed", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (however a method fails, it has failed)
         traceback.print_exc()
         return Case(**known, outcome="failed", reason=_spell(error))
@@ -190,4 +191,5 @@ def _complain(worst: dict[str, float | None]) -> str | None:
 
 
 def _spell(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:_MESSAGE_LIMIT]}"
+    kind = shorten(type(error).__name__, KIND_LIMIT)
+    return f"{kind}: {shorten(str(error), _MESSAGE_LIMIT)}"

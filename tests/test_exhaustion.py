@@ -1,6 +1,6 @@
 import pytest
 
-from dpprof.worker import is_out_of_memory, requested_bytes
+from dpprof.exhaustion import is_out_of_memory, requested_bytes
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -20,6 +20,16 @@ CUDA = (
         (RuntimeError(CUDA), True),
         (RuntimeError("std::bad_alloc"), True),
         (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (
+            RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(h)`"),
+            True,
+        ),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"), True),
+        (RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm`"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
         (OSError(12, "Cannot allocate memory"), True),
         (RuntimeError("shape '[3]' is invalid for input of size 4"), False),
         (ValueError("out of memory is only a word here"), False),
@@ -28,6 +38,18 @@ CUDA = (
 )
 def test_memory_exhaustion_is_told_from_other_failures(error, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("message", "limited", "expected"),
+    [
+        ("could not create a primitive", True, True),
+        ("could not create a primitive", False, False),
+        ("could not create a primitive descriptor for a matmul", True, False),
+    ],
+)
+def test_onednn_runs_out_of_memory_only_where_it_is_limited(message, limited, expected) -> None:
+    assert is_out_of_memory(RuntimeError(message), limited=limited) is expected
 
 
 @pytest.mark.parametrize(
