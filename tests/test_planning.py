@@ -17,6 +17,7 @@ from dpprof.planning import (
     traces_path,
     write_plan,
 )
+from dpprof.target import DTYPES
 from dpprof.validation import InputError
 
 CONFIG = {
@@ -253,6 +254,24 @@ def test_a_target_settles_the_device_whatever_is_here() -> None:
         ("cpu", "cpu"),
         (None, "cuda"),
     }
+
+
+def test_a_target_may_be_a_mapping_and_is_one_value() -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    mapping = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 1e12}
+    spelled_out = mapping | {"flops_per_s": dict.fromkeys(DTYPES, 1e14)}
+    sweep = usual | {"instruments": "estimate", "target": ["h200", mapping, spelled_out]}
+    plan = make_plan({"sweeps": {"s": sweep}}, device=lambda: "cpu")
+
+    assert len(plan.manifest.runs) == 2
+    sizes = {
+        e.target if isinstance(e.target, str) else e.target.memory_bytes
+        for e in plan.experiments.values()
+    }
+    assert sizes == {"h200", 24 * 2**30}
+    excluded = {"sweeps": {"s": sweep}, "exclude": [{"target": mapping}]}
+    (kept,) = make_plan(excluded, device=lambda: "cpu").experiments.values()
+    assert kept.target == "h200"
 
 
 def test_a_bad_config_writes_nothing(folder) -> None:

@@ -157,6 +157,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     _refuse_too_many(sweeps)
     excluded = [given(entry) for entry in config.exclude]
     excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
+    dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded]
     runs: dict[str, list[Run]] = {}
     for name, keys in sweeps.items():
         instruments = keys.get("instruments", ["clean"])
@@ -164,7 +165,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
         runs[name] = [
             Run(experiment, *how)
             for experiment in _multiply(name, keys, auto)
-            if not any(_matches(experiment, dropped) for dropped in excluded)
+            if not any(_matches(experiment, entry) for entry in dropped)
             for how in watched
         ]
     if not any(runs.values()):
@@ -179,7 +180,7 @@ def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iter
         yield Experiment.model_validate(settle_device(fields, auto, f"sweeps.{sweep}.device"))
 
 
-def _matches(experiment: Experiment, keys: dict[str, list[Any]]) -> bool:
+def _matches(experiment: Experiment, keys: dict[str, set[Any]]) -> bool:
     return bool(keys) and all(getattr(experiment, key) in values for key, values in keys.items())
 
 
