@@ -180,9 +180,15 @@ def test_an_edited_spec_file_is_refused(tmp_path) -> None:
         read_spec(path)
 
 
-def test_a_spec_that_is_no_spec_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "small"', b'{"model": "small"}', b"\xff", b"[" * 100_000, b"1" * 10_000],
+    ids=["cut", "incomplete", "binary", "deep", "digits"],
+)
+def test_a_spec_that_is_no_spec_is_refused(tmp_path, content: bytes) -> None:
     path = tmp_path / "x.json"
-    path.write_text('{"model": "small"')
+    path.write_bytes(content)
 
-    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec"):
+    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec \(.*\)$") as caught:
         read_spec(path)
+    assert "\n" not in str(caught.value)

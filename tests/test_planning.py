@@ -189,6 +189,12 @@ def test_tables_are_due_when_those_on_disk_are_of_another_config(reported) -> No
     assert due_after_planning()
 
 
+def test_tables_are_due_when_it_cannot_be_told_whose_those_on_disk_are(reported) -> None:
+    (reported / "results" / "tables" / "manifest.txt").write_bytes(bytes(range(256)))
+
+    assert due_after_planning()
+
+
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
@@ -281,9 +287,20 @@ def test_a_bad_config_writes_nothing(folder) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_damaged_manifest_is_named(folder) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"schema_version":1,"runs":[',
+        bytes(range(256)),
+        b"[" * 100_000,
+        b'{"runs": [{"replicate": ' + b"1" * 10_000 + b"}]}",
+        b'{"runs": 1, "more": 2}',
+    ],
+    ids=["cut", "binary", "deep", "digits", "other keys"],
+)
+def test_a_damaged_manifest_is_named(folder, content: bytes) -> None:
     path = folder / "manifest-x.json"
-    path.write_text('{"schema_version":1,"runs":[')
+    path.write_bytes(content)
 
     with pytest.raises(InputError, match=r"manifest-x\.json: is no manifest"):
         read_manifest(path)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpprof.storage import canonical_json, sha256_hex, write_atomically
+from dpprof.storage import canonical_json, read_json, sha256_hex, write_atomically
 from dpprof.validation import explain
 
 
@@ -71,8 +71,8 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
         FileNotFoundError: There is no such file.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = read_json(path)
+    except ValueError as error:
         raise ResultError(path, f"is not complete JSON, it was cut or damaged ({error})") from None
     if not isinstance(document, dict) or "schema_version" not in document:
         raise ResultError(path, "is not a result file, it has no schema_version")
@@ -81,7 +81,7 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
         raise ResultError(path, f"has schema version {found!r}, and this dpprof reads {version}")
     try:
         digest = _content_digest(document)
-    except ValueError:  # NaN or infinity, which dpprof never writes
+    except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes
         digest = None
     if digest is None or document.get("content_digest") != digest:
         raise ResultError(path, "was edited after it was written, its content digest differs")

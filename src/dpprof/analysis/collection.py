@@ -85,4 +85,4 @@ def _read_ceilings(paths: Iterable[Path], *, partial: bool) -> Iterator[Ceilings
 
 def _planned_digest(root: Path, name: str) -> str | None:
     path = root / code_path(name)
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
