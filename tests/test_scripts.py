@@ -138,7 +138,14 @@ def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
     ("options", "sentence"),
     [
         ({"method": "opacus-gost"}, "error: --method: 'opacus-gost' is not allowed; did you mean"),
-        ({"model": "../../etc"}, "error: --model: '../../etc' is not allowed; it must match"),
+        (
+            {"model": "../../etc"},
+            "error: --model: '../../etc' is not allowed; allowed: 1b, medium, small, tiny",
+        ),
+        (
+            {"method": "opacus_ghost"},
+            "error: --method: 'opacus_ghost' is not allowed; did you mean 'opacus-ghost'? allowed:",
+        ),
         ({"model": "{layers: 1}"}, "error: --model: missing vocab_size, d_model, heads"),
         ({"model": "{layers: ["}, "error: --model: '{layers: [' is not allowed; it must be a"),
         ({"batch_size": "0"}, "error: --batch-size: '0' is not allowed; it must be greater"),

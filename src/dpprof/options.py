@@ -80,7 +80,8 @@ def make_experiment(fields: dict[str, Any]) -> Experiment:
     try:
         experiment = Experiment.model_validate(settle_device(fields, resolve_device, "--device"))
     except ValidationError as error:
-        raise explain(error, Experiment, options=True) from None
+        names = catalogue.names_by_key()
+        raise explain(error, Experiment, options=True, names=names) from None
     if isinstance(experiment.model, str):
         catalogue.check("models", experiment.model, "--model")
     catalogue.check("methods", experiment.method, "--method")

@@ -123,15 +123,6 @@ def _name_here(kind: str) -> str:
     return device_name({"type": kind, "name": next((gpu.name for gpu in visible_gpus()), None)})
 
 
-_NAMING: dict[str, catalogue.Group] = {
-    "model": "models",
-    "method": "methods",
-    "target": "targets",
-    "instruments": "instruments",
-}
-"""Keys whose values name something that the catalogue must know."""
-
-
 def spec_path(experiment_id: str) -> Path:
     """Say where an experiment's spec lives, relative to the working folder."""
     return PLAN / "specs" / f"{experiment_id}.json"
@@ -163,7 +154,7 @@ def _check_names(config: Config) -> None:
     grids |= {f"sweeps.{name}": sweep for name, sweep in config.sweeps.items()}
     grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
     for where, grid in grids.items():
-        for key, group in _NAMING.items():
+        for key, group in catalogue.NAMING.items():
             for name in given(grid).get(key, []):
                 if isinstance(name, str):
                     catalogue.check(group, name, f"{where}.{key}")
@@ -179,7 +170,7 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
     Raises:
         InputError: The config cannot be meant; one sentence per problem.
     """
-    config = parse_config(raw)
+    config = parse_config(raw, catalogue.names_by_key())
     _check_names(config)
     sweeps_of: dict[Run, list[str]] = {}
     for name, runs in expand(config, device).items():

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
@@ -114,8 +114,12 @@ class Config(BaseModel):
     )
 
 
-def parse_config(raw: dict[str, Any]) -> Config:
+def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None = None) -> Config:
     """Validate a config mapping.
+
+    Args:
+        raw: The config as parsed from YAML.
+        names: By key, the names that exist, for a message about one that cannot.
 
     Raises:
         InputError: One sentence per problem, naming key, value and what is allowed.
@@ -123,7 +127,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise explain(error, Config) from None
+        raise explain(error, Config, names=names) from None
 
 
 def given(grid: BaseModel) -> dict[str, Any]:
