@@ -1,17 +1,21 @@
 """Planning, and the functions that rules look their inputs up with."""
 
 import functools
+import os
+import shutil
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-sys.path.insert(0, str(Path(workflow.basedir) / "src"))
-
 from dpprof import catalogue, planning, progress
 from dpprof.experiment import ID_PATTERN, read_spec
 from dpprof.validation import InputError
 from dpprof.verdict import BUILT_IN
+
+# Rules say `python`, so that an environment of their own can bring one; where it does
+# not, it is the one beside Snakemake's, whether the shell has activated that or not.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 PLAN = None
 
@@ -21,8 +25,13 @@ if workflow.is_main_process:
     try:
         PLAN = planning.make_plan(config)
         planning.write_plan(PLAN)
-    except InputError as error:
+    except (InputError, OSError) as error:
         raise WorkflowError(str(error)) from None
+    if shutil.which("python") is None:
+        raise WorkflowError(
+            f"there is no program named python beside {sys.executable} or on the PATH; "
+            "activate the virtual environment, or make a link of that name"
+        )
 
 FIGURES = catalogue.names("figures")
 PARTIAL = "--partial" if PLAN and PLAN.config.partial else ""
