@@ -2,8 +2,9 @@
 
 import pytest
 
+from dpprof.console import printable
 from dpprof.planning import make_plan
-from dpprof.validation import InputError, printable, refuse
+from dpprof.validation import InputError, refuse
 
 SWEEP = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
 

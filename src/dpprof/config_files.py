@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from dpprof.validation import InputError, printable
+from dpprof.console import printable
+from dpprof.validation import InputError
 
 MAX_BYTES = 16 * 2**20
 MAX_VALUES = 100_000

@@ -137,7 +137,7 @@ def tell_result(result: Result) -> None:
         text += f": {_tell_kernels(result.kernels)}"
     if result.error is not None:
         phase = f" in {result.error.phase}" if result.error.phase else ""
-        text += f": {result.error.kind}{phase}: {ascii(result.error.message)[1:-1][:200]}"
+        text += f": {result.error.kind}{phase}: {result.error.message[:200]}"
     say(f"        {text}")
 
 

@@ -60,13 +60,6 @@ def one_of(names: Iterable[str], value: Any = None) -> str:
     return f"did you mean {near[0]!r}? {text}" if near else text
 
 
-def printable(text: str) -> str:
-    """Escape what could disturb a terminal: control characters but line breaks, and the like."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
-    )
-
-
 def _keys(location: Sequence[int | str]) -> list[str]:
     """Pick the keys of a pydantic location, without list positions and union tags."""
     return [part for part in location if isinstance(part, str) and part not in _NOT_KEYS]
