@@ -4,14 +4,14 @@ Each carries the version of its schema and, as ``content_digest``, a digest of a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpprof.storage import canonical_json, read_json, sha256_hex, write_atomically
-from dpprof.validation import explain
+from dpprof.validation import explain, shorten
 
 
 class Part(BaseModel):
@@ -33,6 +33,15 @@ class ResultError(Exception):
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}; delete it and run snakemake to make it again")
+        self.problem = problem
+
+
+class ManyResultsError(ResultError):
+    """Several such files."""
+
+    def __init__(self, errors: Sequence[ResultError]) -> None:
+        Exception.__init__(self, "\n".join(shorten([str(error) for error in errors])))
+        self.problem = f"{len(errors):,} files cannot be trusted"
 
 
 def _content_digest(document: dict[str, Any]) -> str:
