@@ -49,7 +49,8 @@ def keep_log(path: Path | None) -> None:
     """Send what this process and its children print to a file; lines reach the terminal too.
 
     Args:
-        path: The log, which begins anew; None for none.
+        path: The log, which begins anew; None for none. Either way, no file that is opened
+            later takes the place of a stream that was closed.
     """
     _occupy_standard_descriptors()
     if path is None:

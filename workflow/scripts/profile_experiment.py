@@ -11,7 +11,7 @@ import sys
 import _source_tree  # noqa: F401
 from dpprof import catalogue
 from dpprof.command_line import Parser, ending_in_a_sentence, path
-from dpprof.console import say
+from dpprof.console import keep_log, say
 from dpprof.options import add_experiment_options, read_experiment
 from dpprof.progress import Progress, run_name, tell_result
 from dpprof.storage import check_writable
@@ -43,6 +43,7 @@ def natural(text: str) -> int:
 def main() -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args()
+    keep_log(None)  # the supervisor keeps it
     with ending_in_a_sentence():
         experiment = read_experiment(arguments)
         catalogue.check("instruments", arguments.instrument, "--instrument")
