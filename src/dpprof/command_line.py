@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from dpprof.catalogue import EntryPointError
-from dpprof.console import fail, printable
+from dpprof.console import fail, printable, shorten_lines
 from dpprof.sealed import ResultError
 from dpprof.validation import InputError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints escape what was given, which argparse repeats as it is."""
+    """A parser whose complaints escape and cut what was given; argparse repeats it as it is."""
 
     def error(self, message: str) -> NoReturn:
         """End with the usage and a complaint."""
-        super().error(printable(message))
+        super().error(shorten_lines(printable(message)))
 
 
 def path(text: str) -> Path:

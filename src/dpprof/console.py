@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+_WIDEST = 1000
+"""Letters of a line."""
+
 
 class _Unfailing(io.FileIO):
     """A descriptor that takes everything; what it cannot write is lost."""
@@ -32,6 +35,14 @@ def printable(text: str) -> str:
     return "".join(
         letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
     )
+
+
+def shorten_lines(text: str) -> str:
+    """Cut lines that nobody would read to their end."""
+    cut = (
+        line if len(line) <= _WIDEST else f"{line[: _WIDEST - 3]}..." for line in text.split("\n")
+    )
+    return "\n".join(cut)
 
 
 def say(text: str) -> None:
@@ -74,7 +85,7 @@ def _tell(line: str) -> None:
     for stream in (_Terminal.stream, sys.stderr):
         if stream is not None:
             try:
-                print(printable(line), file=stream, flush=True)
+                print(shorten_lines(printable(line)), file=stream, flush=True)
             except OSError:
                 sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the end)
 
