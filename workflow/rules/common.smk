@@ -1,21 +1,21 @@
 """Planning, and the functions that rules look their inputs up with."""
 
 import functools
-import os
-import shutil
-import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from dpprof import catalogue, planning, progress
 from dpprof.experiment import ID_PATTERN, read_spec
+from dpprof.interpreter import offer_interpreter
 from dpprof.validation import InputError
 from dpprof.verdict import BUILT_IN
 
-# Rules say `python`, so that an environment of their own can bring one; where it does
-# not, it is the one beside Snakemake's, whether the shell has activated that or not.
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+# Jobs on other machines parse this file too, and look for their own machine's Python.
+try:
+    offer_interpreter()
+except InputError as error:
+    raise WorkflowError(str(error)) from None
 
 PLAN = None
 
@@ -27,11 +27,6 @@ if workflow.is_main_process:
         planning.write_plan(PLAN)
     except (InputError, OSError) as error:
         raise WorkflowError(str(error)) from None
-    if shutil.which("python") is None:
-        raise WorkflowError(
-            f"there is no program named python beside {sys.executable} or on the PATH; "
-            "activate the virtual environment, or make a link of that name"
-        )
 
 FIGURES = catalogue.names("figures")
 PARTIAL = "--partial" if PLAN and PLAN.config.partial else ""
