@@ -123,14 +123,15 @@ def test_a_full_disk_is_told_with_the_files_name(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("write", WRITING)
-def test_a_folder_that_cannot_be_made_is_told_with_the_files_name(
-    tmp_path, monkeypatch, write
-) -> None:
+def test_what_is_in_the_place_of_a_folder_is_named(tmp_path, monkeypatch, write) -> None:
     monkeypatch.chdir(tmp_path)
     Path("results").symlink_to("nowhere/at/all")
+    Path("file").write_text("")
 
-    with pytest.raises(OSError, match=r"'results/plan/x\.json'$"):
+    with pytest.raises(OSError, match=r"is a link to nothing, not a folder: 'results'$"):
         write(Path("results/plan/x.json"))
+    with pytest.raises(OSError, match=r"Not a directory: 'file/x\.json'$"):
+        write(Path("file/x.json"))
 
 
 @pytest.mark.parametrize(

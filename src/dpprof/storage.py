@@ -54,8 +54,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         OSError: As ``check_writable``, or the disk is full; names the path.
     """
     file_path = _file_to_replace(path)
+    _make_folder(file_path.parent)
     with _naming(path):
-        file_path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(
             dir=file_path.parent, prefix=f".{file_path.name[:100]}."
         )
@@ -80,10 +80,9 @@ def check_writable(path: Path) -> None:
             a pipe or a link to nothing, which a file would replace. Names the path.
     """
     file_path = _file_to_replace(path)
-    with _naming(path):
-        file_path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file_path.parent):
-            pass
+    _make_folder(file_path.parent)
+    with _naming(path), tempfile.TemporaryFile(dir=file_path.parent):
+        pass
 
 
 def _file_to_replace(path: Path) -> Path:
@@ -101,6 +100,20 @@ def _file_to_replace(path: Path) -> Path:
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "is a device, a pipe or a socket, not a file to write")
         return path.resolve()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it; names the one of them that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        for one in (*reversed(folder.parents), folder):
+            if one.is_symlink() and not one.exists():
+                problem = "is a link to nothing, not a folder"
+                raise NotADirectoryError(errno.ENOTDIR, problem, str(one)) from None
+            if one.exists() and not one.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(one)) from None
+        raise
 
 
 @contextlib.contextmanager
