@@ -1,5 +1,5 @@
-# `make` measures and reports, `make test` tests, `make install` only sets up,
-# `make perf` measures what dpprof itself costs.
+# `make` measures and reports, `make test` tests, `make fuzz` tests what takes long, `make install`
+# only sets up, `make perf` measures what dpprof itself costs.
 # CONFIG=path replaces the default sweep; PYTHON chooses the interpreter; WORKERS says how many
 # processes share the tests.
 
@@ -12,7 +12,7 @@ VENV := .venv
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test lint perf schemas lock clean
+.PHONY: report install test fuzz lint perf schemas lock clean
 .DEFAULT_GOAL := report
 
 report: install
@@ -30,6 +30,10 @@ $(INSTALLED): requirements.lock pyproject.toml
 
 test: install
 	python -m pytest -n $(WORKERS) --dist worksteal
+
+# 1,000 hostile configs and 500 command lines, some ten minutes; `make test` has 60 of them.
+fuzz: install
+	python -m pytest -m slow
 
 # Style, types, import rules and the workflow's own linter.
 lint: install

@@ -3,6 +3,9 @@ from snakemake.utils import min_version
 min_version("9.27")
 
 
+include: "workflow/rules/config.smk"
+
+
 # A --configfile replaces the default sweep instead of being merged into it.
 if not workflow.overwrite_configfiles:
 

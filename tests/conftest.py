@@ -28,8 +28,13 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch  # noqa: PLC0415
+
+    # Not by addopts, which a -m of the command line would replace: `-m "not workflow"` is fast too.
+    if "slow" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+        items[:] = [item for item in items if "slow" not in item.keywords]
 
     if not torch.cuda.is_available():
         for item in items:

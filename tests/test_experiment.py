@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 
 import pytest
 from factory import make_experiment
@@ -114,6 +115,44 @@ def test_bad_input_is_one_sentence(fields: dict[str, object], sentence: str) -> 
     assert str(explain(caught.value, Experiment)).startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    "size",
+    ["4,000MiB", "79,1GiB", "4-8GiB", "100%", "4GiB; rm -rf /", "9" * 400, 10**400, "8EiB", 4.5],
+)
+def test_a_size_is_read_as_a_whole_or_refused(size: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Experiment.model_validate(COMPLETE | {"memory_limit_bytes": size})
+
+    sentence = str(explain(caught.value, Experiment))
+    assert sentence.startswith("memory_limit_bytes: ")
+    assert sentence.endswith(
+        " is not allowed; it must be a number of bytes above 0 and below 8EiB, or one with a unit, "
+        "such as 4GiB"
+    )
+    assert len(sentence) < 250
+
+
+@pytest.mark.parametrize(
+    ("size", "size_bytes"),
+    [("4000", 4000), ("4GiB", 2**32), (" 1.5 kb ", 1500), (".5GiB", 2**29), (2**63 - 1, 2**63 - 1)],
+)
+def test_a_size_has_the_bytes_that_its_unit_says(size: object, size_bytes: int) -> None:
+    experiment = Experiment.model_validate(COMPLETE | {"memory_limit_bytes": size})
+
+    assert experiment.memory_limit_bytes == size_bytes
+
+
+@pytest.mark.parametrize("key", ["batch_size", "timed_steps", "seed", "timeout_s"])
+@pytest.mark.parametrize("value", ["4,000", "1-2", "100%", "9" * 400, 10**400, "1h", "0x10", ""])
+def test_a_count_and_a_duration_are_read_as_a_whole_or_refused(key: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Experiment.model_validate(COMPLETE | {key: value})
+
+    sentence = str(explain(caught.value, Experiment))
+    assert re.match(rf"{key}: .* is not allowed; it must be ", sentence)
+    assert len(sentence) < 250
+
+
 def test_heads_that_do_not_divide_d_model_are_named() -> None:
     dimensions = {"vocab_size": 10, "d_model": 10, "layers": 1, "heads": 3}
 
@@ -141,9 +180,15 @@ def test_an_edited_spec_file_is_refused(tmp_path) -> None:
         read_spec(path)
 
 
-def test_a_spec_that_is_no_spec_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "small"', b'{"model": "small"}', b"\xff", b"[" * 100_000, b"1" * 10_000],
+    ids=["cut", "incomplete", "binary", "deep", "digits"],
+)
+def test_a_spec_that_is_no_spec_is_refused(tmp_path, content: bytes) -> None:
     path = tmp_path / "x.json"
-    path.write_text('{"model": "small"')
+    path.write_bytes(content)
 
-    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec"):
+    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec \(.*\)$") as caught:
         read_spec(path)
+    assert "\n" not in str(caught.value)

@@ -17,6 +17,7 @@ from dpprof.planning import (
     traces_path,
     write_plan,
 )
+from dpprof.target import DTYPES
 from dpprof.validation import InputError
 
 CONFIG = {
@@ -188,6 +189,12 @@ def test_tables_are_due_when_those_on_disk_are_of_another_config(reported) -> No
     assert due_after_planning()
 
 
+def test_tables_are_due_when_it_cannot_be_told_whose_those_on_disk_are(reported) -> None:
+    (reported / "results" / "tables" / "manifest.txt").write_bytes(bytes(range(256)))
+
+    assert due_after_planning()
+
+
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
@@ -255,6 +262,24 @@ def test_a_target_settles_the_device_whatever_is_here() -> None:
     }
 
 
+def test_a_target_may_be_a_mapping_and_is_one_value() -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    mapping = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 1e12}
+    spelled_out = mapping | {"flops_per_s": dict.fromkeys(DTYPES, 1e14)}
+    sweep = usual | {"instruments": "estimate", "target": ["h200", mapping, spelled_out]}
+    plan = make_plan({"sweeps": {"s": sweep}}, device=lambda: "cpu")
+
+    assert len(plan.manifest.runs) == 2
+    sizes = {
+        e.target if isinstance(e.target, str) else e.target.memory_bytes
+        for e in plan.experiments.values()
+    }
+    assert sizes == {"h200", 24 * 2**30}
+    excluded = {"sweeps": {"s": sweep}, "exclude": [{"target": mapping}]}
+    (kept,) = make_plan(excluded, device=lambda: "cpu").experiments.values()
+    assert kept.target == "h200"
+
+
 def test_a_bad_config_writes_nothing(folder) -> None:
     with pytest.raises(InputError):
         write_plan(plan_of(CONFIG | {"sweeps": {"x": {"method": "no", "batch_size": 1}}}))
@@ -262,9 +287,20 @@ def test_a_bad_config_writes_nothing(folder) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_damaged_manifest_is_named(folder) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"schema_version":1,"runs":[',
+        bytes(range(256)),
+        b"[" * 100_000,
+        b'{"runs": [{"replicate": ' + b"1" * 10_000 + b"}]}",
+        b'{"runs": 1, "more": 2}',
+    ],
+    ids=["cut", "binary", "deep", "digits", "other keys"],
+)
+def test_a_damaged_manifest_is_named(folder, content: bytes) -> None:
     path = folder / "manifest-x.json"
-    path.write_text('{"schema_version":1,"runs":[')
+    path.write_bytes(content)
 
     with pytest.raises(InputError, match=r"manifest-x\.json: is no manifest"):
         read_manifest(path)

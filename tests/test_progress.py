@@ -58,10 +58,28 @@ def test_a_cut_line_is_passed_over(sweep) -> None:
     assert Progress.current().seconds_left() == 4 * 10.0
 
 
-def test_a_damaged_or_missing_file_costs_nothing(sweep) -> None:
-    sweep.write_text("")
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[" * 100_000, "[" + "1" * 10_000 + "]", "\0"])
+def test_a_damaged_or_missing_file_costs_nothing(sweep, text) -> None:
+    sweep.write_text(text)
     assert Progress.current() is None
     sweep.unlink()
+    assert Progress.current() is None
+
+
+@pytest.mark.parametrize("line", ["[]", "[" * 100_000, '{"run": 1}', '{"run": "b", "wall_s": "x"}'])
+def test_a_line_that_nobody_wrote_is_passed_over(sweep, line) -> None:
+    conclude("a", 10.0)
+    with sweep.open("a") as file:
+        file.write(line + "\n")
+
+    assert Progress.current().seconds_left() == 4 * 10.0
+
+
+def test_a_folder_in_its_place_costs_the_progress_and_not_the_sweep(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_PROGRESS", "of an earlier sweep")
+    (tmp_path / "p.jsonl").mkdir()
+    Progress.start(tmp_path / "p.jsonl", [("a", make_experiment())])
+
     assert Progress.current() is None
 
 

@@ -43,6 +43,23 @@ def test_a_cut_file_is_named(written, keep: float) -> None:
         read_result(path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (b"[" * 100_000, "it is nested too deep"),
+        (b'{"schema_version": ' + b"1" * 10_000 + b"}", "it holds a number of too many digits"),
+        (b'{"schema_version": 1, "a": ' + b"[" * 900 + b"]" * 900 + b"}", "was edited after it"),
+    ],
+    ids=["deep", "digits", "half as deep"],
+)
+def test_a_file_that_no_reader_takes_is_named(written, damage: bytes, why: str) -> None:
+    _, path = written
+    path.write_bytes(damage)
+
+    with pytest.raises(ResultError, match=rf"{path.name}: .*{why}"):
+        read_result(path)
+
+
 def test_an_edited_number_is_found(written) -> None:
     _, path = written
     path.write_text(path.read_text().replace('"wall_s": 1.5', '"wall_s": 1.4'))

@@ -1,12 +1,13 @@
 """The command lines, run as a user runs them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from factory import make_experiment, write_synthetic, write_synthetic_verdict
+from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
 
 from dpprof.experiment import Experiment
 from dpprof.result import read_result
@@ -127,6 +128,37 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     assert read_result(tmp_path / "x.json").outcome == "ok"
 
 
+@pytest.mark.parametrize("log", ["/dev/full", "logs/x.log"])
+def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
+    script = ROOT / "workflow" / "scripts" / "verify_method.py"
+    options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
+    command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(script), *options]
+    done = subprocess.run(command, cwd=tmp_path, check=False)
+
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "x.json").read_text())["passed"] is True
+    if log.startswith("logs"):
+        assert "standard on built-in: verified" in (tmp_path / log).read_text()
+
+
+def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
+    checkout, scratch = tmp_path / "checkout", tmp_path / "deep" / "down" / "run7"
+    checkout.mkdir()
+    scratch.mkdir(parents=True)
+    (checkout / "results").symlink_to(scratch)
+    experiment = make_experiment()
+    write_synthetic(checkout, experiment)
+    manifest = make_manifest((experiment, 0))
+    path = checkout / manifest.path
+    path.parent.mkdir()
+    path.write_text(manifest.text)
+    options = ["--manifest", str(manifest.path), "--output-dir", "results/tables"]
+    done = run("build_tables.py", *options, cwd=checkout)
+
+    assert done.returncode == 0, done.stderr
+    assert experiment.id in (scratch / "tables" / "runs.csv").read_text()
+
+
 def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
     text = run("profile_experiment.py", "--help", cwd=tmp_path).stdout
 
@@ -138,7 +170,14 @@ def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
     ("options", "sentence"),
     [
         ({"method": "opacus-gost"}, "error: --method: 'opacus-gost' is not allowed; did you mean"),
-        ({"model": "../../etc"}, "error: --model: '../../etc' is not allowed; it must match"),
+        (
+            {"model": "../../etc"},
+            "error: --model: '../../etc' is not allowed; allowed: 1b, medium, small, tiny",
+        ),
+        (
+            {"method": "opacus_ghost"},
+            "error: --method: 'opacus_ghost' is not allowed; did you mean 'opacus-ghost'? allowed:",
+        ),
         ({"model": "{layers: 1}"}, "error: --model: missing vocab_size, d_model, heads"),
         ({"model": "{layers: ["}, "error: --model: '{layers: [' is not allowed; it must be a"),
         ({"batch_size": "0"}, "error: --batch-size: '0' is not allowed; it must be greater"),
@@ -181,3 +220,99 @@ def test_other_scripts_say_what_is_wrong(tmp_path, script: str, options, sentenc
     assert done.returncode == 1
     assert done.stderr.startswith(sentence)
     assert list(tmp_path.iterdir()) == []
+
+
+OUTPUTS = {
+    "profile_experiment.py": (
+        ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"],
+        "--output",
+    ),
+    "verify_method.py": (["--model=tiny", "--method=standard"], "--output"),
+    "measure_ceilings.py": (["--device=cpu"], "--output"),
+    "capacity.py": (
+        ["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"],
+        "--json",
+    ),
+    "advise.py": (["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"], "--json"),
+    "draw_figure.py": (["--figure=tradeoff", "--tables=no"], "--output"),
+}
+
+
+@pytest.mark.parametrize("script", OUTPUTS)
+def test_nothing_but_a_regular_file_is_replaced(tmp_path, script: str) -> None:
+    options, output = OUTPUTS[script]
+    pipe = tmp_path / "x.json"
+    os.mkfifo(pipe)
+    done = run(script, *options, f"{output}=x.json", cwd=tmp_path)
+
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("dpprof: no CUDA")]
+    assert said == (
+        "error: [Errno 22] is a device, a pipe or a socket, not a file to write: 'x.json'"
+    )
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize("script", OUTPUTS)
+def test_an_empty_output_is_a_sentence(tmp_path, script: str) -> None:
+    options, output = OUTPUTS[script]
+    done = run(script, *options, f"{output}=", cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"{script}: error: argument {output}: '' is not allowed; it must be a path"
+    )
+
+
+def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
+    done = run(
+        "draw_figure.py", "--figure=tradeoff", "--tables=no", "--output=f\x1b.xyz", cwd=tmp_path
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "draw_figure.py: error: argument --output: 'f\\x1b.xyz' is not allowed; its ending must be "
+        "one of these; allowed: .json, .pdf, .png, .svg"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"sweeps: \xff", "is no text in UTF-8, see byte 9"),
+        (b"a: " + b"[" * 100_000, "nests deeper than 50 levels"),
+        (b"sweeps: {}\nsweeps: {}\n", "the key 'sweeps' is there twice"),
+        (b"sweeps: {}\n", "sweeps: {} is not allowed; it must have at least 1 item"),
+    ],
+    ids=["binary", "deep", "twice", "empty"],
+)
+def test_prune_deletes_nothing_for_a_config_that_cannot_be_meant(
+    tmp_path, content: bytes, problem: str
+) -> None:
+    (tmp_path / "my.yaml").write_bytes(content)
+    write_synthetic(tmp_path, make_experiment())
+    before = sorted(tmp_path.rglob("*"))
+    done = run("prune.py", "--delete", "my.yaml", cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: my.yaml: {problem}")
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("script", ["build_report.py", "draw_figure.py"])
+def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
+    (tmp_path / "t").mkdir()
+    for name in ("runs", "experiments", "verification"):
+        (tmp_path / "t" / f"{name}.csv").write_bytes(b"\xff\xfe")
+    options = {
+        "build_report.py": ["--tables=t", "--output-dir=r"],
+        "draw_figure.py": ["--figure=tradeoff", "--tables=t", "--output=x.png"],
+    }
+    done = run(script, *options[script], cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: t/")
+    assert ".csv: is no table (" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dpprof import catalogue
+from dpprof.command_line import path
 from dpprof.experiment import Experiment
 from dpprof.hardware import available_cores
 from dpprof.options import add_experiment_options, read_experiments
@@ -26,7 +27,7 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
         "--methods", nargs="+", metavar="METHOD", help="the methods (default: all that there are)"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what was found there, for programs"
+        "--json", type=path, metavar="FILE", help="write what was found there, for programs"
     )
     parser.add_argument(
         "--again", action="store_true", help="do not use what results/capacity already tells"

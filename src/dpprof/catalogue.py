@@ -30,6 +30,15 @@ class UnsupportedError(Exception):
 Group = Literal["models", "methods", "instruments", "figures", "targets"]
 
 
+NAMING: dict[str, Group] = {
+    "model": "models",
+    "method": "methods",
+    "target": "targets",
+    "instruments": "instruments",
+}
+"""Keys whose values name something that the catalogue must know."""
+
+
 class EntryPointError(ImportError):
     """What a name stands for is not there, or is not what its group asks for.
 
@@ -78,6 +87,11 @@ def is_own(group: Group, name: str) -> bool:
 def names(group: Group) -> list[str]:
     """List what a group offers."""
     return sorted(_entries(group))
+
+
+def names_by_key() -> dict[str, list[str]]:
+    """List, by a config's or an experiment's key, the names that its values may be."""
+    return {key: names(group) for key, group in NAMING.items()}
 
 
 def check(group: Group, name: str, key: str) -> None:

@@ -17,9 +17,9 @@ from pydantic import (
 )
 
 from dpprof.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
-from dpprof.storage import canonical_json, sha256_hex
+from dpprof.storage import canonical_json, read_json, sha256_hex
 from dpprof.target import Dtype, Target
-from dpprof.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, refuse
+from dpprof.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, explain, refuse
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """What a model, method or instrument may be called: safe in a path, a shell and a report."""
@@ -221,9 +221,10 @@ def read_spec(path: Path) -> Experiment:
         InputError: The file is no valid spec, or its content is not what its name says.
     """
     try:
-        experiment = Experiment.model_validate_json(path.read_text(encoding="utf-8"))
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is no experiment's spec ({error})") from None
+        experiment = Experiment.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, Experiment) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: is no experiment's spec ({why})") from None
     if path.stem != experiment.id:
         raise InputError(f"{path}: was edited, its content belongs to {experiment.id}")
     return experiment

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Container
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from dpprof import catalogue
+from dpprof.config_files import parse_config_text
 from dpprof.experiment import Experiment, read_spec, settle_device
 from dpprof.hardware import resolve_device
 from dpprof.validation import InputError, explain, option_name, refuse
@@ -74,13 +74,15 @@ def make_experiment(fields: dict[str, Any]) -> Experiment:
     for name in ("model", "target"):
         if fields.get(name, "").lstrip().startswith("{"):
             try:
-                fields[name] = yaml.safe_load(fields[name])
-            except yaml.YAMLError:
-                raise refuse(f"--{name}", fields[name], "it must be a mapping, in YAML") from None
+                fields[name] = parse_config_text(fields[name])
+            except InputError as error:
+                allowed = f"it must be a mapping, in YAML, and {error}"
+                raise refuse(f"--{name}", fields[name], allowed) from None
     try:
         experiment = Experiment.model_validate(settle_device(fields, resolve_device, "--device"))
     except ValidationError as error:
-        raise explain(error, Experiment, options=True) from None
+        names = catalogue.names_by_key()
+        raise explain(error, Experiment, options=True, names=names) from None
     if isinstance(experiment.model, str):
         catalogue.check("models", experiment.model, "--model")
     catalogue.check("methods", experiment.method, "--method")

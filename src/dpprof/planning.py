@@ -6,7 +6,6 @@ of one config and is named by its own digest.
 """
 
 import datetime as dt
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,15 @@ from dpprof.sources import (
     verdict_digest,
     verified_as,
 )
-from dpprof.storage import canonical_json, sha256_hex, write_atomically, write_if_changed
+from dpprof.storage import (
+    canonical_json,
+    read_json,
+    sha256_hex,
+    write_atomically,
+    write_if_changed,
+)
 from dpprof.sweep import Config, Run, expand, given, parse_config
-from dpprof.validation import InputError
+from dpprof.validation import InputError, explain
 from dpprof.verdict import BUILT_IN, VERDICTS, verdict_path
 
 PLAN = Path("results") / "plan"
@@ -118,15 +123,6 @@ def _name_here(kind: str) -> str:
     return device_name({"type": kind, "name": next((gpu.name for gpu in visible_gpus()), None)})
 
 
-_NAMING: dict[str, catalogue.Group] = {
-    "model": "models",
-    "method": "methods",
-    "target": "targets",
-    "instruments": "instruments",
-}
-"""Keys whose values name something that the catalogue must know."""
-
-
 def spec_path(experiment_id: str) -> Path:
     """Say where an experiment's spec lives, relative to the working folder."""
     return PLAN / "specs" / f"{experiment_id}.json"
@@ -158,7 +154,7 @@ def _check_names(config: Config) -> None:
     grids |= {f"sweeps.{name}": sweep for name, sweep in config.sweeps.items()}
     grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
     for where, grid in grids.items():
-        for key, group in _NAMING.items():
+        for key, group in catalogue.NAMING.items():
             for name in given(grid).get(key, []):
                 if isinstance(name, str):
                     catalogue.check(group, name, f"{where}.{key}")
@@ -174,7 +170,7 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
     Raises:
         InputError: The config cannot be meant; one sentence per problem.
     """
-    config = parse_config(raw)
+    config = parse_config(raw, catalogue.names_by_key())
     _check_names(config)
     sweeps_of: dict[Run, list[str]] = {}
     for name, runs in expand(config, device).items():
@@ -233,7 +229,8 @@ def _mark_tables_due(plan: Plan) -> None:
     files += [*plan.verdicts(Path()), *plan.ceilings(Path())]
     missing = sum(not path.is_file() for path in files)
     tables_are_of = TABLES / "manifest.txt"
-    others = tables_are_of.is_file() and tables_are_of.read_text().strip() != manifest.path.name
+    name = manifest.path.name.encode()
+    others = tables_are_of.is_file() and tables_are_of.read_bytes().strip() != name
     if missing or others or plan.config.partial or not manifest.due_path.is_file():
         why = f"{missing} files missing, partial={plan.config.partial}, others={others}"
         now = dt.datetime.now(dt.UTC).isoformat()
@@ -247,9 +244,10 @@ def read_manifest(path: Path) -> Manifest:
         InputError: The file is no manifest.
     """
     try:
-        return Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is no manifest ({error})") from None
+        return Manifest.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, Manifest) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: is no manifest ({why})") from None
 
 
 def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:

@@ -11,14 +11,34 @@ import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from pydantic import BaseModel, TypeAdapter
 
 from dpprof.catalogue import PREDICTIONS
 from dpprof.console import say
 from dpprof.experiment import Experiment
 from dpprof.result import Kernels, Result
+from dpprof.storage import write_atomically
 
 _VARIABLE = "DPPROF_PROGRESS"
+
+
+class _ToCome(BaseModel):
+    """A run of the list that a progress file begins with."""
+
+    run: str
+    kind: str
+
+
+class _Ended(BaseModel):
+    """What a progress file tells of a run that has ended."""
+
+    run: str
+    wall_s: float
+
+
+_LIST = TypeAdapter(list[_ToCome])
 
 
 class Progress:
@@ -27,25 +47,28 @@ class Progress:
     def __init__(self, path: Path) -> None:
         first, *others = path.read_text(encoding="utf-8").splitlines()
         self._path = path
-        self._to_come: list[dict[str, str]] = json.loads(first)
-        self._ended: dict[str, dict[str, Any]] = {}
+        self._to_come = _LIST.validate_json(first)
+        self._ended: dict[str, _Ended] = {}
         for text in others:
-            with contextlib.suppress(json.JSONDecodeError):  # cut by a full disk or a kill
-                line = json.loads(text)
-                self._ended[line["run"]] = line
+            with contextlib.suppress(ValueError):  # cut by a full disk or a kill
+                line = _Ended.model_validate_json(text)
+                self._ended[line.run] = line
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
         """Begin a sweep's file and name it to the processes that Snakemake starts.
 
+        Where it cannot be written, as while a folder has its name, nobody is told of one.
+
         Args:
             path: Where the file goes.
             runs: A unique name and the experiment of every run to come.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         to_come = [{"run": name, "kind": _kind(experiment)} for name, experiment in runs]
-        path.write_text(json.dumps(to_come) + "\n", encoding="utf-8")
-        os.environ[_VARIABLE] = str(path.resolve())
+        os.environ.pop(_VARIABLE, None)
+        with contextlib.suppress(OSError):
+            write_atomically(path, json.dumps(to_come) + "\n")
+            os.environ[_VARIABLE] = str(path.resolve())
 
     @classmethod
     def current(cls) -> Self | None:
@@ -66,15 +89,15 @@ class Progress:
         """
         if not self._ended:
             return None
-        kinds = {run["run"]: run["kind"] for run in self._to_come}
+        kinds = {run.run: run.kind for run in self._to_come}
         walls: dict[str, list[float]] = {}
         for name, line in self._ended.items():
-            walls.setdefault(kinds.get(name, ""), []).append(line["wall_s"])
+            walls.setdefault(kinds.get(name, ""), []).append(line.wall_s)
         anything = statistics.median(wall for group in walls.values() for wall in group)
         return sum(
-            statistics.median(walls.get(run["kind"], [anything]))
+            statistics.median(walls.get(run.kind, [anything]))
             for run in self._to_come
-            if run["run"] not in self._ended
+            if run.run not in self._ended
         )
 
     def announce(self, name: str) -> None:
@@ -114,7 +137,7 @@ def tell_result(result: Result) -> None:
         text += f": {_tell_kernels(result.kernels)}"
     if result.error is not None:
         phase = f" in {result.error.phase}" if result.error.phase else ""
-        text += f": {result.error.kind}{phase}: {ascii(result.error.message)[1:-1][:200]}"
+        text += f": {result.error.kind}{phase}: {result.error.message[:200]}"
     say(f"        {text}")
 
 

@@ -4,15 +4,15 @@ Each carries the version of its schema and, as ``content_digest``, a digest of a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpprof.messages import escape_all
-from dpprof.storage import canonical_json, sha256_hex, write_atomically
-from dpprof.validation import explain
+from dpprof.storage import canonical_json, read_json, sha256_hex, write_atomically
+from dpprof.validation import explain, shorten
 
 
 class Part(BaseModel):
@@ -34,6 +34,15 @@ class ResultError(Exception):
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}; delete it and run snakemake to make it again")
+        self.problem = problem
+
+
+class ManyResultsError(ResultError):
+    """Several such files."""
+
+    def __init__(self, errors: Sequence[ResultError]) -> None:
+        Exception.__init__(self, "\n".join(shorten([str(error) for error in errors])))
+        self.problem = f"{len(errors):,} files cannot be trusted"
 
 
 def _content_digest(document: dict[str, Any]) -> str:
@@ -75,8 +84,8 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
         FileNotFoundError: There is no such file.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = read_json(path)
+    except ValueError as error:
         raise ResultError(path, f"is not complete JSON, it was cut or damaged ({error})") from None
     if not isinstance(document, dict) or "schema_version" not in document:
         raise ResultError(path, "is not a result file, it has no schema_version")
@@ -85,7 +94,7 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
         raise ResultError(path, f"has schema version {found!r}, and this dpprof reads {version}")
     try:
         digest = _content_digest(document)
-    except ValueError:  # NaN or infinity, which dpprof never writes
+    except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes
         digest = None
     if digest is None or document.get("content_digest") != digest:
         raise ResultError(path, "was edited after it was written, its content digest differs")

@@ -5,7 +5,9 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +24,107 @@ def sha256_hex(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def read_json(path: Path) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        ValueError: It is none, or not one that dpprof could have written: it was cut, is
+            nested too deep, or holds a number of thousands of digits.
+        OSError: It cannot be read.
+    """
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise ValueError("it is not a file")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise ValueError("it holds a number of too many digits") from None
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file as a whole: a reader sees the old content or the new, never a part.
 
     The bytes are on disk (fsync) before the name changes, so a crash or a full
-    disk leaves the previous file.
+    disk leaves the previous file. A link stays, and what it leads to is replaced.
+
+    Raises:
+        OSError: As ``check_writable``, or the disk is full; names the path.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
-        raise
+    file_path = _file_to_replace(path)
+    _make_folder(file_path.parent)
+    with _naming(path):
+        descriptor, temporary = tempfile.mkstemp(
+            dir=file_path.parent, prefix=f".{file_path.name[:100]}."
+        )
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(file_path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                Path(temporary).unlink()
+            raise
 
 
 def check_writable(path: Path) -> None:
     """Make sure that a file can be written, before the work that will fill it.
 
     Raises:
-        OSError: It cannot; the message says why.
+        OSError: It cannot: no file can be made there, or what is there is a folder, a device,
+            a pipe or a link to nothing, which a file would replace. Names the path.
     """
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write", str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):
+    file_path = _file_to_replace(path)
+    _make_folder(file_path.parent)
+    with _naming(path), tempfile.TemporaryFile(dir=file_path.parent):
         pass
+
+
+def _file_to_replace(path: Path) -> Path:
+    """Follow links to the file that writing replaces, which is a regular one or not there."""
+    with _naming(path):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            if path.is_symlink():
+                problem = "is a link to nothing, not a file to write"
+                raise FileNotFoundError(errno.ENOENT, problem) from None
+            return path
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "is a folder, not a file to write")
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "is a device, a pipe or a socket, not a file to write")
+        return path.resolve()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it; names the one of them that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        for one in (*reversed(folder.parents), folder):
+            if one.is_symlink() and not one.exists():
+                problem = "is a link to nothing, not a folder"
+                raise NotADirectoryError(errno.ENOTDIR, problem, str(one)) from None
+            if one.exists() and not one.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(one)) from None
+        raise
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file that was asked for in errors that name another, or none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_if_changed(path: Path, text: str) -> bool:
@@ -61,7 +132,11 @@ def write_if_changed(path: Path, text: str) -> bool:
 
     Returns:
         Whether the file was written.
+
+    Raises:
+        OSError: As ``write_atomically``.
     """
+    _file_to_replace(path)
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == text:
             return False

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
@@ -114,8 +114,12 @@ class Config(BaseModel):
     )
 
 
-def parse_config(raw: dict[str, Any]) -> Config:
+def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None = None) -> Config:
     """Validate a config mapping.
+
+    Args:
+        raw: The config as parsed from YAML.
+        names: By key, the names that exist, for a message about one that cannot.
 
     Raises:
         InputError: One sentence per problem, naming key, value and what is allowed.
@@ -123,7 +127,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise explain(error, Config) from None
+        raise explain(error, Config, names=names) from None
 
 
 def given(grid: BaseModel) -> dict[str, Any]:
@@ -157,6 +161,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     _refuse_too_many(sweeps)
     excluded = [given(entry) for entry in config.exclude]
     excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
+    dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded]
     runs: dict[str, list[Run]] = {}
     for name, keys in sweeps.items():
         instruments = keys.get("instruments", ["clean"])
@@ -164,7 +169,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
         runs[name] = [
             Run(experiment, *how)
             for experiment in _multiply(name, keys, auto)
-            if not any(_matches(experiment, dropped) for dropped in excluded)
+            if not any(_matches(experiment, entry) for entry in dropped)
             for how in watched
         ]
     if not any(runs.values()):
@@ -179,7 +184,7 @@ def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iter
         yield Experiment.model_validate(settle_device(fields, auto, f"sweeps.{sweep}.device"))
 
 
-def _matches(experiment: Experiment, keys: dict[str, list[Any]]) -> bool:
+def _matches(experiment: Experiment, keys: dict[str, set[Any]]) -> bool:
     return bool(keys) and all(getattr(experiment, key) in values for key, values in keys.items())
 
 

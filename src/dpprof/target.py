@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from dpprof.quantities import Positive, Size
+from dpprof.storage import canonical_json
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float64"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -32,3 +33,7 @@ class Target(BaseModel):
         "8.0", description="of the CUDA device, which decides what libraries take"
     )
     source: str = Field("the config", description="where the figures are from")
+
+    def __hash__(self) -> int:
+        """Hash by content: the mapping of ceilings has no hash of its own."""
+        return hash(canonical_json(self.model_dump(mode="json")))

@@ -1,20 +1,43 @@
 """Bad input in one sentence: which key, which value, what is allowed."""
 
 import difflib
+import math
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
 """How the ways to write a model or a target are told apart; pydantic puts them into locations."""
 
 _NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, "[key]")
 
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = 80
+MAX_SENTENCES = 10
+"""Of more problems than these only the number is told."""
+
+_MAX_LENGTH = 80
+"""The most letters that a key or a value may take of a message."""
+
+
+class _Short(reprlib.Repr):
+    """Spells a value in a few letters, escaped, whatever it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _MAX_LENGTH
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Spell an integer; Python itself refuses to spell one of thousands of digits."""
+        digits = int(x.bit_length() * math.log10(2)) + 1
+        if digits <= self.maxlong:
+            return super().repr_int(x, level)
+        return f"a number of {digits:,} digits"
+
+
+_repr = _Short()
 
 
 class InputError(ValueError):
@@ -37,10 +60,18 @@ def one_of(names: Iterable[str], value: Any = None) -> str:
     return f"did you mean {near[0]!r}? {text}" if near else text
 
 
+def _keys(location: Sequence[int | str]) -> list[str]:
+    """Pick the keys of a pydantic location, without list positions and union tags."""
+    return [part for part in location if isinstance(part, str) and part not in _NOT_KEYS]
+
+
 def _key(location: Sequence[int | str]) -> str:
-    """Join a pydantic location into a dotted key, without list positions and union tags."""
-    parts = [part for part in location if isinstance(part, str) and part not in _NOT_KEYS]
-    return ".".join(ascii(part)[1:-1] for part in parts)
+    """Join a pydantic location into a dotted key."""
+    return ".".join(_cut(ascii(part)[1:-1]) for part in _keys(location))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def _allowed_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
@@ -69,40 +100,70 @@ def _inner_model(annotation: Any) -> Any:
     return None
 
 
-def explain(error: ValidationError, model: type[BaseModel], *, options: bool = False) -> InputError:
-    """Turn pydantic's report into one sentence per problem.
+def explain(
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    options: bool = False,
+    names: Mapping[str, Sequence[str]] | None = None,
+) -> InputError:
+    """Turn pydantic's report into one sentence per problem, and the number of those beyond ten.
 
     Args:
         error: What pydantic found.
         model: The model that was validated, for the keys it allows.
         options: Spell keys as command-line options, ``--batch-size`` for ``batch_size``.
+        names: By key, the names that exist, for a value that could not be one.
     """
     missing: dict[str, list[str]] = {}
-    sentences = []
+    sentences: dict[str, None] = {}
     for problem in error.errors(include_url=False):
         location = problem["loc"]
-        key, parent = _key(location), _key(location[:-1])
-        if problem["type"] == "extra_forbidden":
-            unknown = str(location[-1])
-            allowed = one_of(_allowed_keys(model, location[:-1]), unknown)
-            where = f" in {parent}" if parent else ""
-            sentences.append(f"unknown key {unknown!r}{where}; {allowed}")
-        elif problem["type"] == "missing":
-            missing.setdefault(parent, []).append(str(location[-1]))
+        if problem["type"] == "missing":
+            missing.setdefault(_key(location[:-1]), []).append(str(location[-1]))
         else:
-            message = problem["msg"].removeprefix("Value error, ")
-            message = re.sub(r"^(Input|String|List|Dictionary) should", "it must", message)
-            message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
-            message = message.removesuffix(" after validation, not 0")
-            spelled = option_name(key) if options else key
-            sentences.append(str(refuse(spelled or "the configuration", problem["input"], message)))
-    for parent, names in missing.items():
+            sentences[_sentence(problem, model, options, names or {})] = None
+    for parent, absent in missing.items():
         if parent:
             where = option_name(parent) if options else parent
-            sentences.append(f"{where}: missing {', '.join(names)}")
+            sentences[f"{where}: missing {', '.join(absent)}"] = None
         else:
-            sentences.append(f"missing: {', '.join(map(option_name, names) if options else names)}")
-    return InputError("\n".join(dict.fromkeys(sentences)))
+            told = map(option_name, absent) if options else absent
+            sentences[f"missing: {', '.join(told)}"] = None
+    return InputError("\n".join(shorten(list(sentences))))
+
+
+def shorten(lines: Sequence[str]) -> Sequence[str]:
+    """Cut a list of problems where nobody would read on, and say how many more there are."""
+    beyond = len(lines) - MAX_SENTENCES
+    return [*lines[:MAX_SENTENCES], f"and {beyond:,} more"] if beyond > 0 else lines
+
+
+def _sentence(
+    problem: ErrorDetails,
+    model: type[BaseModel],
+    options: bool,
+    names: Mapping[str, Sequence[str]],
+) -> str:
+    """Say what is wrong with one key's value, or with a key itself."""
+    location, value = problem["loc"], problem["input"]
+    key = _key(location)
+    if problem["type"] == "extra_forbidden":
+        unknown, parent = str(location[-1]), _key(location[:-1])
+        allowed = one_of(_allowed_keys(model, location[:-1]), unknown)
+        where = f" in {parent}" if parent else ""
+        return f"unknown key {_repr.repr(unknown)}{where}; {allowed}"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^(Input|String|List|Dictionary) should", "it must", message)
+    message = re.sub(r"^Keys should", "its keys must", message)
+    message = re.sub(r"^Unable to parse .*", "it must be a number of fewer digits", message)
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping", message)
+    message = message.removesuffix(" after validation, not 0")
+    named = names.get(_keys(location)[-1]) if _keys(location) else None
+    if named and problem["type"] == "string_pattern_mismatch":
+        message = one_of(named, value)
+    spelled = option_name(key) if options else key
+    return str(refuse(spelled or "the configuration", value, message))
 
 
 def option_name(key: str) -> str:

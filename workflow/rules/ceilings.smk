@@ -19,4 +19,4 @@ rule ceilings:
         kind=kind_of_device,
     shell:
         "python workflow/scripts/measure_ceilings.py --device {params.kind}"
-        " --output {output:q} 2>&1 | tee {log:q} >&2"
+        " --output {output:q} --log {log:q}"

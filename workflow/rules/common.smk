@@ -1,17 +1,21 @@
 """Planning, and the functions that rules look their inputs up with."""
 
 import functools
-import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-sys.path.insert(0, str(Path(workflow.basedir) / "src"))
-
 from dpprof import catalogue, planning, progress
 from dpprof.experiment import ID_PATTERN, read_spec
+from dpprof.interpreter import offer_interpreter
 from dpprof.validation import InputError
 from dpprof.verdict import BUILT_IN
+
+# Jobs on other machines parse this file too, and look for their own machine's Python.
+try:
+    offer_interpreter()
+except InputError as error:
+    raise WorkflowError(str(error)) from None
 
 PLAN = None
 
@@ -21,7 +25,7 @@ if workflow.is_main_process:
     try:
         PLAN = planning.make_plan(config)
         planning.write_plan(PLAN)
-    except InputError as error:
+    except (InputError, OSError) as error:
         raise WorkflowError(str(error)) from None
 
 FIGURES = catalogue.names("figures")

@@ -20,5 +20,4 @@ rule figure:
     shell:
         "python workflow/scripts/draw_figure.py --figure {wildcards.figure}"
         " --tables results/tables --output {output.png:q} --output {output.pdf:q}"
-        " --output {output.caption:q}"
-        " 2>&1 | tee {log:q} >&2"
+        " --output {output.caption:q} --log {log:q}"

@@ -24,4 +24,4 @@ rule report:
         "../../envs/dpprof.yaml"
     shell:
         "python workflow/scripts/build_report.py --tables results/tables"
-        " --output-dir results 2>&1 | tee {log:q} >&2"
+        " --output-dir results --log {log:q}"

@@ -42,4 +42,4 @@ rule tables:
     shell:
         "python workflow/scripts/build_tables.py --manifest {input.manifest:q}"
         " --output-dir results/tables --ceilings {params.ceilings:q} {params.partial}"
-        " 2>&1 | tee {log:q} >&2"
+        " --log {log:q}"

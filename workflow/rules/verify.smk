@@ -13,4 +13,4 @@ rule verify:
         "../../envs/dpprof.yaml"
     shell:
         "python workflow/scripts/verify_method.py --model {wildcards.model}"
-        " --method {wildcards.method} --output {output:q} 2>&1 | tee {log:q} >&2"
+        " --method {wildcards.method} --output {output:q} --log {log:q}"

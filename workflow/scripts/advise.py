@@ -1,6 +1,5 @@
 """Say which private method to use on a GPU that need not be here, and what that rests on."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -9,17 +8,17 @@ from dpprof.analysis.advice import Advice, advise
 from dpprof.analysis.frames import target_text
 from dpprof.analysis.verified import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
 from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.command_line import Parser, ending_in_a_sentence
+from dpprof.console import printable
 from dpprof.mechanisms import is_other_mechanism
 from dpprof.progress import tell_result
-from dpprof.sealed import ResultError
 from dpprof.sources import verdict_digest
-from dpprof.storage import write_atomically
-from dpprof.validation import InputError
+from dpprof.storage import check_writable, write_atomically
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the options: the methods, then one for every other field of an experiment."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__,
         epilog="example: python workflow/scripts/advise.py --model 1b --target h200 "
         "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
@@ -80,16 +79,16 @@ def tell(advice: Advice) -> str:
 def main() -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args()
-    try:
+    with ending_in_a_sentence():
         experiments = read_capacity_options(arguments)
+        if arguments.json is not None:
+            check_writable(arguments.json)
         results = find_capacities(experiments, Path(), again=arguments.again, tell=tell_result)
         standings = read_standings(Path(), experiments, verdict_digest)
         advice = advise(results, target_text(experiments[0]) or "this machine", standings)
         if arguments.json is not None:
             write_atomically(arguments.json, advice.model_dump_json(indent=1) + "\n")
-    except (InputError, ResultError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(tell(advice))
+    print(printable(tell(advice)))
     sys.exit(0 if any(option.safe_batch_size for option in advice.options) else 1)
 
 

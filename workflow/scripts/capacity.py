@@ -1,23 +1,23 @@
 """Say how large a batch fits on a GPU that need not be here, for every method."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.command_line import Parser, ending_in_a_sentence
+from dpprof.console import printable
 from dpprof.progress import tell_result
 from dpprof.result import Result
-from dpprof.storage import write_atomically
-from dpprof.validation import InputError
+from dpprof.storage import check_writable, write_atomically
 
 _MIB = 2**20
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the options: the methods, then one for every other field of an experiment."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__,
         epilog="example: python workflow/scripts/capacity.py --model 1b --target h200 "
         "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
@@ -56,15 +56,15 @@ def tabulate(results: list[Result]) -> str:
 def main() -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args()
-    try:
+    with ending_in_a_sentence():
         experiments = read_capacity_options(arguments)
+        if arguments.json is not None:
+            check_writable(arguments.json)
         results = find_capacities(experiments, Path(), again=arguments.again, tell=tell_result)
         if arguments.json is not None:
             text = json.dumps([describe(result) for result in results], indent=1)
             write_atomically(arguments.json, text + "\n")
-    except (InputError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(tabulate(results))
+    print(printable(tabulate(results)))
     sys.exit(0 if any(result.capacity for result in results) else 1)
 
 

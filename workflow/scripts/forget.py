@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
+from dpprof.command_line import Parser, ending_in_a_sentence
+from dpprof.console import printable
 from dpprof.result import OUTCOMES, read_result
 from dpprof.sealed import ResultError, read_sealed
 from dpprof.sources import code_digest, verdict_digest
@@ -46,7 +48,7 @@ def what_to_forget(path: Path, arguments: argparse.Namespace) -> str | None:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--outcome",
         type=outcomes,
@@ -67,18 +69,19 @@ def main() -> None:
         parser.error("say what to forget: --outcome, --unverified, --outdated or several")
     forgotten, damaged = 0, 0
     results = Path("results")
-    for path in sorted([*results.glob("*/*.r*.json"), *results.glob(f"{VERDICTS}/*.json")]):
-        try:
-            told = what_to_forget(path, arguments)
-        except ResultError as error:
-            print(f"warning: {error}", file=sys.stderr)
-            damaged += 1
-            continue
-        if told is not None:
-            print(f"{path}  {told}")
-            forgotten += 1
-            if not arguments.dry_run:
-                path.unlink()
+    with ending_in_a_sentence():
+        for path in sorted([*results.glob("*/*.r*.json"), *results.glob(f"{VERDICTS}/*.json")]):
+            try:
+                told = what_to_forget(path, arguments)
+            except ResultError as error:
+                print(f"warning: {printable(str(error))}", file=sys.stderr)
+                damaged += 1
+                continue
+            if told is not None:
+                print(f"{path}  {told}")
+                forgotten += 1
+                if not arguments.dry_run:
+                    path.unlink()
     done = "would be forgotten" if arguments.dry_run else "forgotten"
     print(f"{forgotten} results {done}; the next snakemake measures them again", file=sys.stderr)
     sys.exit(1 if damaged else 0)

@@ -4,23 +4,23 @@ The exit status is 0 whenever the JSON was written: what could not be measured i
 with the reason.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof.ceilings import Ceilings, device_name
-from dpprof.console import say
+from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.console import keep_log, say
 from dpprof.devices.apart import measure_apart
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
     )
-    parser.add_argument("--output", type=Path, required=True, help="the ceilings' file to write")
+    parser.add_argument("--output", type=path, required=True, help="the ceilings' file to write")
+    add_log_option(parser, "what else is printed")
     return parser
 
 
@@ -37,17 +37,17 @@ def tell(ceilings: Ceilings) -> str:
         figures["a launch"] = f"{ceilings.launch_latency_s * 1e6:.2f} us"
     said = ", ".join(f"{name} {figure}" for name, figure in figures.items())
     why = "; ".join(dict.fromkeys(ceilings.reasons.values()))
-    told = said or f"not measured: {ascii(why)[1:-1][:300]}"
+    told = said or f"not measured: {why[:300]}"
     return f"ceilings of {device_name(ceilings.device)} after {ceilings.wall_s:.0f} s: {told}"
 
 
 def main() -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args()
+    keep_log(arguments.log)
     try:
-        ceilings = measure_apart(arguments.device, arguments.output)
-    except OSError as error:
-        sys.exit(f"error: {error}")
+        with ending_in_a_sentence():
+            ceilings = measure_apart(arguments.device, arguments.output)
     except KeyboardInterrupt:
         say("interrupted; no ceilings were written")
         sys.exit(130)

@@ -7,27 +7,27 @@ written, out of memory and crashes included: what came of the experiment is in i
 
 import argparse
 import sys
-from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
-from dpprof.console import say
+from dpprof.command_line import Parser, ending_in_a_sentence, path
+from dpprof.console import keep_log, say
 from dpprof.options import add_experiment_options, read_experiment
 from dpprof.progress import Progress, run_name, tell_result
+from dpprof.storage import check_writable
 from dpprof.supervisor import supervise
-from dpprof.validation import InputError
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the options: the run's own, then one for every field of an experiment."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--spec", type=Path, help="spec file, instead of the options below")
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--spec", type=path, help="spec file, instead of the options below")
     parser.add_argument("--instrument", default="clean", help="what watches (default: clean)")
     parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")
-    parser.add_argument("--output", type=Path, required=True, help="the result file to write")
-    parser.add_argument("--log", type=Path, help="where the worker's output goes (default: here)")
+    parser.add_argument("--output", type=path, required=True, help="the result file to write")
+    parser.add_argument("--log", type=path, help="where the worker's output goes (default: here)")
     parser.add_argument(
-        "--traces", type=Path, help="folder for traces (default: beside OUTPUT, NAME.traces)"
+        "--traces", type=path, help="folder for traces (default: beside OUTPUT, NAME.traces)"
     )
     parser.add_argument(
         "--keep",
@@ -40,39 +40,38 @@ def make_parser() -> argparse.ArgumentParser:
 
 def natural(text: str) -> int:
     """Read a number from 0 up."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be 0, 1, 2 ...")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
     return int(text)
 
 
 def main() -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args()
-    try:
+    keep_log(None)  # the supervisor keeps it
+    with ending_in_a_sentence():
         experiment = read_experiment(arguments)
         catalogue.check("instruments", arguments.instrument, "--instrument")
         catalogue.refuse_target(experiment, arguments.instrument, "--target")
-    except (InputError, OSError) as error:
-        sys.exit(f"error: {error}")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)
     progress = Progress.current()
     if progress is not None:
         progress.announce(name)
     try:
-        result = supervise(
-            experiment,
-            arguments.instrument,
-            arguments.replicate,
-            arguments.output,
-            arguments.log,
-            traces=arguments.traces or arguments.output.with_suffix(".traces"),
-            keep=arguments.keep,
-        )
+        with ending_in_a_sentence():
+            check_writable(arguments.output)
+            result = supervise(
+                experiment,
+                arguments.instrument,
+                arguments.replicate,
+                arguments.output,
+                arguments.log,
+                traces=arguments.traces or arguments.output.with_suffix(".traces"),
+                keep=arguments.keep,
+            )
     except KeyboardInterrupt:
         say("interrupted; no result was written")
         sys.exit(130)
-    except OSError as error:
-        sys.exit(f"error: {error}")
     if progress is not None:
         progress.conclude(name, result)
     tell_result(result)

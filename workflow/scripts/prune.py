@@ -1,23 +1,31 @@
 """List files in results/ that none of the given configs asks for; --delete deletes them."""
 
-import argparse
 import sys
 from pathlib import Path
 
-import yaml
-
 import _source_tree  # noqa: F401
-from dpprof.planning import files_beyond, make_plan
+from dpprof.command_line import Parser, ending_in_a_sentence, path
+from dpprof.config_files import read_config_file
+from dpprof.planning import Plan, files_beyond, make_plan
 from dpprof.validation import InputError
+
+
+def plan_of(config: Path) -> Plan:
+    """Plan a config, and name its file where it cannot be meant."""
+    raw = read_config_file(config)
+    try:
+        return make_plan({} if raw is None else raw)
+    except InputError as error:
+        raise InputError(f"{config}: {error}") from None
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "configs",
         nargs="*",
-        type=Path,
+        type=path,
         help="configs whose results to keep (default, for listing: config/config.yaml)",
     )
     parser.add_argument(
@@ -27,15 +35,12 @@ def main() -> None:
     if arguments.delete and not arguments.configs:
         parser.error("--delete: name every config whose results to keep")
     configs = arguments.configs or [Path("config/config.yaml")]
-    try:
-        plans = [make_plan(yaml.safe_load(path.read_text()) or {}) for path in configs]
-    except (InputError, OSError, yaml.YAMLError) as error:
-        sys.exit(f"error: {error}")
-    beyond = files_beyond(Path(), plans)
-    for path in beyond:
-        print(path)
-        if arguments.delete:
-            path.unlink()
+    with ending_in_a_sentence():
+        beyond = files_beyond(Path(), [plan_of(config) for config in configs])
+        for file in beyond:
+            print(file)
+            if arguments.delete:
+                file.unlink()
     done = "deleted" if arguments.delete else "would be deleted; add --delete to do it"
     print(f"{len(beyond)} files {done}", file=sys.stderr)
 

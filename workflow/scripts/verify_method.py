@@ -3,29 +3,29 @@
 The exit status is 0 whenever the JSON was written, whatever the verdict: it is in the file.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
 import _source_tree  # noqa: F401
 from dpprof import catalogue
-from dpprof.console import say
+from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.console import keep_log, say
 from dpprof.sources import verified_as
-from dpprof.validation import InputError, one_of, refuse
+from dpprof.validation import one_of, refuse
 from dpprof.verdict import BUILT_IN, Verdict
 from dpprof.verification.apart import verify_apart
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Make the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model",
         required=True,
         help=f"a model's name; {BUILT_IN} stands for every size of dpprof's own transformer",
     )
     parser.add_argument("--method", required=True, help="a method's name")
-    parser.add_argument("--output", type=Path, required=True, help="the verdict's file to write")
+    parser.add_argument("--output", type=path, required=True, help="the verdict's file to write")
+    add_log_option(parser, "what else is printed")
     return parser
 
 
@@ -54,12 +54,12 @@ def tell(verdict: Verdict) -> str:
 def main() -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args()
+    keep_log(arguments.log)
     try:
-        model = check_model(arguments.model)
-        catalogue.check("methods", arguments.method, "--method")
-        verdict = verify_apart(model, arguments.method, arguments.output)
-    except (InputError, OSError) as error:
-        sys.exit(f"error: {error}")
+        with ending_in_a_sentence():
+            model = check_model(arguments.model)
+            catalogue.check("methods", arguments.method, "--method")
+            verdict = verify_apart(model, arguments.method, arguments.output)
     except KeyboardInterrupt:
         say("interrupted; no verdict was written")
         sys.exit(130)

@@ -1,6 +1,6 @@
 """The results of one config: what exists, what is missing, what the code has outgrown."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,8 +8,12 @@ from dpprof.analysis.verified import read_standings
 from dpprof.ceilings import Ceilings, read_ceilings
 from dpprof.planning import Manifest, PlannedRun, code_name, code_path, verdict_code_name
 from dpprof.result import Result, read_run
+from dpprof.sealed import ManyResultsError, ResultError
 from dpprof.validation import InputError
 from dpprof.verdict import Standing
+
+NO_RESULT = "no result yet"
+"""Why most runs are missing; others have one that cannot be trusted."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,9 @@ class Collected:
     """A manifest's runs with their results."""
 
     found: tuple[tuple[PlannedRun, Result], ...]
-    missing: tuple[PlannedRun, ...]
+    missing: Mapping[PlannedRun, str]
+    """Runs without a result that can be trusted, each with the reason."""
+
     outdated: frozenset[tuple[str, str, int]]
     """Runs, as (id, instrument, replicate), measured by other code than was last planned."""
 
@@ -36,53 +42,66 @@ def collect(
     Args:
         manifest: The runs of a config.
         root: The folder that holds ``results``.
-        partial: Whether runs without a result, and ceilings, may be left out.
+        partial: Whether runs without a result that can be trusted, and ceilings that are not
+            there, may be left out.
         ceilings: The files of ceilings of the devices that the runs are on.
 
     Raises:
-        ResultError: A file is cut, edited, of another version, or another run's.
+        ResultError: Files are cut, edited, of another version, or another run's; names them all.
         InputError: A result is missing, or ceilings are, and ``partial`` is not set.
     """
     found: list[tuple[PlannedRun, Result]] = []
-    missing: list[PlannedRun] = []
+    missing: dict[PlannedRun, str] = {}
+    damaged: list[ResultError] = []
     for run in manifest.runs:
         try:
             found.append((run, read_run(root, run.instrument, run.id, run.replicate)))
         except FileNotFoundError:
-            missing.append(run)
+            missing[run] = NO_RESULT
+        except ResultError as error:
+            missing[run] = error.problem
+            if not partial:
+                damaged.append(error)
+    standings = read_standings(
+        root,
+        (result.experiment for _, result in found),
+        lambda *pair: _planned_digest(root, verdict_code_name(*pair)),
+        damaged,
+    )
+    limits, absent = _read_ceilings(ceilings, damaged)
+    if damaged:
+        raise ManyResultsError(damaged) if len(damaged) > 1 else damaged[0]
     if missing and not partial:
         raise InputError(
-            f"{missing[0].path(root)}: is missing, and {len(missing) - 1} more; run snakemake, "
-            "or snakemake --config partial=true to report on what exists"
+            f"{next(iter(missing)).path(root)}: is missing, and {len(missing) - 1} more; run "
+            "snakemake, or snakemake --config partial=true to report on what exists"
         )
+    if absent and not partial:
+        raise InputError(f"{absent[0]}: is missing; run snakemake")
     outdated = {
         (run.id, run.instrument, run.replicate)
         for run, result in found
         if result.code_digest != _planned_digest(root, code_name(run.instrument, result.experiment))
     }
-    standings = read_standings(
-        root,
-        (result.experiment for _, result in found),
-        lambda *pair: _planned_digest(root, verdict_code_name(*pair)),
-    )
-    return Collected(
-        tuple(found),
-        tuple(missing),
-        frozenset(outdated),
-        standings,
-        tuple(_read_ceilings(ceilings, partial=partial)),
-    )
+    return Collected(tuple(found), missing, frozenset(outdated), standings, limits)
 
 
-def _read_ceilings(paths: Iterable[Path], *, partial: bool) -> Iterator[Ceilings]:
+def _read_ceilings(
+    paths: Iterable[Path], damaged: list[ResultError]
+) -> tuple[tuple[Ceilings, ...], list[Path]]:
+    """Read those that are there; notes what is damaged, and returns what is absent too."""
+    found: list[Ceilings] = []
+    absent: list[Path] = []
     for path in paths:
         try:
-            yield read_ceilings(path)
+            found.append(read_ceilings(path))
         except FileNotFoundError:
-            if not partial:
-                raise InputError(f"{path}: is missing; run snakemake") from None
+            absent.append(path)
+        except ResultError as error:
+            damaged.append(error)
+    return tuple(found), absent
 
 
 def _planned_digest(root: Path, name: str) -> str | None:
     path = root / code_path(name)
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None

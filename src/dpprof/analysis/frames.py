@@ -8,6 +8,7 @@ import pandas as pd
 
 from dpprof.experiment import Experiment
 from dpprof.planning import PlannedRun
+from dpprof.validation import InputError
 
 _PATIENCE = {"timeout_s", "wait_for_idle_gpu_s"}
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
@@ -49,10 +50,18 @@ def make_frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFra
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a table back as it was written: a text like ``null`` or ``12`` stays a text."""
-    columns = pd.read_csv(path, nrows=0).columns
-    texts = dict.fromkeys(_TEXTS.intersection(columns), str)
-    return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
+    """Read a table back as it was written: a text like ``null`` or ``12`` stays a text.
+
+    Raises:
+        InputError: The file is no table; names it.
+        OSError: It cannot be read.
+    """
+    try:
+        columns = pd.read_csv(path, nrows=0).columns
+        texts = dict.fromkeys(_TEXTS.intersection(columns), str)
+        return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
+    except ValueError as error:
+        raise InputError(f"{path}: is no table ({error})") from None
 
 
 class TableFolder(Mapping[str, pd.DataFrame]):

@@ -39,7 +39,7 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         capacity was asked for), ``samplers`` (one row per type of layer), ``verification``
         (one row per method, model and variant of attention), ``ceilings`` (one row per figure
         of a device that runs are on), ``findings`` (one row per thing to know before believing
-        the numbers) and ``missing`` (one row per run without a result).
+        the numbers) and ``missing`` (one row per run without a result that can be trusted).
     """
     groups = group_runs(collected)
     noise = Noise(groups)
@@ -75,8 +75,11 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         "ceilings": tabulate_ceilings(collected.ceilings),
         "findings": find(collected, books["peaks"], books["costs"], kernels["kernels"]),
         "missing": make_frame(
-            (key_of(run) | {"method": run.method} for run in collected.missing),
-            [*RUN_KEY, "method"],
+            (
+                key_of(run) | {"method": run.method, "reason": reason}
+                for run, reason in collected.missing.items()
+            ),
+            [*RUN_KEY, "method", "reason"],
         ),
     }
 

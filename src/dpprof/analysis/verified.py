@@ -8,6 +8,7 @@ import pandas as pd
 from dpprof.analysis.frames import axes_of, make_frame
 from dpprof.experiment import Experiment
 from dpprof.mechanisms import is_other_mechanism
+from dpprof.sealed import ResultError
 from dpprof.sources import verified_as
 from dpprof.verdict import Standing, read_verdict, split_holes
 
@@ -25,7 +26,10 @@ _COLUMNS = ["model", "attention", "method", *Standing._fields]
 
 
 def read_standings(
-    root: Path, experiments: Iterable[Experiment], digest_of: Callable[[str, str], str | None]
+    root: Path,
+    experiments: Iterable[Experiment],
+    digest_of: Callable[[str, str], str | None],
+    damaged: list[ResultError] | None = None,
 ) -> dict[str, Standing]:
     """Look up the verdict on every experiment's method; by the experiment's id.
 
@@ -34,6 +38,7 @@ def read_standings(
         experiments: Whose methods.
         digest_of: From a model and a method to the digest of the present code; None where that is
             not known. A verdict on other code says nothing of the present one.
+        damaged: Where given, what is wrong with verdicts is noted there and not raised.
 
     Raises:
         ResultError: A verdict is cut, edited, of another version, or about others.
@@ -43,7 +48,13 @@ def read_standings(
     for experiment in experiments:
         key = (verified_as(experiment.model), experiment.method, experiment.attention)
         if key not in known:
-            known[key] = _read(root, *key, digest_of(*key[:2]))
+            try:
+                known[key] = _read(root, *key, digest_of(*key[:2]))
+            except ResultError as error:
+                if damaged is None:
+                    raise
+                damaged.append(error)
+                known[key] = UNKNOWN
         standings[experiment.id] = known[key]
     return standings
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.composition import choose, compose
 from dpprof.analysis.verified import find_marks
 from dpprof.report import books, kernels, measured, outcomes
@@ -119,10 +120,16 @@ def _headline(tables: Tables) -> tuple[str, ...]:
     said += count_verified(tables["verification"])
     if failures:
         said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
-    if len(missing):
+    damaged = int((missing["reason"] != NO_RESULT).sum())
+    if absent := len(missing) - damaged:
         said.append(
-            f"This report is partial: {len(missing):,} planned "
-            f"{plural(len(missing), 'run has', 'runs have')} no result yet."
+            f"This report is partial: {absent:,} planned "
+            f"{plural(absent, 'run has', 'runs have')} no result yet."
+        )
+    if damaged:
+        said.append(
+            f"This report is partial: {damaged:,} {plural(damaged, 'result', 'results')} cannot be "
+            f"trusted and {plural(damaged, 'is', 'are')} left out; see Missing results."
         )
     if caveats := len(tables["findings"]):
         said.append(

@@ -4,11 +4,14 @@ Templates lay this out and add nothing. No string in it is markup: each template
 or quotes what it prints, so a name or a message can inject nothing.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from dpprof.experiment import Name
+from dpprof.storage import read_json
+from dpprof.validation import InputError, explain
 
 
 def _printable(text: str) -> str:
@@ -91,3 +94,16 @@ class Document(BaseModel):
     """What there is to know, in a few sentences."""
 
     sections: tuple[Section, ...]
+
+
+def read_drawing(path: Path) -> Drawing:
+    """Read what is known of a figure.
+
+    Raises:
+        InputError: The file tells nothing of one; names it.
+    """
+    try:
+        return Drawing.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, Drawing) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: tells of no figure ({why})") from None

@@ -70,7 +70,7 @@ def tell_missing(missing: pd.DataFrame) -> Blocks:
         return []
     if len(missing) <= MAX_ROWS:
         items = [
-            f"{row['experiment_id']} {row['instrument']} r{row['replicate']}"
+            f"{row['experiment_id']} {row['instrument']} r{row['replicate']}: {row['reason']}"
             for _, row in missing.iterrows()
         ]
     else:

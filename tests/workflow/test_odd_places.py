@@ -1,0 +1,69 @@
+"""A sweep ends in its report wherever its results are, and whether anybody listens or not."""
+
+import os
+import pty
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Checkout, wait_for
+
+pytestmark = pytest.mark.workflow
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another file system, where this machine has one in memory."""
+    memory = Path("/dev/shm")  # noqa: S108 (only where it is)
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield Path(folder) / "run7"
+
+
+def snakemake_that_loses_its_terminal(checkout: Checkout) -> int:
+    """Close the terminal after the first result, of a shell that activated no environment."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "snakemake"],
+        cwd=checkout.path,
+        env=checkout._environment | {"PATH": "/usr/local/bin:/usr/bin:/bin"},
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    wait_for(lambda: checkout.results() or process.poll() is not None)
+    os.close(ours)
+    return process.wait(timeout=300)
+
+
+def test_linked_results_a_closed_terminal_and_no_path_cost_no_report(
+    checkout: Checkout, elsewhere: Path
+) -> None:
+    results = checkout.path / "results"
+    (elsewhere / "plan" / "progress.jsonl").mkdir(parents=True)
+    results.symlink_to(elsewhere)
+
+    assert snakemake_that_loses_its_terminal(checkout) == 0
+    assert results.is_symlink()
+    assert (elsewhere / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert set(checkout.table("runs")["outcome"]) == {"ok"}
+    verdicts = sorted(path.stem for path in (elsewhere / "verify").glob("*.json"))
+    assert verdicts == ["built-in-opacus-hooks", "built-in-standard"]
+    for verdict in verdicts:
+        log = elsewhere / "logs" / "verify" / f"{verdict}.log"
+        assert f"{verdict.removeprefix('built-in-')} on built-in: verified" in log.read_text()
+
+    first, second, *_ = sorted((elsewhere / "clean").glob("*.json"))
+    for path in (first, second):
+        path.write_text(path.read_text()[:-100])
+    said = checkout.snakemake(status=1)
+    for path in (first, second):
+        assert f"results/clean/{path.name}: is not complete JSON" in said
+    assert "Traceback" not in said
+    checkout.snakemake("--config", "partial=true")
+    report = (elsewhere / "report.md").read_text()
+    assert "This report is partial: 2 results cannot be trusted and are left out" in report
+    assert f"{first.name.removesuffix('.r0.json')} clean r0: is not complete JSON" in report
