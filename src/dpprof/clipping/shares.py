@@ -13,14 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpprof.norms import placement
 from dpprof.norms.precision import allows_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
-
-
-def is_cuda(x: Tensor) -> bool:
-    """Tell whether a tensor is where 16-bit factors are multiplied into float32."""
-    return x.is_cuda
 
 
 class Product(NamedTuple):
@@ -41,13 +37,13 @@ class Product(NamedTuple):
         """Whether the sum's factors are rounded to 16 bits or TF32, for tensor cores."""
         x = self.x_BTd
         is_short = x.dtype != accumulator_of(x.dtype)
-        return is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
+        return placement.is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
 
     def sum(self, weights_B: Tensor) -> Tensor:
         """Sum over samples, weighted; the narrower of the two factors takes the weights."""
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
-        if is_cuda(x) or x.dtype == accumulator_of(x.dtype):
+        if placement.is_cuda(x) or x.dtype == accumulator_of(x.dtype):
             if x.shape[2] <= g.shape[2]:
                 x = (x * weights_B11).to(x.dtype)
             else:

@@ -196,7 +196,7 @@ def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterato
             clipping.enter_context(_patch_loaded("dpprof.clipping.layers", "is_cuda"))
         if choices.kernels:
             clipping.enter_context(_patch_loaded("dpprof.norms.fused", "is_cuda"))
-            clipping.enter_context(_patch_loaded("dpprof.clipping.shares", "is_cuda"))
+            clipping.enter_context(_patch_loaded("dpprof.norms.placement", "is_cuda"))
         yield notes
 
 

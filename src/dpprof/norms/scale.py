@@ -8,6 +8,7 @@ Shape legend: B samples, T tokens, d width.
 
 from torch import Tensor
 
+from dpprof.norms import placement
 from dpprof.norms.tiles import PARTS, accumulator_of
 
 
@@ -26,11 +27,12 @@ def scale_gradients(
         (B, d) in float32, or float64 for float64.
     """
     B, _, d = x_BTd.shape
+    parts_of_T = 1 if placement.is_cuda(x_BTd) else PARTS
     accumulator = accumulator_of(x_BTd.dtype)
-    means = None if mean_BT1 is None else mean_BT1.chunk(PARTS, dim=1)
-    parts = zip(x_BTd.chunk(PARTS, dim=1), rstd_BT1.chunk(PARTS, dim=1), strict=True)
+    means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)
+    parts = zip(x_BTd.chunk(parts_of_T, dim=1), rstd_BT1.chunk(parts_of_T, dim=1), strict=True)
     sums_Bd = x_BTd.new_zeros((B, d), dtype=accumulator)
-    for at, ((x, rstd), g) in enumerate(zip(parts, g_BTd.chunk(PARTS, dim=1), strict=True)):
+    for at, ((x, rstd), g) in enumerate(zip(parts, g_BTd.chunk(parts_of_T, dim=1), strict=True)):
         exact = x.to(accumulator)
         normal = exact * rstd if means is None else (exact - means[at]).mul_(rstd)
         sums_Bd += normal.mul_(g).sum(1)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from dpprof.norms import placement
+
 WORKSPACE_BYTES = 8 * 2**20
 """What the norm of a matrix may take beside its arguments and its result, at most, however many
 tokens and however wide the layer; a tile of one sample is smaller, and samples are taken few
@@ -41,12 +43,15 @@ def spans(total: int, size: int) -> Iterator[slice]:
 def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
     """Multiply matrices of each sample; (B, M, K) and (B, K, N) to (B, M, N).
 
-    Operands of reduced precision are turned into float32 a slice at a time, so that a product
-    is as exact as in float32 and takes little more memory than its result.
+    Operands of reduced precision are multiplied into float32 by a GPU's tensor cores; elsewhere
+    they are turned into float32 a slice at a time, so that a product is as exact as in float32
+    and takes little more memory than its result.
     """
     accumulator = accumulator_of(a_BMK.dtype)
     if a_BMK.dtype == b_BKN.dtype == accumulator:
         return torch.bmm(a_BMK, b_BKN)
+    if a_BMK.dtype == b_BKN.dtype and placement.is_cuda(a_BMK):
+        return torch.bmm(a_BMK, b_BKN, out_dtype=accumulator)
     product_BMN = a_BMK.new_zeros(
         (a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2]), dtype=accumulator
     )
@@ -86,7 +91,9 @@ def square(a: Tensor) -> Tensor:
     flat = a.flatten(1)
     accumulator = accumulator_of(a.dtype)
     squares_B = a.new_zeros(len(a), dtype=accumulator)
-    for some in spans(flat.shape[1], SQUARED_AT_ONCE):
+    # A GPU adds up in a tree anyway, and each piece is a launch.
+    size = max(1, flat.shape[1]) if placement.is_cuda(a) else SQUARED_AT_ONCE
+    for some in spans(flat.shape[1], size):
         norms_B = torch.linalg.vector_norm(flat[:, some], dim=1, dtype=accumulator)
         squares_B += norms_B.square_()
     return squares_B
