@@ -21,8 +21,9 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
-_SIZE = r"\s*[0-9]*\.?[0-9]+\s*[A-Za-z]*\s*"
-"""A whole size as text. pydantic reads the beginning of a text alone: 4 bytes of ``4,000MiB``."""
+_SIZE = r"\s*([0-9]+(\.0+)?\s*[A-Za-z]*|[0-9]*\.[0-9]+\s*(?![Bb]\s*$)[A-Za-z]+)\s*"
+"""A whole size as text. pydantic reads the beginning of a text alone, 4 bytes of
+``4,000MiB``, and cuts what is no whole byte."""
 
 _MAX_SIZE = 2**63 - 1
 """The most that a resource limit or a tensor's size can be."""
