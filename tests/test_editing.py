@@ -14,7 +14,7 @@ from test_asking import refuse, wait_for
 from dpprof.lock import hold_one
 from dpprof.result import read_result
 from dpprof.sealed import read_sealed
-from dpprof.verdict import Verdict
+from dpprof.verdict import SCHEMA_VERSION, Verdict
 
 PLUGIN = ROOT / "tests" / "plugin"
 METHOD, SUPERVISOR = "src/dpprof/methods/standard.py", "src/dpprof/supervisor.py"
@@ -124,4 +124,4 @@ def test_a_verdict_is_on_the_method_as_it_was_when_its_turn_came(copy) -> None:
 
     assert process.returncode == 0, said
     after = digest(copy, VERIFYING)
-    assert read_sealed(copy / "x.json", Verdict, 1).code_digest == after != before
+    assert read_sealed(copy / "x.json", Verdict, SCHEMA_VERSION).code_digest == after != before
