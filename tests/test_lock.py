@@ -77,3 +77,19 @@ def test_the_lock_is_machine_wide_whatever_tmpdir_is(monkeypatch) -> None:
 
 def test_a_device_name_cannot_leave_the_folder() -> None:
     assert lock_path("../../etc/x").parent == Path(os.environ["DPPROF_LOCK_DIR"])
+
+
+def test_an_empty_folder_for_locks_is_the_usual_one(monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_LOCK_DIR", "")
+
+    assert lock_path("cpu") == Path("/tmp/dpprof-cpu.lock")  # noqa: S108
+
+
+def test_a_missing_folder_for_locks_is_told_with_the_variable(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("DPPROF_LOCK_DIR", str(tmp_path / "missing"))
+
+    with (
+        pytest.raises(FileNotFoundError, match=r"DPPROF_LOCK_DIR.*missing/dpprof-cpu\.lock"),
+        hold_one(["cpu"], lambda: None),
+    ):
+        pass

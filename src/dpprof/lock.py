@@ -15,26 +15,36 @@ from pathlib import Path
 from dpprof.holders import name_holders
 
 _POLL_S = 0.1
+_VARIABLE = "DPPROF_LOCK_DIR"
 
 
 def lock_path(device: str) -> Path:
     """Name the lock file of a device, such as ``/tmp/dpprof-cpu.lock``.
 
     ``/tmp`` and not ``TMPDIR``, which may differ between users of one machine;
-    ``DPPROF_LOCK_DIR`` moves it.
+    ``DPPROF_LOCK_DIR`` moves it, if it is set and not empty.
     """
-    folder = Path(os.environ.get("DPPROF_LOCK_DIR", "/tmp"))  # noqa: S108 (machine-wide on purpose)
+    folder = Path(os.environ.get(_VARIABLE) or "/tmp")  # noqa: S108 (machine-wide on purpose)
     return folder / f"dpprof-{re.sub(r'[^A-Za-z0-9-]', '_', device)}.lock"
 
 
 def _open(path: Path) -> int:
-    """Open a lock file, which another user may own; reading is enough for ``flock``."""
+    """Open a lock file, which another user may own; reading is enough for ``flock``.
+
+    Raises:
+        OSError: It cannot be made; names the variable that moves it.
+    """
     try:
         return os.open(path, os.O_RDONLY)
     except FileNotFoundError:
+        pass
+    try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
-        os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to open it
-        return descriptor
+    except OSError as error:
+        why = f"{error.strerror}; a lock must be made there, or where {_VARIABLE} says"
+        raise OSError(error.errno, why, str(path)) from None
+    os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to open it
+    return descriptor
 
 
 def keep_to_this_process(descriptor: int) -> None:

@@ -66,12 +66,15 @@ def test_missing_ceilings_are_named_and_left_out_of_a_partial_report(root) -> No
     assert [one.device for one in collected(root, partial=True).ceilings] == [L4]
 
 
-def test_damaged_ceilings_are_never_left_out(root) -> None:
+def test_damaged_ceilings_are_left_out_of_a_partial_report_alone(root) -> None:
     path = ceilings_path(root, PATHS[0])
     path.write_text(path.read_text()[:-9])
 
     with pytest.raises(ResultError, match="is not complete JSON"):
-        collected(root, partial=True)
+        collected(root)
+    found = collected(root, partial=True)
+    assert [one.device for one in found.ceilings] == [L4]
+    assert [str(error).partition(": ")[0] for error in found.damaged] == [str(path)]
 
 
 def test_without_ceilings_the_table_has_its_columns(tmp_path) -> None:

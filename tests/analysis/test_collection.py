@@ -62,3 +62,16 @@ def test_a_partial_report_leaves_out_what_is_damaged_and_says_why(tmp_path, path
     assert "This report is partial: 1 planned run has no result yet." in summary
     assert "This report is partial: 1 result cannot be trusted and is left out" in summary
     assert f"{EXPERIMENTS[0].id} clean r0: is not complete JSON" in render_markdown(document)
+
+
+def test_in_a_partial_report_a_method_whose_verdict_is_damaged_is_not_verified(
+    tmp_path, paths
+) -> None:
+    path = verdict_path(tmp_path, "built-in", "standard")
+    path.write_bytes(b"{}")
+
+    found = collect(MANIFEST, tmp_path, partial=True)
+    row = build_tables(found)["verification"].iloc[0]
+    assert row["verified"] is not True
+    assert row["reason"].startswith("the verdict on it ")
+    assert [str(error).partition(": ")[0] for error in found.damaged] == [str(path)]

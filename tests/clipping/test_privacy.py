@@ -8,6 +8,7 @@ import pytest
 import torch
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
+from opacus.optimizers.optimizer import _generate_noise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from small_models import Small, V
 from torch import nn
@@ -104,6 +105,33 @@ def test_noise_is_gaussian_of_the_stated_scale_whatever_the_batch(way, samples) 
     # Between coordinates, and between steps, nothing is shared.
     neighbours = (noise[:, 1:] * noise[:, :-1]).mean()
     assert abs(float(neighbours)) < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_a_gradient_is_the_sum_with_opacus_noise_over_the_batch_size_expected(
+    is_secure, reduction
+) -> None:
+    model = build()
+    clipping, optimizer = private(
+        BookKeeping,
+        model,
+        generator=torch.Generator().manual_seed(5),
+        secure_mode=is_secure,
+        loss_reduction=reduction,
+    )
+    clipping.backward(sample_losses(model, *data(3).tensors))
+    sums = [p.grad.clone() for p in model.parameters()]
+    again = torch.Generator().manual_seed(5)
+    noise = [_generate_noise(SIGMA * C, one, again, secure_mode=is_secure) for one in sums]
+
+    optimizer.accumulate()
+    optimizer.add_noise()
+    optimizer.scale_grad()
+
+    for p, summed, drawn in zip(model.parameters(), sums, noise, strict=True):
+        expected = (summed + drawn) / (4 if reduction == "mean" else 1)
+        torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("accountant_type", [RDPAccountant, PRVAccountant])

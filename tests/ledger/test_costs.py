@@ -253,6 +253,9 @@ def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
     assert price(aten.embedding.default, table, ids) == (("indexing", 0), 3 * 32 + 24, 3 * 32)
     assert price(aten.clone.default, x) == (("copy", 0), 128, 128)
     assert price(aten.zero_.default, x) == (("copy", 0), 0, 128)
+    # Of these only shape, dtype and device of the argument matter.
+    assert price(aten.new_zeros.default, x, [2]) == (("copy", 0), 0, 8)
+    assert price(aten.zeros_like.default, x) == (("copy", 0), 0, 128)
     # An expanded axis is read once.
     assert price(aten.add.Tensor, x, torch.ones(1, 8).expand(4, 8))[1] == 128 + 32
 

@@ -49,12 +49,17 @@ def list_configs(kernel: str, dtype: torch.dtype) -> list:
 
 def build(kernel: str, config, dtype: torch.dtype, capability: int):
     """Compile for sizes and strides in multiples of 16, and features side by side."""
+    constants = {"PRECISION": name_precision(dtype), "x_k": 1, "g_k": 1, **config.kwargs}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_for(find_program(kernel).fn, constants, dtype, capability, options)
+
+
+def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, options: dict):
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    function = find_program(kernel).fn
-    constants = {"PRECISION": name_precision(dtype), "x_k": 1, "g_k": 1, **config.kwargs}
-    pointers = {"x_ptr": POINTERS[dtype], "g_ptr": POINTERS[dtype], "partial_ptr": "*fp32"}
+    pointers = dict.fromkeys(("partial_ptr", "mean_ptr", "rstd_ptr"), "*fp32")
+    pointers |= {"x_ptr": POINTERS[dtype], "g_ptr": POINTERS[dtype]}
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in function.arg_names
@@ -67,7 +72,7 @@ def build(kernel: str, config, dtype: torch.dtype, capability: int):
     return triton.compile(
         ASTSource(function, signature, constants, aligned),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        options=options,
     )
 
 
@@ -98,6 +103,18 @@ def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -
     assert "cvt.rna.tf32.f32" in ptx
     assert compiled.metadata.shared <= SHARED_BYTES[89]
     assert stack_bytes(compiled) <= STACK_BYTES
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", POINTERS)
+def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
+    from dpprof.norms import programs, tuning  # noqa: PLC0415
+
+    constants = {"x_k": 1, "g_k": 1, "CENTRED": True, **tuning.SCALED._asdict()}
+    compiled = compile_for(programs.sum_scaled, constants, dtype, capability, {"num_warps": 8})
+
+    assert stack_bytes(compiled) <= STACK_BYTES
+    assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])
 
 
 @pytest.mark.slow

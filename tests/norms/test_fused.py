@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpprof.instruments.clean import measure
-from dpprof.norms import fused
+from dpprof.ledger.costs import learn_rule
+from dpprof.norms import fused, linear
 from dpprof.norms.linear import WAYS
 
 
@@ -32,6 +33,20 @@ def test_shape_dtype_and_flops_without_a_device(operator, shape, flops) -> None:
     assert squares.shape == shape
     assert squares.dtype == torch.float32
     assert counter.get_total_flops() == flops
+
+
+def test_a_scales_gradient_has_a_shape_without_a_device_and_moves_each_input_once() -> None:
+    rule = learn_rule(fused.SCALE.default)
+    with FakeTensorMode():
+        x_BTd = torch.empty(3, 10, 4, dtype=torch.bfloat16)
+        given = (x_BTd, x_BTd, torch.empty(3, 10), torch.empty(3, 10))
+        sums_Bd = fused.scale_gradients(*given)
+        cost, reads, writes = rule.price(given, {}, sums_Bd)
+
+    assert (sums_Bd.shape, sums_Bd.dtype) == ((3, 4), torch.float32)
+    assert (cost.family, cost.op) == ("reduction", "dpprof.scale_gradients")
+    assert sum(size for _, size in reads) == 2 * (3 * 10 * 4) * 2 + 2 * (3 * 10) * 4
+    assert sum(size for _, size in writes) == 3 * 4 * 4
 
 
 def test_tensors_of_a_cpu_take_the_tiles() -> None:
@@ -59,6 +74,59 @@ def uncompiled(monkeypatch):
     fused.why_no_kernels.cache_clear()
     yield
     fused.why_no_kernels.cache_clear()
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Kernels that are interpreted by nobody, and timed as said; tells what was run."""
+    ran = []
+    tuning = ModuleType("dpprof.norms.tuning")
+    times_ms = {}
+
+    def time_launch(run, quantiles):
+        before = len(ran)
+        run()
+        return [times_ms["kernel" if "kernel" in ran[before:] else "products"] for _ in quantiles]
+
+    def run_kernel(kernel, x_BTd, g_BTp):
+        ran.append("kernel")
+        fused._tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = {"TILE_T": 64}
+        return x_BTd.new_ones((3, len(x_BTd)) if kernel == "gram_squares" else len(x_BTd))
+
+    tuning.time_launch = time_launch
+    monkeypatch.setitem(sys.modules, "dpprof.norms.tuning", tuning)
+    monkeypatch.setattr(fused, "_run", run_kernel)
+    monkeypatch.setattr(fused, "_tiles", {})
+    monkeypatch.setattr(fused, "_is_faster", {})
+    monkeypatch.setattr(linear, "is_fused", lambda _: True)
+    return times_ms, ran
+
+
+@pytest.mark.parametrize("way", ["tiled gram", "tiled product"])
+@pytest.mark.parametrize(("kernel_ms", "products_ms"), [(1.0, 2.0), (2.0, 1.0)])
+def test_exact_norms_of_float32_take_whichever_was_faster(
+    timed, way, kernel_ms, products_ms
+) -> None:
+    times_ms, ran = timed
+    times_ms |= {"kernel": kernel_ms, "products": products_ms}
+    x_BTd, g_BTp = torch.randn(3, 10, 4), torch.randn(3, 10, 5)
+
+    for _ in range(3):
+        WAYS[way](x_BTd, g_BTp)
+
+    is_kernel = kernel_ms < products_ms
+    assert ran.count("kernel") == (1 + 3 if is_kernel else 1)  # one of them to be timed
+    assert (fused.tell_tiles(way, 10, 4, 5) == {"TILE_T": 64}) == is_kernel
+    assert bool(fused.tell_reasons()) == (not is_kernel)
+
+
+def test_norms_on_tensor_cores_are_not_timed(timed) -> None:
+    _, ran = timed
+    x_BTd, g_BTp = torch.randn(3, 10, 4).bfloat16(), torch.randn(3, 10, 5).bfloat16()
+
+    WAYS["tiled gram"](x_BTd, g_BTp)
+
+    assert ran == ["kernel"]
 
 
 WHY = (

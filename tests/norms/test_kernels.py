@@ -223,6 +223,56 @@ def test_what_does_not_fit_is_refused(place, kernel) -> None:
         run(kernel, torch.ones(2, 4), torch.ones(2, 5))
 
 
+def sum_scaled(device, *arguments, programs):
+    from dpprof.norms import kernels  # noqa: PLC0415
+
+    given = [None if one is None else one.to(device) for one in arguments]
+    with mock.patch.object(kernels, "PROGRAMS", programs):
+        return kernels.scale_gradients(*given).cpu()
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run_scaled(request):
+    triton = pytest.importorskip("triton", reason=MISSING)
+    if request.param == "cuda":
+        yield partial(sum_scaled, "cuda")
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+
+        def run(*arguments, programs):
+            try:
+                return process.submit(sum_scaled, "cpu", *arguments, programs=programs).result()
+            except triton.runtime.errors.InterpreterError as error:
+                pytest.skip(str(error))
+
+        yield run
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_centred", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 21, 37), (2, 64, 16)])
+def test_gradients_of_a_scale(run_scaled, sizes, is_centred, dtype, programs) -> None:
+    B, T, d = sizes
+    x_BTd, g_BTd = draw(B, T, d, d, dtype)
+    mean_BT, rstd_BT = x_BTd.float().mean(2), 1 + x_BTd.float().square().mean(2)
+    normal_BTd = x_BTd.double() - (mean_BT.double()[:, :, None] if is_centred else 0)
+    expected_Bd = (g_BTd.double() * normal_BTd * rstd_BT.double()[:, :, None]).sum(1)
+
+    views = x_BTd.mT.contiguous().mT, g_BTd.repeat_interleave(2, dim=2)[..., ::2]
+    found_Bd = run_scaled(*views, mean_BT if is_centred else None, rstd_BT, programs=programs)
+
+    assert found_Bd.dtype == torch.float32
+    torch.testing.assert_close(found_Bd.double(), expected_Bd, rtol=1e-5, atol=1e-5)
+
+
+def test_an_empty_batch_has_no_gradients_of_a_scale(run_scaled) -> None:
+    none = torch.ones(0, 4, 6)
+
+    assert run_scaled(none, none, None, torch.ones(0, 4), programs=1).shape == (0, 6)
+
+
 def test_without_the_interpreter_tensors_of_a_cpu_are_refused() -> None:
     pytest.importorskip("triton", reason=MISSING)
     with pytest.raises(ValueError, match="must be on one CUDA device, not on cpu and cpu"):

@@ -4,7 +4,7 @@ import _source_tree  # noqa: F401
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.console import keep_log
+from dpprof.console import keep_log, say
 from dpprof.planning import read_manifest
 from dpprof.storage import write_atomically
 
@@ -18,7 +18,7 @@ def main() -> None:
         "--ceilings", type=path, nargs="*", default=[], help="ceilings of devices to tabulate"
     )
     parser.add_argument(
-        "--partial", action="store_true", help="leave out runs without a result, and list them"
+        "--partial", action="store_true", help="leave out what is missing or damaged, and list it"
     )
     add_log_option(parser, "what is printed")
     arguments = parser.parse_args()
@@ -29,6 +29,8 @@ def main() -> None:
         # followed: results may be one, to a folder of another name.
         root = arguments.manifest.absolute().parents[2]
         collected = collect(manifest, root, partial=arguments.partial, ceilings=arguments.ceilings)
+        for error in collected.damaged:
+            say(f"{error}; it is left out, since the report is partial")
         for name, table in build_tables(collected).items():
             write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")

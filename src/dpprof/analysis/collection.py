@@ -33,6 +33,9 @@ class Collected:
     ceilings: tuple[Ceilings, ...] = ()
     """Those of the devices that the runs are on, as far as there are any."""
 
+    damaged: tuple[ResultError, ...] = ()
+    """What is wrong with files that a partial report leaves out."""
+
 
 def collect(
     manifest: Manifest, root: Path, *, partial: bool, ceilings: Iterable[Path] = ()
@@ -42,12 +45,13 @@ def collect(
     Args:
         manifest: The runs of a config.
         root: The folder that holds ``results``.
-        partial: Whether runs without a result that can be trusted, and ceilings that are not
-            there, may be left out.
+        partial: Whether files that are missing, or cannot be trusted, may be left out: results,
+            verdicts and ceilings.
         ceilings: The files of ceilings of the devices that the runs are on.
 
     Raises:
-        ResultError: Files are cut, edited, of another version, or another run's; names them all.
+        ResultError: Files are cut, edited, of another version, or another run's, and ``partial``
+            is not set; names them all.
         InputError: A result is missing, or ceilings are, and ``partial`` is not set.
     """
     found: list[tuple[PlannedRun, Result]] = []
@@ -60,8 +64,7 @@ def collect(
             missing[run] = NO_RESULT
         except ResultError as error:
             missing[run] = error.problem
-            if not partial:
-                damaged.append(error)
+            damaged.append(error)
     standings = read_standings(
         root,
         (result.experiment for _, result in found),
@@ -69,7 +72,7 @@ def collect(
         damaged,
     )
     limits, absent = _read_ceilings(ceilings, damaged)
-    if damaged:
+    if damaged and not partial:
         raise ManyResultsError(damaged) if len(damaged) > 1 else damaged[0]
     if missing and not partial:
         raise InputError(
@@ -83,7 +86,7 @@ def collect(
         for run, result in found
         if result.code_digest != _planned_digest(root, code_name(run.instrument, result.experiment))
     }
-    return Collected(tuple(found), missing, frozenset(outdated), standings, limits)
+    return Collected(tuple(found), missing, frozenset(outdated), standings, limits, tuple(damaged))
 
 
 def _read_ceilings(

@@ -54,7 +54,7 @@ def read_standings(
                 if damaged is None:
                     raise
                 damaged.append(error)
-                known[key] = UNKNOWN
+                known[key] = Standing(None, f"the verdict on it {error.problem}")
         standings[experiment.id] = known[key]
     return standings
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _generate_noise
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
@@ -20,8 +21,9 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
     It is Opacus's optimizer in everything: noise of standard deviation
     ``noise_multiplier * max_grad_norm`` from its generator, division by
     ``expected_batch_size``, step hooks for its accountants, steps that are skipped to
-    take a batch in parts (``BatchMemoryManager``). Only what is kept in between differs: sums are
-    noised in place, in place of a copy each for ``.grad``, ``.summed_grad`` and their sum.
+    take a batch in parts (``BatchMemoryManager``). Only memory differs: sums become gradients in
+    place, in one pass that adds noise and divides, where Opacus has a copy each for ``.grad``,
+    ``.summed_grad`` and their sum.
 
     Args:
         optimizer: Any of PyTorch's; from here on it steps only on what was noised here.
@@ -126,18 +128,29 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._bound = self.max_grad_norm
 
     def add_noise(self) -> None:
-        """Add noise to the sums, and make gradients of them."""
+        """Make gradients of the sums: with noise, and divided by the batch size expected."""
         for parameter in self.params:
             summed, parameter.summed_grad = parameter.summed_grad, None
-            summed += _generate_noise(
-                std=self.noise_multiplier * self.max_grad_norm,
-                reference=summed,
-                generator=self.generator,
-                secure_mode=self.secure_mode,
-            )
+            self._make_noisy(summed)
             parameter.grad = summed
         self._bound = None
         self._is_noised = True
+
+    def scale_grad(self) -> None:
+        """Leave gradients alone: ``add_noise`` has divided them in the same pass over memory."""
+
+    @torch.no_grad()
+    def _make_noisy(self, summed: Tensor) -> None:
+        std = self.noise_multiplier * self.max_grad_norm
+        size = self.expected_batch_size if self.loss_reduction == "mean" else 1
+        if std == 0:
+            summed /= size
+        elif self.secure_mode:
+            summed += _generate_noise(std, summed, self.generator, secure_mode=True)
+            summed /= size
+        else:
+            noise = draw_noise(std / size, summed, self.generator)
+            torch.add(noise, summed, alpha=1 / size, out=summed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients, as PyTorch does, and what steps that were not skipped summed."""
@@ -196,6 +209,13 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
                 "step() of the NoisyOptimizer around it"
             )
         self._is_noised = False
+
+
+def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw Gaussian noise of a tensor's shape, dtype and device."""
+    return torch.normal(
+        0.0, std, like.shape, generator=generator, dtype=like.dtype, device=like.device
+    )
 
 
 def _replace_hook(optimizer: Optimizer, hook: Any) -> None:

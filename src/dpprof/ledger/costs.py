@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from dpprof.categories import Family
+from dpprof.norms import fused
 
 aten = torch.ops.aten
 
@@ -116,6 +117,12 @@ _COPIES = {
     *(aten.scalar_tensor, aten._foreach_copy, aten._foreach_zero, aten.constant_pad_nd),  # noqa: SLF001
     *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril, aten.expand_copy),
 }
+_FRESH = {
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones),
+    *(aten.new_full, aten.rand_like, aten.randn_like, aten.randint_like),
+}
+"""Operators that take no more than shape, dtype and device from their first input."""
+
 _LOOKUPS = {
     *(aten.embedding, aten.gather, aten.index_select, aten.index, aten._unsafe_index, aten.take),  # noqa: SLF001
     aten.masked_select,
@@ -153,6 +160,7 @@ _REDUCTIONS = {
     *(aten._softmax, aten._log_softmax, aten._softmax_backward_data),  # noqa: SLF001
     *(aten._log_softmax_backward_data, aten.nll_loss_backward),  # noqa: SLF001
     *(aten.native_layer_norm, aten.native_layer_norm_backward),
+    fused.SCALE,
 }
 
 
@@ -200,6 +208,8 @@ class Rule(NamedTuple):
             elif isinstance(value, list | tuple):
                 side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
         writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
+        if self.functional in _FRESH:
+            inputs.clear()
         if self.functional in _LOOKUPS and inputs:
             inputs[0] = (inputs[0][0], sum(size for _, size in writes))
         if self.functional in _SCATTERS and mutated and not self.overwrites:

@@ -25,7 +25,7 @@ class ClippedStep(TrainingStep):
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
     births: ClassVar[Mapping[str, Component]] = {
-        "opacus.optimizers.optimizer:_generate_noise": "noise",
+        "dpprof.clipping.optimizer:draw_noise": "noise",
         "dpprof.norms.linear:_gram_tile": "gram_matrices",
         "dpprof.clipping.engine:weigh": "norm_samples",
         "dpprof.clipping.engine:Clipping._settle_norms": "norm_samples",

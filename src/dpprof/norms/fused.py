@@ -9,17 +9,24 @@ Shape legend: B samples, T tokens, d width of the input, p width of the output.
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
+
+from dpprof.norms.precision import name_precision
 
 KERNELS = {"tiled gram": "gram_squares", "tiled product": "product_squares"}
 """By the way to a norm that they are."""
 
 _tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}
 """With which configuration a kernel ran last, by its name and T, d and p."""
+
+_is_faster: dict[tuple[str, int, int, int], bool] = {}
+"""Whether a kernel was faster than PyTorch's products, by its name and T, d and p."""
 
 
 @functools.cache
@@ -44,6 +51,8 @@ def tell_reasons() -> dict[str, str]:
     """Say why norms on CUDA took PyTorch's operators, if they did so for want of kernels."""
     asked = why_no_kernels.cache_info().currsize
     reason = why_no_kernels() if asked else None
+    if reason is None and not all(_is_faster.values()):
+        reason = "PyTorch's products were faster than the kernel, where there are no tiles"
     return {} if reason is None else {"norm_plan.tiles": reason}
 
 
@@ -60,6 +69,28 @@ def is_cuda(x: Tensor) -> bool:
 def is_fused(x: Tensor) -> bool:
     """Tell whether there is a kernel for a tensor: on CUDA, with Triton, not for float64."""
     return is_cuda(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def is_faster(way: str, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], object]) -> bool:
+    """Tell whether a kernel is the faster way to norms of a shape; both are timed, once.
+
+    Only exact products of float32 are in doubt: they take no tensor cores, and cuBLAS's reuse more
+    of what they load. An estimate, which times nothing, takes the kernel to be.
+    """
+    takes_tensor_cores = x_BTd.dtype != torch.float32 or name_precision(x_BTd.dtype) != "ieee"
+    if takes_tensor_cores or isinstance(x_BTd, FakeTensor) or not len(x_BTd):
+        return True
+    kernel = KERNELS[way]
+    key = (kernel, *x_BTd.shape[1:], g_BTp.shape[2])
+    if key not in _is_faster:
+        from dpprof.norms.tuning import time_launch  # noqa: PLC0415 (it imports triton)
+
+        ways = (lambda: _run(kernel, x_BTd, g_BTp), by_products)
+        of_kernel, of_products = (time_launch(run, [0.5])[0] for run in ways)
+        _is_faster[key] = of_kernel <= of_products
+        if not _is_faster[key]:
+            del _tiles[key]
+    return _is_faster[key]
 
 
 @torch.library.custom_op("dpprof::gram_squares", mutates_args=())
@@ -81,6 +112,25 @@ def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     if len(x_BTd):
         _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = kernels.tell_tiles(kernel)
     return squares
+
+
+@torch.library.custom_op("dpprof::scale_gradients", mutates_args=())
+def scale_gradients(
+    x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
+) -> Tensor:
+    """Sum what a normalisation's scale adds, in one pass over both tensors; (B, d) float32."""
+    from dpprof.norms import kernels  # noqa: PLC0415 (it imports triton)
+
+    return kernels.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
+
+
+SCALE = torch.ops.dpprof.scale_gradients
+"""The operator that it is."""
+
+
+@scale_gradients.register_fake
+def _sums_by_column(x_BTd: Tensor, *_: Any) -> Tensor:
+    return x_BTd.new_empty((x_BTd.shape[0], x_BTd.shape[2]), dtype=torch.float32)
 
 
 @gram_squares.register_fake

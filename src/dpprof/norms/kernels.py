@@ -1,10 +1,11 @@
-"""Squared norms of the per-sample gradients of a linear layer's weight, without the gradients.
+"""Squared norms of the per-sample gradients of a linear layer's weight, and gradients of a scale.
 
 The gradient of sample b is G_b^T X_b, of p x d elements, for inputs X and gradients G of the
 outputs. Two Triton kernels sum its squares, tile by tile in registers: one from the Gram
 matrices of the tokens, T^2 (d + p) / 2 multiply-adds a sample, one from the product itself, T d p.
 Neither writes anything of T x T or d x p; what they allocate is one or three float32 for each of
-about `PROGRAMS` programs and the result.
+about `PROGRAMS` programs and the result. A third makes the per-sample gradients of a
+normalisation's scale, which are a vector each, in one pass over inputs and output gradients.
 
 Importing this needs the extra ``triton``. The tensors are on a CUDA device, or on a CPU if the
 process interprets Triton (``TRITON_INTERPRET=1``). A launch is no operator of torch: dispatch
@@ -24,8 +25,8 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from dpprof.norms.precision import name_precision
-from dpprof.norms.programs import sum_gram_squares, sum_product_squares
-from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT
+from dpprof.norms.programs import sum_gram_squares, sum_product_squares, sum_scaled
+from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SCALED
 
 PROGRAMS = 1024
 """How many programs share the tiles of a batch, at least one for each sample: about eight for
@@ -129,6 +130,45 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int
             PRECISION=name_precision(x_BTd.dtype),
         )
     return partials_NBS.sum(dim=2)
+
+
+def scale_gradients(
+    x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
+) -> Tensor:
+    """Sum ``g * (x - mean) * rstd`` over tokens, for each sample.
+
+    Args:
+        x_BTd: Inputs of the normalisation, with any strides; bfloat16, float16 or float32.
+        g_BTd: Gradients of its outputs, likewise; the dtypes may differ.
+        mean_BT: What was subtracted, None for nothing.
+        rstd_BT: What was multiplied by.
+
+    Returns:
+        (B, d) in float32; products and sums are float32.
+    """
+    B, T, d = x_BTd.shape
+    if B == 0:
+        return x_BTd.new_zeros((0, d), dtype=torch.float32)
+    stripes = cdiv(d, SCALED.TILE_D)
+    slots = min(cdiv(T, SCALED.TILE_T), cdiv(PROGRAMS, B * stripes))
+    partials_BSd = x_BTd.new_empty(B, slots, d, dtype=torch.float32)
+    rstd_BT = rstd_BT.float().contiguous()
+    centred = mean_BT is not None
+    with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
+        sum_scaled[B, slots, stripes](
+            x_BTd,
+            g_BTd,
+            mean_BT.float().contiguous() if mean_BT is not None else rstd_BT,
+            rstd_BT,
+            partials_BSd,
+            *(slots, T, d),
+            *x_BTd.stride(),
+            *g_BTd.stride(),
+            CENTRED=centred,
+            **SCALED._asdict(),
+            num_warps=8,
+        )
+    return partials_BSd.sum(dim=1)
 
 
 def tell_tiles(kernel: str) -> dict[str, int]:

@@ -13,7 +13,8 @@ the layer's output and the layer's input, ``g_b^T x_b``. Four ways to its square
 * ``tiled product``: the gradient in tiles of d x p, each reduced to a number before the next.
 
 The tiled ones take at most ``WORKSPACE_BYTES``, whatever T, d and p are; on CUDA, where Triton
-is installed, they are kernels that keep their tiles in registers (``norms.kernels``).
+is installed, they are kernels that keep their tiles in registers (``norms.kernels``), unless
+those are slower than PyTorch's products, as they may be for exact products of float32.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. All take
 ``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64);
@@ -21,11 +22,12 @@ Shape legend: B samples, T tokens, d width of the input, p width of the output. 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dpprof.norms.fused import gram_squares, is_fused, product_squares
+from dpprof.norms.fused import gram_squares, is_faster, is_fused, product_squares
 from dpprof.norms.rounding import Squares, depth_of_tile, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
@@ -65,10 +67,17 @@ def gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Multiply Gram matrices tile by tile."""
-    if is_fused(x_BTd):
+    by_products = partial(_sum_gram_tiles, x_BTd, g_BTp)
+    if is_fused(x_BTd) and is_faster("tiled gram", x_BTd, g_BTp, by_products):
         found_B, *squares = gram_squares(x_BTd, g_BTp)
         sums_5B = torch.stack([found_B, square(x_BTd), square(g_BTp), *squares])
-        return _bound(sums_5B, x_BTd, g_BTp)
+    else:
+        sums_5B = by_products()
+    return _bound(sums_5B, x_BTd, g_BTp)
+
+
+def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+    """Sum what ``_gram_tile`` sums, over all tiles; (5, B)."""
     B, T, _ = x_BTd.shape
     tile = gram_tile(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
@@ -79,7 +88,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
             for columns in spans(rows.stop, tile):
                 part = _gram_tile(x, g, rows, columns)
                 sums_5B[:, some] += part if columns == rows else part.mul_(2)
-    return _bound(sums_5B.to(accumulator_of(x_BTd.dtype)), x_BTd, g_BTp)
+    return sums_5B.to(accumulator_of(x_BTd.dtype))
 
 
 def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -111,9 +120,15 @@ def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Make the gradients tile by tile."""
-    size_B = square(x_BTd) * square(g_BTp)
-    if is_fused(x_BTd):
-        return Squares(product_squares(x_BTd, g_BTp), None, size_B)
+    by_products = partial(_square_product_tiles, x_BTd, g_BTp)
+    if is_fused(x_BTd) and is_faster("tiled product", x_BTd, g_BTp, by_products):
+        squares_B = product_squares(x_BTd, g_BTp)
+    else:
+        squares_B = by_products()
+    return Squares(squares_B, None, square(x_BTd) * square(g_BTp))
+
+
+def _square_product_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     B, _, d = x_BTd.shape
     accumulator = accumulator_of(x_BTd.dtype)
     high, wide = PRODUCT_TILE
@@ -125,7 +140,7 @@ def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
             for columns in spans(g_BTp.shape[2], wide):
                 tile = multiply(xT[:, rows], g[:, :, columns])
                 squares_B[some] += square(tile)
-    return Squares(squares_B, None, size_B)
+    return squares_B
 
 
 WAYS: dict[str, Way] = {

@@ -1,10 +1,12 @@
-"""What a GPU runs to square the norms of per-sample gradients, in Triton.
+"""What a GPU runs to find the norms of per-sample gradients, in Triton.
 
-Both programs take the inputs X (T, d) and the gradients G (T, p) of a linear layer's outputs,
+Two programs take the inputs X (T, d) and the gradients G (T, p) of a linear layer's outputs,
 of one sample after the other, and sum squares of G^T X, the gradient of its weight, tile by
 tile in float32. A tile lives and dies in registers. Of the ``slots`` programs of a sample the
 i-th takes tiles i, i + slots, ... and writes its sums to slot i, 0 if no tile is left for
 it; so nothing depends on how large tiles are, or on the order in which programs run.
+
+The third makes the gradient of a normalisation's scale, reading inputs and gradients once.
 
 Shapes: T tokens, d in, p out; R, C a tile's rows and columns; K what a product sums over.
 Strides are ``x_b``, ``x_t`` and ``x_k``, along samples, tokens and features, likewise ``g_b``.
@@ -129,3 +131,31 @@ def sum_product_squares(
             product_RC = tl.dot(x_RK, g_KC, product_RC, input_precision=PRECISION)
         total += tl.sum(product_RC * product_RC)
     tl.store(partial_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def sum_scaled(
+    x_ptr, g_ptr, mean_ptr, rstd_ptr, partial_ptr, slots, T, d,
+    x_b, x_t, x_k, g_b, g_t, g_k,
+    CENTRED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Sum g (x - mean) rstd over tokens; each program writes TILE_D sums to its slot.
+
+    Means and rstd are (B, T), side by side. Of the ``slots`` programs of a sample and columns the
+    i-th takes tokens i TILE_T, ..., then those ``slots`` tiles further on.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1)
+    d_D = tl.program_id(2) * TILE_D + tl.arange(0, TILE_D)
+    sums_TD = tl.zeros((TILE_T, TILE_D), dtype=tl.float32)
+    for start in range(slot * TILE_T, T, slots * TILE_T):
+        t_T = start + tl.arange(0, TILE_T)
+        x_TD = load_tile(x_ptr + sample * x_b, t_T, x_t, T, d_D, x_k, d).to(tl.float32)
+        g_TD = load_tile(g_ptr + sample * g_b, t_T, g_t, T, d_D, g_k, d).to(tl.float32)
+        rstd_T = tl.load(rstd_ptr + sample * T + t_T, mask=t_T < T, other=0.0)
+        if CENTRED:
+            mean_T = tl.load(mean_ptr + sample * T + t_T, mask=t_T < T, other=0.0)
+            x_TD = x_TD - mean_T[:, None]
+        sums_TD += g_TD * (x_TD * rstd_T[:, None])
+    at = (sample * slots + slot) * d
+    tl.store(partial_ptr + at + d_D, tl.sum(sums_TD, axis=0), mask=d_D < d)

@@ -1,14 +1,14 @@
 """Per-sample gradients of the scale of a normalisation: one vector a sample.
 
 They are small, so they are made; what is large on the way, normalised inputs for all tokens,
-is made for some tokens at a time.
+is made for some tokens at a time, or on CUDA with Triton not at all.
 
 Shape legend: B samples, T tokens, d width.
 """
 
 from torch import Tensor
 
-from dpprof.norms import placement
+from dpprof.norms import fused, placement
 from dpprof.norms.tiles import PARTS, accumulator_of
 
 
@@ -27,6 +27,10 @@ def scale_gradients(
         (B, d) in float32, or float64 for float64.
     """
     B, _, d = x_BTd.shape
+    if fused.is_fused(x_BTd):
+        mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
+        made_Bd: Tensor = fused.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2))
+        return made_Bd
     parts_of_T = 1 if placement.is_cuda(x_BTd) else PARTS
     accumulator = accumulator_of(x_BTd.dtype)
     means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)

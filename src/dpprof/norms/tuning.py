@@ -13,7 +13,7 @@ Shapes: T tokens, d in, p out; K what a product sums over.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import Config, knobs
@@ -60,7 +60,20 @@ PRODUCT: list[Config] = [
     _product(128, 64, 16, 8, 3),
     _product(64, 64, 32, 4, 3),
 ]
+
+
+class Tile(NamedTuple):
+    """Tokens and columns that a program takes at a time, where there is nothing to multiply."""
+
+    TILE_T: int
+    TILE_D: int
+
+
+SCALED = Tile(32, 128)
+"""Reads at memory's speed at any size that fills registers; 4,096 float32 are 16 for a thread."""
+
 if INTERPRETED:
+    SCALED = Tile(8, 16)
     GRAM = [_gram(32, 32, 1, 1)]
     PRODUCT = [_product(16, 32, 16, 1, 1)]
 
