@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dpprof.asking import UnansweredError, ask_child
-from dpprof.lock import hold_one
+from dpprof.launch.child_process import UnansweredError, ask_child
+from dpprof.launch.device_lock import hold_one
 
 HERE = Path(__file__).parent
 

@@ -3,16 +3,16 @@
 import pytest
 from factory import CPU, write_synthetic_ceilings
 
-from dpprof.ceilings import (
+from dpprof.records.ceilings import (
     ceilings_path,
     device_name,
     find_ceilings,
     nothing_measured,
     read_ceilings,
 )
-from dpprof.hardware import describe_cpu
-from dpprof.sealed import ResultError
-from dpprof.target import DTYPES
+from dpprof.records.record import ResultError
+from dpprof.spec.target import DTYPES
+from dpprof.system.hardware import describe_cpu
 
 GPU = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-1", "power_w": 70.0}
 

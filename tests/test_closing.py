@@ -1,7 +1,7 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.closing import JOINED, bound_bytes, close_books
+from dpprof.records.reconciliation import JOINED, bound_bytes, close_books
 
 EVIDENCE = {"identity": 10, "birthplace": 0, "phase": 0}
 MIB = 2**20

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpprof.config_files import parse_config_text, read_config_file
-from dpprof.validation import InputError
+from dpprof.spec.config_files import parse_config_text, read_config_file
+from dpprof.spec.validation import InputError
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path
-from dpprof.console import keep_log, say
+from dpprof.system.console import keep_log, say
 keep_log(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 with open("result.txt", "w") as result:
     print("printed")

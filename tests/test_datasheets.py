@@ -8,8 +8,8 @@ vendor's document that could be found, and is that of hmc-tech.com/gpu/nvidia-b2
 
 import pytest
 
-from dpprof import catalogue
-from dpprof.datasheets import H100_NVL, find_by_device_name
+from dpprof.spec import registry
+from dpprof.spec.datasheets import H100_NVL, find_by_device_name
 
 PROCESSORS = {
     "NVIDIA H200": (132, 4096, 1830),
@@ -44,7 +44,7 @@ def test_the_nvl_board_stays_below_its_highest_clock_and_far_below_a_sparse_peak
 
 
 def test_every_gpu_that_is_a_target_is_known_by_its_drivers_name_and_checked_here() -> None:
-    targets = [catalogue.load("targets", name) for name in catalogue.names("targets")]
+    targets = [registry.load("targets", name) for name in registry.names("targets")]
     known = [find_by_device_name(name) for name in [*PROCESSORS, "NVIDIA H100 NVL"]]
 
     assert all(target in known for target in targets if target is not None)

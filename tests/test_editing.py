@@ -11,13 +11,13 @@ from factory import make_experiment
 from fresh_process import ROOT
 from test_asking import refuse, wait_for
 
-from dpprof.lock import hold_one
-from dpprof.result import read_result
-from dpprof.sealed import read_sealed
-from dpprof.verdict import SCHEMA_VERSION, Verdict
+from dpprof.launch.device_lock import hold_one
+from dpprof.records.record import read_sealed
+from dpprof.records.result import read_result
+from dpprof.records.verdict import SCHEMA_VERSION, Verdict
 
 PLUGIN = ROOT / "tests" / "plugin"
-METHOD, SUPERVISOR = "src/dpprof/methods/standard.py", "src/dpprof/supervisor.py"
+METHOD, SUPERVISOR = "src/dpprof/methods/standard.py", "src/dpprof/launch/supervisor.py"
 EXPERIMENT = make_experiment(model="test-linear")
 
 
@@ -49,7 +49,7 @@ def edit(copy: Path, file: str) -> None:
 
 def digest(copy: Path, call: str) -> str:
     """Ask the copy for a digest of its code as it is now."""
-    code = f"from factory import *; from dpprof.sources import *; print({call})"
+    code = f"from factory import *; from dpprof.planning.code_digest import *; print({call})"
     path = os.pathsep.join(map(str, (copy / "src", ROOT / "tests", PLUGIN)))
     return subprocess.run(
         [sys.executable, "-c", code],

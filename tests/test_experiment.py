@@ -6,8 +6,8 @@ import pytest
 from factory import make_experiment
 from pydantic import ValidationError
 
-from dpprof.experiment import Experiment, read_spec
-from dpprof.validation import InputError, explain
+from dpprof.spec.experiment import Experiment, read_spec
+from dpprof.spec.validation import InputError, explain
 
 COMPLETE = {
     "model": "small",

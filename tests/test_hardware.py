@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpprof import hardware
+from dpprof.system import hardware
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.interpreter import offer_interpreter
-from dpprof.validation import InputError
+from dpprof.planning.interpreter import offer_interpreter
+from dpprof.spec.validation import InputError
 
 
 @pytest.mark.parametrize("path", ["/usr/bin", "", None])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.lock import hold_one, lock_path
+from dpprof.launch.device_lock import hold_one, lock_path
 
 
 def never() -> None:

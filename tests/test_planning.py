@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpprof import planning
-from dpprof.hardware import Gpu
-from dpprof.planning import (
+from dpprof.planning.planner import (
     files_beyond,
     make_plan,
+    planner,
     read_manifest,
     spec_path,
     traces_path,
     write_plan,
 )
-from dpprof.target import DTYPES
-from dpprof.validation import InputError
+from dpprof.spec.target import DTYPES
+from dpprof.spec.validation import InputError
+from dpprof.system.hardware import Gpu
 
 CONFIG = {
     "defaults": {"model": "tiny", "seq_len": 8},
@@ -153,16 +153,16 @@ def devices_of(device: str | None = None, **keys) -> list[str]:
 
 
 def test_ceilings_are_of_the_devices_that_runs_are_measured_on(monkeypatch) -> None:
-    monkeypatch.setattr(planning, "cpu_name", lambda: "AMD EPYC")
-    monkeypatch.setattr(planning, "available_cores", lambda: 2)
+    monkeypatch.setattr(planner, "cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(planner, "available_cores", lambda: 2)
     gpus = [Gpu("GPU-1", "NVIDIA L4", 1), Gpu("GPU-2", "NVIDIA H200", 1)]
-    monkeypatch.setattr(planning, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(planner, "visible_gpus", lambda: gpus)
     (cpu, gpu) = ("cpu-amd-epyc-2-cores", "cuda-nvidia-l4")
 
     assert devices_of("cpu", batch_size=[1, 2], instruments=["clean", "phases"]) == [cpu]
     assert devices_of() == [gpu]
     assert devices_of(device=["cpu", "cuda"]) == [cpu, gpu]
-    monkeypatch.setattr(planning, "visible_gpus", list)
+    monkeypatch.setattr(planner, "visible_gpus", list)
     assert devices_of() == ["cuda"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from factory import make_experiment, write_synthetic_verdict
 from test_scripts import ROOT, run
 
-from dpprof.sources import verdict_digest
+from dpprof.planning.code_digest import verdict_digest
 
 MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
 TARGET = "{memory_bytes: 1MiB, flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.preflight import refuse_config_files
+from dpprof.planning.preflight import refuse_config_files
 
 ORDERS = [
     ["--configfile", "good.yaml", "bad.yaml"],

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from factory import make_experiment, make_kernels, write_synthetic
 
-from dpprof.progress import Progress, format_duration, tell_result
+from dpprof.launch.progress import Progress, format_duration, tell_result
 
 
 @pytest.fixture

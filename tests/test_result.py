@@ -3,9 +3,9 @@ import json
 import pytest
 from factory import make_experiment, tables_of_runs, write_synthetic
 
-from dpprof.result import read_result, read_run, result_path
-from dpprof.sealed import ResultError
-from dpprof.sealed import _content_digest as content_digest
+from dpprof.records.record import ResultError
+from dpprof.records.record import _content_digest as content_digest
+from dpprof.records.result import read_result, read_run, result_path
 
 
 @pytest.fixture

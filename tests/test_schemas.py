@@ -11,10 +11,10 @@ from factory import (
     write_synthetic_verdict,
 )
 
-from dpprof.experiment import Experiment
-from dpprof.result import result_path
-from dpprof.schemas import generated_files
-from dpprof.sweep import Config, Sweep
+from dpprof.records.result import result_path
+from dpprof.records.schemas import generated_files
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.sweep import Config, Sweep
 
 ROOT = Path(__file__).parents[1]
 RESULT_SCHEMA = ROOT / "workflow" / "schemas" / "result.schema.json"

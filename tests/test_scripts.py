@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
 
-from dpprof.experiment import Experiment
-from dpprof.result import read_result
-from dpprof.sources import code_digest, verdict_digest
+from dpprof.planning.code_digest import code_digest, verdict_digest
+from dpprof.records.result import read_result
+from dpprof.spec.experiment import Experiment
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,11 +10,12 @@ import pytest
 from factory import make_experiment
 from fresh_process import ROOT
 
-from dpprof import hardware, sharing, supervisor
-from dpprof.places import gpu_places
-from dpprof.result import Attempt, Failure, Others, read_result
-from dpprof.storage import canonical_json
-from dpprof.supervisor import supervise
+from dpprof.launch import gpu_contention, supervisor
+from dpprof.launch.device_slots import gpu_places
+from dpprof.launch.supervisor import supervise
+from dpprof.records.result import Attempt, Failure, Others, read_result
+from dpprof.system import hardware
+from dpprof.system.files import canonical_json
 
 GIB = 2**30
 MODELS = {
@@ -61,10 +62,10 @@ def gpus(monkeypatch) -> SimpleNamespace:
         NVML_CLOCK_MEM=0,
         NVML_TEMPERATURE_GPU=0,
     )
-    for module in (hardware, sharing):
+    for module in (hardware, gpu_contention):
         monkeypatch.setattr(module, "pynvml", fake)
     for name in ("SAMPLE_S", "_POLL_S"):
-        monkeypatch.setattr(sharing, name, 0.0)
+        monkeypatch.setattr(gpu_contention, name, 0.0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return state
 
@@ -104,7 +105,7 @@ def test_a_load_that_the_driver_does_not_tell_is_null_with_the_reason(gpus, run)
 
 
 def test_on_a_cpu_they_are_null_with_a_reason() -> None:
-    others = sharing.look_at(None)
+    others = gpu_contention.look_at(None)
 
     assert (others.memory_bytes, others.load, others.processes) == (None, None, None)
     assert "not on a GPU" in others.reason
@@ -116,7 +117,7 @@ def test_without_nvml_they_are_null_with_a_reason(gpus, monkeypatch) -> None:
 
     monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
 
-    assert sharing.look_at("GPU-a") == Others(reason="there is no NVML")
+    assert gpu_contention.look_at("GPU-a") == Others(reason="there is no NVML")
 
 
 def test_out_of_memory_says_how_much_others_held(gpus, run) -> None:
@@ -137,7 +138,7 @@ def test_nobody_is_waited_for_unless_asked(gpus, run, capsys) -> None:
 def test_a_gpu_is_waited_for_until_others_have_left_it(gpus, run, capsys, monkeypatch) -> None:
     gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
     monkeypatch.setattr(
-        sharing.time, "sleep", lambda _: gpus.looks > 6 and gpus.held.update({"GPU-a": 0})
+        gpu_contention.time, "sleep", lambda _: gpus.looks > 6 and gpus.held.update({"GPU-a": 0})
     )
     attempt = run(wait_for_idle_gpu_s=600).attempts[-1]
 

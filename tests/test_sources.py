@@ -6,9 +6,7 @@ import pytest
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 
-from dpprof import catalogue
-from dpprof.sources import (
-    PACKAGE,
+from dpprof.planning.code_digest import (
     code_digest,
     limiting_files,
     measuring_files,
@@ -16,12 +14,14 @@ from dpprof.sources import (
     verified_as,
     verifying_files,
 )
+from dpprof.spec import registry
+from dpprof.system.paths import PACKAGE
 
 LOADED = """
 import json, sys
-from dpprof.experiment import Experiment
-from dpprof.handover import PhaseMark
-from dpprof.worker import run
+from dpprof.spec.experiment import Experiment
+from dpprof.launch.protocol import PhaseMark
+from dpprof.launch.worker import run
 import tempfile
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
@@ -32,7 +32,7 @@ print("LOADED", json.dumps(files))
 """
 
 
-@pytest.mark.parametrize("instrument", catalogue.names("instruments"))
+@pytest.mark.parametrize("instrument", registry.names("instruments"))
 def test_the_digest_covers_every_file_that_a_worker_really_loads(instrument) -> None:
     experiment = make_experiment(method="opacus-ghost", attention="opacus")
     said = run_fresh(LOADED, experiment.canonical, instrument)
@@ -44,7 +44,7 @@ def test_the_digest_covers_every_file_that_a_worker_really_loads(instrument) -> 
 
 VERIFIED = """
 import json, sys
-from dpprof.verdict import judged
+from dpprof.records.verdict import judged
 from dpprof.verification import apart, verify
 cases = judged(verify.verify("built-in", "opacus-ghost").cases)
 assert {one.outcome for one in cases} == {"passed"}, cases
@@ -94,7 +94,7 @@ def test_a_verdict_depends_on_its_method_and_on_no_other_nor_on_the_report() -> 
 
 
 def test_every_size_of_our_transformer_is_verified_as_one() -> None:
-    models = [make_experiment().model, *catalogue.names("models")]
+    models = [make_experiment().model, *registry.names("models")]
 
     assert {verified_as(model) for model in models} == {"built-in"}
 
@@ -145,7 +145,7 @@ def test_another_packages_model_and_target_count_by_their_source(tmp_path) -> No
     def digests() -> list[str]:
         code = """
 from factory import make_experiment
-from dpprof.sources import code_digest
+from dpprof.planning.code_digest import code_digest
 for fields in (
     {"model": "test-linear"},
     {"target": "test-board", "device": "cuda"},

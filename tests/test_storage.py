@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.storage import (
+from dpprof.system.files import (
     canonical_json,
     check_writable,
     read_json,

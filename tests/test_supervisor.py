@@ -15,10 +15,10 @@ import pytest
 from factory import make_experiment
 from fresh_process import run_fresh
 
-from dpprof import catalogue
-from dpprof.lock import hold_one
-from dpprof.result import read_result
-from dpprof.supervisor import supervise
+from dpprof.launch.device_lock import hold_one
+from dpprof.launch.supervisor import supervise
+from dpprof.records.result import read_result
+from dpprof.spec import registry
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "tests" / "plugin"
@@ -29,9 +29,9 @@ SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
 def plugin(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
     monkeypatch.syspath_prepend(PLUGIN)
-    catalogue._entries.cache_clear()
+    registry._entries.cache_clear()
     yield
-    catalogue._entries.cache_clear()
+    registry._entries.cache_clear()
 
 
 def supervised(tmp_path: Path, instrument: str = "clean", **fields):
@@ -390,7 +390,8 @@ def test_two_runs_at_once_never_overlap(tmp_path) -> None:
 
 
 def test_the_supervisor_imports_no_torch() -> None:
-    code = "import sys, dpprof.supervisor, dpprof.planning; print('torch' in sys.modules)"
+    modules = "dpprof.launch.supervisor, dpprof.planning.planner"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert run_fresh(code) == "False"
 
 

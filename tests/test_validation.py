@@ -2,9 +2,9 @@
 
 import pytest
 
-from dpprof.console import printable
-from dpprof.planning import make_plan
-from dpprof.validation import InputError, refuse
+from dpprof.planning.planner import make_plan
+from dpprof.spec.validation import InputError, refuse
+from dpprof.system.console import printable
 
 SWEEP = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
 

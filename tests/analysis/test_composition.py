@@ -1,8 +1,8 @@
 import pytest
 from factory import make_books, make_experiment, tables_of_runs
 
-from dpprof.analysis.composition import choose, compose
-from dpprof.datasheets import H200
+from dpprof.analysis.peak_composition import choose, compose
+from dpprof.spec.datasheets import H200
 
 GHOST = make_experiment(method="opacus-ghost")
 HOOKS = make_experiment(method="opacus-hooks")

@@ -6,7 +6,7 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.methods import tabulate_methods
+from dpprof.analysis.methods_table import tabulate_methods
 from dpprof.analysis.tables import build_tables
 
 STANDARD = make_experiment(method="standard")

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from test_scripts import run
 
-from dpprof.ceilings import device_name, nothing_measured, read_ceilings
-from dpprof.datasheets import find_by_device_name
-from dpprof.devices import apart
-from dpprof.hardware import describe_cpu
-from dpprof.lock import hold_one
+from dpprof.launch import ceilings_run
+from dpprof.launch.device_lock import hold_one
+from dpprof.records.ceilings import device_name, nothing_measured, read_ceilings
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.system.hardware import describe_cpu
 
 MEASURE = "dpprof.devices.limits.measure"
 
@@ -44,8 +44,8 @@ ENDS = {
 @pytest.mark.parametrize("ending", ENDS, ids=lambda ending: ending.__name__)
 def test_however_the_child_ends_nulls_have_the_reason(tmp_path, monkeypatch, ending) -> None:
     monkeypatch.setattr(MEASURE, ending)
-    monkeypatch.setattr(apart, "TIMEOUT_S", 1 if ending is hang else 60)
-    apart.measure_apart("cpu", tmp_path / "x.json")
+    monkeypatch.setattr(ceilings_run, "TIMEOUT_S", 1 if ending is hang else 60)
+    ceilings_run.measure_apart("cpu", tmp_path / "x.json")
     ceilings = read_ceilings(tmp_path / "x.json")
 
     assert set(ceilings.reasons.values()) == {ENDS[ending]}
@@ -58,25 +58,25 @@ def test_the_child_has_every_core_that_dpprof_may_use(tmp_path, monkeypatch) -> 
         return nothing_measured(os.environ["OMP_NUM_THREADS"])
 
     monkeypatch.setattr(MEASURE, tell)
-    ceilings = apart.measure_apart("cpu", tmp_path / "x.json")
+    ceilings = ceilings_run.measure_apart("cpu", tmp_path / "x.json")
 
     assert set(ceilings.reasons.values()) == {str(ceilings.device["cores"])}
 
 
 def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(apart, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
-    monkeypatch.setattr(apart, "gpu_places", lambda _threads: [])
-    ceilings = apart.measure_apart("cuda", tmp_path / "x.json")
+    monkeypatch.setattr(ceilings_run, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
+    monkeypatch.setattr(ceilings_run, "gpu_places", lambda _threads: [])
+    ceilings = ceilings_run.measure_apart("cuda", tmp_path / "x.json")
 
     assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU"}
     assert (ceilings.device["type"], ceilings.device["name"]) == ("cuda", None)
 
 
 def test_it_waits_for_a_prediction_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(apart, "_ask_child", lambda *_: nothing_measured("nothing"))
+    monkeypatch.setattr(ceilings_run, "_ask_child", lambda *_: nothing_measured("nothing"))
     with ThreadPoolExecutor() as pool:
         with hold_one(["cpu"], lambda: None, shared=True):
-            waits = pool.submit(apart.measure_apart, "cpu", tmp_path / "after.json")
+            waits = pool.submit(ceilings_run.measure_apart, "cpu", tmp_path / "after.json")
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()
         assert waits.result(timeout=10).reasons["bandwidth"] == "nothing"

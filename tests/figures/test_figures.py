@@ -14,16 +14,16 @@ from factory import (
 )
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof import catalogue
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
-from dpprof.ceilings import ceilings_path, device_name
 from dpprof.figures.panels import split
 from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
-from dpprof.planning import Manifest
-from dpprof.result import OUTCOMES, PHASES
+from dpprof.planning.planner import Manifest
+from dpprof.records.ceilings import ceilings_path, device_name
+from dpprof.records.result import OUTCOMES, PHASES
+from dpprof.spec import registry
 
-FIGURES = catalogue.names("figures")
+FIGURES = registry.names("figures")
 METHODS = ("standard", "opacus-ghost")
 OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
 WATCHED = ("clean", "phases", "ledger", "kernels")
@@ -69,7 +69,7 @@ def full(tmp_path_factory):
 
 
 def draw(name, tables):
-    return catalogue.load("figures", name)(tables)
+    return registry.load("figures", name)(tables)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -152,7 +152,7 @@ def test_saved_as_picture_and_as_vectors(name, full, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_the_first_line_is_a_caption_and_the_module_asks_a_question(name) -> None:
-    function = catalogue.load("figures", name)
+    function = registry.load("figures", name)
 
     assert function.__doc__.splitlines()[0].endswith(".")
     module = __import__(function.__module__, fromlist=["x"])

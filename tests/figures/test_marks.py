@@ -5,7 +5,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from test_figures import FIGURES, draw, tables_of
 
-from dpprof.figures.marks import mark_methods
+from dpprof.figures.verification_signs import mark_methods
 
 DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 DAGGERED = "opacus-ghost \N{DAGGER}"

@@ -5,10 +5,10 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof import catalogue
-from dpprof.instruments.account import estimate, tracing
-from dpprof.ledger.attention import Asked, Gpu, choose_backend
-from dpprof.ledger.recorder import Kind
+from dpprof.instruments.memory import estimate, tracing
+from dpprof.memory.attention_backends import Asked, Gpu, choose_backend
+from dpprof.memory.recorder import Kind
+from dpprof.spec import registry
 
 BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NEWER, OLDER = 92000, 91002
@@ -85,7 +85,7 @@ B, H, T, K = 2, 3, 64, 16
 def test_forward_saves_the_log_sums_and_backward_runs_the_same_kernel(
     target, dtype, op, saved
 ) -> None:
-    with tracing(catalogue.load("targets", target)) as recorder:
+    with tracing(registry.load("targets", target)) as recorder:
         q, k, v = (torch.ones(B, H, T, K, dtype=dtype, requires_grad=True) for _ in range(3))
         recorder.counting = True
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -104,7 +104,7 @@ def test_forward_saves_the_log_sums_and_backward_runs_the_same_kernel(
 
 
 def test_cudnns_backward_takes_a_float32_gradient_of_the_queries_at_least() -> None:
-    with tracing(catalogue.load("targets", "h200")) as recorder:
+    with tracing(registry.load("targets", "h200")) as recorder:
         q = torch.ones(B, H, T, K, dtype=BF16, requires_grad=True)
         nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
     taken = [

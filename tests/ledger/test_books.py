@@ -3,14 +3,14 @@
 import pytest
 from factory import make_experiment
 
-from dpprof import catalogue
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.account import Bookkeeper, keep_books
+from dpprof.instruments.memory import Bookkeeper, keep_books
 from dpprof.instruments.setup import set_up
-from dpprof.ledger.books import Step
-from dpprof.ledger.recorder import Recorder
-from dpprof.ledger.workspaces import CPU_WORKSPACES
-from dpprof.result import COMPONENTS, Component
+from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.recorder import Recorder
+from dpprof.memory.timeline import Step
+from dpprof.records.result import COMPONENTS, Component
+from dpprof.spec import registry
 
 B, T, V, D = 3, 32, 50, 16
 MODEL = {"vocab_size": V, "d_model": D, "layers": 2, "heads": 2}
@@ -20,7 +20,7 @@ SUMS = B * 4
 """The norms themselves come out of a product too, as samples x 1 x 1."""
 
 TENSORS = 2 + 2 * 12 + 2 + 1
-METHODS = catalogue.names("methods")
+METHODS = registry.names("methods")
 HOOKS = ["opacus-hooks", "opacus-functorch", "opacus-ew", "opacus-per-layer"]
 TWO_PASS = ["opacus-ghost", "opacus-fast-gradient-clipping", "opacus-adaptive"]
 
@@ -33,7 +33,7 @@ def keep(method: str, **fields) -> Step:
     )
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
-        training = set_up(experiment, catalogue.load("methods", method), Cpu(), lambda *_: None)
+        training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
         bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)
         return keep_books(bookkeeper, training.batch, 3)[1]
 

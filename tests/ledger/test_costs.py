@@ -7,18 +7,18 @@ import torch
 from factory import make_experiment
 from torch import Tensor, nn
 
-from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.account import Bookkeeper, estimate, find_target, tracing
+from dpprof.flops.op_costs import COUNTED, family_of, learn_rule
+from dpprof.instruments.memory import Bookkeeper, estimate, find_target, tracing
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.ledger.books import Step
-from dpprof.ledger.costs import COUNTED, family_of, learn_rule
-from dpprof.ledger.recorder import Kind, Recorder
-from dpprof.ledger.statement import bound_step_s, count_model_flops, state_io
-from dpprof.methods.base import Batch
+from dpprof.memory.recorder import Kind, Recorder
+from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
+from dpprof.memory.timeline import Step
+from dpprof.methods.training_step import Batch
 from dpprof.models.build import build_model
-from dpprof.target import Target
+from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.target import Target
 
 aten = torch.ops.aten
 B, T, D, LAYERS = 2, 256, 128, 6
@@ -55,7 +55,7 @@ def count(method: str, model: nn.Module, **fields) -> Step:
     experiment = make_experiment(method=method, batch_size=B, noise_multiplier=0.1, **fields)
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
     with recorder:
-        step = catalogue.load("methods", method)(model, experiment)
+        step = registry.load("methods", method)(model, experiment)
         step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
         tokens = torch.randint(16, (B, experiment.seq_len + 1))
         batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
@@ -208,7 +208,7 @@ PLACES = {"cpu": {"device": "cpu"}, "h200": {"device": "cuda", "target": "h200"}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
     if (method, dtype) in NO_AUTOCAST:
         with pytest.raises(UnsupportedError):

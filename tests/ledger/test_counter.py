@@ -6,10 +6,10 @@ from factory import make_experiment
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof import catalogue
-from dpprof.ledger import counter as counter_module
-from dpprof.ledger.counter import Counter
-from dpprof.methods.base import Batch
+from dpprof.flops import counter as counter_module
+from dpprof.flops.counter import Counter
+from dpprof.methods.training_step import Batch
+from dpprof.spec import registry
 
 B, T, D, LAYERS = 2, 64, 32, 6
 UNIT = LAYERS * B * T * D * D
@@ -70,7 +70,7 @@ PRIVATE = {
 @pytest.mark.parametrize("method", PRIVATE)
 def test_private_steps_cost_what_theory_says(method) -> None:
     experiment = make_experiment(method=method, batch_size=B, seq_len=T, noise_multiplier=0.1)
-    step = catalogue.load("methods", method)(Lookup(), experiment)
+    step = registry.load("methods", method)(Lookup(), experiment)
     step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
     batch = Batch(*torch.randint(D, (2, B, T)))
 

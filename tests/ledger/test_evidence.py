@@ -7,10 +7,10 @@ import torch
 from test_books import B, P, at_end_of, at_peak, keep
 from torch import nn
 
-from dpprof import catalogue
-from dpprof.ledger.components import Owner, find_owner
-from dpprof.ledger.recorder import Storage
+from dpprof.memory.owners import Owner, find_owner
+from dpprof.memory.recorder import Storage
 from dpprof.methods.opacus_hooks import OpacusHooks
+from dpprof.spec import registry
 
 
 def storage(phase: str = "backward", **facts) -> Storage:
@@ -109,9 +109,9 @@ class Unknown(OpacusHooks):
 
 
 def test_an_undeclared_method_gets_sensible_owners(monkeypatch) -> None:
-    load = catalogue.load
+    load = registry.load
     monkeypatch.setattr(
-        catalogue,
+        registry,
         "load",
         lambda group, name: Unknown if name == "opacus-hooks" else load(group, name),
     )

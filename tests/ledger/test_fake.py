@@ -6,20 +6,20 @@ from factory import make_experiment
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments import account
-from dpprof.instruments.account import estimate, measure, tracing
+from dpprof.instruments import memory
+from dpprof.instruments.memory import estimate, measure, tracing
 from dpprof.instruments.setup import set_up
-from dpprof.ledger import cuda, statement
-from dpprof.ledger.fake import fake_tensors
-from dpprof.ledger.recorder import Kind
+from dpprof.memory import simulated_cuda, summary
+from dpprof.memory.fake_tensors import fake_tensors
+from dpprof.memory.recorder import Kind
 from dpprof.methods.standard import Standard
-from dpprof.result import Measurement
+from dpprof.records.result import Measurement
+from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
-CASES = [(method, {}) for method in catalogue.names("methods")]
+CASES = [(method, {}) for method in registry.names("methods")]
 CASES += [("opacus-ghost", {"attention": name}) for name in ("eager", "opacus")]
 CASES += [("opacus-hooks", {"dtype": name}) for name in ("bfloat16", "float64")]
 CASES += [("standard", {"optimizer": "sgd"})]
@@ -79,7 +79,7 @@ def test_the_timeline_keeps_every_components_maximum() -> None:
 
 def test_nothing_is_patched_afterwards() -> None:
     apply = nn.Module._apply
-    with fake_tensors(), cuda.like_cuda("9.0"):
+    with fake_tensors(), simulated_cuda.like_cuda("9.0"):
         assert nn.Module._apply is not apply
 
     assert nn.Module._apply is apply
@@ -106,7 +106,7 @@ class Selects(Standard):
 
 @pytest.mark.parametrize("method", [Peeks, Selects])
 def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, monkeypatch) -> None:
-    monkeypatch.setattr(account, "import_method", lambda _: method)
+    monkeypatch.setattr(memory, "import_method", lambda _: method)
     with pytest.raises(UnsupportedError, match=r"^it needs the elements of a tensor \(aten\.\w+"):
         estimate(make("standard"), lambda _: None)
 
@@ -114,7 +114,7 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, mon
 
 
 def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(statement, "find_dimensions", lambda _: None)
+    monkeypatch.setattr(summary, "find_dimensions", lambda _: None)
     compute = estimate(make("standard"), lambda _: None).compute
 
     assert compute.model_flops is compute.dp_flop_multiplier is None
@@ -123,7 +123,7 @@ def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_on_cuda_the_books_close_and_the_estimate_is_near(method) -> None:
     fields = {"model": "small", "method": method, "batch_size": 4, "seq_len": 256}
     experiment = make_experiment(**fields, noise_multiplier=0.1, device="cuda")
@@ -154,10 +154,14 @@ def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
 
 
 def test_each_choice_of_the_model_can_be_switched_off() -> None:
-    target = catalogue.load("targets", "h200")
+    target = registry.load("targets", "h200")
     sizes = {}
     for choice in (None, "blocks", "libraries", "foreach"):
-        choices = cuda.EVERYTHING._replace(**{choice: False}) if choice else cuda.EVERYTHING
+        choices = (
+            simulated_cuda.EVERYTHING._replace(**{choice: False})
+            if choice
+            else simulated_cuda.EVERYTHING
+        )
         with tracing(target, choices) as recorder:
             torch.optim.AdamW([nn.Parameter(torch.ones(3)) for _ in range(5)]).param_groups[0]
             sizes[choice] = sum(storage.nbytes for storage in recorder.storages)
@@ -170,10 +174,10 @@ def test_each_choice_of_the_model_can_be_switched_off() -> None:
 def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
     fields = {"method": "flash", "dtype": dtype, "seq_len": 300, "batch_size": 2, "model": "tiny"}
     ops = {}
-    for choices in (cuda.EVERYTHING, cuda.EVERYTHING._replace(kernels=False)):
+    for choices in (simulated_cuda.EVERYTHING, simulated_cuda.EVERYTHING._replace(kernels=False)):
         experiment = make_experiment(**fields, target="h200", device="cuda")
-        method = catalogue.load("methods", "flash")
-        with tracing(catalogue.load("targets", "h200"), choices) as recorder:
+        method = registry.load("methods", "flash")
+        with tracing(registry.load("targets", "h200"), choices) as recorder:
             training = set_up(experiment, method, Cpu(), lambda *_: None)
             recorder.counting = True
             training.step.run(training.batch, lambda _: None)
@@ -190,7 +194,7 @@ def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
 
 
 def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
-    with tracing(catalogue.load("targets", "l4")) as recorder:
+    with tracing(registry.load("targets", "l4")) as recorder:
         kept = nn.functional.dropout(torch.ones(1024), 0.5)
         sizes = [s.nbytes for s in recorder.storages if s.op == "native_dropout"]
 
@@ -201,7 +205,7 @@ def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
 def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
     norm = {}
     for target in (None, "h100"):
-        with tracing(target and catalogue.load("targets", target)):
+        with tracing(target and registry.load("targets", target)):
             layer, x = nn.LayerNorm(8), torch.ones(4, 8, dtype=torch.bfloat16)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 norm[target] = layer(x).dtype
@@ -210,7 +214,7 @@ def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
 
 
 def test_under_autocast_a_sum_becomes_float32_without_a_copy_of_what_it_sums() -> None:
-    with tracing(catalogue.load("targets", "h100")) as recorder:
+    with tracing(registry.load("targets", "h100")) as recorder:
         x = torch.ones(64, 1024, dtype=torch.bfloat16)
         recorder.storages.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -5,13 +5,13 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof import catalogue
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.account import Bookkeeper, keep_books, tracing
+from dpprof.instruments.memory import Bookkeeper, keep_books, tracing
 from dpprof.instruments.setup import make_batch
-from dpprof.ledger.books import Step
+from dpprof.memory.timeline import Step
 from dpprof.norms.tiles import WORKSPACE_BYTES
-from dpprof.result import COMPONENTS
+from dpprof.records.result import COMPONENTS
+from dpprof.spec import registry
 
 MIB = 2**20
 
@@ -21,7 +21,7 @@ def keep(method: str, layers: list[nn.Module], B: int, T: int) -> Step:
     experiment = make_experiment(method=method, batch_size=B, seq_len=T)
     with tracing(None) as recorder:
         model = nn.Sequential(*[build() for build in layers])
-        step = catalogue.load("methods", method)(model, experiment)
+        step = registry.load("methods", method)(model, experiment)
         step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
         bookkeeper = Bookkeeper(recorder, step, lambda _: None)
         return keep_books(bookkeeper, make_batch(model, Cpu(), B, T), 2)[1]

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from dpprof.ledger.model_flops import model_flops_per_token
+from dpprof.flops.model_flops import model_flops_per_token
 
 ATTENTION = {"seq_len": 32, "layers": 3, "d_model": 4}
 ATTENTION_FLOPS = 12 * 3 * 4 * 32

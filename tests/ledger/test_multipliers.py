@@ -10,11 +10,11 @@ from factory import make_experiment
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof import catalogue
-from dpprof.instruments.account import Bookkeeper
-from dpprof.ledger.costs import COUNTED
-from dpprof.ledger.recorder import Recorder
-from dpprof.methods.base import Batch, TrainingStep
+from dpprof.flops.op_costs import COUNTED
+from dpprof.instruments.memory import Bookkeeper
+from dpprof.memory.recorder import Recorder
+from dpprof.methods.training_step import Batch, TrainingStep
+from dpprof.spec import registry
 
 B, D, LAYERS = 2, 128, 6
 LONG, SHORT = 256, 16
@@ -55,7 +55,7 @@ def cost(method: str, T: int) -> int:
 
 def make(method: str, T: int) -> tuple[TrainingStep, Batch]:
     experiment = make_experiment(method=method, batch_size=B, seq_len=T, noise_multiplier=0.1)
-    step = catalogue.load("methods", method)(Stack(), experiment)
+    step = registry.load("methods", method)(Stack(), experiment)
     step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
     tokens = torch.randint(D, (B, T + 1))
     return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.ledger.recorder import Kind, Recorder
+from dpprof.memory.recorder import Kind, Recorder
 
 
 def make_recorder(**options) -> Recorder:

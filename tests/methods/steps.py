@@ -5,10 +5,10 @@ from factory import make_experiment
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dpprof import catalogue
-from dpprof.methods.base import Batch, TrainingStep
+from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.models.build import build_model
-from dpprof.models.precision import apply_dtype
+from dpprof.models.dtype import apply_dtype
+from dpprof.spec import registry
 
 
 def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:
@@ -21,7 +21,7 @@ def prepare(method: str, **fields) -> tuple[TrainingStep, Batch]:
             parameter.add_(torch.randn_like(parameter) * 0.3)
     vocab_size = experiment.model.vocab_size
     tokens = torch.randint(vocab_size, (experiment.batch_size, experiment.seq_len + 1))
-    step = catalogue.load("methods", method)(model, experiment)
+    step = registry.load("methods", method)(model, experiment)
     step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=1.0))
     return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 

@@ -3,7 +3,7 @@ import torch
 from factory import make_experiment
 
 from dpprof.models.build import build_model
-from dpprof.models.precision import apply_dtype
+from dpprof.models.dtype import apply_dtype
 
 CASES = {
     "float32": (torch.float32, torch.float32, torch.float32),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpprof.norms.precision import name_precision
+from dpprof.norms.float32_products import name_precision
 
 triton = pytest.importorskip("triton", reason="the extra dpprof[triton] is not installed")
 
@@ -35,9 +35,11 @@ def tf32():
 
 
 def find_program(kernel: str):
-    from dpprof.norms import programs  # noqa: PLC0415 (it imports triton)
+    from dpprof.norms import triton_kernels  # noqa: PLC0415 (it imports triton)
 
-    return {"gram": programs.sum_gram_squares, "product": programs.sum_product_squares}[kernel]
+    return {"gram": triton_kernels.sum_gram_squares, "product": triton_kernels.sum_product_squares}[
+        kernel
+    ]
 
 
 def list_configs(kernel: str, dtype: torch.dtype) -> list:
@@ -108,10 +110,12 @@ def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", POINTERS)
 def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
-    from dpprof.norms import programs, tuning  # noqa: PLC0415
+    from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415
 
     constants = {"x_k": 1, "g_k": 1, "CENTRED": True, **tuning.SCALED._asdict()}
-    compiled = compile_for(programs.sum_scaled, constants, dtype, capability, {"num_warps": 8})
+    compiled = compile_for(
+        triton_kernels.sum_scaled, constants, dtype, capability, {"num_warps": 8}
+    )
 
     assert stack_bytes(compiled) <= STACK_BYTES
     assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])

@@ -9,9 +9,9 @@ from factory import make_experiment
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from dpprof.flops.op_costs import learn_rule
 from dpprof.instruments.clean import measure
-from dpprof.ledger.costs import learn_rule
-from dpprof.norms import fused, linear
+from dpprof.norms import linear, triton_ops
 from dpprof.norms.linear import WAYS
 
 
@@ -19,8 +19,8 @@ from dpprof.norms.linear import WAYS
     ("operator", "shape", "flops"),
     [
         # 2 for each pair t >= s, and each column
-        (fused.gram_squares, (3, 3), 3 * 10 * 11 * (4 + 5)),
-        (fused.product_squares, (3,), 3 * 2 * 10 * 4 * 5),
+        (triton_ops.gram_squares, (3, 3), 3 * 10 * 11 * (4 + 5)),
+        (triton_ops.product_squares, (3,), 3 * 2 * 10 * 4 * 5),
     ],
     ids=["gram", "product"],
 )
@@ -36,11 +36,11 @@ def test_shape_dtype_and_flops_without_a_device(operator, shape, flops) -> None:
 
 
 def test_a_scales_gradient_has_a_shape_without_a_device_and_moves_each_input_once() -> None:
-    rule = learn_rule(fused.SCALE.default)
+    rule = learn_rule(triton_ops.SCALE.default)
     with FakeTensorMode():
         x_BTd = torch.empty(3, 10, 4, dtype=torch.bfloat16)
         given = (x_BTd, x_BTd, torch.empty(3, 10), torch.empty(3, 10))
-        sums_Bd = fused.scale_gradients(*given)
+        sums_Bd = triton_ops.scale_gradients(*given)
         cost, reads, writes = rule.price(given, {}, sums_Bd)
 
     assert (sums_Bd.shape, sums_Bd.dtype) == ((3, 4), torch.float32)
@@ -50,7 +50,7 @@ def test_a_scales_gradient_has_a_shape_without_a_device_and_moves_each_input_onc
 
 
 def test_tensors_of_a_cpu_take_the_tiles() -> None:
-    assert not fused.is_fused(torch.ones(1, 1, 1))
+    assert not triton_ops.is_fused(torch.ones(1, 1, 1))
 
 
 class Driver:
@@ -71,9 +71,9 @@ def uncompiled(monkeypatch):
     runtime.driver = Driver()
     monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
     monkeypatch.setattr(Driver, "tries", 0)
-    fused.why_no_kernels.cache_clear()
+    triton_ops.why_no_kernels.cache_clear()
     yield
-    fused.why_no_kernels.cache_clear()
+    triton_ops.why_no_kernels.cache_clear()
 
 
 @pytest.fixture
@@ -90,14 +90,14 @@ def timed(monkeypatch):
 
     def run_kernel(kernel, x_BTd, g_BTp):
         ran.append("kernel")
-        fused._tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = {"TILE_T": 64}
+        triton_ops._tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = {"TILE_T": 64}
         return x_BTd.new_ones((3, len(x_BTd)) if kernel == "gram_squares" else len(x_BTd))
 
     tuning.time_launch = time_launch
     monkeypatch.setitem(sys.modules, "dpprof.norms.tuning", tuning)
-    monkeypatch.setattr(fused, "_run", run_kernel)
-    monkeypatch.setattr(fused, "_tiles", {})
-    monkeypatch.setattr(fused, "_is_faster", {})
+    monkeypatch.setattr(triton_ops, "_run", run_kernel)
+    monkeypatch.setattr(triton_ops, "_tiles", {})
+    monkeypatch.setattr(triton_ops, "_is_faster", {})
     monkeypatch.setattr(linear, "is_fused", lambda _: True)
     return times_ms, ran
 
@@ -116,8 +116,8 @@ def test_exact_norms_of_float32_take_whichever_was_faster(
 
     is_kernel = kernel_ms < products_ms
     assert ran.count("kernel") == (1 + 3 if is_kernel else 1)  # one of them to be timed
-    assert (fused.tell_tiles(way, 10, 4, 5) == {"TILE_T": 64}) == is_kernel
-    assert bool(fused.tell_reasons()) == (not is_kernel)
+    assert (triton_ops.tell_tiles(way, 10, 4, 5) == {"TILE_T": 64}) == is_kernel
+    assert bool(triton_ops.tell_reasons()) == (not is_kernel)
 
 
 def test_norms_on_tensor_cores_are_not_timed(timed) -> None:
@@ -150,7 +150,7 @@ def test_without_a_compiler_norms_on_cuda_take_pytorchs_operators(uncompiled, wa
         squares_B = WAYS[way](x_BTd.as_subclass(OnCuda), g_BTp.as_subclass(OnCuda)).found_B
         assert torch.equal(squares_B.as_subclass(torch.Tensor), expected_B)
     assert Driver.tries == 1
-    assert fused.tell_reasons() == {"norm_plan.tiles": WHY}
+    assert triton_ops.tell_reasons() == {"norm_plan.tiles": WHY}
 
 
 def test_a_result_says_why_kernels_did_not_run(uncompiled) -> None:
@@ -158,7 +158,7 @@ def test_a_result_says_why_kernels_did_not_run(uncompiled) -> None:
     assert "norm_plan.tiles" not in measure(experiment, lambda _: None).reasons
     assert Driver.tries == 0  # no tensor was on CUDA
 
-    assert not fused.is_fused(torch.ones(1, 1, 1).as_subclass(OnCuda))
+    assert not triton_ops.is_fused(torch.ones(1, 1, 1).as_subclass(OnCuda))
     assert measure(experiment, lambda _: None).reasons["norm_plan.tiles"] == WHY
 
 
@@ -166,9 +166,9 @@ def test_without_a_gpu_the_real_driver_is_a_reason_and_no_error() -> None:
     pytest.importorskip("triton", reason="the extra dpprof[triton] is not installed")
     if torch.cuda.is_available():
         pytest.skip("a GPU is there")
-    fused.why_no_kernels.cache_clear()
-    reason = fused.why_no_kernels()
-    fused.why_no_kernels.cache_clear()
+    triton_ops.why_no_kernels.cache_clear()
+    reason = triton_ops.why_no_kernels()
+    triton_ops.why_no_kernels.cache_clear()
 
     assert reason.startswith("Triton's driver cannot be used: ")
 
@@ -176,7 +176,7 @@ def test_without_a_gpu_the_real_driver_is_a_reason_and_no_error() -> None:
 def test_a_plan_tells_the_tiles_that_ran(monkeypatch) -> None:
     experiment = make_experiment(method="flash", model={"d_model": 32} | MODEL, seq_len=8)
     chosen = {"TILE_T": 64, "TILE_K": 32, "num_warps": 4, "num_stages": 3}
-    monkeypatch.setattr(fused, "_tiles", {("gram_squares", 8, 32, 96): chosen})
+    monkeypatch.setattr(triton_ops, "_tiles", {("gram_squares", 8, 32, 96): chosen})
     plan = measure(experiment, lambda _: None).norm_plan
     grams = {
         (one.inputs, one.outputs): one.tiles for one in plan.values() if one.way == "tiled gram"

@@ -53,11 +53,11 @@ def interpret() -> None:
 
 def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), programs=None):
     """Run a kernel, in whichever process; the views are taken there, since copies lose strides."""
-    from dpprof.norms import kernels  # noqa: PLC0415
+    from dpprof.norms import triton_launch  # noqa: PLC0415
 
     x_view, g_view = (VIEWS[name] for name in views)
-    with mock.patch.object(kernels, "PROGRAMS", programs or kernels.PROGRAMS):
-        norms = getattr(kernels, kernel)
+    with mock.patch.object(triton_launch, "PROGRAMS", programs or triton_launch.PROGRAMS):
+        norms = getattr(triton_launch, kernel)
         found = norms(x_view(x_BTd.to(device)), g_view(g_BTp.to(device))).cpu()
         return found[0] if kernel == "gram_squares" else found
 
@@ -152,9 +152,9 @@ def test_large_values_in_bfloat16_are_summed_in_float32(place, kernel) -> None:
 
 
 def sum_gram(x_BTd, g_BTp):
-    from dpprof.norms import kernels  # noqa: PLC0415
+    from dpprof.norms import triton_launch  # noqa: PLC0415
 
-    return kernels.gram_squares(x_BTd, g_BTp)
+    return triton_launch.gram_squares(x_BTd, g_BTp)
 
 
 def test_the_squares_of_both_gram_matrices_come_with_them() -> None:
@@ -174,10 +174,12 @@ def test_the_squares_of_both_gram_matrices_come_with_them() -> None:
 
 def tell(x_BTd, g_BTp):
     """Run the operator that stands for a kernel, and ask what was recorded of it."""
-    from dpprof.norms import fused  # noqa: PLC0415
+    from dpprof.norms import triton_ops  # noqa: PLC0415
 
-    fused.gram_squares(x_BTd, g_BTp)
-    return fused.tell_tiles("tiled gram", 20, 18, 40), fused.tell_tiles("tiled product", 20, 18, 40)
+    triton_ops.gram_squares(x_BTd, g_BTp)
+    return triton_ops.tell_tiles("tiled gram", 20, 18, 40), triton_ops.tell_tiles(
+        "tiled product", 20, 18, 40
+    )
 
 
 def test_the_tiles_with_which_a_kernel_ran_are_recorded() -> None:
@@ -224,11 +226,11 @@ def test_what_does_not_fit_is_refused(place, kernel) -> None:
 
 
 def sum_scaled(device, *arguments, programs):
-    from dpprof.norms import kernels  # noqa: PLC0415
+    from dpprof.norms import triton_launch  # noqa: PLC0415
 
     given = [None if one is None else one.to(device) for one in arguments]
-    with mock.patch.object(kernels, "PROGRAMS", programs):
-        return kernels.scale_gradients(*given).cpu()
+    with mock.patch.object(triton_launch, "PROGRAMS", programs):
+        return triton_launch.scale_gradients(*given).cpu()
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

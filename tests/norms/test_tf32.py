@@ -8,7 +8,7 @@ from factory import make_experiment
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.norms.precision import exact_products, name_precision
+from dpprof.norms.float32_products import exact_products, name_precision
 
 matmul = torch.backends.cuda.matmul
 

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.advised import tell_advice, tell_capacity
+from dpprof.report.advice_section import tell_advice, tell_capacity
 
 SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
 

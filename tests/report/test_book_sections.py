@@ -3,10 +3,10 @@
 import pytest
 from factory import make_books, make_experiment, tables_of_runs
 
-from dpprof.datasheets import L4
+from dpprof.records.result import COMPONENTS
 from dpprof.report.content import build_document
 from dpprof.report.document import Bullets, Document, Drawing
-from dpprof.result import COMPONENTS
+from dpprof.spec.datasheets import L4
 
 MIB = 2**20
 GIB = 2**30

@@ -7,7 +7,7 @@ from pypdf import PdfReader
 from dpprof.report.content import build_document
 from dpprof.report.latex import render_latex
 from dpprof.report.render import render_markdown, render_summary, write_report
-from dpprof.report.verified import TITLE
+from dpprof.report.verification_section import TITLE
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
 STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)

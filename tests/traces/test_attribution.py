@@ -2,10 +2,10 @@
 
 import pytest
 
-from dpprof.ledger.costs import family_of
-from dpprof.traces.attribution import attribute, family_by_kernel
+from dpprof.flops.op_costs import family_of
+from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
+from dpprof.traces.launching_ops import attribute, family_by_kernel
 from dpprof.traces.spans import NORMS, PHASE, STEP, cover_s, parse_trace, read_trace
-from dpprof.traces.statement import NoKernelsError, state_kernels
 
 MAIN, AUTOGRAD, STREAM = 1, 2, 7
 
@@ -254,7 +254,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_by_name(name) -> None:
-    import dpprof.norms.fused  # noqa: F401, PLC0415 (declares the operators)
+    import dpprof.norms.triton_ops  # noqa: F401, PLC0415 (declares the operators)
 
     assert family_of(name) == FAMILIES[name]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_scripts import run
 
-from dpprof.lock import hold_one
-from dpprof.verdict import Findings, judged, read_verdict, verdict_path
-from dpprof.verification import apart
+from dpprof.launch import verification_run
+from dpprof.launch.device_lock import hold_one
+from dpprof.records.verdict import Findings, judged, read_verdict, verdict_path
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 
@@ -72,7 +72,7 @@ def leave(_model: str, _method: str) -> None:
 
 def test_a_method_that_exits_leaves_one_too(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("dpprof.verification.verify.verify", leave)
-    verdict = apart.verify_apart("built-in", "standard", tmp_path / "x.json")
+    verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
 
     assert verdict.passed is None
     assert "ended with exit code 7" in verdict.reason
@@ -83,22 +83,24 @@ def hang(_model: str, _method: str) -> None:
 
 
 def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(apart, "TIMEOUT_S", 1)
+    monkeypatch.setattr(verification_run, "TIMEOUT_S", 1)
     monkeypatch.setattr("dpprof.verification.verify.verify", hang)
-    verdict = apart.verify_apart("built-in", "standard", tmp_path / "x.json")
+    verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
 
     assert verdict.passed is None
     assert verdict.reason == "the verification took longer than 1 s"
 
 
 def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(apart, "_ask_child", lambda *_: (Findings(None, []), "nothing"))
+    monkeypatch.setattr(verification_run, "_ask_child", lambda *_: (Findings(None, []), "nothing"))
     with hold_one(["cpu"], lambda: None, shared=True):
-        apart.verify_apart("built-in", "standard", tmp_path / "beside.json")
+        verification_run.verify_apart("built-in", "standard", tmp_path / "beside.json")
     assert (tmp_path / "beside.json").exists()
     with ThreadPoolExecutor() as pool:
         with hold_one(["cpu"], lambda: None):
-            waits = pool.submit(apart.verify_apart, "built-in", "standard", tmp_path / "after.json")
+            waits = pool.submit(
+                verification_run.verify_apart, "built-in", "standard", tmp_path / "after.json"
+            )
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()
         assert waits.result(timeout=10).reason == "nothing"

@@ -6,8 +6,8 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.frames import make_frame
-from dpprof.ceilings import Ceilings, device_name
-from dpprof.datasheets import find_by_device_name
+from dpprof.records.ceilings import Ceilings, device_name
+from dpprof.spec.datasheets import find_by_device_name
 
 _COLUMNS = [
     *("device", "dtype", "figure", "measured", "size", "datasheet", "source", "reason"),

@@ -9,10 +9,10 @@ import pandas as pd
 
 from dpprof.analysis.frames import AXES, BASELINE, axes_of, make_frame
 from dpprof.analysis.groups import Group, Noise, merge, setting_key
+from dpprof.analysis.standings import UNKNOWN
 from dpprof.analysis.statistics import median_interval
-from dpprof.analysis.verified import UNKNOWN
-from dpprof.result import OUTCOMES
-from dpprof.verdict import Standing
+from dpprof.records.result import OUTCOMES
+from dpprof.records.verdict import Standing
 
 _COLUMNS = [
     "experiment_id",

@@ -9,7 +9,7 @@ import pandas as pd
 
 from dpprof.analysis.frames import AXES, axes_of, make_frame
 from dpprof.analysis.groups import Group
-from dpprof.result import Observed
+from dpprof.records.result import Observed
 
 CLEAN = "clean"
 _FIGURES = ("step_s", "peak_rss_bytes", "peak_allocated_bytes")

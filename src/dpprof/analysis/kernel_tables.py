@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
-from dpprof.ceilings import Ceilings, device_name, find_ceilings
-from dpprof.planning import PlannedRun
-from dpprof.result import Kernels, Result, Work
+from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.planning.planner import PlannedRun
+from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
+from dpprof.records.result import Kernels, Result, Work
 
 _KERNEL_COLUMNS = [
     *RUN_KEY,

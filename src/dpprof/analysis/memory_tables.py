@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpprof import catalogue
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Group
 from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
-from dpprof.ceilings import Ceilings
-from dpprof.closing import bound_bytes, close_books
-from dpprof.datasheets import find_by_device_name
-from dpprof.experiment import CPU_TARGET, Experiment
-from dpprof.planning import PlannedRun
-from dpprof.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
-from dpprof.storage import canonical_json
-from dpprof.target import Target
+from dpprof.planning.planner import PlannedRun
+from dpprof.records.ceilings import Ceilings
+from dpprof.records.reconciliation import bound_bytes, close_books
+from dpprof.records.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
+from dpprof.spec import registry
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.experiment import CPU_TARGET, Experiment
+from dpprof.spec.target import Target
+from dpprof.system.files import canonical_json
 
 _PEAK_COLUMNS = [
     *RUN_KEY,
@@ -148,7 +148,7 @@ def _target_of(experiment: Experiment) -> Target | None:
     """Look up what a target is; None for this machine, and where there is no target."""
     target = experiment.target
     if isinstance(target, str):
-        found: Target | None = catalogue.load("targets", target)
+        found: Target | None = registry.load("targets", target)
         return found
     return target
 

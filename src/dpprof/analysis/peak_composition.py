@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dpprof.analysis.frames import RUN_KEY
-from dpprof.result import COMPONENTS
+from dpprof.records.result import COMPONENTS
 
 KEEPERS = ("ledger", "estimate")
 """The instruments whose books are of the experiment itself, the one to prefer first."""

@@ -6,11 +6,11 @@ from pathlib import Path
 import pandas as pd
 
 from dpprof.analysis.frames import axes_of, make_frame
-from dpprof.experiment import Experiment
-from dpprof.mechanisms import is_other_mechanism
-from dpprof.sealed import ResultError
-from dpprof.sources import verified_as
-from dpprof.verdict import Standing, read_verdict, split_holes
+from dpprof.planning.code_digest import verified_as
+from dpprof.records.record import ResultError
+from dpprof.records.verdict import Standing, read_verdict, split_holes
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import is_other_mechanism
 
 DAGGER = "\N{DAGGER}"
 """Marks what is not verified, wherever a method is named beside its numbers."""

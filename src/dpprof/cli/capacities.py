@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dpprof import catalogue
-from dpprof.command_line import path
-from dpprof.experiment import Experiment
-from dpprof.hardware import available_cores
-from dpprof.options import add_experiment_options, read_experiments
-from dpprof.result import Result, read_run, result_path
-from dpprof.sealed import ResultError
-from dpprof.sources import code_digest
-from dpprof.supervisor import supervise
-from dpprof.validation import InputError
+from dpprof.cli.common import path
+from dpprof.cli.options import add_experiment_options, read_experiments
+from dpprof.launch.supervisor import supervise
+from dpprof.planning.code_digest import code_digest
+from dpprof.records.record import ResultError
+from dpprof.records.result import Result, read_run, result_path
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.validation import InputError
+from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
@@ -41,12 +41,12 @@ def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.
     """
-    methods = arguments.methods or catalogue.names("methods")
+    methods = arguments.methods or registry.names("methods")
     for method in methods:
-        catalogue.check("methods", method, "--methods")
+        registry.check("methods", method, "--methods")
     if arguments.target is None:
         raise InputError(
-            f"--target: missing; a target's name ({', '.join(catalogue.names('targets'))}) or a "
+            f"--target: missing; a target's name ({', '.join(registry.names('targets'))}) or a "
             "mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s"
         )
     return read_experiments(arguments, method=list(dict.fromkeys(methods)), batch_size=[1])

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from dpprof.catalogue import EntryPointError
-from dpprof.console import fail, printable, shorten_lines
-from dpprof.sealed import ResultError
-from dpprof.validation import InputError
+from dpprof.records.record import ResultError
+from dpprof.spec.registry import EntryPointError
+from dpprof.spec.validation import InputError
+from dpprof.system.console import fail, printable, shorten_lines
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dpprof import catalogue
-from dpprof.config_files import parse_config_text
-from dpprof.experiment import Experiment, read_spec, settle_device
-from dpprof.hardware import resolve_device
-from dpprof.validation import InputError, explain, option_name, refuse
+from dpprof.spec import registry
+from dpprof.spec.config_files import parse_config_text
+from dpprof.spec.experiment import Experiment, read_spec, settle_device
+from dpprof.spec.validation import InputError, explain, option_name, refuse
+from dpprof.system.hardware import resolve_device
 
 
 def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container[str] = ()) -> None:
@@ -81,11 +81,11 @@ def make_experiment(fields: dict[str, Any]) -> Experiment:
     try:
         experiment = Experiment.model_validate(settle_device(fields, resolve_device, "--device"))
     except ValidationError as error:
-        names = catalogue.names_by_key()
+        names = registry.names_by_key()
         raise explain(error, Experiment, options=True, names=names) from None
     if isinstance(experiment.model, str):
-        catalogue.check("models", experiment.model, "--model")
-    catalogue.check("methods", experiment.method, "--method")
+        registry.check("models", experiment.model, "--model")
+    registry.check("methods", experiment.method, "--method")
     if isinstance(experiment.target, str):
-        catalogue.check("targets", experiment.target, "--target")
+        registry.check("targets", experiment.target, "--target")
     return experiment

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms import placement
-from dpprof.norms.precision import allows_tf32
+from dpprof.norms.float32_products import allows_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
 

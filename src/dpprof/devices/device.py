@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from dpprof.experiment import Experiment
-from dpprof.result import Energy
-from dpprof.target import Dtype
+from dpprof.records.result import Energy
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.target import Dtype
 
 
 class Counters(NamedTuple):

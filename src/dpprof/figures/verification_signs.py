@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from dpprof.analysis.verified import DAGGER, DOUBLE_DAGGER, Marks, sign
+from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, sign
 from dpprof.figures.style import PAGE_INCHES
 
 _NOTE_INCHES = 0.25

@@ -10,7 +10,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.ledger.costs import Rule, learn_rule
+from dpprof.flops.op_costs import Rule, learn_rule
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dpprof.categories import Family
-from dpprof.norms import fused
+from dpprof.flops.op_kinds import Family
+from dpprof.norms import triton_ops
 
 aten = torch.ops.aten
 
@@ -160,7 +160,7 @@ _REDUCTIONS = {
     *(aten._softmax, aten._log_softmax, aten._softmax_backward_data),  # noqa: SLF001
     *(aten._log_softmax_backward_data, aten.nll_loss_backward),  # noqa: SLF001
     *(aten.native_layer_norm, aten.native_layer_norm_backward),
-    fused.SCALE,
+    triton_ops.SCALE,
 }
 
 

@@ -6,7 +6,7 @@ from; so both put it into the same category, and bytes can be divided by seconds
 
 from typing import Literal
 
-from dpprof.result import Category, Phase
+from dpprof.records.result import Category, Phase
 
 Family = Literal[
     "matmul",

@@ -11,26 +11,26 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from dpprof import catalogue
-from dpprof.catalogue import EntryPointError, UnsupportedError
-from dpprof.closing import JOINED
-from dpprof.datasheets import find_by_device_name
 from dpprof.devices.cpu import Cpu
-from dpprof.experiment import CPU_TARGET, Experiment
-from dpprof.hardware import visible_gpus
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, import_method, set_up
-from dpprof.ledger import cuda
-from dpprof.ledger.books import Step
-from dpprof.ledger.evidence import Witness
-from dpprof.ledger.fake import INSTEAD, fake_tensors
-from dpprof.ledger.recorder import Recorder
-from dpprof.ledger.statement import state_compute, state_io, state_memory
-from dpprof.ledger.workspaces import CPU_WORKSPACES
-from dpprof.methods.base import Batch, Enter, TrainingStep
-from dpprof.result import Measurement, Memory, Observed
-from dpprof.target import Target
+from dpprof.memory import simulated_cuda
+from dpprof.memory.attribution import Witness
+from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
+from dpprof.memory.recorder import Recorder
+from dpprof.memory.summary import state_compute, state_io, state_memory
+from dpprof.memory.timeline import Step
+from dpprof.methods.training_step import Batch, Enter, TrainingStep
+from dpprof.records.reconciliation import JOINED
+from dpprof.records.result import Measurement, Memory, Observed
+from dpprof.spec import registry
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.experiment import CPU_TARGET, Experiment
+from dpprof.spec.registry import EntryPointError, UnsupportedError
+from dpprof.spec.target import Target
+from dpprof.system.hardware import visible_gpus
 
 ESTIMATED_STEPS = 2
 """The second step is like every later one: gradients and optimizer state are there."""
@@ -110,13 +110,13 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     method, device = begin(experiment)
     on_cuda = device.torch_device.type == "cuda"
     recorder = Recorder(
-        block_bytes=cuda.BLOCK_BYTES if on_cuda else 1,
+        block_bytes=simulated_cuda.BLOCK_BYTES if on_cuda else 1,
         is_there=lambda tensor, _: tensor.device.type == device.torch_device.type,
-        workspaces=cuda.WORKSPACES if on_cuda else CPU_WORKSPACES,
+        workspaces=simulated_cuda.WORKSPACES if on_cuda else CPU_WORKSPACES,
     )
     if on_cuda:
         major, minor = torch.cuda.get_device_capability()
-        recorder.claim(cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace")
+        recorder.claim(simulated_cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace")
     # On CUDA backward has a thread of its own, which no Python stack leads to.
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
@@ -176,9 +176,9 @@ def find_target(experiment: Experiment) -> Target | None:
     if isinstance(target, Target):
         return target
     if target is not None:
-        named = catalogue.load("targets", target)
+        named = registry.load("targets", target)
         if not (named is None or isinstance(named, Target)):
-            raise EntryPointError("targets", target, "is no dpprof.target.Target")
+            raise EntryPointError("targets", target, "is no dpprof.spec.target.Target")
         return named
     if experiment.device == CPU_TARGET:
         return None
@@ -192,7 +192,9 @@ def find_target(experiment: Experiment) -> Target | None:
 
 
 @contextmanager
-def tracing(target: Target | None, choices: cuda.Choices = cuda.EVERYTHING) -> Iterator[Recorder]:
+def tracing(
+    target: Target | None, choices: simulated_cuda.Choices = simulated_cuda.EVERYTHING
+) -> Iterator[Recorder]:
     """Record fake tensors within, as if on a target."""
     with ExitStack() as within:
         within.enter_context(fake_tensors())
@@ -203,16 +205,18 @@ def tracing(target: Target | None, choices: cuda.Choices = cuda.EVERYTHING) -> I
                 workspaces=CPU_WORKSPACES,
             )
         else:
-            notes = within.enter_context(cuda.like_cuda(target.compute_capability, choices))
+            notes = within.enter_context(
+                simulated_cuda.like_cuda(target.compute_capability, choices)
+            )
             recorder = Recorder(
-                block_bytes=cuda.BLOCK_BYTES if choices.blocks else 1,
-                is_there=cuda.is_on_device,
+                block_bytes=simulated_cuda.BLOCK_BYTES if choices.blocks else 1,
+                is_there=simulated_cuda.is_on_device,
                 instead=INSTEAD,
-                workspaces=cuda.WORKSPACES if choices.workspaces else {},
+                workspaces=simulated_cuda.WORKSPACES if choices.workspaces else {},
             )
             recorder.notes = notes
             if choices.libraries:
-                size = cuda.library_workspace(target.compute_capability)
+                size = simulated_cuda.library_workspace(target.compute_capability)
                 for thread in ("forward", "backward"):  # each has a handle of its own
                     recorder.claim(size, f"cuBLAS workspace, {thread}")
         within.enter_context(recorder)

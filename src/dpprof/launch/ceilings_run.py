@@ -6,17 +6,23 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from dpprof.asking import UnansweredError, ask_child
-from dpprof.ceilings import SCHEMA_VERSION, Ceilings, Limits, nothing_measured, write_ceilings
-from dpprof.console import say
-from dpprof.editing import CodeInUse
-from dpprof.hardware import available_cores, why_no_cuda
-from dpprof.lock import hold_one, who_holds
-from dpprof.neighbours import Neighbours
-from dpprof.places import Place, cpu_place, gpu_places
-from dpprof.provenance import describe_surroundings
-from dpprof.sources import ceilings_digest
-from dpprof.storage import check_writable
+from dpprof.launch.child_process import UnansweredError, ask_child
+from dpprof.launch.contention import Neighbours
+from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_slots import Place, cpu_place, gpu_places
+from dpprof.planning.code_digest import ceilings_digest
+from dpprof.planning.code_in_use import CodeInUse
+from dpprof.records.ceilings import (
+    SCHEMA_VERSION,
+    Ceilings,
+    Limits,
+    nothing_measured,
+    write_ceilings,
+)
+from dpprof.records.provenance import describe_surroundings
+from dpprof.system.console import say
+from dpprof.system.files import check_writable
+from dpprof.system.hardware import available_cores, why_no_cuda
 
 TIMEOUT_S = 120
 """Ceilings take about ten seconds; a device that takes this long is taken to hang."""

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any
 
-from dpprof.lifelines import die_with, end_group, end_group_with, no_survivors
-from dpprof.lock import keep_to_this_process
-from dpprof.output import Output, Sink
+from dpprof.launch.device_lock import keep_to_this_process
+from dpprof.system.child_output import Output, Sink
+from dpprof.system.process_groups import die_with, end_group, end_group_with, no_survivors
 
 _POLL_S = 0.5
 

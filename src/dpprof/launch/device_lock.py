@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from dpprof.holders import name_holders
+from dpprof.system.lock_holders import name_holders
 
 _POLL_S = 0.1
 _VARIABLE = "DPPROF_LOCK_DIR"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from dpprof.hardware import describe_cpu, describe_gpu, visible_gpus
+from dpprof.system.hardware import describe_cpu, describe_gpu, visible_gpus
 
 
 class Place(NamedTuple):

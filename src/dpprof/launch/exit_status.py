@@ -3,9 +3,9 @@
 import re
 import signal
 
-from dpprof.exhaustion import requested_bytes, says_out_of_memory
-from dpprof.messages import shorten
-from dpprof.result import Failure, Outcome, Phase
+from dpprof.records.result import Failure, Outcome, Phase
+from dpprof.system.messages import shorten
+from dpprof.system.out_of_memory import requested_bytes, says_out_of_memory
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

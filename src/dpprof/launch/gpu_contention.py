@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pynvml
 
-from dpprof.hardware import nvml
-from dpprof.result import Failure, Others
+from dpprof.records.result import Failure, Others
+from dpprof.system.hardware import nvml
 
 SAMPLE_S = 1.0
 """The driver's load is over the last second at most; after so long none of ours is in it."""

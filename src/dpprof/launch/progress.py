@@ -15,11 +15,11 @@ from typing import Self
 
 from pydantic import BaseModel, TypeAdapter
 
-from dpprof.catalogue import PREDICTIONS
-from dpprof.console import say
-from dpprof.experiment import Experiment
-from dpprof.result import Kernels, Result
-from dpprof.storage import write_atomically
+from dpprof.records.result import Kernels, Result
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import PREDICTIONS
+from dpprof.system.console import say
+from dpprof.system.files import write_atomically
 
 _VARIABLE = "DPPROF_PROGRESS"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from dpprof.experiment import Experiment
-from dpprof.result import PHASES, Failure, Measurement, Outcome, Phase
+from dpprof.records.result import PHASES, Failure, Measurement, Outcome, Phase
+from dpprof.spec.experiment import Experiment
 
 TRACES = "DPPROF_TRACES"
 """Names the environment variable that holds the folder for traces."""

@@ -20,21 +20,18 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from dpprof.catalogue import PREDICTIONS
-from dpprof.closing import JOINED
-from dpprof.console import say
-from dpprof.deaths import judge_death
-from dpprof.editing import CodeInUse
-from dpprof.experiment import Experiment
-from dpprof.handover import TRACES, Assignment, PhaseMark, Report
-from dpprof.hardware import available_cores
-from dpprof.lifelines import end_group, no_survivors
-from dpprof.lock import hold_one, who_holds
-from dpprof.neighbours import Neighbours
-from dpprof.output import Output, Sink
-from dpprof.places import Place, cpu_place, gpu_places
-from dpprof.provenance import collect
-from dpprof.result import (
+from dpprof.launch.contention import Neighbours
+from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_slots import Place, cpu_place, gpu_places
+from dpprof.launch.exit_status import judge_death
+from dpprof.launch.gpu_contention import look_afterwards, look_at, tell_others, wait_until_idle
+from dpprof.launch.protocol import TRACES, Assignment, PhaseMark, Report
+from dpprof.planning.code_digest import code_digest
+from dpprof.planning.code_in_use import CodeInUse
+from dpprof.records.provenance import collect
+from dpprof.records.reconciliation import JOINED
+from dpprof.records.record import ResultError
+from dpprof.records.result import (
     SCHEMA_VERSION,
     Attempt,
     Failure,
@@ -44,10 +41,14 @@ from dpprof.result import (
     read_result,
     write_result,
 )
-from dpprof.sealed import ResultError
-from dpprof.sharing import look_afterwards, look_at, tell_others, wait_until_idle
-from dpprof.sources import PACKAGE, code_digest
-from dpprof.storage import check_writable
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import PREDICTIONS
+from dpprof.system.child_output import Output, Sink
+from dpprof.system.console import say
+from dpprof.system.files import check_writable
+from dpprof.system.hardware import available_cores
+from dpprof.system.paths import PACKAGE
+from dpprof.system.process_groups import end_group, no_survivors
 
 MAX_ATTEMPTS = 2
 """A crash or a kill is tried once more in a fresh process; other outcomes are final."""
@@ -104,7 +105,7 @@ def _run_worker(
         timed_out = False
         with no_survivors():
             worker = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dpprof.worker", assignment.model_dump_json()],
+                [sys.executable, "-P", "-m", "dpprof.launch.worker", assignment.model_dump_json()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

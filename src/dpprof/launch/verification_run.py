@@ -5,14 +5,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from dpprof.asking import UnansweredError, ask_child
-from dpprof.console import say
-from dpprof.editing import CodeInUse
-from dpprof.lock import hold_one, who_holds
-from dpprof.provenance import describe_git, package_versions
-from dpprof.sources import verdict_digest
-from dpprof.storage import check_writable
-from dpprof.verdict import (
+from dpprof.launch.child_process import UnansweredError, ask_child
+from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.planning.code_digest import verdict_digest
+from dpprof.planning.code_in_use import CodeInUse
+from dpprof.records.provenance import describe_git, package_versions
+from dpprof.records.verdict import (
     SCHEMA_VERSION,
     TOLERANCE,
     Findings,
@@ -22,6 +20,8 @@ from dpprof.verdict import (
     name_holes,
     write_verdict,
 )
+from dpprof.system.console import say
+from dpprof.system.files import check_writable
 
 TIMEOUT_S = 300
 """A verification takes seconds; one that takes this long is taken to hang."""

@@ -1,6 +1,6 @@
 """The inside of an experiment's process: run one instrument, tell what came of it.
 
-Started by the supervisor as ``python -m dpprof.worker ASSIGNMENT``. A report is written
+Started by the supervisor as ``python -m dpprof.launch.worker ASSIGNMENT``. A report is written
 whenever Python lives to write it; the supervisor judges the rest by how the process died.
 """
 
@@ -11,14 +11,14 @@ import resource
 import sys
 import traceback
 
-from dpprof import catalogue
-from dpprof.exhaustion import is_out_of_memory, requested_bytes
-from dpprof.experiment import Experiment
-from dpprof.handover import Assignment, PhaseMark, Report
-from dpprof.lifelines import die_with
-from dpprof.lock import keep_to_this_process
-from dpprof.messages import KIND_LIMIT, escape_all, shorten
-from dpprof.result import Failure
+from dpprof.launch.device_lock import keep_to_this_process
+from dpprof.launch.protocol import Assignment, PhaseMark, Report
+from dpprof.records.result import Failure
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.system.messages import KIND_LIMIT, escape_all, shorten
+from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
+from dpprof.system.process_groups import die_with
 
 
 def _lift_memory_limit() -> None:
@@ -52,11 +52,11 @@ def _describe(error: BaseException, mark: PhaseMark, *, memory: bool = False) ->
 def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
     """Run one experiment under one instrument and tell what came of it; raises nothing."""
     try:
-        reason = catalogue.why_unsupported(experiment)
+        reason = registry.why_unsupported(experiment)
         if reason is not None:
-            raise catalogue.UnsupportedError(reason)  # noqa: TRY301 (one way to refuse)
-        measurement = catalogue.load("instruments", instrument)(experiment, mark.enter)
-    except catalogue.UnsupportedError as error:
+            raise registry.UnsupportedError(reason)  # noqa: TRY301 (one way to refuse)
+        measurement = registry.load("instruments", instrument)(experiment, mark.enter)
+    except registry.UnsupportedError as error:
         return Report(outcome="unsupported", error=_describe(error, mark))
     except BaseException as error:  # noqa: BLE001 (every way to fail is an outcome)
         _lift_memory_limit()

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as every_module
 
-from dpprof.ledger.components import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
-from dpprof.ledger.recorder import Recorder
-from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
+from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
+from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
-from dpprof.result import Phase
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
+from dpprof.records.result import Phase
 
 _NAME_OF_MODEL = "(model)"
 _WRAPPER = "_module."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpprof.ledger.recorder import Workspace
+from dpprof.memory.recorder import Workspace
 
 aten = torch.ops.aten
 _REDUCED = (torch.bfloat16, torch.float16)

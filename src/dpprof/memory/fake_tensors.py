@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpprof.catalogue import UnsupportedError
+from dpprof.spec.registry import UnsupportedError
 
 _apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
 

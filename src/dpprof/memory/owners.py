@@ -9,8 +9,8 @@ told apart so that nobody mistakes it for knowledge.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dpprof.ledger.recorder import Storage
-from dpprof.result import Component, Evidence
+from dpprof.memory.recorder import Storage
+from dpprof.records.result import Component, Evidence
 
 SAVED = "saved"
 LOGITS = "logits"

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.categories import EINSUMS, Scope, categorise
-from dpprof.ledger.costs import Cost, Rule, learn_rule
-from dpprof.methods.base import finds_norms
+from dpprof.flops.op_costs import Cost, Rule, learn_rule
+from dpprof.flops.op_kinds import EINSUMS, Scope, categorise
 from dpprof.methods.tensors import tensors_in
-from dpprof.result import Category, Phase
+from dpprof.methods.training_step import finds_norms
+from dpprof.records.result import Category, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)

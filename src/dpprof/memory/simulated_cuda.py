@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dpprof.ledger import attention
-from dpprof.ledger.recorder import Workspace
-from dpprof.result import Phase
+from dpprof.memory import attention_backends
+from dpprof.memory.recorder import Workspace
+from dpprof.records.result import Phase
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ class Choices(NamedTuple):
     backward's (ATen/cuda/CublasHandlePool.cpp)."""
 
     attention: bool = True
-    """Run the kernels that CUDA would choose (``ledger.attention``)."""
+    """Run the kernels that CUDA would choose (``memory.attention_backends``)."""
 
     foreach: bool = True
     """Let optimizers work on all parameters at once, CUDA's default (torch/optim/optimizer.py,
@@ -84,7 +84,7 @@ def _embedding_backward(_gradient: Tensor, indices: Tensor, rows: int, *_: Any, 
 
 
 WORKSPACES: Mapping[Any, Workspace] = {
-    **attention.WORKSPACES,
+    **attention_backends.WORKSPACES,
     aten.embedding_dense_backward: _embedding_backward,
 }
 """What CUDA's kernels take and give back, by overload packet."""
@@ -114,7 +114,9 @@ whose kernels turn each element into float32 as they read it: no copy is made.""
 class _CudaFunctions(TorchFunctionMode):
     """Calls what CUDA would call."""
 
-    def __init__(self, choices: Choices, gpu: attention.Gpu, notes: dict[str, str]) -> None:
+    def __init__(
+        self, choices: Choices, gpu: attention_backends.Gpu, notes: dict[str, str]
+    ) -> None:
         super().__init__()
         self._autocast = choices.autocast
         self._gpu = gpu
@@ -150,10 +152,10 @@ class _CudaFunctions(TorchFunctionMode):
         scale: float | None = None,
         **_: Any,
     ) -> Any:
-        asked = attention.Asked(q, k, v, attn_mask, dropout_p, is_causal)
-        choice = attention.choose_backend(asked, self._gpu)
+        asked = attention_backends.Asked(q, k, v, attn_mask, dropout_p, is_causal)
+        choice = attention_backends.choose_backend(asked, self._gpu)
         self._notes[f"attention: {choice.backend}"] = choice.why
-        return attention.run_backend(choice.backend, asked, scale)
+        return attention_backends.run_backend(choice.backend, asked, scale)
 
 
 def _is_reduced(value: Any) -> bool:
@@ -181,7 +183,7 @@ def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterato
         What was chosen, with the reason; it grows as choices are made.
     """
     notes: dict[str, str] = {}
-    gpu = attention.Gpu(compute_capability, torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    gpu = attention_backends.Gpu(compute_capability, torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     # By name in sys.modules: torch.optim removes this module from its own attributes.
     optimizers = importlib.import_module("torch.optim.optimizer")
     devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
@@ -195,7 +197,7 @@ def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterato
         if choices.autocast:
             clipping.enter_context(_patch_loaded("dpprof.clipping.layers", "is_cuda"))
         if choices.kernels:
-            clipping.enter_context(_patch_loaded("dpprof.norms.fused", "is_cuda"))
+            clipping.enter_context(_patch_loaded("dpprof.norms.triton_ops", "is_cuda"))
             clipping.enter_context(_patch_loaded("dpprof.norms.placement", "is_cuda"))
         yield notes
 

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from dpprof.closing import close_books
-from dpprof.experiment import Experiment
-from dpprof.ledger.attention import LEAST
-from dpprof.ledger.books import Holding, Step
-from dpprof.ledger.costs import COUNTED
-from dpprof.ledger.model_flops import model_flops_per_token
-from dpprof.ledger.recorder import Kind, Op
+from dpprof.flops.model_flops import model_flops_per_token
+from dpprof.flops.op_costs import COUNTED
+from dpprof.memory.attention_backends import LEAST
+from dpprof.memory.recorder import Kind, Op
+from dpprof.memory.timeline import Holding, Step
 from dpprof.models.build import find_dimensions
-from dpprof.result import (
+from dpprof.records.reconciliation import close_books
+from dpprof.records.result import (
     COMPONENTS,
     EVIDENCE,
     AtPeak,
@@ -32,7 +31,8 @@ from dpprof.result import (
     Timeline,
     Work,
 )
-from dpprof.target import Dtype, Target
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.target import Dtype, Target
 
 LARGEST = 15
 """So many holdings at the peak are listed one by one."""

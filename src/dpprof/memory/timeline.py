@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dpprof.ledger.components import Owner, find_owner
-from dpprof.ledger.recorder import Event, Kind, Op, Recorder, Storage
-from dpprof.result import COMPONENTS, Component, Phase
+from dpprof.memory.owners import Owner, find_owner
+from dpprof.memory.recorder import Event, Kind, Op, Recorder, Storage
+from dpprof.records.result import COMPONENTS, Component, Phase
 
 _COLUMN = {component: column for column, component in enumerate(COMPONENTS)}
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from dpprof.experiment import Experiment
-from dpprof.mechanisms import FLAT
-from dpprof.result import Component, NormChoice, Phase
+from dpprof.records.result import Component, NormChoice, Phase
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import FLAT
 
 UNLABELLED = -100
 """The label of a token that no loss counts, as PyTorch's cross-entropy has it."""
@@ -75,7 +75,7 @@ class TrainingStep(ABC):
         experiment: Clipping bound, noise multiplier and batch size are taken from it.
 
     Raises:
-        dpprof.catalogue.UnsupportedError: The method cannot train this model in this way.
+        dpprof.spec.registry.UnsupportedError: The method cannot train this model in this way.
     """
 
     module: nn.Module

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from dpprof.experiment import Experiment
+from dpprof.spec.experiment import Experiment
 
 
 def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:

@@ -20,12 +20,12 @@ from typing import Any, Self
 
 import torch
 
-from dpprof.ledger.counter import Counter
+from dpprof.flops.counter import Counter
 from dpprof.monitor.metrics import NAMES, Figure, Metrics, Window, Work, derive_metrics
 from dpprof.monitor.peak import find_peak
 from dpprof.monitor.sinks import Sink
-from dpprof.target import DTYPES, Dtype
-from dpprof.validation import one_of, refuse
+from dpprof.spec.target import DTYPES, Dtype
+from dpprof.spec.validation import one_of, refuse
 
 
 class Monitor:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from dpprof.norms.precision import name_precision
-from dpprof.norms.programs import sum_gram_squares, sum_product_squares, sum_scaled
+from dpprof.norms.float32_products import name_precision
+from dpprof.norms.triton_kernels import sum_gram_squares, sum_product_squares, sum_scaled
 from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SCALED
 
 PROGRAMS = 1024
@@ -51,7 +51,7 @@ def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     Returns:
         (3, B) in float32, inf where that is too small: the squared norms, the sums of
         (x_t . x_s)^2, and of (g_t . g_s)^2. Products of float32 are exact, or three of
-        TF32 each where PyTorch may use TF32 (``norms.precision``); sums are float32.
+        TF32 each where PyTorch may use TF32 (``norms.float32_products``); sums are float32.
 
     Raises:
         TypeError: The dtypes differ, or are others, such as float64.
@@ -71,7 +71,7 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
     Returns:
         (B,) in float32, inf where that is too small. Products of float32 are exact, or three of
-        TF32 each where PyTorch may use TF32 (``norms.precision``); sums are float32.
+        TF32 each where PyTorch may use TF32 (``norms.float32_products``); sums are float32.
 
     Raises:
         TypeError: The dtypes differ, or are others, such as float64.

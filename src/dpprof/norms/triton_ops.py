@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dpprof.norms.precision import name_precision
+from dpprof.norms.float32_products import name_precision
 
 KERNELS = {"tiled gram": "gram_squares", "tiled product": "product_squares"}
 """By the way to a norm that they are."""
@@ -106,11 +106,11 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 
 def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    from dpprof.norms import kernels  # noqa: PLC0415 (it imports triton)
+    from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    squares: Tensor = getattr(kernels, kernel)(x_BTd, g_BTp)
+    squares: Tensor = getattr(triton_launch, kernel)(x_BTd, g_BTp)
     if len(x_BTd):
-        _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = kernels.tell_tiles(kernel)
+        _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = triton_launch.tell_tiles(kernel)
     return squares
 
 
@@ -119,9 +119,9 @@ def scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> Tensor:
     """Sum what a normalisation's scale adds, in one pass over both tensors; (B, d) float32."""
-    from dpprof.norms import kernels  # noqa: PLC0415 (it imports triton)
+    from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    return kernels.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
+    return triton_launch.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
 
 
 SCALE = torch.ops.dpprof.scale_gradients

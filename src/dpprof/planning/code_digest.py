@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dpprof import catalogue
-from dpprof.experiment import Dimensions, Experiment
-from dpprof.provenance import CHECKOUT, package_versions
-from dpprof.verdict import BUILT_IN
+from dpprof.records.provenance import package_versions
+from dpprof.records.verdict import BUILT_IN
+from dpprof.spec import registry
+from dpprof.spec.experiment import Dimensions, Experiment
+from dpprof.system.paths import CHECKOUT, PACKAGE
 
-PACKAGE = Path(__file__).resolve().parent
 SCRIPTS = CHECKOUT / "workflow" / "scripts"
 TEMPLATES = CHECKOUT / "workflow" / "templates"
 
@@ -88,26 +88,26 @@ def measuring_files(instrument: str, method: str) -> list[Path]:
     Beside what the worker loads, that is the supervisor with its limits and judgements,
     and the measuring script; not what parses its options or tells progress.
     """
-    entries = [PACKAGE / "worker.py", PACKAGE / "supervisor.py"]
+    entries = [PACKAGE / "launch" / "worker.py", PACKAGE / "launch" / "supervisor.py"]
     entries += sorted((PACKAGE / "models").glob("*.py"))
     named = (
-        catalogue.source_file("instruments", instrument),
-        catalogue.source_file("methods", method),
+        registry.source_file("instruments", instrument),
+        registry.source_file("methods", method),
     )
     files = closure([*entries, *(file for file in named if file is not None)])
     return [SCRIPTS / "profile_experiment.py", *files]
 
 
-def foreign_parts(experiment: Experiment) -> tuple[tuple[catalogue.Group, str], ...]:
+def foreign_parts(experiment: Experiment) -> tuple[tuple[registry.Group, str], ...]:
     """List the experiment's model and target, by group and name, where others provide them."""
-    named: list[tuple[catalogue.Group, Any]] = [
+    named: list[tuple[registry.Group, Any]] = [
         ("models", experiment.model),
         ("targets", experiment.target),
     ]
     return tuple(
         (group, name)
         for group, name in named
-        if isinstance(name, str) and not catalogue.is_own(group, name)
+        if isinstance(name, str) and not registry.is_own(group, name)
     )
 
 
@@ -122,19 +122,19 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
 
 @functools.cache
 def _code_digest(
-    instrument: str, method: str, foreign: tuple[tuple[catalogue.Group, str], ...]
+    instrument: str, method: str, foreign: tuple[tuple[registry.Group, str], ...]
 ) -> str:
-    names: list[tuple[catalogue.Group, str]] = [
+    names: list[tuple[registry.Group, str]] = [
         ("instruments", instrument),
         ("methods", method),
         *foreign,
     ]
     files = measuring_files(instrument, method)
-    files += filter(None, [catalogue.source_file(*part) for part in foreign])
+    files += filter(None, [registry.source_file(*part) for part in foreign])
     return _digest(
         files,
         package_versions(("torch", "opacus")),
-        [catalogue.distribution_of(group, name) for group, name in names],
+        [registry.distribution_of(group, name) for group, name in names],
     )
 
 
@@ -145,7 +145,7 @@ def verified_as(model: str | Dimensions) -> str:
     Every size of dpprof's own transformer has the same layers, so one stands for all.
     """
     own_sizes = PACKAGE / "models" / "presets.py"
-    if isinstance(model, str) and catalogue.source_file("models", model) != own_sizes:
+    if isinstance(model, str) and registry.source_file("models", model) != own_sizes:
         return model
     return BUILT_IN
 
@@ -155,10 +155,11 @@ def verifying_files(model: str, method: str) -> list[Path]:
 
     They are the method, the models, the references, and what puts them together.
     """
-    entries = [*(PACKAGE / "verification").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
-    named = [catalogue.source_file("methods", method)]
+    entries = [PACKAGE / "launch" / "verification_run.py"]
+    entries += [*(PACKAGE / "verification").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
+    named = [registry.source_file("methods", method)]
     if model != BUILT_IN:
-        named.append(catalogue.source_file("models", model))
+        named.append(registry.source_file("models", model))
     return [
         SCRIPTS / "verify_method.py",
         *closure([*entries, *(file for file in named if file is not None)]),
@@ -173,18 +174,18 @@ def verdict_digest(model: str, method: str) -> str:
         model: Of ``verified_as``.
         method: A method's name.
     """
-    names: list[tuple[catalogue.Group, str]] = [("methods", method)]
+    names: list[tuple[registry.Group, str]] = [("methods", method)]
     names += [("models", model)] if model != BUILT_IN else []
     return _digest(
         verifying_files(model, method),
         package_versions(("torch", "opacus")),
-        [catalogue.distribution_of(group, name) for group, name in names],
+        [registry.distribution_of(group, name) for group, name in names],
     )
 
 
 def limiting_files() -> list[Path]:
     """List the files that a device's ceilings rest on."""
-    entries = [PACKAGE / "devices" / name for name in ("apart.py", "limits.py")]
+    entries = [PACKAGE / "launch" / "ceilings_run.py", PACKAGE / "devices" / "limits.py"]
     return [SCRIPTS / "measure_ceilings.py", *closure(entries)]
 
 
@@ -202,7 +203,7 @@ def derived_digests() -> dict[str, str]:
     """
     figures = {
         f"figure-{name}": _digest(closure([SCRIPTS / "draw_figure.py", *_files_of(name)]))
-        for name in catalogue.names("figures")
+        for name in registry.names("figures")
     }
     templates = sorted(TEMPLATES.iterdir())
     return figures | {
@@ -212,5 +213,5 @@ def derived_digests() -> dict[str, str]:
 
 
 def _files_of(figure: str) -> list[Path]:
-    file = catalogue.source_file("figures", figure)
+    file = registry.source_file("figures", figure)
     return [] if file is None else [file]

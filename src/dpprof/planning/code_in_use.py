@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from dpprof.console import say
-from dpprof.sources import file_digest, read_anew
-from dpprof.storage import sha256_hex
+from dpprof.planning.code_digest import file_digest, read_anew
+from dpprof.system.console import say
+from dpprof.system.files import sha256_hex
 
 
 class CodeInUse:

@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from dpprof.validation import InputError
+from dpprof.spec.validation import InputError
 
 
 def offer_interpreter() -> None:

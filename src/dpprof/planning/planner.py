@@ -13,13 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpprof import catalogue
-from dpprof.catalogue import PREDICTIONS, refuse_target
-from dpprof.ceilings import CEILINGS, ceilings_path, device_name
-from dpprof.experiment import Experiment
-from dpprof.hardware import available_cores, cpu_name, resolve_device, visible_gpus
-from dpprof.result import result_path
-from dpprof.sources import (
+from dpprof.planning.code_digest import (
     ceilings_digest,
     code_digest,
     derived_digests,
@@ -27,16 +21,22 @@ from dpprof.sources import (
     verdict_digest,
     verified_as,
 )
-from dpprof.storage import (
+from dpprof.records.ceilings import CEILINGS, ceilings_path, device_name
+from dpprof.records.result import result_path
+from dpprof.records.verdict import BUILT_IN, VERDICTS, verdict_path
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import PREDICTIONS, refuse_target
+from dpprof.spec.sweep import Config, Run, expand, given, parse_config
+from dpprof.spec.validation import InputError, explain
+from dpprof.system.files import (
     canonical_json,
     read_json,
     sha256_hex,
     write_atomically,
     write_if_changed,
 )
-from dpprof.sweep import Config, Run, expand, given, parse_config
-from dpprof.validation import InputError, explain
-from dpprof.verdict import BUILT_IN, VERDICTS, verdict_path
+from dpprof.system.hardware import available_cores, cpu_name, resolve_device, visible_gpus
 
 PLAN = Path("results") / "plan"
 TABLES = Path("results") / "tables"
@@ -154,10 +154,10 @@ def _check_names(config: Config) -> None:
     grids |= {f"sweeps.{name}": sweep for name, sweep in config.sweeps.items()}
     grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
     for where, grid in grids.items():
-        for key, group in catalogue.NAMING.items():
+        for key, group in registry.NAMING.items():
             for name in given(grid).get(key, []):
                 if isinstance(name, str):
-                    catalogue.check(group, name, f"{where}.{key}")
+                    registry.check(group, name, f"{where}.{key}")
 
 
 def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -> Plan:
@@ -170,7 +170,7 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
     Raises:
         InputError: The config cannot be meant; one sentence per problem.
     """
-    config = parse_config(raw, catalogue.names_by_key())
+    config = parse_config(raw, registry.names_by_key())
     _check_names(config)
     sweeps_of: dict[Run, list[str]] = {}
     for name, runs in expand(config, device).items():

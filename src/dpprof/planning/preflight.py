@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.config_files import read_config_file
-from dpprof.validation import InputError
+from dpprof.spec.config_files import read_config_file
+from dpprof.spec.validation import InputError
 
 
 def refuse_config_files(arguments: Sequence[str]) -> None:

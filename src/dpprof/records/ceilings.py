@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dpprof.sealed import Part, read_sealed, write_sealed
-from dpprof.target import DTYPES, Dtype
+from dpprof.records.record import Part, read_sealed, write_sealed
+from dpprof.spec.target import DTYPES, Dtype
 
 SCHEMA_VERSION: Literal[1] = 1
 

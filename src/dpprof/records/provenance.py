@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
-from dpprof.experiment import Experiment
-from dpprof.hardware import cpu_name, torch_build
+from dpprof.spec.experiment import Experiment
+from dpprof.system.hardware import cpu_name, torch_build
+from dpprof.system.paths import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 """The folder that holds ``src``; a git checkout where dpprof is used as a workflow."""
 
 _PACKAGES = ("torch", "opacus", "numpy", "triton", "snakemake", "pydantic", "dpprof")

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from dpprof.experiment import Experiment
-from dpprof.result import Attribution, Evidence
+from dpprof.records.result import Attribution, Evidence
+from dpprof.spec.experiment import Experiment
 
 JOINED = "joined in tables"
 """Why a figure is null that needs the result of another process."""

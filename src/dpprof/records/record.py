@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpprof.messages import escape_all
-from dpprof.storage import canonical_json, read_json, sha256_hex, write_atomically
-from dpprof.validation import explain, shorten
+from dpprof.spec.validation import explain, shorten
+from dpprof.system.files import canonical_json, read_json, sha256_hex, write_atomically
+from dpprof.system.messages import escape_all
 
 
 class Part(BaseModel):

@@ -5,8 +5,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from dpprof.experiment import Experiment
-from dpprof.sealed import Part, ResultError, read_sealed, write_sealed
+from dpprof.records.record import Part, ResultError, read_sealed, write_sealed
+from dpprof.spec.experiment import Experiment
 
 SCHEMA_VERSION: Literal[1] = 1
 

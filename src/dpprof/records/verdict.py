@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from dpprof.mechanisms import FLAT, NO_CLIPPING
-from dpprof.sealed import Part, ResultError, read_sealed, write_sealed
+from dpprof.records.record import Part, ResultError, read_sealed, write_sealed
+from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 
 SCHEMA_VERSION: Literal[2] = 2
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.records.result import CATEGORIES
 from dpprof.report.cells import Cell, amount, column, number, percent, significant, tabulate
 from dpprof.report.document import Paragraph, Table
 from dpprof.report.naming import ORDER, name_experiments, texts
-from dpprof.result import CATEGORIES
 
 _MS = 1e-3
 _MIB = 2**20

@@ -5,8 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.composition import needed_bytes
 from dpprof.analysis.frames import BASELINE, SETTING
+from dpprof.analysis.peak_composition import needed_bytes
+from dpprof.records.result import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
     Cell,
     amount,
@@ -19,7 +20,6 @@ from dpprof.report.cells import (
 )
 from dpprof.report.document import Paragraph, Table
 from dpprof.report.naming import ORDER, name_experiments, texts
-from dpprof.result import COMPONENTS, EVIDENCE
 
 _MIB = 2**20
 _GIB = 2**30
@@ -36,7 +36,7 @@ def owners(composition: pd.DataFrame) -> Told:
     """Say who owns the memory at the peak, and what makes it; nothing where nobody kept books.
 
     Args:
-        composition: Of ``analysis.composition``.
+        composition: Of ``analysis.peak_composition``.
     """
     rows = _here(composition)
     if rows.empty:
@@ -77,7 +77,7 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
     """Say what is predicted for targets; nothing where there is none.
 
     Args:
-        composition: Of ``analysis.composition``.
+        composition: Of ``analysis.peak_composition``.
         costs: The table ``costs``, one row for each experiment.
     """
     rows = composition[composition["target"].notna()]
@@ -125,7 +125,7 @@ def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
     """Say how far books and allocator agree, and how owners are known; nothing without books.
 
     Args:
-        composition: Of ``analysis.composition``.
+        composition: Of ``analysis.peak_composition``.
         peaks: The table ``peaks``.
     """
     here = composition["target"].isna() | composition["allocator_peak_bytes"].notna()

@@ -2,9 +2,9 @@
 
 import pandas as pd
 
+from dpprof.records.result import OUTCOMES
 from dpprof.report.cells import MAX_ROWS, Cell, column, tabulate, text_of
 from dpprof.report.document import Bullets, Paragraph, Picture, Table
-from dpprof.result import OUTCOMES
 
 Blocks = list[Paragraph | Bullets | Table | Picture]
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.composition import needed_bytes
 from dpprof.analysis.frames import BASELINE, varying_axes
+from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.analysis.statistics import NO_DIFFERENCE
+from dpprof.records.result import COMPONENTS
 from dpprof.report.cells import number, plural, span
 from dpprof.report.document import Bullets, Paragraph
-from dpprof.result import COMPONENTS
 
 MAX_SETTINGS = 8
 """With more settings, the findings count over all of them instead of telling each."""
@@ -79,7 +79,7 @@ def tell_books(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
     """Say what owns most of the highest peak of the largest setting, and what fits on targets.
 
     Args:
-        composition: Of ``analysis.composition``.
+        composition: Of ``analysis.peak_composition``.
     """
     here = composition[composition["target"].isna()]
     said = [] if here.empty else [_highest_peak(here)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.verified import (
+from dpprof.analysis.standings import (
     DAGGER,
     DOUBLE_DAGGER,
     Marks,
@@ -15,9 +15,9 @@ from dpprof.analysis.verified import (
     name_unverified,
     sign,
 )
+from dpprof.records.verdict import TOLERANCE
 from dpprof.report.cells import Cell, column, plural, tabulate, text_of
 from dpprof.report.document import Bullets, Document, Paragraph, Picture, Table
-from dpprof.verdict import TOLERANCE
 
 TITLE = "Do the methods compute the same gradient?"
 

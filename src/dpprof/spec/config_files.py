@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from dpprof.console import printable
-from dpprof.validation import InputError
+from dpprof.spec.validation import InputError
+from dpprof.system.console import printable
 
 MAX_BYTES = 16 * 2**20
 MAX_VALUES = 100_000

@@ -6,7 +6,7 @@ the data sheets' dense figures: those of sparse matrices, twice as high, are nob
 A test computes the peaks again from processors and clocks, which a sparse one fails.
 """
 
-from dpprof.target import Dtype, Target
+from dpprof.spec.target import Dtype, Target
 
 _CONTEXT = 600 * 2**20
 """A CUDA context with cuBLAS and cuDNN loaded: 300 to 450 MiB are reported for the bare

@@ -16,10 +16,10 @@ from pydantic import (
     model_validator,
 )
 
-from dpprof.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
-from dpprof.storage import canonical_json, read_json, sha256_hex
-from dpprof.target import Dtype, Target
-from dpprof.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, explain, refuse
+from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
+from dpprof.spec.target import Dtype, Target
+from dpprof.spec.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, explain, refuse
+from dpprof.system.files import canonical_json, read_json, sha256_hex
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """What a model, method or instrument may be called: safe in a path, a shell and a report."""

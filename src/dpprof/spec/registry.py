@@ -14,10 +14,10 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
 
-from dpprof.experiment import Experiment
-from dpprof.hardware import why_no_cuda
-from dpprof.provenance import CHECKOUT
-from dpprof.validation import one_of, refuse
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.validation import one_of, refuse
+from dpprof.system.hardware import why_no_cuda
+from dpprof.system.paths import CHECKOUT
 
 PREDICTIONS = ("estimate", "capacity")
 """Instruments that run nothing: they need no device, and may run beside one another."""
@@ -36,7 +36,7 @@ NAMING: dict[str, Group] = {
     "target": "targets",
     "instruments": "instruments",
 }
-"""Keys whose values name something that the catalogue must know."""
+"""Keys whose values name something that the registry must know."""
 
 
 class EntryPointError(ImportError):

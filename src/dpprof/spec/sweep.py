@@ -11,9 +11,9 @@ from pydantic.annotated_handlers import GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from dpprof.experiment import Experiment, Name, settle_device
-from dpprof.quantities import Replicates
-from dpprof.validation import InputError, explain, refuse
+from dpprof.spec.experiment import Experiment, Name, settle_device
+from dpprof.spec.quantities import Replicates
+from dpprof.spec.validation import InputError, explain, refuse
 
 MAX_RUNS = 100_000
 """A config that asks for more runs than this is taken for a slip of the pen."""

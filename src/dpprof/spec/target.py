@@ -5,8 +5,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dpprof.quantities import Positive, Size
-from dpprof.storage import canonical_json
+from dpprof.spec.quantities import Positive, Size
+from dpprof.system.files import canonical_json
 
 Dtype = Literal["float32", "tf32", "bfloat16", "float64"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

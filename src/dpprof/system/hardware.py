@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 import pynvml
 
-from dpprof.console import say
+from dpprof.system.console import say
 
 
 class Gpu(NamedTuple):

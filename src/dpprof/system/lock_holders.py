@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from dpprof.messages import escape
+from dpprof.system.messages import escape
 
 _PROC = Path("/proc")
 _COMMAND_LIMIT = 160

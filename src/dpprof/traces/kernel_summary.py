@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpprof.result import CATEGORIES, PHASES, Copied, Kernel, Launched
-from dpprof.traces.attribution import FamilyOf, Ran, attribute, find_steps
+from dpprof.records.result import CATEGORIES, PHASES, Copied, Kernel, Launched
+from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
 from dpprof.traces.spans import Trace, cover_s
 
 LARGEST = 15

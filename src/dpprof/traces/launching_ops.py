@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from dpprof.categories import EINSUMS, Family, Scope, categorise
-from dpprof.result import PHASES, Category, Phase
+from dpprof.flops.op_kinds import EINSUMS, Family, Scope, categorise
+from dpprof.records.result import PHASES, Category, Phase
 from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
 
 FamilyOf = Callable[[str], Family | None]
