@@ -4,7 +4,7 @@ import json
 
 import pytest
 from factory import make_experiment, write_synthetic_verdict
-from test_scripts import ROOT, run
+from scripts import ROOT, run
 
 from dpprof.planning.code_digest import verdict_digest
 

@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
+from scripts import ROOT, run
 
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.result import read_result
 from dpprof.spec.experiment import Experiment
-
-ROOT = Path(__file__).parents[1]
-
-
-def run(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "workflow" / "scripts" / script), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-    )
 
 
 def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:

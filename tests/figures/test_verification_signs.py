@@ -1,9 +1,9 @@
 """Methods that are not verified, or another mechanism, bear a sign in every figure."""
 
 import pytest
+from drawing import FIGURES, draw, tables_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from test_figures import FIGURES, draw, tables_of
 
 from dpprof.figures.verification_signs import mark_methods
 

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_scripts import run
+from scripts import run
 
 from dpprof.launch import ceilings_run
 from dpprof.launch.device_lock import hold_one

@@ -20,7 +20,7 @@ from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
 from dpprof.spec import registry
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
 SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
 

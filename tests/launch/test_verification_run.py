@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_scripts import run
+from scripts import run
 
 from dpprof.launch import verification_run
 from dpprof.launch.device_lock import hold_one

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from test_books import B, P, at_end_of, at_peak, keep
+from memory_steps import B, P, at_end_of, at_peak, keep
 from torch import nn
 
 from dpprof.memory.owners import Owner, find_owner

@@ -45,7 +45,8 @@ def test_the_digest_covers_every_file_that_a_worker_really_loads(instrument) -> 
 VERIFIED = """
 import json, sys
 from dpprof.records.verdict import judged
-from dpprof.verification import apart, verify
+from dpprof.launch import verification_run
+from dpprof.verification import verify
 cases = judged(verify.verify("built-in", "opacus-ghost").cases)
 assert {one.outcome for one in cases} == {"passed"}, cases
 files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
@@ -62,7 +63,8 @@ def test_a_verdicts_digest_covers_every_file_that_verifying_really_loads() -> No
 
 LIMITED = """
 import json, sys
-from dpprof.devices import apart, limits
+from dpprof.devices import limits
+from dpprof.launch import ceilings_run
 limits.measure_limits(limits.open_device("cpu"), limits.Extent((4,), (64,), 0.001, 1))
 files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
 print("LOADED", json.dumps(files))

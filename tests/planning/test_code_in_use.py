@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import refuse, wait_for
 from factory import make_experiment
 from fresh_process import ROOT
-from test_asking import refuse, wait_for
 
 from dpprof.launch.device_lock import hold_one
 from dpprof.records.record import read_sealed

@@ -331,7 +331,7 @@ def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
 
 
 def test_the_reference_matrix_is_complete() -> None:
-    path = Path(__file__).parents[1] / "config" / "reference.yaml"
+    path = Path(__file__).parents[2] / "config" / "reference.yaml"
     plan = plan_of(yaml.safe_load(path.read_text()))
 
     found = {(e.method, e.batch_size, e.seq_len) for e in plan.experiments.values()}
@@ -343,6 +343,6 @@ def test_the_reference_matrix_is_complete() -> None:
 
 @pytest.mark.parametrize("name", ["config.yaml", "smoke.yaml", "reference.yaml"])
 def test_shipped_configs_plan(name: str) -> None:
-    path = Path(__file__).parents[1] / "config" / name
+    path = Path(__file__).parents[2] / "config" / name
 
     assert plan_of(yaml.safe_load(path.read_text())).manifest.runs

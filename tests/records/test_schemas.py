@@ -16,7 +16,7 @@ from dpprof.records.schemas import generated_files
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.sweep import Config, Sweep
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULT_SCHEMA = ROOT / "workflow" / "schemas" / "result.schema.json"
 VERDICT_SCHEMA = ROOT / "workflow" / "schemas" / "verdict.schema.json"
 CEILINGS_SCHEMA = ROOT / "workflow" / "schemas" / "ceilings.schema.json"

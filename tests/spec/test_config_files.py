@@ -10,7 +10,7 @@ import yaml
 from dpprof.spec.config_files import parse_config_text, read_config_file
 from dpprof.spec.validation import InputError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"

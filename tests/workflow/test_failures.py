@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PLUGIN, TABLES, Checkout, wait_for
+from checkout import PLUGIN, TABLES, Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 
