@@ -18,14 +18,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dpprof.closing import bound_bytes
 from dpprof.devices.allocations import CpuRecorder
-from dpprof.experiment import Experiment
-from dpprof.instruments import account, phases
+from dpprof.instruments import memory, phases
 from dpprof.instruments.setup import begin, set_up
-from dpprof.ledger.recorder import Recorder
-from dpprof.ledger.workspaces import CPU_WORKSPACES
-from dpprof.result import Memory, Phase
+from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.recorder import Recorder
+from dpprof.records.reconciliation import bound_bytes
+from dpprof.records.result import Memory, Phase
+from dpprof.spec.experiment import Experiment
 
 METHODS = (
     "standard",
@@ -55,8 +55,8 @@ def ignore(_phase: Phase) -> None:
 def look_three_ways(experiment: Experiment) -> dict[str, Any]:
     """Follow the allocator, keep the books, estimate: the peaks and components of one step."""
     truth = _memory(phases.measure(experiment, ignore).memory)
-    books = _memory(account.measure(experiment, ignore).memory)
-    guess = _memory(account.estimate(experiment, ignore).memory)
+    books = _memory(memory.measure(experiment, ignore).memory)
+    guess = _memory(memory.estimate(experiment, ignore).memory)
     assert truth.peak_allocated_bytes is not None
     assert books.at_peak is not None
     assert books.attribution is not None
@@ -84,9 +84,9 @@ def look_at_the_looking(experiment: Experiment) -> dict[str, Any]:
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        bookkeeper = account.Bookkeeper(recorder, training.step, ignore)
+        bookkeeper = memory.Bookkeeper(recorder, training.step, ignore)
         with allocator.window("all"):
-            account.keep_books(bookkeeper, training.batch, experiment.warmup_steps + 1)
+            memory.keep_books(bookkeeper, training.batch, experiment.warmup_steps + 1)
     return {"attached": allocator.close().peaks["all"].allocated_bytes}
 
 

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dpprof import catalogue
-from dpprof.console import say
-from dpprof.planning import Manifest
+from dpprof.planning.planner import Manifest
+from dpprof.spec import registry
+from dpprof.system.console import say
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIM = 40
@@ -31,7 +31,7 @@ def write_results(folder: Path, count: int) -> Path:
     """Write synthetic results and the manifest that lists them; returns the manifest's path."""
     sys.path.append(str(ROOT / "tests"))
     factory: Any = importlib.import_module("factory")
-    methods = catalogue.names("methods")
+    methods = registry.names("methods")
     lengths = (64, 128, 256, 512)
     batches = range(1, 2 + count // (len(lengths) * len(methods) * REPLICATES))
     grid = itertools.product(batches, lengths, enumerate(methods), range(REPLICATES))
@@ -86,7 +86,7 @@ def main() -> None:
         folder = Path(temporary)
         manifest = write_results(folder, arguments.results)
         tables, output = folder / "results" / "tables", folder / "results"
-        figures = catalogue.names("figures")
+        figures = registry.names("figures")
         yardstick = [import_s() for _ in range(3)]
         parts = {
             "tables": run("build_tables.py", f"--manifest={manifest}", f"--output-dir={tables}")

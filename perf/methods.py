@@ -20,15 +20,15 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import torch
 
-from dpprof.console import say
 from dpprof.devices.cpu import Cpu
-from dpprof.experiment import Experiment
 from dpprof.figures.style import method_style
-from dpprof.hardware import available_cores, cpu_name
-from dpprof.instruments import account
+from dpprof.instruments import memory
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.provenance import package_versions
-from dpprof.result import Phase
+from dpprof.records.provenance import package_versions
+from dpprof.records.result import Phase
+from dpprof.spec.experiment import Experiment
+from dpprof.system.console import say
+from dpprof.system.hardware import available_cores, cpu_name
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash", "flash-bk")
 GRID = (
@@ -75,7 +75,7 @@ def measure(shape: Shape, rounds: int) -> Row:
         )
         for method in METHODS
     }
-    counted = {method: account.estimate(e, ignore) for method, e in experiments.items()}
+    counted = {method: memory.estimate(e, ignore) for method, e in experiments.items()}
     steps: dict[str, list[float]] = {method: [] for method in METHODS}
     trainings = {
         method: set_up(e, import_method(e), Cpu(), lambda *_: None)

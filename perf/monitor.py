@@ -19,12 +19,12 @@ from typing import NamedTuple
 import torch
 
 import bare_loop
-from dpprof.console import say
-from dpprof.experiment import Dimensions
-from dpprof.hardware import available_cores, cpu_name
 from dpprof.models.presets import SMALL, TINY
 from dpprof.monitor import Monitor, TensorBoard, model_flops_per_token
-from dpprof.provenance import package_versions
+from dpprof.records.provenance import package_versions
+from dpprof.spec.experiment import Dimensions
+from dpprof.system.console import say
+from dpprof.system.hardware import available_cores, cpu_name
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 import torch
 
 import bare_loop
-from dpprof.console import say
 from dpprof.devices.selection import open_device
-from dpprof.experiment import Experiment
-from dpprof.handover import PhaseMark
-from dpprof.hardware import available_cores, cpu_name
 from dpprof.instruments.clean import time_steps
 from dpprof.instruments.setup import import_method, set_up
+from dpprof.launch.protocol import PhaseMark
 from dpprof.models.presets import TINY
-from dpprof.provenance import package_versions
+from dpprof.records.provenance import package_versions
+from dpprof.spec.experiment import Experiment
+from dpprof.system.console import say
+from dpprof.system.hardware import available_cores, cpu_name
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 
 ROWS = {

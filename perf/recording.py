@@ -15,14 +15,14 @@ from pathlib import Path
 
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from dpprof.console import say
 from dpprof.devices.cpu import Cpu
-from dpprof.experiment import Experiment
-from dpprof.instruments.account import Bookkeeper
+from dpprof.instruments.memory import Bookkeeper
 from dpprof.instruments.setup import Training, import_method, set_up
-from dpprof.ledger.fake import INSTEAD, fake_tensors
-from dpprof.ledger.recorder import Recorder
-from dpprof.result import Phase
+from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
+from dpprof.memory.recorder import Recorder
+from dpprof.records.result import Phase
+from dpprof.spec.experiment import Experiment
+from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
 
 REAL = {"model": "small", "batch_size": 4, "seq_len": 256, "device": "cpu"}

@@ -2,13 +2,8 @@
 
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
 
 
 @pytest.fixture(autouse=True)

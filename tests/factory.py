@@ -7,12 +7,11 @@ import pandas as pd
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
-from dpprof.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
-from dpprof.closing import JOINED
-from dpprof.experiment import Experiment
-from dpprof.mechanisms import FLAT
-from dpprof.planning import Manifest, PlannedRun
-from dpprof.result import (
+from dpprof.planning.code_digest import verified_as
+from dpprof.planning.planner import Manifest, PlannedRun
+from dpprof.records.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
+from dpprof.records.reconciliation import JOINED
+from dpprof.records.result import (
     COMPONENTS,
     EVIDENCE,
     Attempt,
@@ -21,8 +20,9 @@ from dpprof.result import (
     result_path,
     write_result,
 )
-from dpprof.sources import verified_as
-from dpprof.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
+from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import FLAT
 
 Tables = dict[str, pd.DataFrame]
 CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from dpprof import catalogue
+from dpprof.spec import registry
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / "README.md"]
@@ -21,7 +21,7 @@ def test_links_and_pictures_exist(document: Path) -> None:
 def test_documented_names_are_the_declared_ones() -> None:
     text = (ROOT / "docs" / "methods.md").read_text()
     for group in ("models", "methods", "instruments", "targets"):
-        for name in catalogue.names(group):
+        for name in registry.names(group):
             assert f"| `{name}` |" in text
 
 

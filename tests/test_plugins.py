@@ -14,12 +14,12 @@ from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 from torch import Tensor, nn
 
-from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
-from dpprof.methods.base import Batch, TrainingStep
 from dpprof.methods.microbatch import Microbatch
+from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.models.build import build_model
-from dpprof.verdict import judge, name_holes
+from dpprof.records.verdict import judge, name_holes
+from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
 from dpprof.verification.verify import verify
 
 B, T = 3, 16
@@ -68,9 +68,9 @@ def test_an_installed_package_is_measured_accounted_for_and_predicted(installed,
 def example(installed, monkeypatch) -> type[TrainingStep]:
     """The example's method, loaded by its name in this process."""
     monkeypatch.syspath_prepend(str(installed))
-    catalogue._entries.cache_clear()
-    yield catalogue.load("methods", "example-vmap")
-    catalogue._entries.cache_clear()
+    registry._entries.cache_clear()
+    yield registry.load("methods", "example-vmap")
+    registry._entries.cache_clear()
 
 
 def clipped(method: type[TrainingStep], model: str | dict, bound: float, noise: float) -> Tensor:
@@ -124,7 +124,7 @@ def test_a_methods_file_and_its_packages_version_count_and_other_methods_do_not(
     shutil.copytree(installed, plugin)
     code = """
 from factory import make_experiment
-from dpprof.sources import code_digest
+from dpprof.planning.code_digest import code_digest
 for method in ("example-vmap", "microbatch"):
     print(code_digest("clean", make_experiment(method=method)))
 """
@@ -144,7 +144,7 @@ for method in ("example-vmap", "microbatch"):
 BROKEN = {
     "broken.py": """
 from torch import nn
-from dpprof.catalogue import UnsupportedError
+from dpprof.spec.registry import UnsupportedError
 
 class NoStep:
     pass
@@ -158,7 +158,7 @@ def build_without_embedding(experiment):
 size = 3
 """,
     "asks.py": "import a_library_that_is_not_here",
-    "picky.py": "from dpprof.catalogue import UnsupportedError\nraise UnsupportedError('no luck')",
+    "picky.py": "from dpprof.spec.registry import UnsupportedError as No\nraise No('no luck')",
     "broken-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n",
     "broken-2.0.dist-info/entry_points.txt": """
 [dpprof.methods]
@@ -189,7 +189,7 @@ SENTENCES = {
     ),
     "method=no-step": (
         "the entry point 'no-step' of broken 2.0 in dpprof.methods names broken:NoStep, "
-        "which is no subclass of dpprof.methods.base.TrainingStep"
+        "which is no subclass of dpprof.methods.training_step.TrainingStep"
     ),
     "method=no-library": (
         "the entry point 'no-library' of broken 2.0 in dpprof.methods names asks:Method, which "
@@ -213,7 +213,7 @@ SENTENCES = {
     ),
     "target=no-target": (
         "the entry point 'no-target' of broken 2.0 in dpprof.targets names broken:size, "
-        "which is no dpprof.target.Target"
+        "which is no dpprof.spec.target.Target"
     ),
 }
 
@@ -231,7 +231,7 @@ def test_what_is_broken_is_planned_without_torch_and_told_in_one_sentence(broken
     code = """
 import json, sys, tempfile
 from factory import make_experiment
-from dpprof.sources import code_digest
+from dpprof.planning.code_digest import code_digest
 experiments = {}
 for case in sys.argv[1:]:
     key, _, name = case.partition("=")
@@ -239,8 +239,8 @@ for case in sys.argv[1:]:
     experiments[case] = make_experiment(**{key: name}, **others)
     code_digest("clean", experiments[case])
 assert "torch" not in sys.modules and "broken" not in sys.modules
-from dpprof.handover import PhaseMark
-from dpprof.worker import run
+from dpprof.launch.protocol import PhaseMark
+from dpprof.launch.worker import run
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
 told = {}

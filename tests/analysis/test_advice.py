@@ -6,8 +6,8 @@ import pytest
 from factory import make_experiment
 
 from dpprof.analysis.advice import CLOSE, Advice, advise
-from dpprof.result import Result, write_result
-from dpprof.verdict import Standing
+from dpprof.records.result import Result, write_result
+from dpprof.records.verdict import Standing
 
 CAPACITY = {
     "budget_bytes": 1000,

@@ -6,9 +6,9 @@ from factory import CPU, make_experiment, make_manifest, write_synthetic, write_
 from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.tables import build_tables
-from dpprof.ceilings import ceilings_path, device_name
-from dpprof.sealed import ResultError
-from dpprof.validation import InputError
+from dpprof.records.ceilings import ceilings_path, device_name
+from dpprof.records.record import ResultError
+from dpprof.spec.validation import InputError
 
 STANDARD = make_experiment()
 L4 = {"type": "cuda", "name": "NVIDIA L4", "uuid": "GPU-1"}

@@ -7,11 +7,11 @@ from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
+from dpprof.records.record import ResultError
+from dpprof.records.result import result_path
+from dpprof.records.verdict import verdict_path
 from dpprof.report.content import build_document
 from dpprof.report.render import render_markdown, render_summary
-from dpprof.result import result_path
-from dpprof.sealed import ResultError
-from dpprof.verdict import verdict_path
 
 EXPERIMENTS = [make_experiment(batch_size=size) for size in range(1, 15)]
 MANIFEST = make_manifest(*((experiment, 0) for experiment in EXPERIMENTS))

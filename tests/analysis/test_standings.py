@@ -5,11 +5,11 @@ from factory import make_experiment, make_manifest, tables_of_runs, write_synthe
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
+from dpprof.analysis.standings import name_holes, name_other_mechanisms, name_unverified
 from dpprof.analysis.tables import build_tables
-from dpprof.analysis.verified import name_holes, name_other_mechanisms, name_unverified
-from dpprof.planning import code_path
-from dpprof.sealed import ResultError
-from dpprof.verdict import verdict_path
+from dpprof.planning.planner import code_path
+from dpprof.records.record import ResultError
+from dpprof.records.verdict import verdict_path
 
 GHOST = make_experiment(method="opacus-ghost")
 HOOKS = make_experiment(method="opacus-hooks")

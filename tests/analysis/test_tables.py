@@ -8,10 +8,10 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.analysis.tables import build_tables
-from dpprof.planning import Manifest, code_path
-from dpprof.result import result_path
-from dpprof.sealed import ResultError
-from dpprof.validation import InputError
+from dpprof.planning.planner import Manifest, code_path
+from dpprof.records.record import ResultError
+from dpprof.records.result import result_path
+from dpprof.spec.validation import InputError
 
 STANDARD = make_experiment(method="standard")
 GHOST = make_experiment(method="opacus-ghost")

@@ -5,9 +5,9 @@ import pytest
 from factory import make_books, make_experiment, tables_of_runs
 
 from dpprof.analysis.utilisation import find_peak, utilise
-from dpprof.datasheets import H200
-from dpprof.result import Compute
-from dpprof.target import Target
+from dpprof.records.result import Compute
+from dpprof.spec.datasheets import H200
+from dpprof.spec.target import Target
 
 GPU = {"type": "cuda", "name": "NVIDIA H200"}
 

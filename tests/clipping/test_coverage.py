@@ -12,11 +12,11 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.two_pass import FlashClipping
+from dpprof.spec.registry import UnsupportedError
 
 EVERY = [FlashClipping, BookKeeping, PerLayerClipping]
 

@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.contributions import Lookup, Product
 from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.shares import Lookup, Product
 from dpprof.clipping.two_pass import FlashClipping
+from dpprof.spec.registry import UnsupportedError
 
 FLAT = [FlashClipping, BookKeeping]
 EVERY = [*FLAT, PerLayerClipping]

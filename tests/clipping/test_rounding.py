@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.shares import Lookup, Whole, merge
+from dpprof.clipping.contributions import Lookup, Whole, merge
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.norms.linear import WAYS
 from dpprof.norms.rounding import TOLERATED

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.two_pass import FlashClipping
+from dpprof.spec.registry import UnsupportedError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
 B, T, D = 3, 4, 6

@@ -6,7 +6,7 @@ import pytest
 from dpprof.devices import energy
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.energy import NoEnergyError, measure_energy
-from dpprof.hardware import Gpu
+from dpprof.system.hardware import Gpu
 
 
 class Counter:

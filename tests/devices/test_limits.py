@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dpprof.devices.base import StepClock
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.cuda import Cuda
+from dpprof.devices.device import StepClock
 from dpprof.devices.limits import EXTENTS, Extent, measure_limits, merge, time_repeats
-from dpprof.target import DTYPES
+from dpprof.spec.target import DTYPES
 
 SMALL = Extent((4, 8), (64, 128), budget_s=0.001, longest_s=100)
 

@@ -1,9 +1,9 @@
 import pytest
 from factory import make_books, make_experiment, tables_of_runs
 
-from dpprof.datasheets import L4
 from dpprof.figures import predicted
 from dpprof.figures.style import NothingToDrawError
+from dpprof.spec.datasheets import L4
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from dpprof.figures.style import (
     HATCHES,
     PHASE_MARKERS,
 )
-from dpprof.result import CATEGORIES, COMPONENTS, PHASES
+from dpprof.records.result import CATEGORIES, COMPONENTS, PHASES
 
 # Machado et al. 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency".
 SIGHTS = {

@@ -1,9 +1,9 @@
 import pandas as pd
 from factory import make_experiment
 
-from dpprof import catalogue
 from dpprof.figures import tradeoff
 from dpprof.figures.style import method_style
+from dpprof.spec import registry
 
 
 def draw(experiments: pd.DataFrame):
@@ -63,7 +63,7 @@ def test_what_else_differs_has_a_panel_of_its_own_and_is_named() -> None:
 
 
 def test_a_method_keeps_its_look_and_own_methods_differ() -> None:
-    names = catalogue.names("methods")
+    names = registry.names("methods")
     colours = {method_style(name)["color"] for name in names}
     markers = {method_style(name)["marker"] for name in names}
 

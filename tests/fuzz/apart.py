@@ -19,9 +19,9 @@ from pathlib import Path
 
 from hostile import SCRIPTS, make_command, make_config
 
-from dpprof.config_files import read_config_file
-from dpprof.planning import make_plan
-from dpprof.validation import InputError
+from dpprof.planning.planner import make_plan
+from dpprof.spec.config_files import read_config_file
+from dpprof.spec.validation import InputError
 
 SECONDS = 30
 BYTES = 2**30

@@ -3,24 +3,24 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.instruments import account
-from dpprof.ledger.costs import COUNTED
+from dpprof.flops.op_costs import COUNTED
+from dpprof.instruments import memory
 
 
 @pytest.fixture
 def estimated(monkeypatch):
     """Estimate a step; returns the measurement and the step's operators."""
     steps = []
-    state_compute = account.state_compute
+    state_compute = memory.state_compute
 
     def note(experiment, module, step, ceilings):
         steps.append(step)
         return state_compute(experiment, module, step, ceilings)
 
-    monkeypatch.setattr(account, "state_compute", note)
+    monkeypatch.setattr(memory, "state_compute", note)
 
     def estimate(**given):
-        return account.estimate(make_experiment(**given), lambda _phase: None), steps.pop().ops
+        return memory.estimate(make_experiment(**given), lambda _phase: None), steps.pop().ops
 
     return estimate
 

@@ -3,9 +3,9 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.catalogue import UnsupportedError
-from dpprof.instruments import account, capacity
+from dpprof.instruments import capacity, memory
 from dpprof.instruments.capacity import search
+from dpprof.spec.registry import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
 TARGET = {"memory_bytes": "1GiB", "flops_per_s": 1e12, "bandwidth_bytes_per_s": 1e11}
@@ -58,7 +58,7 @@ def test_the_answers_batch_fits_by_estimate_and_one_more_does_not(method) -> Non
 
     def predict(batch_size: int) -> int:
         experiment = make_experiment(**fields, batch_size=batch_size)
-        return account.estimate(experiment, lambda _: None).memory.peak_allocated_bytes
+        return memory.estimate(experiment, lambda _: None).memory.peak_allocated_bytes
 
     assert told.limited_by == "memory"
     assert predict(told.batch_size) == told.peak_bytes <= 80 * 2**20
@@ -72,8 +72,8 @@ def test_one_at_a_time_needs_three_estimates() -> None:
     fields = {"model": MODEL, "method": "microbatch", "seq_len": 64, "target": TARGET}
     fields |= {"device": "cuda"}
     found = capacity.measure(make_experiment(**fields), lambda _: None).capacity
-    five = account.estimate(make_experiment(**fields, batch_size=5), lambda _: None)
-    three = account.estimate(make_experiment(**fields, batch_size=3), lambda _: None)
+    five = memory.estimate(make_experiment(**fields, batch_size=5), lambda _: None)
+    three = memory.estimate(make_experiment(**fields, batch_size=3), lambda _: None)
 
     assert found.extrapolated
     assert found.limited_by == "search"
@@ -94,6 +94,6 @@ def test_a_model_too_large_for_one_sample_says_so() -> None:
 
 
 def test_a_gpu_that_nobody_knows_needs_a_target(monkeypatch) -> None:
-    monkeypatch.setattr(account, "visible_gpus", list)
+    monkeypatch.setattr(memory, "visible_gpus", list)
     with pytest.raises(UnsupportedError, match="give a target"):
         capacity.measure(make_experiment(device="cuda"), lambda _: None)

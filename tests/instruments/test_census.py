@@ -5,11 +5,11 @@ import torch
 from factory import make_experiment
 from torch import nn
 
-from dpprof import catalogue
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.census import Holdings, take_census
 from dpprof.instruments.setup import Training, set_up
 from dpprof.methods.opacus_optimizer import ATTRIBUTES
+from dpprof.spec import registry
 
 B, T = 3, 4
 FIELDS = {"batch_size": B, "seq_len": T}
@@ -20,7 +20,7 @@ INPUTS = 2 * B * T * 8
 
 def prepare(method: str, **fields) -> Training:
     experiment = make_experiment(method=method, **FIELDS | fields)
-    kind = catalogue.load("methods", method)
+    kind = registry.load("methods", method)
     return set_up(experiment, kind, Cpu(), lambda *_: None)
 
 

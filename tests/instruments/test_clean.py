@@ -7,7 +7,7 @@ from fresh_process import run_fresh
 
 from dpprof.instruments.clean import measure
 from dpprof.instruments.host_io import count_io, why_no_counts
-from dpprof.result import Measurement
+from dpprof.records.result import Measurement
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 import pytest
 from factory import make_experiment
 
-from dpprof import catalogue
 from dpprof.devices.allocations import CpuRecorder
-from dpprof.instruments.account import Bookkeeper
+from dpprof.instruments.memory import Bookkeeper
 from dpprof.instruments.setup import begin, set_up
-from dpprof.ledger.recorder import Recorder
-from dpprof.ledger.workspaces import CPU_WORKSPACES
+from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.recorder import Recorder
+from dpprof.spec import registry
 
 P, B = 1176, 3
 FIELDS = {"batch_size": B, "seq_len": 4, "noise_multiplier": 0.1}
@@ -30,7 +30,7 @@ def processes():
 
 def measure_here(method: str, instrument: str) -> str:
     experiment = make_experiment(method=method, warmup_steps=2, timed_steps=3, **FIELDS)
-    return catalogue.load("instruments", instrument)(experiment, lambda _: None).model_dump_json()
+    return registry.load("instruments", instrument)(experiment, lambda _: None).model_dump_json()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def measured(begun):
     return get
 
 
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured) -> None:
     for process in range(3):
         begun(method, process, "phases")
@@ -103,7 +103,7 @@ def test_neither_the_census_nor_the_ledger_changes_a_peak(method, processes, mea
     assert 0 <= plain[1] - of_books <= SCALARS
 
 
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_components_and_what_nobody_claims_sum_to_what_is_allocated(method, measured) -> None:
     snapshots = measured(method)["memory"]["snapshots"]
 

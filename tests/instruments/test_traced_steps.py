@@ -10,16 +10,16 @@ import pytest
 from factory import make_experiment
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
-from dpprof import catalogue
-from dpprof.handover import TRACES
 from dpprof.instruments import kernels as kernels_module
-from dpprof.instruments.account import measure as keep_books
 from dpprof.instruments.kernels import measure
-from dpprof.result import Kernels, Measurement
-from dpprof.traces.attribution import find_steps
+from dpprof.instruments.memory import measure as keep_books
+from dpprof.launch.protocol import TRACES
+from dpprof.records.result import Kernels, Measurement
+from dpprof.spec import registry
 from dpprof.traces.files import NAME, write_trace
+from dpprof.traces.kernel_summary import state_kernels
+from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import STEP, read_trace
-from dpprof.traces.statement import state_kernels
 
 # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
 TRACE_EVENT_FORMAT = {
@@ -107,7 +107,7 @@ def test_the_books_know_the_same_categories(ghost) -> None:
     assert sum(one.written for one in books.by_phase_and_category) == books.bytes_written
 
 
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_next_to_nothing_has_no_category(method) -> None:
     experiment = make_experiment(
         method=method, model="tiny", seq_len=32, timed_steps=1, noise_multiplier=0.1

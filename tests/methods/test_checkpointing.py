@@ -5,18 +5,18 @@ import torch
 from factory import make_experiment
 from steps import gradient
 
-from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
-from dpprof.instruments.account import estimate, measure
+from dpprof.instruments.memory import estimate, measure
+from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
 
 REFUSED = {
-    "non-reentrant": {name for name in catalogue.names("methods") if name.startswith("opacus-")},
+    "non-reentrant": {name for name in registry.names("methods") if name.startswith("opacus-")},
     "reentrant": {"microbatch", "opacus-ew"},
 }
 CASES = [
     (method, checkpointing)
     for checkpointing, refused in REFUSED.items()
-    for method in catalogue.names("methods")
+    for method in registry.names("methods")
     if method not in refused
 ]
 FIELDS = {

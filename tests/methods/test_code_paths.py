@@ -3,7 +3,7 @@
 import pytest
 
 from dpprof.clipping.engine import CROSSED, MADE, SUMMED
-from dpprof.methods.base import finds_norms
+from dpprof.methods.training_step import finds_norms
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import KEPT
 

@@ -8,8 +8,8 @@ import torch
 from steps import gradient, norms_of, prepare, sample_gradients
 from torch import Tensor
 
-from dpprof import catalogue
 from dpprof.clipping.factor import clip_factor
+from dpprof.spec import registry
 
 PER_SAMPLE = ["opacus-ew", "opacus-functorch", "opacus-hooks"]
 TWO_PASS = ["opacus-fast-gradient-clipping", "opacus-ghost"]
@@ -71,7 +71,7 @@ def test_autocast_gradient_is_microbatchs_to_bfloat16s_precision(method) -> None
 
 
 def test_expanded_weights_refuse_autocast() -> None:
-    with pytest.raises(catalogue.UnsupportedError, match="expanded weights do not work under"):
+    with pytest.raises(registry.UnsupportedError, match="expanded weights do not work under"):
         gradient("opacus-ew", dtype="bfloat16")
 
 
@@ -183,7 +183,7 @@ def test_steps_change_parameters_and_leave_nothing_for_the_next(method, optimize
 
 
 def test_every_method_is_tested_here() -> None:
-    assert set(catalogue.names("methods")) == set(PHASES)
+    assert set(registry.names("methods")) == set(PHASES)
     assert set(PHASES) == {"standard", "microbatch", *PRIVATE, *OTHERS}
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dpprof.methods.base import UNLABELLED, mean_loss, sample_losses
+from dpprof.methods.training_step import UNLABELLED, mean_loss, sample_losses
 
 LOGITS = torch.tensor([[[0.0, 0.0], [math.log(3.0), 0.0]]] * 3)
 """Of two ids; the first token's loss is log 2 for both, the second's log 4/3 or log 4."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from steps import flat_gradient, prepare
 
-from dpprof.methods.base import Batch
+from dpprof.methods.training_step import Batch
 
 SETTINGS = {"batch_size": 3, "seq_len": 4, "dtype": "float64", "max_grad_norm": 0.5}
 POISONED = 15

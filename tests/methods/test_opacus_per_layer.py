@@ -9,7 +9,7 @@ from opacus import PrivacyEngine
 from steps import gradient, prepare, sample_gradients
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpprof import catalogue
+from dpprof.spec import registry
 
 METHOD = "opacus-per-layer"
 
@@ -79,7 +79,7 @@ def test_the_step_is_that_of_opacus_privacy_engine() -> None:
 
 
 def test_autocast_is_refused_in_one_sentence() -> None:
-    with pytest.raises(catalogue.UnsupportedError, match="per-layer optimizer does not work under"):
+    with pytest.raises(registry.UnsupportedError, match="per-layer optimizer does not work under"):
         prepare(METHOD, dtype="bfloat16")
 
 

@@ -5,10 +5,10 @@ import torch
 from factory import make_experiment
 from torch import Tensor, nn
 
-from dpprof import catalogue
 from dpprof.instruments.samplers import SamplerPaths
-from dpprof.methods.base import Batch, TrainingStep
+from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.models.build import build_model
+from dpprof.spec import registry
 
 TRANSFORMER = {
     "standard": {},
@@ -54,13 +54,13 @@ def prepare(method: str, *, scaled: bool = False) -> tuple[TrainingStep, Batch]:
     model = build_model(experiment)
     if scaled:
         model = nn.Sequential(model, Scale())
-    step = catalogue.load("methods", method)(model, experiment)
+    step = registry.load("methods", method)(model, experiment)
     step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
     tokens = torch.randint(16, (2, 5), generator=torch.Generator().manual_seed(0))
     return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_the_path_of_every_layer_type(method) -> None:
     step, batch = prepare(method)
     paths = SamplerPaths()
@@ -80,7 +80,7 @@ def test_a_silent_fallback_is_told(method) -> None:
     assert paths.by_layer == TRANSFORMER[method] | {"Scale": "functorch"}
 
 
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_nothing_is_told_of_steps_outside_and_nothing_stays(method) -> None:
     step, batch = prepare(method)
     step.run(batch, lambda _: None)
@@ -96,7 +96,7 @@ def test_nothing_is_told_of_steps_outside_and_nothing_stays(method) -> None:
     assert [set(vars(one)) for one in objects] == before
 
 
-@pytest.mark.parametrize("method", catalogue.names("methods"))
+@pytest.mark.parametrize("method", registry.names("methods"))
 def test_watching_changes_no_gradient(method) -> None:
     gradients = []
     for watched in (False, True):

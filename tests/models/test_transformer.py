@@ -2,10 +2,10 @@ import pytest
 import torch
 from factory import make_experiment
 
-from dpprof.experiment import Dimensions
 from dpprof.models import presets
 from dpprof.models.build import build_model
 from dpprof.models.transformer import Transformer
+from dpprof.spec.experiment import Dimensions
 
 
 def expected_parameters(V: int, D: int, L: int, T: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.ledger.recorder import Kind, Recorder
+from dpprof.memory.recorder import Kind, Recorder
 from dpprof.norms.linear import WAYS, gram_tile
 from dpprof.norms.plan import KEPT, choose, price_gram, price_product
 from dpprof.norms.scale import scale_gradients

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.clipping.shares import Product
+from dpprof.clipping.contributions import Product
 from dpprof.norms import placement
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import SQUARED_AT_ONCE, multiply, square

@@ -9,9 +9,9 @@ import torch
 from factory import make_experiment
 from fresh_process import run_fresh
 
-from dpprof import catalogue
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import set_up
+from dpprof.spec import registry
 
 PERF = Path(__file__).parents[2] / "perf"
 sys.path.insert(0, str(PERF))
@@ -25,7 +25,7 @@ SIZE = {"vocab_size": 16, "d_model": 8, "layers": 2, "heads": 2}
 @pytest.mark.parametrize("method", bare_loop.METHODS)
 def test_the_bare_loop_trains_to_the_same_parameters(method) -> None:
     experiment = make_experiment(method=method, model=SIZE, batch_size=3, noise_multiplier=0)
-    training = set_up(experiment, catalogue.load("methods", method), Cpu(), lambda *_: None)
+    training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
     model = bare_loop.LanguageModel(*SIZE.values(), experiment.seq_len)
     with torch.no_grad():
         for bare, own in zip(model.parameters(), training.step.module.parameters(), strict=True):

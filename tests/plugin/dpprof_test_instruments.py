@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from dpprof.result import Measurement, Time
+from dpprof.records.result import Measurement, Time
 
 
 def segfault(_experiment, enter):

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
-from dpprof.methods.base import ClipGroup, TrainingStep, mean_loss
 from dpprof.methods.standard import Standard
-from dpprof.target import Target
+from dpprof.methods.training_step import ClipGroup, TrainingStep, mean_loss
+from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.target import Target
 
 
 class Fails(Standard):

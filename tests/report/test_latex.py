@@ -12,12 +12,12 @@ from pypdf import PdfReader
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.figures.outcomes import draw
-from dpprof.planning import Manifest
+from dpprof.planning.planner import Manifest
+from dpprof.records.result import COMPONENTS
 from dpprof.report.content import build_document
 from dpprof.report.document import Bullets, Document, Drawing, Paragraph, Section, Table
 from dpprof.report.latex import LatexError, compile_latex, escape_latex, has_latex, render_latex
 from dpprof.report.render import write_report
-from dpprof.result import COMPONENTS
 
 needs_latex = pytest.mark.skipif(not has_latex(), reason="no latexmk and pdflatex here")
 EVIL = (

@@ -12,7 +12,7 @@ from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
-from dpprof.report.findings import MAX_SETTINGS, tell_findings
+from dpprof.report.sentences import MAX_SETTINGS, tell_findings
 
 METHODS = ("standard", "microbatch", "opacus-ghost", "opacus-hooks")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dpprof import catalogue
-from dpprof.mechanisms import FLAT, NO_CLIPPING
-from dpprof.verdict import GRADIENT_SCENARIOS, HOLES, TOLERANCE, judge, judged, name_holes
+from dpprof.records.verdict import GRADIENT_SCENARIOS, HOLES, TOLERANCE, judge, judged, name_holes
+from dpprof.spec import registry
+from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 from dpprof.verification.verify import ATTENTIONS, BATCH_SIZES, verify
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
-OWN = catalogue.names("methods")
+OWN = registry.names("methods")
 OTHERS = ("standard", "microbatch", "per-layer", "opacus-per-layer", "opacus-adaptive")
 """Those for which microbatch is no reference: other mechanisms, and itself."""
 
@@ -21,9 +21,9 @@ OTHERS = ("standard", "microbatch", "per-layer", "opacus-per-layer", "opacus-ada
 def plugin(monkeypatch):
     """Make another package's methods known to this process."""
     monkeypatch.syspath_prepend(PLUGIN)
-    catalogue._entries.cache_clear()
+    registry._entries.cache_clear()
     yield
-    catalogue._entries.cache_clear()
+    registry._entries.cache_clear()
 
 
 CASES = [(attention, batch, "plain") for attention in ATTENTIONS for batch in BATCH_SIZES]

@@ -1,130 +1,10 @@
 """A copy of the checkout in which real snakemake runs."""
 
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import pandas as pd
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PLUGIN = ROOT / "tests" / "plugin"
-QUICK = {
-    "quick_clean.py": "instruments/clean.py",
-    "quick_limits.py": "devices/limits.py",
-}
-"""What is put in place of modules that would take time."""
-TABLES = "results/tables/manifest.txt"
-"""A target that needs every result, but no figure and no report, which take as long again."""
-
-_LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv*", "results", ".snakemake", "__pycache__", "*.egg-info", ".*_cache", "tests"
-)
-
-
-@dataclass
-class Checkout:
-    path: Path
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        bin_folder = str(Path(sys.executable).parent)
-        return (
-            os.environ
-            | {
-                "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-                "DPPROF_LOCK_DIR": str(self.path),
-            }
-            | self.environment
-        )
-
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        """Start snakemake in a process group of its own, as a terminal would."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "snakemake", *options],
-            cwd=self.path,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def snakemake(self, *options: str, status: int = 0) -> str:
-        process = self.start(*options)
-        try:
-            said, _ = process.communicate(timeout=300)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        assert process.returncode == status, said
-        return said
-
-    def script(self, name: str, *options: str, status: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, f"workflow/scripts/{name}", *options],
-            cwd=self.path,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == status, done.stderr
-        return done.stdout + done.stderr
-
-    def use(self, config: str) -> None:
-        """Make one of the test configs the default config."""
-        shutil.copy(ROOT / "config" / "test" / config, self.path / "config" / "config.yaml")
-
-    def edit(self, file: str, old: str, new: str) -> None:
-        path = self.path / file
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new))
-
-    def results(self) -> dict[str, tuple[int, bytes]]:
-        """Age and content of every result file, by the file's name."""
-        found = (self.path / "results" / "clean").glob("*.json")
-        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
-
-    def table(self, name: str) -> pd.DataFrame:
-        return pd.read_csv(self.path / "results" / "tables" / f"{name}.csv")
-
-    def forget_snakemakes_records(self) -> None:
-        """Delete .snakemake and touch every tracked file, as a new clone would."""
-        shutil.rmtree(self.path / ".snakemake")
-        time.sleep(0.01)
-        for path in self.path.rglob("*"):
-            if path.is_file() and "results" not in path.relative_to(self.path).parts:
-                path.touch()
-
-
-def copy_checkout(target: Path) -> Checkout:
-    shutil.copytree(ROOT, target, ignore=_LEFT_OUT)
-    fresh = Checkout(target)
-    fresh.use("micro.yaml")
-    return fresh
-
-
-def quick_checkout(target: Path) -> Checkout:
-    """Copy the checkout with an instrument that trains nothing, and one figure for all.
-
-    Ceilings are invented too.
-    """
-    fresh = copy_checkout(target)
-    for quick, module in QUICK.items():
-        shutil.copy(Path(__file__).with_name(quick), target / "src" / "dpprof" / module)
-    declared = target / "pyproject.toml"
-    others = re.compile(r'.* = "dpprof\.figures\.(?!tradeoff:).*\n')
-    declared.write_text(others.sub("", declared.read_text()))
-    return fresh
+from checkout import Checkout, copy_checkout, quick_checkout
 
 
 @pytest.fixture
@@ -151,11 +31,3 @@ def finished(_finished: Path, tmp_path: Path) -> Checkout:
     """A checkout whose micro sweep has been run, ages of files included."""
     shutil.copytree(_finished, tmp_path / "checkout")
     return Checkout(tmp_path / "checkout")
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    for _ in range(int(seconds * 20)):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("what was waited for did not happen")

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from dpprof.result import Measurement
+from dpprof.records.result import Measurement
 
 
 def measure(experiment, enter):

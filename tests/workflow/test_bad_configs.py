@@ -1,7 +1,7 @@
 """A config file that must not be loaded stops snakemake before it is."""
 
 import pytest
-from conftest import Checkout
+from checkout import Checkout
 
 pytestmark = pytest.mark.workflow
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PLUGIN, TABLES, Checkout, wait_for
+from checkout import PLUGIN, TABLES, Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 
@@ -113,7 +113,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
 def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> None:
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
-    (worker,) = process_running("dpprof.worker", sleeping.path)
+    (worker,) = process_running("dpprof.launch.worker", sleeping.path)
     worker.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -125,7 +125,7 @@ def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> No
 def test_after_ctrl_c_the_next_snakemake_continues(sleeping: Checkout) -> None:
     sweep = sleeping.start()
     wait_for((sleeping.path / "reached").exists)
-    (worker,) = process_running("dpprof.worker", sleeping.path)
+    (worker,) = process_running("dpprof.launch.worker", sleeping.path)
     finished = sleeping.results()
     os.killpg(sweep.pid, signal.SIGINT)
     sweep.communicate(timeout=60)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Checkout, wait_for
+from checkout import Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 

@@ -5,7 +5,7 @@ import itertools
 import json
 
 import pytest
-from conftest import TABLES, Checkout
+from checkout import TABLES, Checkout
 
 pytestmark = pytest.mark.workflow
 

@@ -1,7 +1,7 @@
 """A sweep over what another package provides."""
 
 import pytest
-from conftest import TABLES, Checkout
+from checkout import TABLES, Checkout
 from example_package import install_example
 
 pytestmark = pytest.mark.workflow

@@ -3,7 +3,7 @@
 import zipfile
 
 import pytest
-from conftest import Checkout
+from checkout import Checkout
 
 pytestmark = pytest.mark.workflow
 

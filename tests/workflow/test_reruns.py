@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import TABLES, Checkout, wait_for
+from checkout import TABLES, Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 

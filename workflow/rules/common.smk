@@ -5,11 +5,13 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from dpprof import catalogue, planning, progress
-from dpprof.experiment import ID_PATTERN, read_spec
-from dpprof.interpreter import offer_interpreter
-from dpprof.validation import InputError
-from dpprof.verdict import BUILT_IN
+from dpprof.launch import progress
+from dpprof.planning import planner
+from dpprof.spec import registry
+from dpprof.spec.experiment import ID_PATTERN, read_spec
+from dpprof.planning.interpreter import offer_interpreter
+from dpprof.spec.validation import InputError
+from dpprof.records.verdict import BUILT_IN
 
 # Jobs on other machines parse this file too, and look for their own machine's Python.
 try:
@@ -23,12 +25,12 @@ PLAN = None
 # says by then, they run what was planned.
 if workflow.is_main_process:
     try:
-        PLAN = planning.make_plan(config)
-        planning.write_plan(PLAN)
+        PLAN = planner.make_plan(config)
+        planner.write_plan(PLAN)
     except (InputError, OSError) as error:
         raise WorkflowError(str(error)) from None
 
-FIGURES = catalogue.names("figures")
+FIGURES = registry.names("figures")
 PARTIAL = "--partial" if PLAN and PLAN.config.partial else ""
 
 
@@ -39,8 +41,8 @@ wildcard_constraints:
     figure=r"[a-z0-9][a-z0-9-]*",
     device=r"(cpu|cuda)[a-z0-9-]*",
     # Both may hold hyphens, so only their names tell where one ends.
-    model="|".join([BUILT_IN, *catalogue.names("models")]),
-    method="|".join(catalogue.names("methods")),
+    model="|".join([BUILT_IN, *registry.names("models")]),
+    method="|".join(registry.names("methods")),
 
 
 localrules:
@@ -57,30 +59,30 @@ onstart:
 @functools.lru_cache(maxsize=None)
 def experiment_of(experiment_id):
     """Read an experiment's spec, which is all that a profile rule may look at."""
-    return read_spec(planning.spec_path(experiment_id))
+    return read_spec(planner.spec_path(experiment_id))
 
 
 def code_of(wildcards):
     """Name the digest of the code that measures this experiment."""
     experiment = experiment_of(wildcards.id)
-    return str(planning.code_path(planning.code_name(wildcards.instrument, experiment)))
+    return str(planner.code_path(planner.code_name(wildcards.instrument, experiment)))
 
 
 def code_of_verdict(wildcards):
     """Name the digest of the code that a verdict rests on."""
-    name = planning.verdict_code_name(wildcards.model, wildcards.method)
-    return str(planning.code_path(name))
+    name = planner.verdict_code_name(wildcards.model, wildcards.method)
+    return str(planner.code_path(name))
 
 
 def gpus_of(wildcards):
     """Ask for a GPU where the experiment runs on one; predictions run on none."""
     on_gpu = experiment_of(wildcards.id).device == "cuda"
-    return 1 if on_gpu and wildcards.instrument not in catalogue.PREDICTIONS else 0
+    return 1 if on_gpu and wildcards.instrument not in registry.PREDICTIONS else 0
 
 
 def threads_of(wildcards):
     """Let nothing run beside a measurement; predictions may run beside one another."""
-    return 1 if wildcards.instrument in catalogue.PREDICTIONS else workflow.cores
+    return 1 if wildcards.instrument in registry.PREDICTIONS else workflow.cores
 
 
 def priority_of(wildcards):
@@ -132,7 +134,7 @@ def gpus_of_device(wildcards):
 
 def caption_of(wildcards):
     """Say what a figure shows."""
-    return catalogue.caption("figures", wildcards.figure)
+    return registry.caption("figures", wildcards.figure)
 
 
 def start_progress():
@@ -141,7 +143,7 @@ def start_progress():
         return
     jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name == "profile"]
     progress.Progress.start(
-        planning.PLAN / "progress.jsonl",
+        planner.PLAN / "progress.jsonl",
         [
             (
                 progress.run_name(w.id, w.instrument, int(w.replicate)),

@@ -7,8 +7,8 @@ from snakemake.exceptions import WorkflowError
 
 sys.path.insert(0, str(Path(workflow.basedir) / "src"))
 
-from dpprof.config_files import read_config_file
-from dpprof.validation import InputError
+from dpprof.spec.config_files import read_config_file
+from dpprof.spec.validation import InputError
 
 # The profile has looked at a --configfile already, before Snakemake loaded it; without
 # the profile this is the first that is known of it. Jobs do not ask again: the sweep

@@ -6,14 +6,14 @@ from pathlib import Path
 import _source_tree  # noqa: F401
 from dpprof.analysis.advice import Advice, advise
 from dpprof.analysis.frames import target_text
-from dpprof.analysis.verified import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
-from dpprof.command_line import Parser, ending_in_a_sentence
-from dpprof.console import printable
-from dpprof.mechanisms import is_other_mechanism
-from dpprof.progress import tell_result
-from dpprof.sources import verdict_digest
-from dpprof.storage import check_writable, write_atomically
+from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
+from dpprof.cli.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.cli.common import Parser, ending_in_a_sentence
+from dpprof.launch.progress import tell_result
+from dpprof.planning.code_digest import verdict_digest
+from dpprof.spec.mechanisms import is_other_mechanism
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable, write_atomically
 
 
 def make_parser() -> Parser:

@@ -1,14 +1,14 @@
 """Write the report from tables and figures that exist."""
 
 import _source_tree  # noqa: F401
-from dpprof import catalogue
 from dpprof.analysis.frames import TableFolder
-from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.console import fail, keep_log
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.report.content import build_document
 from dpprof.report.document import read_drawing
 from dpprof.report.latex import LatexError
 from dpprof.report.render import ROUTES, write_report
+from dpprof.spec import registry
+from dpprof.system.console import fail, keep_log
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     keep_log(arguments.log)
     figures = arguments.output_dir / "figures"
     with ending_in_a_sentence():
-        captions = (figures / f"{name}.json" for name in catalogue.names("figures"))
+        captions = (figures / f"{name}.json" for name in registry.names("figures"))
         drawings = [read_drawing(caption) for caption in captions if caption.is_file()]
         document = build_document(TableFolder(arguments.tables), drawings)
         try:

@@ -3,10 +3,10 @@
 import _source_tree  # noqa: F401
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
-from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.console import keep_log, say
-from dpprof.planning import read_manifest
-from dpprof.storage import write_atomically
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.planning.planner import read_manifest
+from dpprof.system.console import keep_log, say
+from dpprof.system.files import write_atomically
 
 
 def main() -> None:

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.capacities import add_capacity_options, find_capacities, read_capacity_options
-from dpprof.command_line import Parser, ending_in_a_sentence
-from dpprof.console import printable
-from dpprof.progress import tell_result
-from dpprof.result import Result
-from dpprof.storage import check_writable, write_atomically
+from dpprof.cli.capacities import add_capacity_options, find_capacities, read_capacity_options
+from dpprof.cli.common import Parser, ending_in_a_sentence
+from dpprof.launch.progress import tell_result
+from dpprof.records.result import Result
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable, write_atomically
 
 _MIB = 2**20
 

@@ -5,16 +5,16 @@ import io
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof import catalogue
 from dpprof.analysis.frames import TableFolder
-from dpprof.analysis.verified import find_marks
-from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.console import keep_log
-from dpprof.figures.marks import MEANINGS, mark_methods
+from dpprof.analysis.standings import find_marks
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
+from dpprof.figures.verification_signs import MEANINGS, mark_methods
 from dpprof.report.document import Drawing
-from dpprof.storage import check_writable, write_atomically
-from dpprof.validation import one_of
+from dpprof.spec import registry
+from dpprof.spec.validation import one_of
+from dpprof.system.console import keep_log
+from dpprof.system.files import check_writable, write_atomically
 
 KINDS = (".png", ".pdf", ".svg", ".json")
 
@@ -32,7 +32,7 @@ def main() -> None:
     """Run from the command line."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--figure", required=True, help="which: " + ", ".join(catalogue.names("figures"))
+        "--figure", required=True, help="which: " + ", ".join(registry.names("figures"))
     )
     parser.add_argument("--tables", type=path, required=True, help="the folder of the CSV tables")
     parser.add_argument(
@@ -46,8 +46,8 @@ def main() -> None:
     arguments = parser.parse_args()
     keep_log(arguments.log)
     with ending_in_a_sentence():
-        catalogue.check("figures", arguments.figure, "--figure")
-        draw = catalogue.load("figures", arguments.figure)
+        registry.check("figures", arguments.figure, "--figure")
+        draw = registry.load("figures", arguments.figure)
         for output in arguments.output:
             check_writable(output)
         missing = None
@@ -59,7 +59,7 @@ def main() -> None:
         except NothingToDrawError as nothing:
             missing = str(nothing)
             figure = say_nothing_to_draw(f"Nothing to draw: {missing}.")
-        caption = catalogue.caption("figures", arguments.figure)
+        caption = registry.caption("figures", arguments.figure)
         for one, methods in marked.items():
             caption += f" {one} {MEANINGS[one]}: {', '.join(methods)}."
         drawing = Drawing(name=arguments.figure, caption=caption, missing=missing)

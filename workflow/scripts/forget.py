@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.command_line import Parser, ending_in_a_sentence
-from dpprof.console import printable
-from dpprof.result import OUTCOMES, read_result
-from dpprof.sealed import ResultError, read_sealed
-from dpprof.sources import code_digest, verdict_digest
-from dpprof.validation import one_of
-from dpprof.verdict import SCHEMA_VERSION, VERDICTS, Verdict
+from dpprof.cli.common import Parser, ending_in_a_sentence
+from dpprof.planning.code_digest import code_digest, verdict_digest
+from dpprof.records.record import ResultError, read_sealed
+from dpprof.records.result import OUTCOMES, read_result
+from dpprof.records.verdict import SCHEMA_VERSION, VERDICTS, Verdict
+from dpprof.spec.validation import one_of
+from dpprof.system.console import printable
 
 FAILURES = OUTCOMES[1:]
 

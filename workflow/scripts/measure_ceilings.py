@@ -7,10 +7,10 @@ with the reason.
 import sys
 
 import _source_tree  # noqa: F401
-from dpprof.ceilings import Ceilings, device_name
-from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.console import keep_log, say
-from dpprof.devices.apart import measure_apart
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.launch.ceilings_run import measure_apart
+from dpprof.records.ceilings import Ceilings, device_name
+from dpprof.system.console import keep_log, say
 
 
 def make_parser() -> Parser:

@@ -9,13 +9,13 @@ import argparse
 import sys
 
 import _source_tree  # noqa: F401
-from dpprof import catalogue
-from dpprof.command_line import Parser, ending_in_a_sentence, path
-from dpprof.console import keep_log, say
-from dpprof.options import add_experiment_options, read_experiment
-from dpprof.progress import Progress, run_name, tell_result
-from dpprof.storage import check_writable
-from dpprof.supervisor import supervise
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.cli.options import add_experiment_options, read_experiment
+from dpprof.launch.progress import Progress, run_name, tell_result
+from dpprof.launch.supervisor import supervise
+from dpprof.spec import registry
+from dpprof.system.console import keep_log, say
+from dpprof.system.files import check_writable
 
 
 def make_parser() -> Parser:
@@ -51,8 +51,8 @@ def main() -> None:
     keep_log(None)  # the supervisor keeps it
     with ending_in_a_sentence():
         experiment = read_experiment(arguments)
-        catalogue.check("instruments", arguments.instrument, "--instrument")
-        catalogue.refuse_target(experiment, arguments.instrument, "--target")
+        registry.check("instruments", arguments.instrument, "--instrument")
+        registry.refuse_target(experiment, arguments.instrument, "--target")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)
     progress = Progress.current()
     if progress is not None:

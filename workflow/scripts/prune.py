@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.command_line import Parser, ending_in_a_sentence, path
-from dpprof.config_files import read_config_file
-from dpprof.planning import Plan, files_beyond, make_plan
-from dpprof.validation import InputError
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.planning.planner import Plan, files_beyond, make_plan
+from dpprof.spec.config_files import read_config_file
+from dpprof.spec.validation import InputError
 
 
 def plan_of(config: Path) -> Plan:

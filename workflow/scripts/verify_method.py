@@ -6,13 +6,13 @@ The exit status is 0 whenever the JSON was written, whatever the verdict: it is 
 import sys
 
 import _source_tree  # noqa: F401
-from dpprof import catalogue
-from dpprof.command_line import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.console import keep_log, say
-from dpprof.sources import verified_as
-from dpprof.validation import one_of, refuse
-from dpprof.verdict import BUILT_IN, Verdict
-from dpprof.verification.apart import verify_apart
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.launch.verification_run import verify_apart
+from dpprof.planning.code_digest import verified_as
+from dpprof.records.verdict import BUILT_IN, Verdict
+from dpprof.spec import registry
+from dpprof.spec.validation import one_of, refuse
+from dpprof.system.console import keep_log, say
 
 
 def make_parser() -> Parser:
@@ -35,7 +35,7 @@ def check_model(name: str) -> str:
     Raises:
         InputError: There is no such model.
     """
-    allowed = [BUILT_IN, *catalogue.names("models")]
+    allowed = [BUILT_IN, *registry.names("models")]
     if name not in allowed:
         raise refuse("--model", name, one_of(allowed, name))
     return name if name == BUILT_IN else verified_as(name)
@@ -58,7 +58,7 @@ def main() -> None:
     try:
         with ending_in_a_sentence():
             model = check_model(arguments.model)
-            catalogue.check("methods", arguments.method, "--method")
+            registry.check("methods", arguments.method, "--method")
             verdict = verify_apart(model, arguments.method, arguments.output)
     except KeyboardInterrupt:
         say("interrupted; no verdict was written")

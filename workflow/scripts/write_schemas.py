@@ -1,8 +1,8 @@
 """Write the schemas and the key tables of config/README.md from the models."""
 
 import _source_tree  # noqa: F401
-from dpprof.schemas import generated_files
-from dpprof.storage import write_if_changed
+from dpprof.records.schemas import generated_files
+from dpprof.system.files import write_if_changed
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
 from dpprof.analysis.groups import setting_key
-from dpprof.analysis.verified import UNKNOWN
-from dpprof.mechanisms import NO_CLIPPING
-from dpprof.result import Result
-from dpprof.verdict import Standing
+from dpprof.analysis.standings import UNKNOWN
+from dpprof.records.result import Result
+from dpprof.records.verdict import Standing
+from dpprof.spec.mechanisms import NO_CLIPPING
 
 CLOSE = 1.25
 """Kernels reach different shares of the ceilings; bounds closer than this decide nothing."""

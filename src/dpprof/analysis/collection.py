@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpprof.analysis.verified import read_standings
-from dpprof.ceilings import Ceilings, read_ceilings
-from dpprof.planning import Manifest, PlannedRun, code_name, code_path, verdict_code_name
-from dpprof.result import Result, read_run
-from dpprof.sealed import ManyResultsError, ResultError
-from dpprof.validation import InputError
-from dpprof.verdict import Standing
+from dpprof.analysis.standings import read_standings
+from dpprof.planning.planner import Manifest, PlannedRun, code_name, code_path, verdict_code_name
+from dpprof.records.ceilings import Ceilings, read_ceilings
+from dpprof.records.record import ManyResultsError, ResultError
+from dpprof.records.result import Result, read_run
+from dpprof.records.verdict import Standing
+from dpprof.spec.validation import InputError
 
 NO_RESULT = "no result yet"
 """Why most runs are missing; others have one that cannot be trusted."""

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import make_frame
-from dpprof.catalogue import PREDICTIONS
-from dpprof.ceilings import Ceilings, device_name
-from dpprof.result import Result
+from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.records.ceilings import Ceilings, device_name
+from dpprof.records.result import Result
+from dpprof.spec.registry import PREDICTIONS
 
 _COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
 Row = dict[str, str]

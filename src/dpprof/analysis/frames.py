@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.experiment import Experiment
-from dpprof.planning import PlannedRun
-from dpprof.validation import InputError
+from dpprof.planning.planner import PlannedRun
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.validation import InputError
 
 _PATIENCE = {"timeout_s", "wait_for_idle_gpu_s"}
 RUN_KEY = ["experiment_id", "instrument", "replicate"]

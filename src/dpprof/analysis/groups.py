@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import NOT_IN_BASELINE, axes_of
 from dpprof.analysis.statistics import Comparison, compare, noise_floor
-from dpprof.experiment import Experiment
-from dpprof.result import Result
-from dpprof.storage import canonical_json
+from dpprof.records.result import Result
+from dpprof.spec.experiment import Experiment
+from dpprof.system.files import canonical_json
 
 
 class Peaks(NamedTuple):

@@ -6,20 +6,20 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.advice import tabulate_advice
-from dpprof.analysis.books import tabulate_books
-from dpprof.analysis.ceilings import tabulate_ceilings
+from dpprof.analysis.ceilings_table import tabulate_ceilings
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.experiments import tabulate_experiments
+from dpprof.analysis.experiments_table import tabulate_experiments
 from dpprof.analysis.findings import find
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Noise, group_runs
-from dpprof.analysis.kernels import tabulate_kernels
-from dpprof.analysis.methods import tabulate_methods
-from dpprof.analysis.observer import tabulate_observers
-from dpprof.analysis.settings import tabulate_settings
-from dpprof.analysis.verified import tabulate_verification
-from dpprof.planning import PlannedRun
-from dpprof.result import OUTCOMES, Memory, Result
+from dpprof.analysis.instrument_overhead import tabulate_observers
+from dpprof.analysis.kernel_tables import tabulate_kernels
+from dpprof.analysis.memory_tables import tabulate_books
+from dpprof.analysis.methods_table import tabulate_methods
+from dpprof.analysis.settings_table import tabulate_settings
+from dpprof.analysis.standings import tabulate_verification
+from dpprof.planning.planner import PlannedRun
+from dpprof.records.result import OUTCOMES, Memory, Result
 
 Rows = Iterable[dict[str, Any]]
 

@@ -9,9 +9,9 @@ rounded down to 1: a value above it says that a FLOP or the peak is wrong.
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from dpprof.ceilings import Ceilings, find_ceilings
-from dpprof.result import Compute
-from dpprof.target import Dtype
+from dpprof.records.ceilings import Ceilings, find_ceilings
+from dpprof.records.result import Compute
+from dpprof.spec.target import Dtype
 
 NOT_TIMED = "no clean run told how long a step takes there"
 

@@ -15,8 +15,8 @@ too, until its backward is over.
 import torch
 from torch import Tensor, nn
 
+from dpprof.clipping.contributions import Share
 from dpprof.clipping.engine import Clipping, Enter, weigh
-from dpprof.clipping.shares import Share
 
 
 class BookKeeping(Clipping):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpprof.catalogue import UnsupportedError
+from dpprof.spec.registry import UnsupportedError
 
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "it averages what autograd computes",

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.check import Checked, Losses, check
+from dpprof.clipping.contributions import Lookup, Made, Product, Share, Whole, leave_out, merge
 from dpprof.clipping.coverage import Coverage, refuse_data_parallel, refuse_wrapper, trained_in
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.in_place import put_back, put_in_place, resting
 from dpprof.clipping.layers import Added, Forward, count_uses, find_rule, refuse_mixing
-from dpprof.clipping.shares import Lookup, Made, Product, Share, Whole, leave_out, merge
 from dpprof.clipping.sums import bound_of, sum_up
+from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import KEPT, Choice, choose
-from dpprof.norms.precision import exact_products
 from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
 from dpprof.norms.table import slotted
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
+from dpprof.spec.registry import UnsupportedError
 
 Enter = Callable[[Any], None]
 Watch = Callable[[nn.Module, str, Callable[..., Any], tuple[Any, ...]], Any]

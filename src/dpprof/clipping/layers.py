@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
-from dpprof.catalogue import UnsupportedError
+from dpprof.clipping.contributions import Lookup, Product, Scale, Share, Shift, Whole
 from dpprof.clipping.in_place import is_in_place
-from dpprof.clipping.shares import Lookup, Product, Scale, Share, Shift, Whole
+from dpprof.spec.registry import UnsupportedError
 
 Forward = Callable[..., Tensor]
 Added = Sequence[tuple[nn.Parameter, Share]]

@@ -18,11 +18,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dpprof.catalogue import UnsupportedError
+from dpprof.clipping.contributions import Share
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, Totals, weigh
 from dpprof.clipping.layers import Added
-from dpprof.clipping.shares import Share
+from dpprof.spec.registry import UnsupportedError
 
 
 class PerLayerClipping(Clipping):

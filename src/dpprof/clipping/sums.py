@@ -7,7 +7,7 @@ clipped sum, so each sum is marked with its version and with the bound that it w
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.shares import Share
+from dpprof.clipping.contributions import Share
 
 _MARK = "_clipped"
 

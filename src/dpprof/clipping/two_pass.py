@@ -18,9 +18,9 @@ gradient, whichever is narrower.
 import torch
 from torch import Tensor, nn
 
+from dpprof.clipping.contributions import Share
 from dpprof.clipping.engine import Clipping, Enter, weigh
 from dpprof.clipping.layers import Added
-from dpprof.clipping.shares import Share
 
 
 class FlashClipping(Clipping):

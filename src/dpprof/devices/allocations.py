@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dpprof.devices.base import Counters, Peaks, Recorded, Recorder
+from dpprof.devices.device import Counters, Peaks, Recorded, Recorder
 
 _WINDOW = "dpprof window:"
 _MARK = "dpprof mark:"

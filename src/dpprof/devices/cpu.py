@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.devices.allocations import CpuRecorder
-from dpprof.devices.base import Counters, Device, Peaks, StepClock
+from dpprof.devices.device import Counters, Device, Peaks, StepClock
 from dpprof.devices.energy import NoEnergyError
-from dpprof.experiment import Experiment
-from dpprof.result import Energy
-from dpprof.target import Dtype
+from dpprof.records.result import Energy
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.target import Dtype
 
 _NO_POOL = "PyTorch's CPU allocator reserves nothing and retries nothing"
 _NO_COUNTER = "PyTorch's CPU allocator keeps no counters; the instrument phases follows it"

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 import torch
 
-from dpprof.catalogue import UnsupportedError
-from dpprof.devices.base import Counters, Device, Peaks, Recorded, Recorder, StepClock
+from dpprof.devices.device import Counters, Device, Peaks, Recorded, Recorder, StepClock
 from dpprof.devices.energy import measure_energy
-from dpprof.experiment import Experiment
-from dpprof.result import Energy
-from dpprof.target import Dtype
+from dpprof.records.result import Energy
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.target import Dtype
 
 _AMPERE = (8, 0)
 

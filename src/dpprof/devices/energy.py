@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pynvml
 
-from dpprof.hardware import nvml, visible_gpus
-from dpprof.result import Energy
+from dpprof.records.result import Energy
+from dpprof.system.hardware import nvml, visible_gpus
 
 WINDOW_S = 2.0
 """The counter moves in strides of up to a tenth of a second, so a window this long is known to a

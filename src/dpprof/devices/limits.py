@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dpprof.catalogue import UnsupportedError
-from dpprof.ceilings import Bandwidth, CopySample, Limits, Matmul, ProductSample, Repeated
-from dpprof.devices.base import Device
+from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
-from dpprof.target import DTYPES, Dtype
+from dpprof.records.ceilings import Bandwidth, CopySample, Limits, Matmul, ProductSample, Repeated
+from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.target import DTYPES, Dtype
 
 _TORCH: Mapping[Dtype, torch.dtype] = {
     "float32": torch.float32,

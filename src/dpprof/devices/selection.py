@@ -1,8 +1,8 @@
 """From a device's name to the device."""
 
-from dpprof.devices.base import Device
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.cuda import Cuda
+from dpprof.devices.device import Device
 
 
 def open_device(name: str) -> Device:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dpprof.analysis.composition import KEEPERS
 from dpprof.analysis.frames import BASELINE
+from dpprof.analysis.peak_composition import KEEPERS
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
 _MIB = 2**20

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dpprof.analysis.composition import choose
+from dpprof.analysis.peak_composition import choose
 from dpprof.figures.panels import Panel, split
 from dpprof.figures.scaling import dress
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.composition import compose
+from dpprof.analysis.peak_composition import compose
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS

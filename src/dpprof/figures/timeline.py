@@ -7,8 +7,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.composition import choose
 from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split
 from dpprof.figures.style import COMPONENT_COLOURS, HATCHES

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import psutil
 
 from dpprof.devices.cpu import Cpu
-from dpprof.experiment import Experiment
-from dpprof.instruments.account import Bookkeeper, find_target, state, tracing
+from dpprof.instruments.memory import Bookkeeper, find_target, state, tracing
 from dpprof.instruments.setup import import_method, make_batch, set_up
-from dpprof.ledger.books import Step
-from dpprof.ledger.statement import state_memory
-from dpprof.methods.base import Enter
-from dpprof.result import Capacity, Measurement
-from dpprof.target import Target
+from dpprof.memory.summary import state_memory
+from dpprof.memory.timeline import Step
+from dpprof.methods.training_step import Enter
+from dpprof.records.result import Capacity, Measurement
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.target import Target
 
 MOST = 65_536
 """No larger batch is tried."""

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.base import Batch
 from dpprof.methods.tensors import tensors_in
-from dpprof.result import Component
+from dpprof.methods.training_step import Batch
+from dpprof.records.result import Component
 
 _OF_PARAMETERS: tuple[Component, ...] = (
     "per_sample_gradients",

@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 import psutil
 
-from dpprof.devices.base import Device
+from dpprof.devices.device import Device
 from dpprof.devices.energy import NoEnergyError
-from dpprof.experiment import Experiment
 from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import begin, set_up
 from dpprof.instruments.snapshots import Snapshots
-from dpprof.methods.base import Enter
-from dpprof.result import Energy, Measurement, Memory, Observed, Throughput, Time
+from dpprof.methods.training_step import Enter
+from dpprof.records.result import Energy, Measurement, Memory, Observed, Throughput, Time
+from dpprof.spec.experiment import Experiment
 
 
 def time_steps(device: Device, steps: int, run: Callable[[], None]) -> list[float]:

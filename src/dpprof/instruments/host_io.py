@@ -4,7 +4,7 @@ from typing import Any
 
 import psutil
 
-from dpprof.result import HostIo
+from dpprof.records.result import HostIo
 
 
 def read_counts(process: psutil.Process) -> Any:

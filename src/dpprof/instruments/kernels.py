@@ -14,20 +14,20 @@ from typing import Any
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from dpprof.console import say
-from dpprof.devices.base import Device
-from dpprof.experiment import Experiment
-from dpprof.handover import traces_folder
+from dpprof.devices.device import Device
+from dpprof.flops.op_costs import family_of
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.setup import Training, begin, set_up
-from dpprof.ledger.costs import family_of
-from dpprof.methods.base import Enter, finds_norms
-from dpprof.result import Kernels, Measurement, Observed, Phase
-from dpprof.traces.attribution import find_steps
+from dpprof.launch.protocol import traces_folder
+from dpprof.methods.training_step import Enter, finds_norms
+from dpprof.records.result import Kernels, Measurement, Observed, Phase
+from dpprof.spec.experiment import Experiment
+from dpprof.system.console import say
 from dpprof.traces.events import write_events
 from dpprof.traces.files import LIMIT_BYTES, NAME, Written, write_trace
+from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
+from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
-from dpprof.traces.statement import NoKernelsError, state_kernels
 
 TRACED_STEPS = 3
 """At most so many of the timed steps; a trace of more is larger and tells no more."""

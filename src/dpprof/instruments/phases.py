@@ -9,15 +9,15 @@ device at the end of every phase.
 import statistics
 import time
 
-from dpprof.devices.base import Device
-from dpprof.experiment import Experiment
+from dpprof.devices.device import Device
 from dpprof.instruments.census import take_census
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.instruments.snapshots import Snapshots
-from dpprof.methods.base import Enter
-from dpprof.result import Measurement, Memory, Observed, Phase, Snapshot, Time
+from dpprof.methods.training_step import Enter
+from dpprof.records.result import Measurement, Memory, Observed, Phase, Snapshot, Time
+from dpprof.spec.experiment import Experiment
 
 _ELSEWHERE = "this instrument would be in it; the instrument clean tells"
 _REASONS = {

@@ -7,17 +7,17 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
-from dpprof.devices.base import Device
+from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
-from dpprof.experiment import Experiment
 from dpprof.instruments.census import Holdings
-from dpprof.methods.base import Batch, TrainingStep
+from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.models.attention import find_attention
 from dpprof.models.build import build_model
-from dpprof.models.precision import apply_dtype
-from dpprof.result import ModelFacts
+from dpprof.models.dtype import apply_dtype
+from dpprof.records.result import ModelFacts
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 
 
 class Training(NamedTuple):
@@ -52,13 +52,15 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
     Raises:
         EntryPointError: The method is not there, or no method; or the model is not there.
     """
-    method = catalogue.load("methods", experiment.method)
+    method = registry.load("methods", experiment.method)
     if not (isinstance(method, type) and issubclass(method, TrainingStep)):
-        raise catalogue.EntryPointError(
-            "methods", experiment.method, "is no subclass of dpprof.methods.base.TrainingStep"
+        raise registry.EntryPointError(
+            "methods",
+            experiment.method,
+            "is no subclass of dpprof.methods.training_step.TrainingStep",
         )
     if isinstance(experiment.model, str):
-        catalogue.load("models", experiment.model)
+        registry.load("models", experiment.model)
     find_attention(experiment.attention)
     # The first optimizer of a process imports torch._dynamo: 800 modules, 70 MiB.
     SGD([torch.zeros(1)], lr=1.0)

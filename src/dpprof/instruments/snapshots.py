@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 
-from dpprof.devices.base import Counters
+from dpprof.devices.device import Counters
 from dpprof.instruments.census import Holdings
 from dpprof.instruments.setup import Training
-from dpprof.methods.base import Enter
-from dpprof.result import Phase, Snapshot
+from dpprof.methods.training_step import Enter
+from dpprof.records.result import Phase, Snapshot
 
 _AFTER: dict[Phase, str] = {
     "forward": "after_forward",

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, Watch, sample_losses
-from dpprof.norms.fused import tell_reasons, tell_tiles
-from dpprof.result import Component, NormChoice
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, sample_losses
+from dpprof.norms.triton_ops import tell_reasons, tell_tiles
+from dpprof.records.result import Component, NormChoice
+from dpprof.spec.experiment import Experiment
 
 
 class ClippedStep(TrainingStep):

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
-from dpprof.result import Component
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
+from dpprof.records.result import Component
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 
 
 class Microbatch(TrainingStep):

@@ -24,9 +24,9 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.catalogue import UnsupportedError
-from dpprof.methods.base import Batch, ClipGroup, Enter
 from dpprof.methods.opacus_two_pass import OpacusTwoPass
+from dpprof.methods.training_step import Batch, ClipGroup, Enter
+from dpprof.spec.registry import UnsupportedError
 
 
 class _AdaptiveLoss(DPTensorFastGradientAdaptiveClipping):

@@ -6,8 +6,8 @@ from typing import Any
 from opacus.optimizers import DPOptimizer
 from torch.optim import Optimizer
 
-from dpprof.experiment import Experiment
-from dpprof.result import Component
+from dpprof.records.result import Component
+from dpprof.spec.experiment import Experiment
 
 ATTRIBUTES: Mapping[str, Component] = {
     "grad_sample": "per_sample_gradients",

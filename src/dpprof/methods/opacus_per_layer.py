@@ -16,11 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
-from dpprof.catalogue import UnsupportedError
-from dpprof.experiment import Experiment
-from dpprof.methods.base import ClipGroup
 from dpprof.methods.opacus_hooks import OpacusHooks
 from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.training_step import ClipGroup
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 
 
 class OpacusPerLayer(OpacusHooks):

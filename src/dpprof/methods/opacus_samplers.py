@@ -12,9 +12,9 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from dpprof.catalogue import UnsupportedError
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Watch
+from dpprof.methods.training_step import Watch
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 
 
 def _replace(watching: ExitStack, owner: object, name: str, value: object) -> None:

@@ -15,11 +15,11 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, Watch
 from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
 from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
-from dpprof.result import Component
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
+from dpprof.records.result import Component
+from dpprof.spec.experiment import Experiment
 
 _BIRTHS: Mapping[str, Component] = {
     **BIRTHS,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.methods.base import ClipGroup
 from dpprof.methods.clipped import ClippedStep
+from dpprof.methods.training_step import ClipGroup
 
 
 class PerLayer(ClippedStep):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from dpprof.mechanisms import NO_CLIPPING
-from dpprof.methods.base import Batch, ClipGroup, Enter, TrainingStep, mean_loss
+from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep, mean_loss
+from dpprof.spec.mechanisms import NO_CLIPPING
 
 
 class Standard(TrainingStep):

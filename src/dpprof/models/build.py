@@ -4,16 +4,16 @@ from typing import Any
 
 from torch import nn
 
-from dpprof import catalogue
-from dpprof.catalogue import EntryPointError
-from dpprof.experiment import Dimensions, Experiment
 from dpprof.models.transformer import Transformer
+from dpprof.spec import registry
+from dpprof.spec.experiment import Dimensions, Experiment
+from dpprof.spec.registry import EntryPointError
 
 
 def build_model(experiment: Experiment) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
-    A catalogue entry is either ``Dimensions`` or a function from the experiment to a
+    An entry of the registry is either ``Dimensions`` or a function from the experiment to a
     module that maps token ids (B, T) to logits (B, T, V).
 
     Raises:
@@ -43,4 +43,4 @@ def find_dimensions(experiment: Experiment) -> Dimensions | None:
 
 def _find_recipe(experiment: Experiment) -> Any:
     model = experiment.model
-    return catalogue.load("models", model) if isinstance(model, str) else model
+    return registry.load("models", model) if isinstance(model, str) else model

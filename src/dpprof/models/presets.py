@@ -1,6 +1,6 @@
 """The sizes that have names."""
 
-from dpprof.experiment import Dimensions
+from dpprof.spec.experiment import Dimensions
 
 TINY = Dimensions(vocab_size=1_000, d_model=64, layers=2, heads=4)
 SMALL = Dimensions(vocab_size=8_000, d_model=256, layers=4, heads=8)

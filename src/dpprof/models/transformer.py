@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.experiment import Dimensions
 from dpprof.models.attention import find_attention
+from dpprof.spec.experiment import Dimensions
 
 
 class Block(nn.Module):

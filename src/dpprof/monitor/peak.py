@@ -2,9 +2,9 @@
 
 import torch
 
-from dpprof.datasheets import find_by_device_name
 from dpprof.monitor.metrics import Figure
-from dpprof.target import Dtype
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.target import Dtype
 
 
 def find_peak(dtype: Dtype | None) -> Figure:

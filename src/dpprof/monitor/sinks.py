@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dpprof.event_files import TensorBoard
+from dpprof.traces.tensorboard_events import TensorBoard
 
 __all__ = ["Sink", "TensorBoard", "WeightsAndBiases"]
 

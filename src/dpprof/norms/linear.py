@@ -13,7 +13,7 @@ the layer's output and the layer's input, ``g_b^T x_b``. Four ways to its square
 * ``tiled product``: the gradient in tiles of d x p, each reduced to a number before the next.
 
 The tiled ones take at most ``WORKSPACE_BYTES``, whatever T, d and p are; on CUDA, where Triton
-is installed, they are kernels that keep their tiles in registers (``norms.kernels``), unless
+is installed, they are kernels that keep their tiles in registers (``norms.triton_launch``), unless
 those are slower than PyTorch's products, as they may be for exact products of float32.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. All take
@@ -27,7 +27,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpprof.norms.fused import gram_squares, is_faster, is_fused, product_squares
 from dpprof.norms.rounding import Squares, depth_of_tile, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
@@ -38,6 +37,7 @@ from dpprof.norms.tiles import (
     square,
     use_up,
 )
+from dpprof.norms.triton_ops import gram_squares, is_faster, is_fused, product_squares
 
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a tile."""

@@ -47,7 +47,7 @@ as tensor cores ask for. Rounding is 2^-9 at most, in each token anew; so there 
 up to ``C (1 + 2^-9 / OF_FACTORS * TOLERATED)``, an eighth beyond C, if all of it conspires."""
 
 _SPLIT = 6
-"""What a product of three TF32 products (``norms.precision``) adds to an entry's terms, in eps."""
+"""What three TF32 products for one (``norms.float32_products``) add to the terms, in eps."""
 
 
 class Squares(NamedTuple):

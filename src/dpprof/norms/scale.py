@@ -8,7 +8,7 @@ Shape legend: B samples, T tokens, d width.
 
 from torch import Tensor
 
-from dpprof.norms import fused, placement
+from dpprof.norms import placement, triton_ops
 from dpprof.norms.tiles import PARTS, accumulator_of
 
 
@@ -27,9 +27,9 @@ def scale_gradients(
         (B, d) in float32, or float64 for float64.
     """
     B, _, d = x_BTd.shape
-    if fused.is_fused(x_BTd):
+    if triton_ops.is_fused(x_BTd):
         mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
-        made_Bd: Tensor = fused.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2))
+        made_Bd: Tensor = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2))
         return made_Bd
     parts_of_T = 1 if placement.is_cuda(x_BTd) else PARTS
     accumulator = accumulator_of(x_BTd.dtype)

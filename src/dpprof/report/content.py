@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from dpprof.analysis.collection import NO_RESULT
-from dpprof.analysis.composition import choose, compose
-from dpprof.analysis.verified import find_marks
-from dpprof.report import books, kernels, measured, outcomes
-from dpprof.report.advised import tell_advice, tell_capacity
+from dpprof.analysis.peak_composition import choose, compose
+from dpprof.analysis.standings import find_marks
+from dpprof.records.result import OUTCOMES
+from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
+from dpprof.report.advice_section import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
 from dpprof.report.document import (
     Bullets,
@@ -19,10 +20,9 @@ from dpprof.report.document import (
     Section,
     Table,
 )
-from dpprof.report.findings import tell_books, tell_findings
-from dpprof.report.verified import TITLE as VERIFICATION
-from dpprof.report.verified import count_verified, mark_methods, tell_verification
-from dpprof.result import OUTCOMES
+from dpprof.report.sentences import tell_books, tell_findings
+from dpprof.report.verification_section import TITLE as VERIFICATION
+from dpprof.report.verification_section import count_verified, mark_methods, tell_verification
 
 Tables = Mapping[str, pd.DataFrame]
 Blocks = list[Paragraph | Bullets | Table | Picture]
@@ -59,25 +59,31 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             *tell_advice(tables["advice"]),
             *_caveats(tables["findings"]),
         ],
-        "Memory": [*books.owners(composition)],
-        predicted: [*books.predictions(composition, costs)],
+        "Memory": [*memory_sections.owners(composition)],
+        predicted: [*memory_sections.predictions(composition, costs)],
         "What fits, and what to use": [*tell_capacity(tables["advice"])],
-        "Time": [*measured.phases(tables["phases"], experiments), *kernels.host_io(tables["runs"])],
-        "Kernels": [*kernels.by_category(tables["kernels"], tables["traces"])],
-        "Roofline": [
-            *kernels.bound(tables["traces"], tables["kernels"]),
-            *kernels.ceilings(tables["ceilings"]),
+        "Time": [
+            *time_sections.phases(tables["phases"], experiments),
+            *kernel_sections.host_io(tables["runs"]),
         ],
-        "Cost": [*books.costs(costs)],
+        "Kernels": [*kernel_sections.by_category(tables["kernels"], tables["traces"])],
+        "Roofline": [
+            *kernel_sections.bound(tables["traces"], tables["kernels"]),
+            *kernel_sections.ceilings(tables["ceilings"]),
+        ],
+        "Cost": [*memory_sections.costs(costs)],
         "Growth": [],
-        "Comparison": [*measured.by_method(tables["methods"]), *measured.compare(experiments)],
+        "Comparison": [
+            *time_sections.by_method(tables["methods"]),
+            *time_sections.compare(experiments),
+        ],
         VERIFICATION: [*tell_verification(tables["verification"])],
-        "How far the books close": [*books.closing(composition, tables["peaks"])],
-        "How far the figures repeat": [*measured.repeat(experiments)],
-        "What watching costs": [*kernels.observers(tables["observer"])],
-        "Code paths": [*measured.code_paths(tables["samplers"])],
-        "Outcomes": outcomes.tell_outcomes(tables["outcomes"], tables["runs"]),
-        "Missing results": outcomes.tell_missing(tables["missing"]),
+        "How far the books close": [*memory_sections.closing(composition, tables["peaks"])],
+        "How far the figures repeat": [*time_sections.repeat(experiments)],
+        "What watching costs": [*kernel_sections.observers(tables["observer"])],
+        "Code paths": [*time_sections.code_paths(tables["samplers"])],
+        "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
+        "Missing results": outcome_section.tell_missing(tables["missing"]),
         "More figures": [],
         "How this was measured": _how(tables["runs"]),
         "What this does not say": _limits(tables["runs"], composition, drawings),

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from dpprof.experiment import Name
-from dpprof.storage import read_json
-from dpprof.validation import InputError, explain
+from dpprof.spec.experiment import Name
+from dpprof.spec.validation import InputError, explain
+from dpprof.system.files import read_json
 
 
 def _printable(text: str) -> str:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from dpprof.event_files import TensorBoard
-from dpprof.result import Kernels
+from dpprof.records.result import Kernels
+from dpprof.traces.tensorboard_events import TensorBoard
 
 
 def write_events(folder: Path, kernels: Kernels) -> None:

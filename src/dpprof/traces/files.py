@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.storage import write_atomically
-from dpprof.traces.attribution import find_steps
+from dpprof.system.files import write_atomically
+from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import read_trace
 
 LIMIT_BYTES = 32 * 2**20

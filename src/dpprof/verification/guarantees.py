@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
-from dpprof.methods.base import Batch, TrainingStep
-from dpprof.verdict import TOLERANCE, Scenario
+from dpprof.methods.training_step import Batch, TrainingStep
+from dpprof.records.verdict import TOLERANCE, Scenario
+from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
 from dpprof.verification.mechanism import complain_of_mechanism
 from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look

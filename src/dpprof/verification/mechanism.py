@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from dpprof.mechanisms import FLAT, NO_CLIPPING
-from dpprof.methods.base import TrainingStep
-from dpprof.verdict import TOLERANCE
+from dpprof.methods.training_step import TrainingStep
+from dpprof.records.verdict import TOLERANCE
+from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 from dpprof.verification.reference import Group
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, TrainingStep
+from dpprof.methods.training_step import Batch, TrainingStep
+from dpprof.spec.experiment import Experiment
 from dpprof.verification.reference import Group
 
 STEPS = 2

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.devices.cpu import Cpu
-from dpprof.experiment import Dimensions, Experiment
 from dpprof.instruments.setup import make_batch
-from dpprof.methods.base import UNLABELLED, Batch
+from dpprof.methods.training_step import UNLABELLED, Batch
 from dpprof.models.build import build_model
-from dpprof.models.precision import apply_dtype
-from dpprof.verdict import BUILT_IN, Scenario
+from dpprof.models.dtype import apply_dtype
+from dpprof.records.verdict import BUILT_IN, Scenario
+from dpprof.spec.experiment import Dimensions, Experiment
+from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
 
 REDUCED = Dimensions(vocab_size=11, d_model=12, layers=2, heads=3)

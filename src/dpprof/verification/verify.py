@@ -8,14 +8,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from dpprof import catalogue
-from dpprof.catalogue import UnsupportedError
-from dpprof.experiment import Experiment
-from dpprof.mechanisms import NO_CLIPPING
-from dpprof.messages import KIND_LIMIT, shorten
-from dpprof.methods.base import TrainingStep
 from dpprof.methods.microbatch import Microbatch
-from dpprof.verdict import GRADIENT_SCENARIOS, TOLERANCE, Case, Findings, Scenario
+from dpprof.methods.training_step import TrainingStep
+from dpprof.records.verdict import GRADIENT_SCENARIOS, TOLERANCE, Case, Findings, Scenario
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import NO_CLIPPING
+from dpprof.spec.registry import UnsupportedError
+from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.verification import reference
 from dpprof.verification.guarantees import GUARANTEES, RefusedError
 from dpprof.verification.mechanism import complain_of_mechanism, find_sensitivity
@@ -97,7 +97,7 @@ def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> C
     subject = prepare(describe(model, method, attention, batch_size))
     known["max_grad_norm"] = subject.experiment.max_grad_norm
     try:
-        GUARANTEES[scenario](catalogue.load("methods", method), subject)
+        GUARANTEES[scenario](registry.load("methods", method), subject)
     except (RefusedError, UnsupportedError) as error:
         return Case(**known, outcome="unsupported", reason=str(error)[:_MESSAGE_LIMIT])
     except WrongError as error:
@@ -110,14 +110,14 @@ def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> C
 
 def _find_mechanism(method: str) -> str | None:
     try:
-        return str(catalogue.load("methods", method).mechanism)
+        return str(registry.load("methods", method).mechanism)
     except Exception:  # noqa: BLE001 (each case says why it cannot be had)
         return None
 
 
 def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
     experiment, samples = subject.experiment, subject.samples
-    method: type[TrainingStep] = catalogue.load("methods", experiment.method)
+    method: type[TrainingStep] = registry.load("methods", experiment.method)
     errors, norm_errors, names = [], [], [reference.NAME]
     for taken in _take_steps(method, subject):
         expected = [reference.clip_and_average(samples, taken.groups)]

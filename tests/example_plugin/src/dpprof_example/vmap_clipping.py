@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from dpprof.catalogue import UnsupportedError
 from dpprof.clipping.factor import clip_factor
-from dpprof.experiment import Experiment
-from dpprof.methods.base import Batch, Enter, TrainingStep, mean_loss
-from dpprof.result import Component
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
+from dpprof.records.result import Component
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 
 
 class VmapClipping(TrainingStep):

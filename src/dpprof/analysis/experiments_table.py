@@ -1,0 +1,144 @@
+"""The table ``experiments``: each experiment over its processes, and against its baseline."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.frames import AXES, BASELINE, axes_of, make_frame
+from dpprof.analysis.groups import Group, Noise, merge, setting_key
+from dpprof.analysis.standings import UNKNOWN
+from dpprof.analysis.statistics import median_interval
+from dpprof.records.result import OUTCOMES
+from dpprof.records.verdict import Standing
+
+_COLUMNS = [
+    "experiment_id",
+    *AXES,
+    "parameters_total",
+    "runs",
+    "runs_ok",
+    "outcome",
+    "processes",
+    "median_step_s",
+    "step_low_s",
+    "step_high_s",
+    "tokens_per_s",
+    "peak_kind",
+    "peak_processes",
+    "peak_bytes",
+    "peak_min_bytes",
+    "peak_max_bytes",
+    "reserved_min_bytes",
+    "reserved_max_bytes",
+    "rss_min_bytes",
+    "rss_max_bytes",
+    "step_ratio",
+    "step_ratio_low",
+    "step_ratio_high",
+    "step_p_value",
+    "step_floor",
+    "step_verdict",
+    "peak_ratio",
+    "mechanism",
+    "verified",
+    "max_relative_error",
+]
+
+
+def tabulate_experiments(
+    groups: Sequence[Group], noise: Noise, standings: Mapping[str, Standing]
+) -> pd.DataFrame:
+    """Reduce runs over their processes: medians over processes, never over steps.
+
+    Ratios are to ``standard`` with all else equal; several such baselines count as one.
+
+    Args:
+        groups: The experiments of a config.
+        noise: How much their processes differ.
+        standings: What is known of their methods.
+    """
+    baselines: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        if group.experiment.method == BASELINE:
+            baselines[setting_key(group.experiment)].append(group)
+    rows = []
+    for group in groups:
+        standing = standings.get(group.experiment.id, UNKNOWN)
+        row = _describe(group) | {
+            "mechanism": standing.mechanism,
+            "verified": standing.verified,
+            "max_relative_error": standing.max_relative_error,
+        }
+        if alike := baselines[setting_key(group.experiment)]:
+            base = merge(alike)
+            row |= _compare_steps(group, base, noise) | _compare_peaks(group, base)
+        rows.append(row)
+    return make_frame(rows, _COLUMNS)
+
+
+def _describe(group: Group) -> dict[str, Any]:
+    experiment, results = group.experiment, group.results
+    ok = [result for result in results if result.outcome == "ok"]
+    steps = pd.Series(group.step_s, dtype=float)
+    step_s = _or_none(steps.median())
+    interval = median_interval(group.step_s)
+    peaks = pd.Series(group.peaks.sizes, dtype=float)
+    return (
+        {"experiment_id": experiment.id}
+        | axes_of(experiment)
+        | {
+            "parameters_total": next((r.model.parameters_total for r in ok if r.model), None),
+            "runs": group.planned,
+            "runs_ok": len(ok),
+            "outcome": " ".join(name for name in OUTCOMES if name in {r.outcome for r in results}),
+            "processes": len(steps),
+            "median_step_s": step_s,
+            "step_low_s": interval and interval.low,
+            "step_high_s": interval and interval.high,
+            "tokens_per_s": step_s and experiment.batch_size * experiment.seq_len / step_s,
+            "peak_kind": group.peaks.kind,
+            "peak_processes": len(peaks),
+            "peak_bytes": _or_none(peaks.median()),
+            "peak_min_bytes": _or_none(peaks.min()),
+            "peak_max_bytes": _or_none(peaks.max()),
+        }
+        | _spread("reserved", group.peaks_of("clean", "peak_reserved_bytes"))
+        | _spread("rss", group.peaks_of("clean", "peak_rss_bytes"))
+    )
+
+
+def _spread(name: str, values: Sequence[int]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {f"{name}_min_bytes": min(values), f"{name}_max_bytes": max(values)}
+
+
+def _compare_steps(group: Group, base: Group, noise: Noise) -> dict[str, Any]:
+    if not group.step_s or not base.step_s:
+        return {}
+    if group.experiment.method == BASELINE:
+        return {"step_ratio": median(group.step_s) / median(base.step_s)}
+    found = noise.compare(group, base)
+    return {
+        "step_ratio": found.ratio,
+        "step_ratio_low": found.interval and found.interval.low,
+        "step_ratio_high": found.interval and found.interval.high,
+        "step_p_value": found.p_value,
+        "step_floor": found.floor,
+        "step_verdict": found.verdict,
+    }
+
+
+def _compare_peaks(group: Group, base: Group) -> dict[str, Any]:
+    """Compare peaks of the same kind; the allocator's have no noise, so a ratio is enough."""
+    peaks, base_peaks = group.peaks, base.peaks
+    if peaks.kind is None or peaks.kind != base_peaks.kind:
+        return {}
+    return {"peak_ratio": median(peaks.sizes) / median(base_peaks.sizes)}
+
+
+def _or_none(value: Any) -> float | None:
+    return None if pd.isna(value) else float(value)

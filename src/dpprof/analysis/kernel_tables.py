@@ -1,0 +1,193 @@
+"""Tables of traces: time by phase and category, beside the FLOPs and bytes that the books know.
+
+What binds a phase's category is what would take longer at the device's measured ceilings: its
+FLOPs or its bytes (Williams et al. 2009, "Roofline"). Its time counts as bound by that, however
+far from the ceiling it stays; time in which nothing runs is idle.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.planning.planner import PlannedRun
+from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
+from dpprof.records.result import Kernels, Result, Work
+
+_KERNEL_COLUMNS = [
+    *RUN_KEY,
+    *AXES,
+    "parameters_total",
+    "phase",
+    "category",
+    "seconds",
+    "launches",
+    "flops",
+    "read_bytes",
+    "written_bytes",
+    "arithmetic_intensity",
+    "flops_per_s",
+    "bytes_per_s",
+    "ceiling_flops_per_s",
+    "ceiling_bytes_per_s",
+    "ceilings_of",
+    "bound",
+]
+_TRACE_COLUMNS = [
+    *RUN_KEY,
+    *AXES,
+    "parameters_total",
+    "steps",
+    "step_s",
+    "total_s",
+    "compute_bound_s",
+    "memory_bound_s",
+    "unknown_s",
+    "idle_s",
+    "waiting_s",
+    "other_share",
+    "host_to_device_bytes",
+    "device_to_host_bytes",
+    "launch_latency_s",
+    "trace",
+    "trace_bytes",
+    "trace_steps",
+]
+Rows = Iterator[dict[str, Any]]
+
+
+class Roof(NamedTuple):
+    """What bounds from above, as measured on a device; None where it is not known."""
+
+    flops_per_s: float | None
+    bytes_per_s: float | None
+    device: str | None
+
+
+class _Traced(NamedTuple):
+    """A run that was traced, with the books of its experiment."""
+
+    run: PlannedRun
+    result: Result
+    kernels: Kernels
+    work: Mapping[tuple[Any, Any], Work]
+    roof: Roof
+    launch_latency_s: float | None
+
+
+def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
+    """Build the tables of the runs that were traced.
+
+    Returns:
+        ``kernels`` (one row per run, phase and category) and ``traces`` (one row per run).
+    """
+    told = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
+    return {
+        "kernels": make_frame((row for _, rows in told for row in rows), _KERNEL_COLUMNS),
+        "traces": make_frame((_trace_row(one, rows) for one, rows in told), _TRACE_COLUMNS),
+    }
+
+
+def _find_traced(collected: Collected) -> Iterator[_Traced]:
+    books = {
+        run.id: result.io.by_phase_and_category
+        for keeper in reversed(KEEPERS)  # the one to prefer comes last, and stays
+        for run, result in collected.found
+        if run.instrument == keeper and result.io
+    }
+    for run, result in collected.found:
+        if result.kernels is not None:
+            ceilings = find_ceilings(collected.ceilings, result.device)
+            yield _Traced(
+                run,
+                result,
+                result.kernels,
+                {(one.phase, one.category): one for one in books.get(run.id, [])},
+                find_roof(result, ceilings),
+                None if ceilings is None else ceilings.launch_latency_s,
+            )
+
+
+def find_roof(result: Result, ceilings: Ceilings | None) -> Roof:
+    """Look up what was measured of the device for the experiment's dtype."""
+    if ceilings is None:
+        return Roof(None, None, None)
+    products, copies = ceilings.matmul.get(result.experiment.dtype), ceilings.bandwidth
+    return Roof(
+        None if products is None else products.flops_per_s,
+        None if copies is None else copies.bytes_per_s,
+        device_name(ceilings.device),
+    )
+
+
+def _common(one: _Traced) -> dict[str, Any]:
+    parameters = {"parameters_total": one.result.model and one.result.model.parameters_total}
+    return key_of(one.run) | axes_of(one.result.experiment) | parameters
+
+
+def _kernel_rows(one: _Traced) -> Rows:
+    for launched in one.kernels.by_phase_and_category:
+        work = one.work.get((launched.phase, launched.category))
+        yield (
+            _common(one)
+            | launched.model_dump()
+            | {
+                "ceiling_flops_per_s": one.roof.flops_per_s,
+                "ceiling_bytes_per_s": one.roof.bytes_per_s,
+                "ceilings_of": one.roof.device,
+            }
+            | ({} if work is None else _compare(work, launched.seconds, one.roof))
+        )
+
+
+def _compare(work: Work, seconds: float, roof: Roof) -> dict[str, Any]:
+    """Say how fast work was done, and what binds it."""
+    moved = work.read + work.written
+    return {
+        "flops": work.flops,
+        "read_bytes": work.read,
+        "written_bytes": work.written,
+        "arithmetic_intensity": work.flops / moved if moved else None,
+        "flops_per_s": work.flops / seconds if seconds else None,
+        "bytes_per_s": moved / seconds if seconds else None,
+        "bound": find_bound(work, roof),
+    }
+
+
+def find_bound(work: Work, roof: Roof) -> str | None:
+    """Say what binds: ``compute`` or ``memory``; None where a ceiling is not known."""
+    if roof.flops_per_s is None or roof.bytes_per_s is None:
+        return None
+    computing_s = work.flops / roof.flops_per_s
+    moving_s = (work.read + work.written) / roof.bytes_per_s
+    return "compute" if computing_s >= moving_s else "memory"
+
+
+def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    bound_s: dict[str, float] = defaultdict(float)
+    for row in rows:
+        bound_s[row.get("bound") or "unknown"] += row["seconds"]
+    told = one.kernels.model_dump(include=set(_TRACE_COLUMNS))
+    return (
+        _common(one)
+        | told
+        | {f"{bound}_bound_s": bound_s[bound] for bound in ("compute", "memory")}
+        | {
+            "unknown_s": bound_s["unknown"],
+            "host_to_device_bytes": _bytes_of(one, "HtoD"),
+            "device_to_host_bytes": _bytes_of(one, "DtoH"),
+            "launch_latency_s": one.launch_latency_s,
+        }
+    )
+
+
+def _bytes_of(one: _Traced, direction: str) -> float | None:
+    """Tell the bytes of a direction; on a CPU there is no other side to copy to."""
+    if one.result.device.get("type") == "cpu":
+        return None
+    copied = one.kernels.copies.get(direction)
+    return copied.bytes if copied else 0.0

@@ -1,0 +1,277 @@
+"""Tables of what ledgers and estimates say: peaks, owners, timelines and costs.
+
+The allocator's peak, which closes a ledger's books and judges an estimate, comes from
+another process that measured the same experiment; for a target that is not the CPU,
+from a device that is one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.groups import Group
+from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
+from dpprof.planning.planner import PlannedRun
+from dpprof.records.ceilings import Ceilings
+from dpprof.records.reconciliation import bound_bytes, close_books
+from dpprof.records.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
+from dpprof.spec import registry
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.experiment import CPU_TARGET, Experiment
+from dpprof.spec.target import Target
+from dpprof.system.files import canonical_json
+
+_PEAK_COLUMNS = [
+    *RUN_KEY,
+    *AXES,
+    "parameters_total",
+    "target_memory_bytes",
+    "peak_bytes",
+    "first_step_peak_bytes",
+    "phase",
+    "module",
+    "op",
+    *(f"by_{kind}_bytes" for kind in EVIDENCE),
+    "unattributed_bytes",
+    "allocator_peak_bytes",
+    "gap_bytes",
+    "bound_bytes",
+    "valid",
+    "reason",
+]
+_COST_COLUMNS = [
+    *RUN_KEY,
+    *AXES,
+    "model_flops",
+    "executed_flops",
+    "other_flops",
+    "dp_flop_multiplier",
+    "bytes_read",
+    "bytes_written",
+    "arithmetic_intensity",
+    "peak_flops_per_s",
+    "peak_source",
+    "roofline_step_s",
+    "median_step_s",
+    "mfu",
+    "hfu",
+    "beyond_peak",
+    "utilisation_reason",
+]
+_TIMELINE_COLUMNS = [*RUN_KEY, "ops", "elapsed_s", "phase", *COMPONENTS]
+
+Rows = Iterator[dict[str, Any]]
+
+
+class _Account(NamedTuple):
+    """A run that kept books, with its parts at hand."""
+
+    run: PlannedRun
+    result: Result
+    memory: Memory
+    compute: Compute
+    io: Io
+
+
+def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
+    """Build the tables of the runs that kept books.
+
+    Returns:
+        ``peaks`` and ``costs`` (one row per run), ``owners`` (one row per component alive
+        at the peak), ``holdings`` (the largest holdings at the peak), ``timeline`` (one row
+        per instant, a column for each component) and ``traffic`` (one row per phase,
+        category or component: FLOPs, and bytes read and written).
+    """
+    accounts = list(_find_accounts(collected))
+    measured = _Measured(groups)
+    return {
+        "peaks": make_frame((_peak_row(one, measured) for one in accounts), _PEAK_COLUMNS),
+        "costs": make_frame(
+            (_cost_row(one, measured, collected.ceilings) for one in accounts), _COST_COLUMNS
+        ),
+        "owners": make_frame(_owner_rows(accounts), [*RUN_KEY, "component", "bytes"]),
+        "holdings": make_frame(
+            _holding_rows(accounts),
+            [*RUN_KEY, *Held.model_fields],
+        ),
+        "timeline": make_frame(_instants(accounts), _TIMELINE_COLUMNS),
+        "traffic": make_frame(
+            _traffic_rows(accounts), [*RUN_KEY, "by", "key", "flops", "read_bytes", "written_bytes"]
+        ),
+    }
+
+
+def _find_accounts(collected: Collected) -> Iterator[_Account]:
+    for run, result in collected.found:
+        memory, compute, io = result.memory, result.compute, result.io
+        # The books of a capacity are of another batch than the experiment's.
+        if memory and memory.attribution and compute and io and not result.capacity:
+            yield _Account(run, result, memory, compute, io)
+
+
+class _Measured:
+    """What was measured of experiments that ran, to be found by those that did not."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._here = {group.experiment.id: group for group in groups}
+        self._elsewhere: dict[str, list[Group]] = defaultdict(list)
+        for group in groups:
+            if group.experiment.target is None:
+                self._elsewhere[_rest(group.experiment)].append(group)
+
+    def find(self, experiment: Experiment) -> Group | None:
+        """Find what was measured of this experiment, or of its like on its target."""
+        if experiment.target is None:
+            return self._here[experiment.id]
+        alike = self._elsewhere[_rest(experiment)]
+        return next((group for group in alike if _ran_on_target(group, experiment)), None)
+
+
+def _rest(experiment: Experiment) -> str:
+    """Spell an experiment but for where it is: what a prediction is joined on."""
+    return canonical_json(experiment.model_dump(mode="json", exclude={"device", "target"}))
+
+
+def _ran_on_target(group: Group, experiment: Experiment) -> bool:
+    if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
+        return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
+    target = _target_of(experiment)
+    return any(find_by_device_name(r.device.get("name")) == target for r in group.results)
+
+
+def _target_of(experiment: Experiment) -> Target | None:
+    """Look up what a target is; None for this machine, and where there is no target."""
+    target = experiment.target
+    if isinstance(target, str):
+        found: Target | None = registry.load("targets", target)
+        return found
+    return target
+
+
+def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
+    experiment, attribution = one.result.experiment, one.memory.attribution
+    at_peak = one.memory.at_peak
+    assert attribution is not None
+    assert at_peak is not None
+    if attribution.allocator_peak_bytes is None:
+        group = measured.find(experiment)
+        known = group is not None and group.peaks.kind == "allocated"
+        attribution = close_books(
+            experiment,
+            attribution.ledger_peak_bytes,
+            int(median(group.peaks.sizes)) if group is not None and known else None,
+            attribution.evidence,
+        )
+    allocator = attribution.allocator_peak_bytes
+    target = _target_of(experiment)
+    return (
+        key_of(one.run)
+        | axes_of(experiment)
+        | {
+            "parameters_total": one.result.model and one.result.model.parameters_total,
+            "target_memory_bytes": target and int(target.memory_bytes),
+            "peak_bytes": attribution.ledger_peak_bytes,
+            "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
+            "phase": at_peak.phase,
+            "module": at_peak.module,
+            "op": at_peak.op,
+            "unattributed_bytes": at_peak.components["unattributed"],
+            "allocator_peak_bytes": allocator,
+            "gap_bytes": attribution.gap_bytes,
+            "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),
+            "valid": attribution.valid,
+            "reason": "nothing was measured to compare with"
+            if allocator is None
+            else attribution.reason,
+        }
+        | {f"by_{kind}_bytes": size for kind, size in attribution.evidence.items()}
+    )
+
+
+def _cost_row(one: _Account, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
+    compute, io, experiment = one.compute, one.io, one.result.experiment
+    group = measured.find(experiment)
+    step_s = median(group.step_s) if group is not None and group.step_s else None
+    peak = find_peak(compute, experiment.dtype, group and group.timed_on, ceilings)
+    mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
+    hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
+    return (
+        key_of(one.run)
+        | axes_of(experiment)
+        | {
+            "model_flops": compute.model_flops,
+            "executed_flops": compute.executed_flops,
+            "other_flops": compute.other_flops,
+            "dp_flop_multiplier": compute.dp_flop_multiplier,
+            "bytes_read": io.bytes_read,
+            "bytes_written": io.bytes_written,
+            "arithmetic_intensity": io.arithmetic_intensity,
+            "peak_flops_per_s": peak.flops_per_s,
+            "peak_source": peak.source,
+            "roofline_step_s": compute.roofline_step_s,
+            "median_step_s": step_s,
+            "mfu": mfu,
+            "hfu": hfu,
+            "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
+            "utilisation_reason": _why_unknown(compute, step_s, peak),
+        }
+    )
+
+
+def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | None:
+    """Say why MFU is null, if it is."""
+    if step_s is None:
+        return NOT_TIMED
+    if compute.model_flops is None:
+        return peak.reason or "the layers of another package's model are not known"
+    return peak.reason
+
+
+def _owner_rows(accounts: Iterable[_Account]) -> Rows:
+    for one in accounts:
+        assert one.memory.at_peak is not None
+        for component, size in one.memory.at_peak.components.items():
+            yield key_of(one.run) | {"component": component, "bytes": size}
+
+
+def _holding_rows(accounts: Iterable[_Account]) -> Rows:
+    for one in accounts:
+        assert one.memory.at_peak is not None
+        for held in one.memory.at_peak.largest:
+            yield key_of(one.run) | held.model_dump()
+
+
+def _instants(accounts: Iterable[_Account]) -> Rows:
+    for one in accounts:
+        line = one.memory.timeline
+        assert line is not None
+        for row, (ops, phase) in enumerate(zip(line.ops, line.phase, strict=True)):
+            yield (
+                key_of(one.run)
+                | {"ops": ops, "phase": phase, "elapsed_s": line.elapsed_s and line.elapsed_s[row]}
+                | dict.fromkeys(COMPONENTS, 0)
+                | {component: sizes[row] for component, sizes in line.components.items()}
+            )
+
+
+def _traffic_rows(accounts: Iterable[_Account]) -> Rows:
+    for one in accounts:
+        by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
+            "phase": (one.compute.flops_by_phase, one.io.by_phase),
+            "category": ({}, one.io.by_category),
+            "component": (one.compute.flops_by_component, one.io.by_component),
+        }
+        for kind, (flops, moved) in by.items():
+            for key, bytes_moved in moved.items():
+                yield key_of(one.run) | {
+                    "by": kind,
+                    "key": key,
+                    "flops": flops.get(key, 0) if flops else None,
+                    "read_bytes": bytes_moved.read,
+                    "written_bytes": bytes_moved.written,
+                }

@@ -1,0 +1,134 @@
+"""What verdicts say about the methods of experiments."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from dpprof.analysis.frames import axes_of, make_frame
+from dpprof.planning.code_digest import verified_as
+from dpprof.records.record import ResultError
+from dpprof.records.verdict import Standing, read_verdict, split_holes
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import is_other_mechanism
+
+DAGGER = "\N{DAGGER}"
+"""Marks what is not verified, wherever a method is named beside its numbers."""
+
+DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"
+"""Marks what is private by another mechanism than flat clipping, likewise."""
+
+Marks = Mapping[str, Collection[str]]
+"""From signs to the methods that bear them."""
+
+UNKNOWN = Standing(None, "there is no verdict on it yet")
+_COLUMNS = ["model", "attention", "method", *Standing._fields]
+
+
+def read_standings(
+    root: Path,
+    experiments: Iterable[Experiment],
+    digest_of: Callable[[str, str], str | None],
+    damaged: list[ResultError] | None = None,
+) -> dict[str, Standing]:
+    """Look up the verdict on every experiment's method; by the experiment's id.
+
+    Args:
+        root: The folder that holds ``results``.
+        experiments: Whose methods.
+        digest_of: From a model and a method to the digest of the present code; None where that is
+            not known. A verdict on other code says nothing of the present one.
+        damaged: Where given, what is wrong with verdicts is noted there and not raised.
+
+    Raises:
+        ResultError: A verdict is cut, edited, of another version, or about others.
+    """
+    known: dict[tuple[str, str, str], Standing] = {}
+    standings = {}
+    for experiment in experiments:
+        key = (verified_as(experiment.model), experiment.method, experiment.attention)
+        if key not in known:
+            try:
+                known[key] = _read(root, *key, digest_of(*key[:2]))
+            except ResultError as error:
+                if damaged is None:
+                    raise
+                damaged.append(error)
+                known[key] = Standing(None, f"the verdict on it {error.problem}")
+        standings[experiment.id] = known[key]
+    return standings
+
+
+def _read(root: Path, model: str, method: str, attention: str, digest: str | None) -> Standing:
+    try:
+        verdict = read_verdict(root, model, method)
+    except FileNotFoundError:
+        return UNKNOWN
+    if digest not in (None, verdict.code_digest):
+        return Standing(None, "the verdict on it is about other code than the present")
+    return verdict.stands_for(attention)
+
+
+def tabulate_verification(
+    experiments: Iterable[Experiment], standings: Mapping[str, Standing]
+) -> pd.DataFrame:
+    """Give one row for each method, model and variant of attention."""
+    rows = {}
+    for experiment in experiments:
+        axes = axes_of(experiment)
+        named = {"model": verified_as(experiment.model)}
+        named |= {name: axes[name] for name in ("attention", "method")}
+        standing = standings.get(experiment.id, UNKNOWN)
+        rows[tuple(named.values())] = named | standing._asdict()
+    return make_frame((rows[key] for key in sorted(rows)), _COLUMNS)
+
+
+def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
+    """Name the methods that are not verified everywhere, each with the reason for one place.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    rows = verification[~verification["verified"].eq(True)]
+    return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))
+
+
+def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
+    """Name the methods that are private in another way than by flat clipping, each with its own.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    pairs = zip(verification["method"], verification["mechanism"], strict=True)
+    return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
+
+
+def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
+    """Name the ways in which guarantees were seen to be lost, each with the methods.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    methods: dict[str, list[str]] = {}
+    rows = verification[verification["holes"].notna()]
+    for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():
+        for hole in split_holes(holes):
+            methods.setdefault(hole, []).append(str(method))
+    return methods
+
+
+def find_marks(verification: pd.DataFrame) -> Marks:
+    """Say which methods bear which sign beside their numbers.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    return {
+        DAGGER: name_unverified(verification),
+        DOUBLE_DAGGER: name_other_mechanisms(verification),
+    }
+
+
+def sign(name: str, marks: Marks) -> str:
+    """Give the signs that a method bears; empty for most."""
+    return "".join(one for one, methods in marks.items() if name in methods)

@@ -1,0 +1,91 @@
+"""An experiment from command-line options: one option for every field, no more to keep in step."""
+
+import argparse
+import itertools
+from collections.abc import Container
+from typing import Any
+
+from pydantic import ValidationError
+
+from dpprof.spec import registry
+from dpprof.spec.config_files import parse_config_text
+from dpprof.spec.experiment import Experiment, read_spec, settle_device
+from dpprof.spec.validation import InputError, explain, option_name, refuse
+from dpprof.system.hardware import resolve_device
+
+
+def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container[str] = ()) -> None:
+    """Add an option for every field of an experiment, described as in the schema."""
+    group = parser.add_argument_group("experiment")
+    for name, field in Experiment.model_fields.items():
+        if name in leave_out:
+            continue
+        default = "auto" if name == "device" else field.default
+        required = field.is_required() and name != "device"
+        note = "required" if required else f"default: {default}"
+        help_text = f"{field.description} ({note})".replace("%", "%%")
+        group.add_argument(option_name(name), help=help_text, metavar="VALUE")
+
+
+def read_experiment(arguments: argparse.Namespace) -> Experiment:
+    """Turn parsed options, or the spec file that ``--spec`` names, into an experiment.
+
+    Raises:
+        InputError: An option's value is not allowed, or a required one is missing.
+        OSError: The spec file cannot be read.
+    """
+    fields = _read_given(arguments)
+    if arguments.spec is not None:
+        if fields:
+            options = ", ".join(map(option_name, fields))
+            raise InputError(f"--spec is the whole experiment; leave out {options}")
+        return read_spec(arguments.spec)
+    return make_experiment(fields)
+
+
+def _read_given(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(arguments, name, None) for name in Experiment.model_fields}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[Experiment]:
+    """Turn parsed options into every combination of it with the values of other fields.
+
+    Args:
+        arguments: The parsed options.
+        axis: Fields that have no option, with their values; lists multiply.
+
+    Raises:
+        InputError: An option's value is not allowed, or a required one is missing.
+    """
+    given = _read_given(arguments)
+    combinations = itertools.product(*axis.values())
+    return [
+        make_experiment(given | dict(zip(axis, values, strict=True))) for values in combinations
+    ]
+
+
+def make_experiment(fields: dict[str, Any]) -> Experiment:
+    """Make an experiment of what was given as options.
+
+    Raises:
+        InputError: An option's value is not allowed, or a required one is missing.
+    """
+    for name in ("model", "target"):
+        if fields.get(name, "").lstrip().startswith("{"):
+            try:
+                fields[name] = parse_config_text(fields[name])
+            except InputError as error:
+                allowed = f"it must be a mapping, in YAML, and {error}"
+                raise refuse(f"--{name}", fields[name], allowed) from None
+    try:
+        experiment = Experiment.model_validate(settle_device(fields, resolve_device, "--device"))
+    except ValidationError as error:
+        names = registry.names_by_key()
+        raise explain(error, Experiment, options=True, names=names) from None
+    if isinstance(experiment.model, str):
+        registry.check("models", experiment.model, "--model")
+    registry.check("methods", experiment.method, "--method")
+    if isinstance(experiment.target, str):
+        registry.check("targets", experiment.target, "--target")
+    return experiment

@@ -1,0 +1,59 @@
+"""Which methods in a figure are not verified, or private by another mechanism?"""
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure
+
+from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, sign
+from dpprof.figures.style import PAGE_INCHES
+
+_NOTE_INCHES = 0.25
+_NOTES: Mapping[str, str] = {
+    DAGGER: f"{DAGGER} not verified to compute the right gradient",
+    DOUBLE_DAGGER: f"{DOUBLE_DAGGER} another mechanism than flat clipping",
+}
+
+MEANINGS: Mapping[str, str] = {
+    DAGGER: "Not verified",
+    DOUBLE_DAGGER: "Another mechanism than flat clipping",
+}
+"""Of the signs, as a caption says it."""
+
+
+def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
+    """Put signs behind the names of methods wherever a figure has them, and say what they mean.
+
+    Args:
+        figure: As it was drawn; names are found in titles, legends and at ticks.
+        marks: Which methods bear which sign.
+
+    Returns:
+        The methods that were found, by sign.
+    """
+    marked = {name for methods in marks.values() for name in methods}
+    legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes)]
+    texts = [axis.title for axis in figure.axes]
+    texts += [text for legend in legends if legend is not None for text in legend.get_texts()]
+    there = {text.get_text() for text in texts}.intersection(marked)
+    for text in texts:
+        text.set_text(_mark(text.get_text(), marks))
+    for axis in figure.axes:
+        for side in (axis.xaxis, axis.yaxis):
+            labels = [label.get_text() for label in side.get_ticklabels()]
+            if named := set(labels).intersection(marked):
+                there |= named
+                # Ticks are labelled anew from this list whenever the figure is drawn.
+                side.set_ticks(side.get_ticklocs(), [_mark(label, marks) for label in labels])
+    found = {one: sorted(there.intersection(methods)) for one, methods in marks.items()}
+    found = {one: names for one, names in found.items() if names}
+    if found:
+        above = [figure.get_suptitle(), *(_NOTES[one] for one in found)]
+        figure.suptitle("\n".join(filter(None, above)), fontsize=8)
+        height = figure.get_figheight() + _NOTE_INCHES * len(found)
+        figure.set_figheight(min(height, PAGE_INCHES))
+    return found
+
+
+def _mark(text: str, marks: Marks) -> str:
+    signs = sign(text, marks)
+    return f"{text} {signs}" if signs else text

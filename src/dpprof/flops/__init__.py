@@ -1,0 +1,1 @@
+"""What operators cost: FLOPs, bytes and kinds."""

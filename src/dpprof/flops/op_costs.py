@@ -1,0 +1,378 @@
+"""FLOPs of an operator by formula, and the bytes that it must read and write.
+
+A multiplication and an addition are two FLOPs. Products of matrices and attention are
+counted apart from everything else: FLOPs of the former are what a step is compared by.
+Bytes are those of an operator that reads each input and writes each output once.
+
+Sources: matrix products, 2 m n k. Attention over S queries and R keys of width D, for
+each head of each sample: 2 products of 2 S R D forward; backward recomputes the scores
+and takes four more, 5 products (Dao et al. 2022, "FlashAttention", algorithm 4; a
+causal mask is not discounted). One FLOP for each element that an elementwise operator
+writes or a reduction reads.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from dpprof.flops.op_kinds import Family
+from dpprof.norms import triton_ops
+
+aten = torch.ops.aten
+
+COUNTED = ("matmul", "attention")
+"""Families whose FLOPs are the executed FLOPs."""
+
+Moved = list[tuple[Tensor, int]]
+
+
+class Cost(NamedTuple):
+    """What one call of an operator costs."""
+
+    op: str
+    family: Family
+    flops: int
+    dtype: str
+    """Of the first tensor: what decides how fast products of matrices are."""
+
+    formula_unknown: bool = False
+    """It is a product, or attention, and its FLOPs are not known: they count as 0."""
+
+
+def _mm(a: Tensor, b: Tensor) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _bmm(a: Tensor, b: Tensor) -> int:
+    return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
+
+
+def _grouped(a: Tensor, b: Tensor) -> int:
+    """Groups divide one of the sizes, unless both operands have an axis of them."""
+    flops = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+    return flops * a.shape[0] if a.dim() == b.dim() == 3 else flops  # noqa: PLR2004
+
+
+def _vector(a: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel()
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
+    batch, heads, queries, width = q.shape
+    return 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
+
+
+def _attention_backward(q: Tensor, k: Tensor, v: Tensor) -> int:
+    batch, heads, queries, width = q.shape
+    return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    aten.mm: lambda a, b, *_, **__: _mm(a, b),
+    aten._int_mm: lambda a, b, *_, **__: _mm(a, b),  # noqa: SLF001
+    aten.addmm: lambda _, a, b, *__, **___: _mm(a, b),
+    aten._addmm_activation: lambda _, a, b, *__, **___: _mm(a, b),  # noqa: SLF001
+    aten.bmm: lambda a, b, *_, **__: _bmm(a, b),
+    aten.baddbmm: lambda _, a, b, *__, **___: _bmm(a, b),
+    aten.addbmm: lambda _, a, b, *__, **___: _bmm(a, b),
+    aten._grouped_mm: lambda a, b, *_, **__: _grouped(a, b),  # noqa: SLF001
+    aten.mv: _vector,
+    aten.addmv: lambda _, a, *__, **___: _vector(a),
+    aten.dot: _vector,
+    aten.vdot: _vector,
+    aten.addr: lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),
+}
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {}
+for _kernel in (*_ATTENTION, "cudnn_attention"):
+    for _suffix in ("", "_backward"):
+        _packet = getattr(aten, f"_scaled_dot_product_{_kernel}{_suffix}", None)
+        if _packet is not None:  # the gradient of the output comes first in backward
+            _ATTENTION_FLOPS[_packet] = (
+                (lambda _, q, k, v, *__, **___: _attention_backward(q, k, v))
+                if _suffix
+                else (lambda q, k, v, *_, **__: _attention(q, k, v))
+            )
+
+_PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olution|[123]d)?")
+"""What a product is called: one of the words of an operator's name."""
+
+_FREE = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+    *(aten.detach, aten.lift_fresh, aten.sym_size, aten._local_scalar_dense, aten._unsafe_view),  # noqa: SLF001
+    *(aten.resize_, aten.set_),
+}
+"""Operators that move nothing, and are no views by their schema."""
+
+_COPIES = {
+    *(aten.clone, aten.copy, aten._to_copy, aten.cat, aten.stack, aten.fill, aten.zero),  # noqa: SLF001
+    *(aten.zeros, aten.ones, aten.zeros_like, aten.ones_like, aten.full, aten.full_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full, aten.arange, aten.repeat),
+    *(aten.scalar_tensor, aten._foreach_copy, aten._foreach_zero, aten.constant_pad_nd),  # noqa: SLF001
+    *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril, aten.expand_copy),
+}
+_FRESH = {
+    *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones),
+    *(aten.new_full, aten.rand_like, aten.randn_like, aten.randint_like),
+}
+"""Operators that take no more than shape, dtype and device from their first input."""
+
+_LOOKUPS = {
+    *(aten.embedding, aten.gather, aten.index_select, aten.index, aten._unsafe_index, aten.take),  # noqa: SLF001
+    aten.masked_select,
+}
+"""Operators that read as much of their first input as they write."""
+
+_SCATTERS = {
+    *(aten.scatter_add, aten.scatter, aten.scatter_reduce, aten.index_add, aten.index_reduce),
+    *(aten.index_put, aten._index_put_impl, aten._unsafe_index_put, aten.index_copy, aten.put),  # noqa: SLF001
+}
+"""Operators that in place write, and read, as much as their source holds."""
+
+_SORTS = {
+    *(aten.sort, aten.topk, aten.kthvalue, aten.searchsorted, aten.bucketize, aten.nonzero),
+    *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),  # noqa: SLF001
+}
+"""Operators that look for positions."""
+
+_INDEXING = {
+    *(*_LOOKUPS, *_SCATTERS, *_SORTS, aten.index_fill, aten.masked_scatter),
+    *(aten.embedding_dense_backward, aten._embedding_bag, aten._embedding_bag_dense_backward),  # noqa: SLF001
+}
+_WRITES_ONLY = {
+    *(aten.fill, aten.zero, aten.copy, aten._foreach_zero, aten._foreach_copy),  # noqa: SLF001
+    *(aten.normal, aten.uniform, aten.random, aten.bernoulli),
+}
+"""Operators that in place overwrite, whatever was there."""
+
+_OPTIMIZERS = {aten._fused_adam, aten._fused_adamw, aten._fused_sgd, aten._fused_adagrad}  # noqa: SLF001
+_NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}  # noqa: SLF001
+_REDUCTIONS = {
+    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
+    *(aten.var, aten.var_mean, aten.std, aten.std_mean, aten.argmin, aten.nansum, aten.cumprod),
+    *(aten.all, aten.any, aten.cumsum, aten.logsumexp, aten.nll_loss_forward),
+    *(aten._softmax, aten._log_softmax, aten._softmax_backward_data),  # noqa: SLF001
+    *(aten._log_softmax_backward_data, aten.nll_loss_backward),  # noqa: SLF001
+    *(aten.native_layer_norm, aten.native_layer_norm_backward),
+    triton_ops.SCALE,
+}
+
+
+class _Spelled(dict[torch.dtype, str]):
+    """Names of dtypes, each spelled once."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = str(dtype).removeprefix("torch.")
+        return self[dtype]
+
+
+_DTYPES = _Spelled()
+
+
+class Rule(NamedTuple):
+    """What is known of an operator before it is called."""
+
+    name: str
+    packet: Any
+    functional: Any
+    """The operator that computes the same and writes to none of its arguments."""
+
+    is_view: bool
+    """Its result shares the storage of an argument that is known already."""
+
+    is_free: bool
+    """It moves nothing."""
+
+    family: Family
+    formula: Callable[..., int] | None
+    mutated: frozenset[int | str]
+    """Positions and names of the arguments that it writes to."""
+
+    overwrites: bool
+    """What it writes to it does not read."""
+
+    def price(self, args: Any, kwargs: Any, out: Any) -> tuple[Cost, Moved, Moved]:
+        """Return the cost of a call, what it read and what it wrote."""
+        inputs: Moved = []
+        mutated: Moved = []
+        for position, value in (*enumerate(args), *kwargs.items()):
+            side = mutated if position in self.mutated else inputs
+            if isinstance(value, Tensor):
+                side.append((value, _nbytes(value)))
+            elif isinstance(value, list | tuple):
+                side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
+        writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
+        if self.functional in _FRESH:
+            inputs.clear()
+        if self.functional in _LOOKUPS and inputs:
+            inputs[0] = (inputs[0][0], sum(size for _, size in writes))
+        if self.functional in _SCATTERS and mutated and not self.overwrites:
+            writes = [(mutated[0][0], inputs[-1][1] if inputs else 0)]
+            mutated = writes
+        reads = inputs if self.overwrites else inputs + mutated
+        first = next(iter(inputs or mutated or writes), None)
+        dtype = "" if first is None else _DTYPES[first[0].dtype]
+        products = self.count_products(args, kwargs, out)
+        flops = self._count_others(reads, writes) if products is None else products
+        unknown = products is None and self.is_counted
+        return Cost(self.name, self.family, flops, dtype, unknown), reads, writes
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its FLOPs are among the executed FLOPs."""
+        return self.family in COUNTED
+
+    def count_products(self, args: Any, kwargs: Any, out: Any) -> int | None:
+        """Return the FLOPs of a matrix product or of attention.
+
+        Returns:
+            None for other operators, and for a product that no formula is known for.
+        """
+        if self.formula is not None:
+            return self.formula(*args, **kwargs)
+        if self.functional in flop_registry:
+            return int(flop_registry[self.functional](*args, **kwargs, out_val=out))
+        return None
+
+    def _count_others(self, reads: Moved, writes: Moved) -> int:
+        if self.family == "elementwise":
+            return sum(tensor.numel() for tensor, _ in writes)
+        if self.family in ("reduction", "norm"):
+            return max((tensor.numel() for tensor, _ in reads), default=0)
+        return 0
+
+
+def learn_rule(func: Any) -> Rule:
+    """Work out what is known of an operator."""
+    packet = func._overloadpacket  # noqa: SLF001 (no public name)
+    functional = _find_functional(func, packet)
+    mutated: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated |= {position, argument.name}
+    return Rule(
+        name=str(packet).removeprefix("aten."),
+        packet=packet,
+        functional=functional,
+        is_view=func.is_view and packet is not aten.lift_fresh,
+        is_free=packet in _FREE or _is_view(func) or func.namespace == "prim",
+        family=_find_family(packet, functional),
+        formula=_FLOPS.get(functional) or _ATTENTION_FLOPS.get(functional),
+        mutated=frozenset(mutated),
+        overwrites=functional in _WRITES_ONLY or _fills_out(func),
+    )
+
+
+def _find_functional(func: Any, packet: Any) -> Any:
+    """Find ``foo`` for ``foo_``; the overload ``foo.out`` is one of ``foo`` already."""
+    name = packet.__name__
+    if not (func._schema.is_mutable and name.endswith("_")):  # noqa: SLF001
+        return packet
+    found = getattr(getattr(torch.ops, func.namespace), name[:-1], None)
+    return found if isinstance(found, torch._ops.OpOverloadPacket) else packet  # noqa: SLF001
+
+
+def _fills_out(func: Any) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)  # noqa: SLF001
+
+
+@cache
+def family_of(name: str) -> Family | None:
+    """Tell what an operator does by the name that a trace has for it, ``aten::addmm``.
+
+    Returns:
+        None for what does no work of its own: what is made of other operators, views, and
+        what is no operator.
+    """
+    namespace, _, called = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), called, None) if called else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 (no public name)
+        return None
+    overloads = _list_overloads(packet)
+    if packet in _FREE or any(_is_view(one) for one in overloads):
+        return None
+    working = [one for one in overloads if _does_work(one)]
+    return _find_family(packet, _find_functional(working[0], packet)) if working else None
+
+
+def _is_view(func: Any) -> bool:
+    """Tell a view, and what makes a tensor a view of itself, such as ``squeeze_``."""
+    return func.is_view or torch.Tag.inplace_view in func.tags
+
+
+def _list_overloads(packet: Any) -> list[Any]:
+    """List overloads that can be dispatched; some exist for TorchScript alone."""
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return [one for one in overloads if torch._C._dispatch_has_kernel(one.name())]  # noqa: SLF001
+
+
+def _does_work(func: Any) -> bool:
+    """Tell an operator with kernels of its own from one that only calls others."""
+    keys = torch._C.DispatchKey  # noqa: SLF001
+    if _fills_out(func) or not func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd):
+        return not _fills_out(func)
+    return any(func.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))
+
+
+def _find_family(packet: Any, functional: Any) -> Family:
+    known: list[tuple[Any, Family]] = [
+        (_ATTENTION_FLOPS, "attention"),
+        (_FLOPS, "matmul"),
+        (_INDEXING, "indexing"),
+        (_COPIES, "copy"),
+        (_NORMS, "norm"),
+        (_REDUCTIONS, "reduction"),
+        (_OPTIMIZERS, "elementwise"),
+    ]
+    for packets, family in known:
+        if functional in packets:
+            return family
+    return _find_product(functional) or _find_by_tags(packet, functional)
+
+
+def _find_product(functional: Any) -> Family | None:
+    """Tell a product by its name, but for one that only calls others."""
+    words = functional.__name__.split("_")
+    family: Family = "attention" if "attention" in words else "matmul"
+    if functional in flop_registry:
+        return family
+    is_called = family == "attention" or any(_PRODUCT.fullmatch(word) for word in words)
+    works = is_called and any(_does_work(one) for one in _list_overloads(functional))
+    return family if works else None
+
+
+def _find_by_tags(packet: Any, functional: Any) -> Family:
+    """Tell by what PyTorch says of any overload: its own tags have gaps."""
+    tags = {
+        tag for one in (packet, functional) for each in _list_overloads(one) for tag in each.tags
+    }
+    if torch.Tag.nondeterministic_seeded in tags:
+        return "random"
+    # The foreach operators carry no tag; all but the norm above are elementwise.
+    if torch.Tag.pointwise in tags or str(functional).startswith("aten._foreach_"):
+        return "elementwise"
+    if getattr(torch.Tag, "reduction", None) in tags:  # not in every supported torch
+        return "reduction"
+    return "elementwise" if "backward" in str(functional) else "other"
+
+
+def _flat(value: Any) -> Sequence[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _flat(item)]
+    return ()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Count the distinct elements of a tensor: an expanded axis is read once."""
+    if 0 not in tensor.stride():
+        return tensor.numel() * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * tensor.element_size()

@@ -1,0 +1,257 @@
+"""Instruments ``ledger`` and ``estimate``: every byte of a step, and what operators cost.
+
+Both record from before the model exists, and keep the books of the first step and of one
+in the steady state. ``ledger`` does so while it really runs; ``estimate`` runs the same
+under fake tensors, which takes no memory and no device, for a target that need not exist.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.resident import peak_rss_bytes
+from dpprof.instruments.samplers import SamplerPaths
+from dpprof.instruments.setup import Training, begin, import_method, set_up
+from dpprof.memory import simulated_cuda
+from dpprof.memory.attribution import Witness
+from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
+from dpprof.memory.recorder import Recorder
+from dpprof.memory.summary import state_compute, state_io, state_memory
+from dpprof.memory.timeline import Step
+from dpprof.methods.training_step import Batch, Enter, TrainingStep
+from dpprof.records.reconciliation import JOINED
+from dpprof.records.result import Measurement, Memory, Observed
+from dpprof.spec import registry
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.experiment import CPU_TARGET, Experiment
+from dpprof.spec.registry import EntryPointError, UnsupportedError
+from dpprof.spec.target import Target
+from dpprof.system.hardware import visible_gpus
+
+ESTIMATED_STEPS = 2
+"""The second step is like every later one: gradients and optimizer state are there."""
+
+_NOT_KNOWN = {
+    "memory.peak_reserved_bytes": "the ledger sees storages, not what the allocator reserves",
+    "memory.peak_rss_bytes": "the instrument clean tells",
+    "memory.peak_device_used_bytes": "the instrument clean tells",
+    "memory.alloc_retries": "the instrument clean tells",
+    "memory.snapshots": "the instrument phases takes them",
+    "time": "the ledger would be in it; the instrument clean tells",
+    "throughput": "the ledger would be in it; the instrument clean tells",
+    "compute.mfu": JOINED,
+    "compute.hfu": JOINED,
+}
+_NOT_RUN = {
+    "memory.timeline.elapsed_s": "nothing ran, so no time went by",
+    "nonfinite_samples": "nothing ran, so no number is known to be finite",
+}
+
+
+class Bookkeeper:
+    """Runs a training's steps and keeps their books.
+
+    Args:
+        recorder: Active since before the training was set up.
+        step: What is to be run.
+        enter: Called as each phase begins.
+    """
+
+    def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter) -> None:
+        self._recorder = recorder
+        self._births = step.births
+        self.paths = SamplerPaths()
+        self._witness = Witness(recorder, step, enter, self.paths)
+
+    def run(self, batch: Batch, *, counting: bool = False) -> Step:
+        """Run one step on a batch.
+
+        Args:
+            batch: What the step is given.
+            counting: Whether operators are noted with their costs.
+        """
+        recorder = self._recorder
+        recorder.counting = counting
+        start = len(recorder.events)
+        with self._witness.watching():
+            self._witness.run(batch)
+        return Step(recorder, self._births, (start, len(recorder.events)))
+
+
+def keep_books(
+    bookkeeper: Bookkeeper, batch: Batch, steps: int, before_last: Callable[[], None] = lambda: None
+) -> tuple[Step, Step]:
+    """Run a number of steps, at least two; returns the books of the first and the last.
+
+    Args:
+        bookkeeper: Keeps them.
+        batch: What each step is given.
+        steps: How many.
+        before_last: Called before the last step.
+    """
+    first = bookkeeper.run(batch)
+    for _ in range(steps - 2):
+        bookkeeper.run(batch)
+    before_last()
+    return first, bookkeeper.run(batch, counting=True)
+
+
+def measure(experiment: Experiment, enter: Enter) -> Measurement:
+    """Keep the books of one experiment in this process.
+
+    Args:
+        experiment: What to run.
+        enter: Called as each phase begins.
+    """
+    method, device = begin(experiment)
+    on_cuda = device.torch_device.type == "cuda"
+    recorder = Recorder(
+        block_bytes=simulated_cuda.BLOCK_BYTES if on_cuda else 1,
+        is_there=lambda tensor, _: tensor.device.type == device.torch_device.type,
+        workspaces=simulated_cuda.WORKSPACES if on_cuda else CPU_WORKSPACES,
+    )
+    if on_cuda:
+        major, minor = torch.cuda.get_device_capability()
+        recorder.claim(simulated_cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace")
+    # On CUDA backward has a thread of its own, which no Python stack leads to.
+    with torch.autograd.set_multithreading_enabled(False), recorder:
+        training = set_up(experiment, method, device, lambda *_: None)
+        bookkeeper = Bookkeeper(recorder, training.step, enter)
+        steps = experiment.warmup_steps + 1
+        # The allocator's peak must be of the very step that the books are of.
+        started = 0.0
+
+        def begin_last() -> None:
+            nonlocal started
+            device.reset_peaks()
+            started = time.perf_counter()
+
+        first, steady = keep_books(bookkeeper, training.batch, steps, begin_last)
+    device.synchronize()
+    counted_s = time.perf_counter() - started
+    allocator_peak, resident_bytes = device.peaks().allocated_bytes, peak_rss_bytes()
+    ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
+    memory = state_memory(experiment, first, steady, allocator_peak, real=True)
+    told = state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=ceilings)
+    observed = Observed(
+        step_s=counted_s,
+        steps=1,
+        peak_rss_bytes=resident_bytes,
+        peak_allocated_bytes=allocator_peak,
+    )
+    return told.model_copy(update={"observed": observed})
+
+
+def estimate(experiment: Experiment, enter: Enter) -> Measurement:
+    """Predict one experiment, without the memory and the time that it would take.
+
+    Args:
+        experiment: What to predict.
+        enter: Called as each phase begins.
+
+    Raises:
+        UnsupportedError: The device is a GPU that no target is known for.
+    """
+    method = import_method(experiment)
+    target = find_target(experiment)
+    with tracing(target) as recorder:
+        training = set_up(experiment, method, Cpu(), lambda *_: None)
+        bookkeeper = Bookkeeper(recorder, training.step, enter)
+        first, steady = keep_books(bookkeeper, training.batch, ESTIMATED_STEPS)
+    memory = state_memory(experiment, first, steady, None, real=False)
+    return state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=target)
+
+
+def find_target(experiment: Experiment) -> Target | None:
+    """Find what an estimate is for: the target, else the device; None for this machine's CPU.
+
+    Raises:
+        UnsupportedError: The device is a GPU that no target is known for.
+    """
+    target = experiment.target
+    if isinstance(target, Target):
+        return target
+    if target is not None:
+        named = registry.load("targets", target)
+        if not (named is None or isinstance(named, Target)):
+            raise EntryPointError("targets", target, "is no dpprof.spec.target.Target")
+        return named
+    if experiment.device == CPU_TARGET:
+        return None
+    name = next((gpu.name for gpu in visible_gpus()), None)
+    found = find_by_device_name(name)
+    if found is None:
+        raise UnsupportedError(
+            f"nothing is known of the GPU {name}; give a target, by name or as a mapping"
+        )
+    return found
+
+
+@contextmanager
+def tracing(
+    target: Target | None, choices: simulated_cuda.Choices = simulated_cuda.EVERYTHING
+) -> Iterator[Recorder]:
+    """Record fake tensors within, as if on a target."""
+    with ExitStack() as within:
+        within.enter_context(fake_tensors())
+        if target is None:
+            recorder = Recorder(
+                is_there=lambda tensor, _: not tensor.is_meta,
+                instead=INSTEAD,
+                workspaces=CPU_WORKSPACES,
+            )
+        else:
+            notes = within.enter_context(
+                simulated_cuda.like_cuda(target.compute_capability, choices)
+            )
+            recorder = Recorder(
+                block_bytes=simulated_cuda.BLOCK_BYTES if choices.blocks else 1,
+                is_there=simulated_cuda.is_on_device,
+                instead=INSTEAD,
+                workspaces=simulated_cuda.WORKSPACES if choices.workspaces else {},
+            )
+            recorder.notes = notes
+            if choices.libraries:
+                size = simulated_cuda.library_workspace(target.compute_capability)
+                for thread in ("forward", "backward"):  # each has a handle of its own
+                    recorder.claim(size, f"cuBLAS workspace, {thread}")
+        within.enter_context(recorder)
+        yield recorder
+
+
+def state(
+    experiment: Experiment,
+    training: Training,
+    paths: SamplerPaths,
+    steady: Step,
+    *,
+    memory: Memory,
+    ceilings: Target | None,
+) -> Measurement:
+    """Say what the books of a step in the steady state tell.
+
+    Args:
+        experiment: Whose step it was.
+        training: What was run.
+        paths: Which way its layers took.
+        steady: The books.
+        memory: What they say of memory.
+        ceilings: The device's limits, where they are known.
+    """
+    compute = state_compute(experiment, training.step.module, steady, ceilings)
+    assert memory.timeline is not None
+    not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
+    return Measurement(
+        model=training.model,
+        samplers=paths.by_layer,
+        norm_plan=training.step.norm_plan,
+        nonfinite_samples=None if not_run else training.step.nonfinite_samples,
+        memory=memory,
+        compute=compute,
+        io=state_io(steady, compute.executed_flops),
+        reasons=_NOT_KNOWN | not_run | paths.reasons | training.step.reasons,
+    )

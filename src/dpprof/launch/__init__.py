@@ -1,0 +1,1 @@
+"""One process for each measurement: locks, limits, attempts, and one record always."""

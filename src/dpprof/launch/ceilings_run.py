@@ -1,0 +1,94 @@
+"""A device's ceilings, measured in a process of its own, and one file whatever came of it."""
+
+import datetime as dt
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from dpprof.launch.child_process import UnansweredError, ask_child
+from dpprof.launch.contention import Neighbours
+from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_slots import Place, cpu_place, gpu_places
+from dpprof.planning.code_digest import ceilings_digest
+from dpprof.planning.code_in_use import CodeInUse
+from dpprof.records.ceilings import (
+    SCHEMA_VERSION,
+    Ceilings,
+    Limits,
+    nothing_measured,
+    write_ceilings,
+)
+from dpprof.records.provenance import describe_surroundings
+from dpprof.system.console import say
+from dpprof.system.files import check_writable
+from dpprof.system.hardware import available_cores, why_no_cuda
+
+TIMEOUT_S = 120
+"""Ceilings take about ten seconds; a device that takes this long is taken to hang."""
+
+_LIMITS = "dpprof.devices.limits"
+_NOWHERE = Place("cuda", lambda: {"type": "cuda", "name": None, "uuid": None}, {})
+
+
+def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
+    """Measure a device, with nothing of dpprof's beside it, and leave one complete JSON.
+
+    Args:
+        device: The host's processor with all cores that dpprof may use, or a visible GPU.
+        output: The file; written as a whole at the end.
+
+    Raises:
+        OSError: The file cannot be written; found out before anything is measured.
+    """
+    check_writable(output)
+    code = CodeInUse(ceilings_digest, __file__)
+    cores = available_cores()
+    places = [cpu_place(cores)] if device == "cpu" else gpu_places(cores) or [_NOWHERE]
+    names = [place.lock_name for place in places]
+
+    def waiting() -> None:
+        say(f"an experiment is under way on this device; waiting for {who_holds(names)}")
+
+    with hold_one(names, waiting) as (position, lock_fd):
+        code.start()
+        place = places[position]
+        description = place.describe()
+        provenance = describe_surroundings(os.environ | place.environment)
+        started_at = dt.datetime.now(dt.UTC)
+        start, neighbours = time.monotonic(), Neighbours()
+        limits = _ask_child(device, place, lock_fd)
+        wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        digest = code.settle()
+    return write_ceilings(
+        output,
+        {
+            **limits.model_dump(),
+            "schema_version": SCHEMA_VERSION,
+            "device": description,
+            "started_at": started_at.isoformat(timespec="microseconds"),
+            "wall_s": wall_s,
+            "others_busy_cores": others,
+            "code_digest": digest,
+            "provenance": provenance,
+        },
+    )
+
+
+def _ask_child(device: str, place: Place, lock_fd: int) -> Limits:
+    """Have a child measure; where it ends without telling anything, that is why."""
+    if device == "cuda" and (reason := why_no_cuda()):
+        return nothing_measured(reason)
+    try:
+        limits: Limits = ask_child(
+            "measurement",
+            _LIMITS,
+            "measure",
+            device,
+            timeout_s=TIMEOUT_S,
+            lock_fd=lock_fd,
+            environment=place.environment,
+        )
+    except UnansweredError as error:
+        return nothing_measured(str(error))
+    return limits

@@ -1,0 +1,80 @@
+"""How a process died that left no word of its own: by its exit status and what it printed last."""
+
+import re
+import signal
+
+from dpprof.records.result import Failure, Outcome, Phase
+from dpprof.system.messages import shorten
+from dpprof.system.out_of_memory import requested_bytes, says_out_of_memory
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_TOLD = re.compile(r"(?:what\(\):|(?=CUDA error:))\s*(.+)")
+"""What a C++ exception says that nobody caught, and what CUDA does."""
+
+_DUMP = "Fatal Python error: "
+"""How faulthandler begins; Python's frames and a list of extension modules follow."""
+
+_FRAME = re.compile(r"\(most recent call first\):\s*(File .+)")
+_NO_WORDS = re.compile(r"frame #\d|Extension modules: |\(no Python frame\)")
+
+
+def judge_death(
+    returncode: int, phase: Phase, tail: str, *, limited: bool
+) -> tuple[Outcome, Failure]:
+    """Judge a process that ended without a report.
+
+    Args:
+        returncode: As ``subprocess`` tells it: below zero for a signal.
+        phase: What was under way.
+        tail: The end of what it printed.
+        limited: Whether it might use only so much memory.
+    """
+    number = -returncode
+    name = _signal_name(number) if number > 0 else None
+    outcome: Outcome = "crashed"
+    kind, message = name or f"exit code {returncode}", _last_words(tail, number)
+    if "std::bad_alloc" in tail:
+        outcome, kind = "oom", "std::bad_alloc"
+    elif number in _FROM_OUTSIDE:
+        outcome, message = "killed", f"ended by {name} from outside"
+        if number == signal.SIGKILL:
+            message += ", for example by the kernel when the host runs out of memory"
+    elif says_out_of_memory(message, limited=limited):
+        outcome = "oom"
+    return outcome, Failure(
+        kind=kind,
+        message=shorten(message),
+        phase=phase,
+        signal=name,
+        exit_code=None if name else returncode,
+        requested_bytes=requested_bytes(message) if outcome == "oom" else None,
+    )
+
+
+def _last_words(tail: str, number: int) -> str:
+    """Find what the process itself said of its end.
+
+    After a signal that is what C++ or CUDA told, or, of an abort, the last line before
+    Python's dump; a process that was cut short said nothing, so the dump has to.
+    """
+    said, dumped, dump = tail.rpartition(_DUMP)
+    if not dumped:
+        said, dump = tail, ""
+    if number > 0 and (told := _TOLD.findall(said)):
+        return str(told[-1]).strip()
+    lines = [line.strip() for line in said.splitlines()]
+    lines = [line for line in lines if line and not _NO_WORDS.match(line)]
+    if lines and (not dumped or number == signal.SIGABRT):
+        return lines[-1]
+    if not dumped:
+        return "ended without a word"
+    frame = _FRAME.search(dump)
+    return dump.partition("\n")[0].strip() + (f", {frame.group(1).strip()}" if frame else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

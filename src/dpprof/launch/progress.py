@@ -1,0 +1,164 @@
+"""Progress that a person can follow: experiment k of n, what runs now, time left.
+
+Snakemake's main process writes the list of runs to come as a sweep starts, and names
+the file in the environment. Every supervisor adds a line when its run has ended, so
+each of them knows how far the sweep has come.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, TypeAdapter
+
+from dpprof.records.result import Kernels, Result
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import PREDICTIONS
+from dpprof.system.console import say
+from dpprof.system.files import write_atomically
+
+_VARIABLE = "DPPROF_PROGRESS"
+
+
+class _ToCome(BaseModel):
+    """A run of the list that a progress file begins with."""
+
+    run: str
+    kind: str
+
+
+class _Ended(BaseModel):
+    """What a progress file tells of a run that has ended."""
+
+    run: str
+    wall_s: float
+
+
+_LIST = TypeAdapter(list[_ToCome])
+
+
+class Progress:
+    """A sweep's progress file: its first line lists the runs to come, later ones the ended."""
+
+    def __init__(self, path: Path) -> None:
+        first, *others = path.read_text(encoding="utf-8").splitlines()
+        self._path = path
+        self._to_come = _LIST.validate_json(first)
+        self._ended: dict[str, _Ended] = {}
+        for text in others:
+            with contextlib.suppress(ValueError):  # cut by a full disk or a kill
+                line = _Ended.model_validate_json(text)
+                self._ended[line.run] = line
+
+    @classmethod
+    def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
+        """Begin a sweep's file and name it to the processes that Snakemake starts.
+
+        Where it cannot be written, as while a folder has its name, nobody is told of one.
+
+        Args:
+            path: Where the file goes.
+            runs: A unique name and the experiment of every run to come.
+        """
+        to_come = [{"run": name, "kind": _kind(experiment)} for name, experiment in runs]
+        os.environ.pop(_VARIABLE, None)
+        with contextlib.suppress(OSError):
+            write_atomically(path, json.dumps(to_come) + "\n")
+            os.environ[_VARIABLE] = str(path.resolve())
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """Open the file of the sweep that this process belongs to, if it can be read.
+
+        Progress is a courtesy: nothing about it may cost a measurement.
+        """
+        try:
+            return cls(Path(os.environ[_VARIABLE]))
+        except (KeyError, OSError, ValueError):
+            return None
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time that the runs to come will take, from those that have ended.
+
+        A run is expected to take as long as the median of its kind (model and method);
+        where none of its kind has ended, of all. None until the first has ended.
+        """
+        if not self._ended:
+            return None
+        kinds = {run.run: run.kind for run in self._to_come}
+        walls: dict[str, list[float]] = {}
+        for name, line in self._ended.items():
+            walls.setdefault(kinds.get(name, ""), []).append(line.wall_s)
+        anything = statistics.median(wall for group in walls.values() for wall in group)
+        return sum(
+            statistics.median(walls.get(run.kind, [anything]))
+            for run in self._to_come
+            if run.run not in self._ended
+        )
+
+    def announce(self, name: str) -> None:
+        """Say which run starts now, which number it is, and how long the rest will take."""
+        total = len(self._to_come)
+        number = min(len(self._ended) + 1, total)
+        left = self.seconds_left()
+        when = "" if left is None else f", about {format_duration(left)} left"
+        say(f"[{number}/{total}] {name}{when}")
+
+    def conclude(self, name: str, result: Result) -> None:
+        """Note that a run has ended, where that can be written."""
+        line = {"run": name, "wall_s": result.wall_s, "outcome": result.outcome}
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def run_name(experiment_id: str, instrument: str, replicate: int) -> str:
+    """Name a run for people and for the progress file."""
+    return f"{experiment_id} {instrument} r{replicate}"
+
+
+def tell_result(result: Result) -> None:
+    """Say in one line what came of a run."""
+    text = f"{result.outcome} after {format_duration(result.wall_s)}"
+    if result.time is not None:
+        text += f": step {result.time.median_s * 1000:.1f} ms"
+    memory = result.memory
+    if result.capacity is not None:
+        text += f": a batch of {result.capacity.batch_size:,} fits"
+    elif memory is not None and memory.peak_allocated_bytes is not None:
+        what = "predicted peak" if result.instrument in PREDICTIONS else "peak allocated"
+        text += f", {what} {memory.peak_allocated_bytes / 2**20:,.0f} MiB"
+    elif memory is not None and memory.peak_rss_bytes is not None:
+        text += f", peak RSS {memory.peak_rss_bytes / 2**20:,.0f} MiB"
+    if result.kernels is not None:
+        text += f": {_tell_kernels(result.kernels)}"
+    if result.error is not None:
+        phase = f" in {result.error.phase}" if result.error.phase else ""
+        text += f": {result.error.kind}{phase}: {result.error.message[:200]}"
+    say(f"        {text}")
+
+
+def _tell_kernels(kernels: Kernels) -> str:
+    """Name the categories that take most of a traced step, and how much of it nothing ran."""
+    parts = sorted(kernels.by_category.items(), key=lambda part: part[1], reverse=True)[:3]
+    shares = [f"{name} {seconds / kernels.step_s:.0%}" for name, seconds in parts]
+    told = ", ".join([*shares, f"idle {kernels.idle_s / kernels.step_s:.0%}"])
+    return f"traced step {kernels.step_s * 1000:.1f} ms, {told}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write a duration as people say it: ``8 s``, ``2 min 5 s``, ``1 h 12 min``."""
+    whole = round(seconds)
+    if whole < 60:  # noqa: PLR2004 (seconds in a minute)
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:  # noqa: PLR2004 (minutes in an hour)
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _kind(experiment: Experiment) -> str:
+    return f"{experiment.model_name} {experiment.method}"

@@ -1,0 +1,84 @@
+"""The inside of an experiment's process: run one instrument, tell what came of it.
+
+Started by the supervisor as ``python -m dpprof.launch.worker ASSIGNMENT``. A report is written
+whenever Python lives to write it; the supervisor judges the rest by how the process died.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import sys
+import traceback
+
+from dpprof.launch.device_lock import keep_to_this_process
+from dpprof.launch.protocol import Assignment, PhaseMark, Report
+from dpprof.records.result import Failure
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.system.messages import KIND_LIMIT, escape_all, shorten
+from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
+from dpprof.system.process_groups import die_with
+
+
+def _lift_memory_limit() -> None:
+    """Make room again for writing the report, once the limit has done its work."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def _allocator_state() -> dict[str, int]:
+    """Read what the CUDA allocator holds at the time of a failure; empty without CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+    }
+
+
+def _describe(error: BaseException, mark: PhaseMark, *, memory: bool = False) -> Failure:
+    message = str(error)
+    return Failure(
+        kind=shorten(type(error).__name__, KIND_LIMIT),
+        message=shorten(message),
+        phase=mark.read(),
+        requested_bytes=requested_bytes(message) if memory else None,
+        **(_allocator_state() if memory else {}),
+    )
+
+
+def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
+    """Run one experiment under one instrument and tell what came of it; raises nothing."""
+    try:
+        reason = registry.why_unsupported(experiment)
+        if reason is not None:
+            raise registry.UnsupportedError(reason)  # noqa: TRY301 (one way to refuse)
+        measurement = registry.load("instruments", instrument)(experiment, mark.enter)
+    except registry.UnsupportedError as error:
+        return Report(outcome="unsupported", error=_describe(error, mark))
+    except BaseException as error:  # noqa: BLE001 (every way to fail is an outcome)
+        _lift_memory_limit()
+        traceback.print_exc()
+        memory = is_out_of_memory(error, limited=experiment.memory_limit_bytes is not None)
+        failure = _describe(error, mark, memory=memory)
+        return Report(outcome="oom" if memory else "crashed", error=failure)
+    return Report(outcome="ok", measurement=measurement)
+
+
+def main() -> None:
+    """Carry out the assignment on the command line."""
+    faulthandler.enable()
+    assignment = Assignment.model_validate_json(sys.argv[1])
+    die_with(assignment.supervisor_pid)
+    keep_to_this_process(assignment.lock_fd)
+    mark = PhaseMark(assignment.phase_fd)
+    report = run(assignment.experiment, assignment.instrument, mark)
+    _lift_memory_limit()
+    with os.fdopen(assignment.report_fd, "w", encoding="utf-8") as file:
+        json.dump(escape_all(report.model_dump(mode="json")), file)
+
+
+if __name__ == "__main__":
+    main()

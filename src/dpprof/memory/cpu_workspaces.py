@@ -1,0 +1,74 @@
+"""What the CPU's kernels allocate and release within one operator, by formula.
+
+The dispatcher sees none of it and the allocator all, so the books need it wherever a
+peak falls inside such an operator. t is the number of threads, f the accumulator's size.
+Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, layer_norm_kernel.cpp,
+ScatterGatherKernel.cpp) of PyTorch; tests/ledger compares with the allocator's events.
+
+Left out, because it depends on the processor's instructions: what oneDNN takes for a
+bfloat16 product, up to a few hundred KiB.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpprof.memory.recorder import Workspace
+
+aten = torch.ops.aten
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+def _split(queries: int, keys: int) -> tuple[int, int]:
+    """Return how many queries and keys the CPU's flash attention takes at a time."""
+    large, middle = 768, 192
+    size = 256 if queries >= large else 64 if queries >= middle else 32
+    return min(queries, size), min(keys, 512)
+
+
+def _flash(q: Tensor, k: Tensor, _v: Tensor, *_: Any, **__: Any) -> int:
+    """Scores, their maxima and sums, and the output of one block, for each thread."""
+    queries, keys = _split(q.shape[2], k.shape[2])
+    size = 8 if q.dtype is torch.float64 else 4
+    taken = (queries * keys + 2 * queries + queries * q.shape[3]) * size
+    if q.dtype in _REDUCED:
+        taken += queries * keys * 2
+    return torch.get_num_threads() * taken
+
+
+def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their gradient for one block, for each thread; sums of rows, once."""
+    queries, keys = _split(q.shape[2], k.shape[2])
+    size = 8 if q.dtype is torch.float64 else 4
+    taken = 2 * queries * keys * size
+    if q.dtype in _REDUCED:
+        taken += 2 * queries * keys * 2
+    return torch.get_num_threads() * taken + queries * size
+
+
+def _layer_norm_backward(
+    gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **options: Any
+) -> int:
+    """Gradients of weight and bias, for each thread, where they are asked for."""
+    if not any((rest[-1] if rest else options["output_mask"])[1:]):
+        return 0
+    width = 1
+    for size in shape:
+        width *= size
+    return 2 * torch.get_num_threads() * width * gradient.element_size()
+
+
+def _scatter_add(target: Tensor, *_: Any, **__: Any) -> int:
+    """Sum in float32 what is kept in less."""
+    return 4 * target.numel() if target.dtype in _REDUCED else 0
+
+
+CPU_WORKSPACES: Mapping[Any, Workspace] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    aten.scatter_add_: _scatter_add,
+}
+"""By overload packet, from an operator's arguments to bytes."""

@@ -1,0 +1,108 @@
+"""What PyTorch and Opacus need to run under fake tensors.
+
+A fake tensor has a shape, a dtype and a storage's size, but no elements. Four things in
+the way of a private step are put aside here, for as long as the context lasts.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.utils._per_sample_grad as per_sample_grad
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dpprof.spec.registry import UnsupportedError
+
+_apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
+
+
+def _unique_at_most(x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Answer ``unique_dim`` as if all slices differed: that is the most it can take."""
+    indices = x.new_empty((x.shape[dim],), dtype=torch.int64)
+    return x.new_empty(x.shape), indices, x.new_empty((0,), dtype=torch.int64)
+
+
+INSTEAD: dict[Any, Callable[..., Any]] = {torch.ops.aten.unique_dim.default: _unique_at_most}
+"""Operators whose result's shape depends on elements, and what to run instead."""
+
+
+def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Do as ``nn.Module._apply`` does, but put new parameters in: it cannot swap fake ones."""
+    if not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
+        return _apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+    for child in module.children() if recurse else ():
+        _apply_to_fake(child, fn)
+    for name, parameter in module.named_parameters(recurse=False):
+        with torch.no_grad():
+            applied = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
+        module.register_parameter(name, applied)
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, fn(buffer))
+    return module
+
+
+class _FakeExpandedWeight(ExpandedWeight):
+    """An expanded weight whose carrier, which nobody computes with, is no fake tensor."""
+
+    def __new__(cls, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> Any:
+        if not isinstance(orig_weight, FakeTensor):
+            return ExpandedWeight.__new__(  # type: ignore[no-untyped-call]
+                cls, orig_weight, batch_size, loss_reduction
+            )
+        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            carrier = torch.empty(0, device="meta")
+            return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
+
+
+ASKED_FOR_ELEMENTS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What PyTorch raises where code needs to know what is in a tensor."""
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Make every tensor fake that is created within.
+
+    Raises:
+        UnsupportedError: Code within asked for a fake tensor's elements.
+    """
+    with (
+        _refusing(),
+        warnings.catch_warnings(),
+        patch.object(nn.Module, "_apply", _apply_to_fake),
+        patch.object(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
+        patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
+        FakeTensorMode() as mode,
+    ):
+        # Opacus copies gradients with deepcopy, which looks whether they have any data.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield mode
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except ASKED_FOR_ELEMENTS as error:
+        what = getattr(error, "func", None) or error
+        raise UnsupportedError(
+            f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
+            "instrument ledger runs it"
+        ) from error

@@ -1,0 +1,1 @@
+"""From a config to what must run, and on which code."""

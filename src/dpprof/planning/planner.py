@@ -1,0 +1,287 @@
+"""From a config to files that Snakemake can compare: specs, code digests, a manifest.
+
+Everything is content-addressed. A spec's name ends in its digest, so the file never
+changes and any number of configs share one results folder. A manifest lists the runs
+of one config and is named by its own digest.
+"""
+
+import datetime as dt
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dpprof.planning.code_digest import (
+    ceilings_digest,
+    code_digest,
+    derived_digests,
+    foreign_parts,
+    verdict_digest,
+    verified_as,
+)
+from dpprof.records.ceilings import CEILINGS, ceilings_path, device_name
+from dpprof.records.result import result_path
+from dpprof.records.verdict import BUILT_IN, VERDICTS, verdict_path
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import PREDICTIONS, refuse_target
+from dpprof.spec.sweep import Config, Run, expand, given, parse_config
+from dpprof.spec.validation import InputError, explain
+from dpprof.system.files import (
+    canonical_json,
+    read_json,
+    sha256_hex,
+    write_atomically,
+    write_if_changed,
+)
+from dpprof.system.hardware import available_cores, cpu_name, resolve_device, visible_gpus
+
+PLAN = Path("results") / "plan"
+TABLES = Path("results") / "tables"
+
+
+class PlannedRun(BaseModel):
+    """One line of a manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    instrument: str
+    replicate: int
+    method: str
+    sweeps: tuple[str, ...]
+
+    def path(self, root: Path) -> Path:
+        """Say where the run's result belongs."""
+        return result_path(root, self.instrument, self.id, self.replicate)
+
+
+class Manifest(BaseModel):
+    """The runs of one config, in canonical order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    runs: tuple[PlannedRun, ...]
+
+    @property
+    def text(self) -> str:
+        """The manifest's file content, one run a line."""
+        lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
+        return f'{{"schema_version":{self.schema_version},"runs":[\n{lines}\n]}}\n'
+
+    @property
+    def path(self) -> Path:
+        """Where the manifest lives, relative to the working folder."""
+        return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
+
+    @property
+    def due_path(self) -> Path:
+        """Names the file that says when this config's tables last became due."""
+        return self.path.with_name(self.path.stem.replace("manifest-", "due-") + ".txt")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config, resolved."""
+
+    config: Config
+    manifest: Manifest
+    experiments: dict[str, Experiment]
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices, by name, that measured runs are on; predictions are on none."""
+        measured = (run for run in self.manifest.runs if run.instrument not in PREDICTIONS)
+        kinds = {self.experiments[run.id].device for run in measured}
+        return sorted(_name_here(kind) for kind in kinds)
+
+    def ceilings(self, root: Path) -> list[Path]:
+        """Say where their ceilings belong."""
+        return [ceilings_path(root, name) for name in self.devices]
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The models and methods to verify, each pair once, of all experiments."""
+        return sorted({(verified_as(e.model), e.method) for e in self.experiments.values()})
+
+    def verdicts(self, root: Path) -> list[Path]:
+        """Say where their verdicts belong."""
+        return [verdict_path(root, *pair) for pair in self.pairs]
+
+
+def _name_here(kind: str) -> str:
+    """Name this host's processor, or its first visible GPU.
+
+    Where none is visible, as on the head of a cluster, it is plain ``cuda``; whose the
+    ceilings are is in their file.
+    """
+    if kind == "cpu":
+        return device_name({"type": kind, "name": cpu_name(), "cores": available_cores()})
+    return device_name({"type": kind, "name": next((gpu.name for gpu in visible_gpus()), None)})
+
+
+def spec_path(experiment_id: str) -> Path:
+    """Say where an experiment's spec lives, relative to the working folder."""
+    return PLAN / "specs" / f"{experiment_id}.json"
+
+
+def traces_path(experiment_id: str, replicate: int) -> Path:
+    """Say where what a run leaves beside its result belongs, relative to the working folder."""
+    return Path("results") / "traces" / experiment_id / f"r{replicate}"
+
+
+def code_path(name: str) -> Path:
+    """Say where a code digest lives: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
+    return PLAN / "code" / f"{name}.sha256"
+
+
+def code_name(instrument: str, experiment: Experiment) -> str:
+    """Name the digest of the code that measures an experiment under an instrument."""
+    foreign = (name for _, name in foreign_parts(experiment))
+    return "-".join([instrument, experiment.method, *foreign])
+
+
+def verdict_code_name(model: str, method: str) -> str:
+    """Name the digest of the code that a verdict rests on."""
+    return "-".join(["verify", method, *([] if model == BUILT_IN else [model])])
+
+
+def _check_names(config: Config) -> None:
+    grids = {"defaults": config.defaults}
+    grids |= {f"sweeps.{name}": sweep for name, sweep in config.sweeps.items()}
+    grids |= {f"exclude.{position}": entry for position, entry in enumerate(config.exclude)}
+    for where, grid in grids.items():
+        for key, group in registry.NAMING.items():
+            for name in given(grid).get(key, []):
+                if isinstance(name, str):
+                    registry.check(group, name, f"{where}.{key}")
+
+
+def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -> Plan:
+    """Resolve a config into the runs that it asks for; writes nothing.
+
+    Args:
+        raw: The config as parsed from YAML.
+        device: Resolves ``device: auto``.
+
+    Raises:
+        InputError: The config cannot be meant; one sentence per problem.
+    """
+    config = parse_config(raw, registry.names_by_key())
+    _check_names(config)
+    sweeps_of: dict[Run, list[str]] = {}
+    for name, runs in expand(config, device).items():
+        for run in dict.fromkeys(runs):
+            refuse_target(run.experiment, run.instrument, f"sweeps.{name}.target")
+            sweeps_of.setdefault(run, []).append(name)
+    experiments: dict[str, Experiment] = {}
+    for run in sweeps_of:
+        other = experiments.setdefault(run.experiment.id, run.experiment)
+        if other != run.experiment:
+            raise InputError(
+                f"two experiments have the id {other.id}, whose digests agree in their first "
+                "eight digits; change any value of one of them, its seed for example"
+            )
+    planned = [
+        PlannedRun(
+            id=run.experiment.id,
+            instrument=run.instrument,
+            replicate=run.replicate,
+            method=run.experiment.method,
+            sweeps=tuple(sorted(names)),
+        )
+        for run, names in sweeps_of.items()
+    ]
+    planned.sort(key=lambda run: (run.replicate, run.id, run.instrument))
+    return Plan(config, Manifest(runs=tuple(planned)), experiments)
+
+
+def write_plan(plan: Plan) -> None:
+    """Write specs, code digests and the manifest, only where the content differs."""
+    for experiment in plan.experiments.values():
+        write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
+    digests = derived_digests()
+    for run in plan.manifest.runs:
+        experiment = plan.experiments[run.id]
+        digests[code_name(run.instrument, experiment)] = code_digest(run.instrument, experiment)
+    if plan.devices:
+        digests[CEILINGS] = ceilings_digest()
+    digests |= {verdict_code_name(*pair): verdict_digest(*pair) for pair in plan.pairs}
+    for name, digest in digests.items():
+        write_if_changed(code_path(name), digest + "\n")
+    write_if_changed(plan.manifest.path, plan.manifest.text)
+    _mark_tables_due(plan)
+
+
+def _mark_tables_due(plan: Plan) -> None:
+    """Rewrite an input of the tables when they must be made again.
+
+    Snakemake does not miss an intermediate file while what was made from it is there, and
+    without its own records it cannot tell whose tables those are. So a result, a verdict or
+    ceilings that were deleted, or tables of another config, would pass unnoticed. A partial
+    report is always due, since it takes what exists just now.
+    """
+    manifest = plan.manifest
+    files = [run.path(Path()) for run in manifest.runs]
+    files += [*plan.verdicts(Path()), *plan.ceilings(Path())]
+    missing = sum(not path.is_file() for path in files)
+    tables_are_of = TABLES / "manifest.txt"
+    name = manifest.path.name.encode()
+    others = tables_are_of.is_file() and tables_are_of.read_bytes().strip() != name
+    if missing or others or plan.config.partial or not manifest.due_path.is_file():
+        why = f"{missing} files missing, partial={plan.config.partial}, others={others}"
+        now = dt.datetime.now(dt.UTC).isoformat()
+        write_atomically(manifest.due_path, f"{why} at {now}\n")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest file.
+
+    Raises:
+        InputError: The file is no manifest.
+    """
+    try:
+        return Manifest.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, Manifest) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: is no manifest ({why})") from None
+
+
+def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
+    """List files of runs under ``results`` that none of the plans asks for.
+
+    Covers result files, traces, verdicts, ceilings, logs, specs, code digests and manifests;
+    tables, figures and the report belong to the last config and are left alone.
+    """
+    keep: set[Path] = {root / code_path(name) for name in derived_digests()}
+    for plan in plans:
+        keep |= {root / plan.manifest.path, root / plan.manifest.due_path}
+        for run in plan.manifest.runs:
+            log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
+            keep |= {run.path(root), log, root / spec_path(run.id)}
+            keep.update((root / traces_path(run.id, run.replicate)).glob("*"))
+            keep.add(root / code_path(code_name(run.instrument, plan.experiments[run.id])))
+        for pair in plan.pairs:
+            verdict = verdict_path(root, *pair)
+            keep |= {verdict, root / code_path(verdict_code_name(*pair))}
+            keep.add(root / "results" / "logs" / VERDICTS / f"{verdict.stem}.log")
+        for name in plan.devices:
+            keep |= {ceilings_path(root, name), root / code_path(CEILINGS)}
+            keep.add(root / "results" / "logs" / CEILINGS / f"{name}.log")
+    candidates = [
+        *(root / "results").glob("*/*.r*.json"),
+        *(root / "results" / "traces").glob("*/*/*"),
+        *(root / "results" / VERDICTS).glob("*.json"),
+        *(root / "results" / CEILINGS).glob("*.json"),
+        *(root / "results" / "logs").glob("*/*.r*.log"),
+        *(root / "results" / "logs" / VERDICTS).glob("*.log"),
+        *(root / "results" / "logs" / CEILINGS).glob("*.log"),
+        *(root / PLAN).glob("specs/*.json"),
+        *(root / PLAN).glob("code/*.sha256"),
+        *(root / PLAN).glob("manifest-*.json"),
+        *(root / PLAN).glob("due-*.txt"),
+    ]
+    return sorted(path for path in candidates if path not in keep)

@@ -1,0 +1,104 @@
+"""JSON files that are written as a whole and can tell when they were cut or edited.
+
+Each carries the version of its schema and, as ``content_digest``, a digest of all the rest.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dpprof.spec.validation import explain, shorten
+from dpprof.system.files import canonical_json, read_json, sha256_hex, write_atomically
+from dpprof.system.messages import escape_all
+
+
+class Part(BaseModel):
+    """A part of such a file: nothing in it is guessed, unknown is null."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        json_schema_serialization_defaults_required=True,
+    )
+
+
+Sealed = TypeVar("Sealed", bound=Part)
+
+
+class ResultError(Exception):
+    """A result file that cannot be trusted; the message names it and says what to do."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}; delete it and run snakemake to make it again")
+        self.problem = problem
+
+
+class ManyResultsError(ResultError):
+    """Several such files."""
+
+    def __init__(self, errors: Sequence[ResultError]) -> None:
+        Exception.__init__(self, "\n".join(shorten([str(error) for error in errors])))
+        self.problem = f"{len(errors):,} files cannot be trusted"
+
+
+def _content_digest(document: dict[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "content_digest"}
+    return sha256_hex(canonical_json(rest))
+
+
+def write_sealed(path: Path, kind: type[Sealed], fields: Mapping[str, Any]) -> Sealed:
+    """Complete a file with its content digest and write it as a whole.
+
+    Text that cannot be encoded is escaped, here and where a file is read, so that nothing
+    that is made of it fails.
+
+    Args:
+        path: Where it goes; replaced atomically.
+        kind: What the file holds; the fields that it declares itself come first.
+        fields: Every field of it but ``content_digest``.
+    """
+    draft = kind.model_validate({**fields, "content_digest": ""})
+    dumped = escape_all(draft.model_dump(mode="json"))
+    # Who and what first, measurements after: the order in which a person reads.
+    document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
+    document |= dumped
+    document["content_digest"] = _content_digest(document)
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return kind.model_validate(document)
+
+
+def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
+    """Read and check a file.
+
+    Args:
+        path: The file.
+        kind: What it should hold.
+        version: The version of its schema that can be read.
+
+    Raises:
+        ResultError: The file is cut, edited, or of another schema version.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        document = read_json(path)
+    except ValueError as error:
+        raise ResultError(path, f"is not complete JSON, it was cut or damaged ({error})") from None
+    if not isinstance(document, dict) or "schema_version" not in document:
+        raise ResultError(path, "is not a result file, it has no schema_version")
+    found = document["schema_version"]
+    if found != version:
+        raise ResultError(path, f"has schema version {found!r}, and this dpprof reads {version}")
+    try:
+        digest = _content_digest(document)
+    except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes
+        digest = None
+    if digest is None or document.get("content_digest") != digest:
+        raise ResultError(path, "was edited after it was written, its content digest differs")
+    try:
+        return kind.model_validate(escape_all(document))
+    except ValidationError as error:
+        raise ResultError(path, f"does not fit the schema ({explain(error, kind)})") from None

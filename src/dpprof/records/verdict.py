@@ -1,0 +1,225 @@
+"""Whether a method computes the reference's gradient: one JSON for a model and a method.
+
+What a method declares is judged with it: the mechanism, and how far one sample can move the
+sum. What it does where no gradient is at stake but the guarantee is, is told as its holes.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from dpprof.records.record import Part, ResultError, read_sealed, write_sealed
+from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
+
+SCHEMA_VERSION: Literal[2] = 2
+
+TOLERANCE = 1e-9
+"""The largest relative error that is put down to rounding, in float64."""
+
+BUILT_IN = "built-in"
+"""The model that stands for every size of dpprof's own transformer: the layers are the same."""
+
+
+Scenario = Literal[
+    "plain",
+    "ignored labels",
+    "frozen",
+    "frozen later",
+    "thawed later",
+    "non-finite",
+    "empty",
+    "accumulated",
+]
+GRADIENT_SCENARIOS: tuple[Scenario, ...] = ("plain", "ignored labels", "frozen")
+"""Those that decide whether a method passed."""
+
+HOLES: Mapping[Scenario, str] = {
+    "frozen later": "parameters frozen after set-up",
+    "thawed later": "a layer thawed after set-up",
+    "non-finite": "one non-finite sample",
+    "empty": "an empty batch",
+    "accumulated": "gradients that were not cleared",
+}
+"""The others, in which a guarantee can be lost, as holes name them."""
+
+VERDICTS = "verify"
+"""The folder of verdicts in ``results``."""
+
+
+class Case(Part):
+    """One comparison: a variant of the model, a batch size, and what is particular to it."""
+
+    scenario: Scenario = Field("plain", description="what is particular to the case")
+    attention: str
+    batch_size: int
+    outcome: Literal["passed", "failed", "unsupported", "unknown"] = Field(
+        description="unsupported: the method refuses the case; unknown: there is no reference, "
+        "or the case was not tried"
+    )
+    reason: str | None = Field(None, description="why it did not pass")
+    max_grad_norm: float | None = Field(None, description="clipping bound of the method")
+    groups: int | None = Field(
+        None,
+        description="how many groups of parameters are clipped, each by its own norm; "
+        "0 where nothing is clipped",
+    )
+    norms_clipped: int | None = Field(
+        None, description="of batch_size x groups norms those beyond their bound"
+    )
+    sensitivity: float | None = Field(
+        None,
+        description="root of the sum of the groups' squared bounds, over the bound that the noise "
+        "is a multiple of",
+    )
+    references: list[str] = Field(default_factory=list, description="what it was compared with")
+    max_relative_error: float | None = Field(
+        None, description="of the gradient: L2 norm of the difference over the reference's"
+    )
+    max_relative_error_of_norms: float | None = Field(
+        None,
+        description="of the samples' norms before clipping, over the sample's whole norm; "
+        "null where the method does not keep them",
+    )
+
+
+class Verdict(Part):
+    """One JSON file per model and method. Every key is always present; unknown is null."""
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    model: str = Field(description=f"a name, or {BUILT_IN}: dpprof's own transformer, any size")
+    method: str
+    mechanism: str | None = Field(
+        description=f"what the method declares: {FLAT}, {NO_CLIPPING}, or another; null: unknown"
+    )
+    passed: bool | None = Field(description="null: it could not be found out, see reason")
+    reason: str | None = Field(description="why it did not pass, or what it does not cover")
+    tolerance: float
+    holes: list[str] = Field(
+        description="where the guarantee was seen to be lost; they do not count for passed"
+    )
+    max_relative_error: float | None = Field(
+        description="of gradients, over the cases that count for passed"
+    )
+    max_relative_error_of_norms: float | None
+    references: list[str]
+    cases: list[Case]
+    code_digest: str = Field(description="sha256 over the sources and versions that it is about")
+    content_digest: str = Field(description="sha256 of the canonical JSON of everything else")
+    wall_s: float
+    provenance: dict[str, Any]
+
+    def stands_for(self, attention: str) -> "Standing":
+        """Say what it means for experiments with this variant of attention.
+
+        A method that failed anywhere has failed; one that passed may refuse this variant.
+        """
+        passed, reason = self.passed, self.reason
+        if passed:
+            passed, reason = judge([one for one in self.cases if one.attention == attention])
+        whole = [one for one in self.cases if one.scenario == "plain"]
+        compared = [one for one in whole if one.groups is not None]
+        return Standing(
+            verified=passed,
+            reason=None if passed else reason,
+            max_relative_error=self.max_relative_error,
+            max_relative_error_of_norms=self.max_relative_error_of_norms,
+            reference=" and ".join(self.references) or None,
+            groups=compared[0].groups if compared else None,
+            sensitivity=compared[0].sensitivity if compared else None,
+            mechanism=self.mechanism,
+            holes=_HOLE_ENDS.join(self.holes) or None,
+        )
+
+
+class Standing(NamedTuple):
+    """What is known of the method of an experiment."""
+
+    verified: bool | None
+    reason: str | None
+    max_relative_error: float | None = None
+    max_relative_error_of_norms: float | None = None
+    reference: str | None = None
+    groups: int | None = None
+    sensitivity: float | None = None
+    mechanism: str | None = None
+    holes: str | None = None
+    """As a table has them, see ``split_holes``."""
+
+
+class Findings(NamedTuple):
+    """What a verification found out."""
+
+    mechanism: str | None
+    cases: list[Case]
+
+
+def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
+    """Say whether the cases amount to a pass, and why they do not or what they leave out.
+
+    Only ``GRADIENT_SCENARIOS`` count. One failure is a failure. A case that the method refuses
+    is none, but something must have passed; a case without a reference leaves it open.
+    """
+    cases = judged(cases)
+    by = {kind: [one for one in cases if one.outcome == kind] for kind in _OUTCOMES}
+    for kind, passed in (("failed", False), ("unknown", None)):
+        if found := by[kind]:
+            return passed, _spell(found[0])
+    refused = _spell(by["unsupported"][0]) if by["unsupported"] else None
+    return (True, refused) if by["passed"] else (None, refused or "nothing was compared")
+
+
+_OUTCOMES = ("passed", "failed", "unsupported", "unknown")
+_HOLE_ENDS = "; "
+
+
+def judged(cases: Sequence[Case]) -> list[Case]:
+    """Choose the cases that decide whether a method passed."""
+    return [one for one in cases if one.scenario in GRADIENT_SCENARIOS]
+
+
+def name_holes(cases: Sequence[Case]) -> list[str]:
+    """Say in short sentences where the guarantee was seen to be lost."""
+    failed = [one for one in cases if one.outcome == "failed"]
+    return [f"{HOLES[one.scenario]}: {one.reason}" for one in failed if one.scenario in HOLES]
+
+
+def split_holes(holes: str) -> list[str]:
+    """Take apart what a table has in one cell."""
+    return holes.split(_HOLE_ENDS)
+
+
+def _spell(case: Case) -> str:
+    where = f"attention {case.attention}, B = {case.batch_size}"
+    where += "" if case.scenario == "plain" else f", {case.scenario}"
+    return f"{where}: {case.reason}"
+
+
+def verdict_path(root: Path, model: str, method: str) -> Path:
+    """Say where a verdict lives: ``results/verify/<model>-<method>.json``."""
+    return root / "results" / VERDICTS / f"{model}-{method}.json"
+
+
+def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:
+    """Complete a verdict with its content digest and write it as a whole.
+
+    Args:
+        path: Where it goes; replaced atomically.
+        fields: Every field of ``Verdict`` but ``content_digest``.
+    """
+    return write_sealed(path, Verdict, fields)
+
+
+def read_verdict(root: Path, model: str, method: str) -> Verdict:
+    """Read the verdict on a method on a model.
+
+    Raises:
+        ResultError: The file is cut, edited, of another schema version, or about others.
+        FileNotFoundError: There is no verdict yet.
+    """
+    path = verdict_path(root, model, method)
+    verdict = read_sealed(path, Verdict, SCHEMA_VERSION)
+    if (verdict.model, verdict.method) != (model, method):
+        raise ResultError(path, f"is about another pair, {verdict.method} on {verdict.model}")
+    return verdict

@@ -1,0 +1,259 @@
+"""The sections from traces: kernels, what binds them, and what watching costs."""
+
+from typing import Any
+
+import pandas as pd
+
+from dpprof.records.result import CATEGORIES
+from dpprof.report.cells import Cell, amount, column, number, percent, significant, tabulate
+from dpprof.report.document import Paragraph, Table
+from dpprof.report.naming import ORDER, name_experiments, texts
+
+_MS = 1e-3
+_MIB = 2**20
+_MOST_CATEGORIES = 8
+"""More columns do not fit a page."""
+
+Told = list[Table | Paragraph]
+
+
+def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
+    """Say which kernels take the time; nothing where no run was traced.
+
+    Args:
+        kernels: The table ``kernels``.
+        traces: The table ``traces``.
+    """
+    if traces.empty:
+        return []
+    sums = kernels.groupby(["experiment_id", "replicate", "category"])["seconds"].sum()
+    spread = sums.unstack().groupby("experiment_id").median()  # noqa: PD010 (nothing to aggregate)
+    # Named apart from the axes of experiments, of which one is the optimizer.
+    rows = _over_processes(traces).merge(
+        spread.add_suffix("_s"), left_on="experiment_id", right_index=True
+    )
+    most = spread.max().nlargest(_MOST_CATEGORIES)
+    shown = [name for name in CATEGORIES if name in most]
+    left = [str(name) for name in spread if name not in shown]
+    rows = rows.assign(rest_s=rows[[f"{name}_s" for name in left]].sum(axis=1))
+    naming = name_experiments(rows)
+    columns = naming | {name: amount(f"{name}_s", _MS) for name in shown}
+    columns |= {"rest": amount("rest_s", _MS)} if left else {}
+    columns |= {"idle": amount("idle_s", _MS), "step": amount("step_s", _MS)}
+    columns |= {"other": lambda row: percent(row["other_share"], 1)}
+    if rows["waiting_s"].notna().any():
+        columns["waiting"] = amount("waiting_s", _MS)
+    caption = (
+        "Milliseconds of a traced step by category of kernel, or of operator on a CPU, and when "
+        "none ran. Categories go by the operator that launched a kernel: norm is the search for "
+        "norms of per-sample gradients, einsum any other contraction by einsum, optimizer all of "
+        "the phase step, clip what is left of the phase clip. Other is the share of the kernels' "
+        "time that no category is known for."
+        + (" Waiting is the part of idle in which nothing was launched." * ("waiting" in columns))
+        + (f" Rest are {', '.join(left)}." if left else "")
+    )
+    text = (*texts(naming), "other")
+    return [
+        tabulate(caption, columns, rows, text, "results/tables/kernels.csv and traces.csv"),
+        *_tell_files(traces),
+    ]
+
+
+def _tell_files(traces: pd.DataFrame) -> list[Paragraph]:
+    kept = traces.dropna(subset=["trace"])
+    if kept.empty:
+        return []
+    size = f"{kept['trace_bytes'].max() / _MIB:.1f} MiB"
+    return [
+        Paragraph(
+            text=f"The traces, of {size} at most, are in results/traces: Perfetto "
+            "(ui.perfetto.dev) opens each, and tensorboard --logdir results/traces shows them "
+            "beside one another."
+        )
+    ]
+
+
+def _over_processes(traces: pd.DataFrame) -> pd.DataFrame:
+    figures = [name for name in map(str, traces) if name.endswith("_s") or name == "other_share"]
+    medians = traces.groupby("experiment_id")[figures].median()
+    facts = traces.drop(columns=figures).drop_duplicates("experiment_id")
+    rows = facts.merge(medians, left_on="experiment_id", right_index=True)
+    return rows.sort_values([*ORDER, "method"])
+
+
+def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
+    """Say what binds a step, and how fast bytes move; nothing where ceilings are not known.
+
+    Args:
+        traces: The table ``traces``.
+        kernels: The table ``kernels``.
+    """
+    rows = _over_processes(traces)
+    rows = rows[rows["compute_bound_s"] + rows["memory_bound_s"] > 0]
+    if rows.empty:
+        return []
+    rates = _rates(kernels)
+    rows = rows.merge(rates, left_on="experiment_id", right_index=True)
+    naming = name_experiments(rows)
+    columns = naming | {
+        "compute bound": _share_of_step("compute_bound_s"),
+        "memory bound": _share_of_step("memory_bound_s"),
+        "idle": _share_of_step("idle_s"),
+        "of peak FLOP/s": lambda row: percent(row["of_peak"]),
+        "of bandwidth": lambda row: percent(row["of_bandwidth"]),
+        "GB/s": lambda row: significant(row["memory_bytes_per_s"], 1e9),
+    }
+    caption = (
+        "Shares of a traced step by what binds it at the ceilings measured on the device: of each "
+        "phase's category of kernels, its FLOPs or its bytes, whichever would take longer. Then "
+        "how near to the ceilings that was: of what computing binds its FLOP/s, of what memory "
+        "binds its bytes per second. Caches can lift these above the bandwidth of memory."
+    )
+    text = (*texts(naming), *list(columns)[len(naming) : -1])
+    return [tabulate(caption, columns, rows, text, "results/tables/kernels.csv")]
+
+
+def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
+    """Sum FLOPs, bytes and seconds up by what binds them, and divide."""
+    moved = kernels["read_bytes"] + kernels["written_bytes"]
+    sums = kernels.assign(moved=moved).groupby(["experiment_id", "bound"])[
+        ["flops", "moved", "seconds"]
+    ]
+    total = sums.sum()
+    ceilings = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]]
+    computed, carried = (_of_bound(total, name) for name in ("compute", "memory"))
+    known = ceilings.first()
+    return pd.DataFrame(
+        {
+            "of_peak": computed["flops"] / computed["seconds"] / known["ceiling_flops_per_s"],
+            "memory_bytes_per_s": carried["moved"] / carried["seconds"],
+            "of_bandwidth": carried["moved"] / carried["seconds"] / known["ceiling_bytes_per_s"],
+        },
+        index=known.index,
+    )
+
+
+def _of_bound(total: pd.DataFrame, bound: str) -> pd.DataFrame:
+    return total[total.index.get_level_values("bound") == bound].droplevel("bound")
+
+
+def _share_of_step(name: str) -> Cell:
+    return lambda row: percent(row[name] / row["step_s"])
+
+
+_CEILINGS = {
+    "flops_per_s": ("GFLOP/s", 1e9),
+    "bytes_per_s": ("GB/s", 1e9),
+    "launch_s": ("µs", 1e-6),
+}
+
+
+def ceilings(table: pd.DataFrame) -> Told:
+    """Say what the devices do at most; nothing where nobody measured.
+
+    Args:
+        table: The table ``ceilings``.
+    """
+    if table.empty:
+        return []
+    columns: dict[str, Cell] = {
+        "device": column("device"),
+        "figure": _name_figure,
+        "measured": lambda row: significant(row["measured"], _CEILINGS[row["figure"]][1]),
+        "data sheet": lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][1]),
+        "unit": lambda row: _CEILINGS[row["figure"]][0],
+    }
+    caption = (
+        "What a device does at most: the fastest product of matrices over sizes for each dtype, "
+        "the fastest copy (bytes read and written), and an operator on one element."
+    )
+    text = ("device", "figure", "unit")
+    return [tabulate(caption, columns, table, text, "results/tables/ceilings.csv")]
+
+
+_FIGURES = {"bytes_per_s": "copy bandwidth", "launch_s": "launch"}
+
+
+def _name_figure(row: Any) -> str:
+    return _FIGURES.get(row["figure"]) or f"{row['dtype']} products"
+
+
+def observers(table: pd.DataFrame) -> Told:
+    """Say what each instrument costs; nothing where no experiment had one beside clean.
+
+    Args:
+        table: The table ``observer``.
+    """
+    if table.empty:
+        return []
+    rows = table.sort_values(["instrument", *ORDER, "method"])
+    summed = rows.groupby("instrument", sort=False).agg(
+        experiments=("experiment_id", "count"),
+        **{
+            f"{figure}_{name}": (figure, name)
+            for figure in ("step_ratio", "rss_ratio", "allocated_ratio")
+            for name in ("median", "min", "max")
+        },
+    )
+    columns: dict[str, Cell] = {"instrument": column("instrument")}
+    columns |= {"experiments": column("experiments")}
+    for heading, figure in (
+        ("step", "step_ratio"),
+        ("peak RSS", "rss_ratio"),
+        ("peak allocated", "allocated_ratio"),
+    ):
+        if summed[f"{figure}_median"].notna().any():
+            columns[heading] = _ratio(figure)
+    caption = (
+        "What watching costs: with the instrument in the process over clean, the same experiments; "
+        "the median and, in brackets, from the smallest to the largest. Clean numbers come from "
+        "processes without any instrument. Phases is as it times phases, waiting for the device "
+        "at each; ledger as it counts every operator; kernels under torch.profiler. Resident "
+        "memory includes what an instrument notes down, and differs between equal processes too."
+    )
+    return [
+        tabulate(
+            caption, columns, summed.reset_index(), tuple(columns), "results/tables/observer.csv"
+        )
+    ]
+
+
+def _ratio(figure: str) -> Cell:
+    def write(row: Any) -> str:
+        middle = number(row[f"{figure}_median"], digits=2)
+        if row["experiments"] == 1 or middle == "-":
+            return middle
+        low, high = (number(row[f"{figure}_{end}"], digits=2) for end in ("min", "max"))
+        return f"{middle} ({low} to {high})"
+
+    return write
+
+
+def host_io(runs: pd.DataFrame) -> Told:
+    """Say what processes read and wrote in their timed steps, and what energy a step took.
+
+    Args:
+        runs: The table ``runs``.
+    """
+    told: Told = []
+    known = runs.dropna(subset=["host_read_bytes", "host_written_bytes"])
+    if len(known):
+        steps = known["timed_steps"]
+        read = (known["host_read_bytes"] / steps).max()
+        written = (known["host_written_bytes"] / steps).max()
+        told.append(
+            Paragraph(
+                text="Files are no part of this: the batch stays on the device, and in the timed "
+                f"steps no process read more than {read:,.0f} bytes a step or wrote more than "
+                f"{written:,.0f}, the page cache included."
+            )
+        )
+    joules = runs.dropna(subset=["joules_per_step"])
+    if len(joules):
+        rows = joules.sort_values([*ORDER, "method"])
+        naming = name_experiments(rows)
+        columns = naming | {"J per step": lambda row: significant(row["joules_per_step"])}
+        caption = "Energy of a step, idle power included, by the driver's counter."
+        source = "results/tables/runs.csv"
+        told.append(tabulate(caption, columns, rows, texts(naming), source))
+    return told

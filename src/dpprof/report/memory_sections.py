@@ -1,0 +1,241 @@
+"""The sections from the books: who owns the peak, how far that is known, what a step costs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.frames import BASELINE, SETTING
+from dpprof.analysis.peak_composition import needed_bytes
+from dpprof.records.result import COMPONENTS, EVIDENCE
+from dpprof.report.cells import (
+    Cell,
+    amount,
+    column,
+    number,
+    percent,
+    significant,
+    tabulate,
+    text_of,
+)
+from dpprof.report.document import Paragraph, Table
+from dpprof.report.naming import ORDER, name_experiments, texts
+
+_MIB = 2**20
+_GIB = 2**30
+_LEAST_SHARE = 0.01
+"""An owner of less of every peak has no column of its own."""
+
+_MOST_OWNERS = 8
+"""More columns do not fit a page."""
+
+Told = list[Table | Paragraph]
+
+
+def owners(composition: pd.DataFrame) -> Told:
+    """Say who owns the memory at the peak, and what makes it; nothing where nobody kept books.
+
+    Args:
+        composition: Of ``analysis.peak_composition``.
+    """
+    rows = _here(composition)
+    if rows.empty:
+        return []
+    shares = rows[list(COMPONENTS)].div(rows["peak_bytes"], axis=0).max()
+    largest = shares[shares >= _LEAST_SHARE].nlargest(_MOST_OWNERS)
+    shown = [name for name in COMPONENTS if name in largest]
+    rows = rows.assign(other=rows["peak_bytes"] - rows[shown].sum(axis=1))
+    naming = name_experiments(rows)
+    columns = naming | {"peak": amount("peak_bytes", _MIB)}
+    columns |= {name.replace("_", " "): amount(name, _MIB) for name in [*shown, "other"]}
+    caption = (
+        "MiB by owner at the peak of a step in the steady state, from the ledger where it ran, "
+        "else from the estimate. Beyond the eight that own most somewhere, and below 1 % of every "
+        "peak, owners are summed up as other."
+    )
+    causes = naming | {
+        "peak (MiB)": amount("peak_bytes", _MIB),
+        "phase": lambda row: text_of(row["phase"]).replace("_", " "),
+        "operator": lambda row: text_of(row["op"]),
+        "module": lambda row: text_of(row["module"]),
+        "from": column("instrument"),
+    }
+    text = (*texts(naming), "phase", "operator", "module", "from")
+    explained = "What makes the peak: the operator that allocates last, in its phase and module."
+    return [
+        tabulate(caption, columns, rows, texts(naming), "results/tables/owners.csv"),
+        tabulate(explained, causes, rows, text, "results/tables/peaks.csv"),
+    ]
+
+
+def _here(composition: pd.DataFrame) -> pd.DataFrame:
+    """Leave out what is predicted for somewhere else."""
+    return composition[composition["target"].isna()].sort_values([*ORDER, "method"])
+
+
+def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
+    """Say what is predicted for targets; nothing where there is none.
+
+    Args:
+        composition: Of ``analysis.peak_composition``.
+        costs: The table ``costs``, one row for each experiment.
+    """
+    rows = composition[composition["target"].notna()]
+    if rows.empty:
+        return []
+    known = ["experiment_id", "dp_flop_multiplier", "roofline_step_s"]
+    rows = rows.merge(costs[known], on="experiment_id")
+    standard = rows["peak_bytes"].where(rows["method"] == BASELINE)
+    setting = [rows[name] for name in SETTING]
+    base = standard.groupby(setting, dropna=False).transform("median")
+    share = needed_bytes(rows) / rows["target_memory_bytes"].astype(float)
+    rows = rows.assign(ratio=rows["peak_bytes"] / base, share=share)
+    rows = rows.sort_values(["target", *ORDER, "method"])
+    naming = name_experiments(rows)
+    columns = naming | {
+        "peak (GiB)": amount("peak_bytes", _GIB, 2),
+        "ratio": amount("ratio", digits=2),
+        "of the memory": _share,
+        "FLOP multiplier": amount("dp_flop_multiplier", digits=2),
+        "least step (ms)": lambda row: significant(row["roofline_step_s"], 1e-3),
+        "tokens/s at most": _most_tokens,
+    }
+    caption = (
+        "Nothing of this was run. The peak is of a step in the steady state, its ratio to "
+        "standard with all else equal; what must fit is the first step too, and what allocators "
+        "reserve comes on top. The multiplier is of executed to model FLOPs. The least step time "
+        "is a bound by the target's data sheet and no prediction: each operator at its ceiling, "
+        "one after another. So are the tokens."
+    )
+    text = (*texts(naming), "of the memory")
+    return [tabulate(caption, columns, rows, text, "results/tables/peaks.csv and costs.csv")]
+
+
+def _share(row: Any) -> str:
+    share = row["share"]
+    return f"does not fit ({share:.0%})" if share > 1 else percent(share)
+
+
+def _most_tokens(row: Any) -> str:
+    least_s = row["roofline_step_s"]
+    return significant(row["batch_size"] * row["seq_len"] / least_s) if least_s else "-"
+
+
+def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
+    """Say how far books and allocator agree, and how owners are known; nothing without books.
+
+    Args:
+        composition: Of ``analysis.peak_composition``.
+        peaks: The table ``peaks``.
+    """
+    here = composition["target"].isna() | composition["allocator_peak_bytes"].notna()
+    rows = composition[here].sort_values([*ORDER, "method"])
+    if rows.empty:
+        return []
+    estimated = peaks[peaks["instrument"] == "estimate"].groupby("experiment_id")["peak_bytes"]
+    rows = rows.assign(estimated=rows["experiment_id"].map(estimated.first()))
+    naming = name_experiments(rows)
+    columns = naming | {
+        "books (MiB)": amount("peak_bytes", _MIB, 2),
+        "from": column("instrument"),
+        "allocator (MiB)": amount("allocator_peak_bytes", _MIB, 2),
+        "gap": amount("gap_bytes", digits=0),
+        "bound": amount("bound_bytes", digits=0),
+        "closed": lambda row: _VERDICTS.get(row["valid"], "-"),
+        "estimate": _estimate_against_ledger,
+    }
+    caption = (
+        "Peaks of the books against the allocator's, from another process. The gap is the "
+        "allocator's less the books', in bytes, as is the bound that it may not exceed. Last, "
+        "how the estimate's peak differs from the ledger's, in bytes."
+    )
+    grades = [*(f"by_{kind}_bytes" for kind in EVIDENCE), "unattributed_bytes"]
+    shares = rows.assign(**{name: rows[name] / rows["peak_bytes"] for name in grades})
+    evidence = naming | {
+        name.removeprefix("by_").removesuffix("_bytes"): _percent_of(name) for name in grades
+    }
+    graded = (
+        "What owners at the peak are known from, in percent of it: an attribute that leads to "
+        "the tensor, the operator and module that made it, or only the phase."
+    )
+    text = (*texts(naming), "from", "closed")
+    source = "results/tables/peaks.csv"
+    return [
+        tabulate(caption, columns, rows, text, source),
+        tabulate(graded, evidence, shares, texts(naming), source),
+    ]
+
+
+_VERDICTS: Mapping[Any, str] = {True: "yes", False: "no"}
+
+
+def _percent_of(name: str) -> Cell:
+    return lambda row: number(row[name], 0.01, 2)
+
+
+def _estimate_against_ledger(row: Any) -> str:
+    if row["instrument"] != "ledger" or pd.isna(row["estimated"]):
+        return "-"
+    more = int(row["estimated"] - row["peak_bytes"])
+    return f"{more:+,}" if more else "equal"
+
+
+_COSTS = {
+    "model GFLOP": ("model_flops", 1e9),
+    "executed": ("executed_flops", 1e9),
+    "multiplier": ("dp_flop_multiplier", 1.0),
+    "GiB read": ("bytes_read", _GIB),
+    "written": ("bytes_written", _GIB),
+    "FLOP/byte": ("arithmetic_intensity", 1.0),
+    "MFU (%)": ("mfu", 0.01),
+    "HFU (%)": ("hfu", 0.01),
+    "least step (ms)": ("roofline_step_s", 1e-3),
+}
+
+
+def costs(costs: pd.DataFrame) -> Told:
+    """Say what a step computes and moves, here and on targets; nothing where nobody kept books.
+
+    Args:
+        costs: The table ``costs``, one row for each experiment.
+    """
+    caption = (
+        "What a step computes and moves. FLOPs are of products of matrices and attention; model "
+        "FLOPs are what the non-private step needs, and the multiplier is of executed to those. "
+        "Bytes are what operators must read and write, each once. MFU and HFU are model and "
+        "executed FLOPs over what the device could compute in the measured step; the least step "
+        "time is a bound by its data sheet. What nothing is known of has no column."
+    )
+    elsewhere = costs["target"].notna()
+    told = {caption: costs[~elsewhere], "The same on targets, as predicted.": costs[elsewhere]}
+    tables = [_tell_costs(text, rows) for text, rows in told.items() if len(rows)]
+    return [*tables, *_tell_peaks(costs)]
+
+
+def _tell_peaks(costs: pd.DataFrame) -> list[Paragraph]:
+    """Say what utilisation is against, or why there is none."""
+    used = costs[costs["hfu"].notna()]
+    said = [
+        f"The peak of {dtype} is {significant(peak, 1e12)} TFLOP/s: {source}."
+        for dtype, peak, source in sorted(
+            set(used[["dtype", "peak_flops_per_s", "peak_source"]].itertuples(index=False))
+        )
+    ]
+    missing = costs[costs["mfu"].isna() & costs["target"].isna()]
+    said += [f"No MFU where {why}." for why in sorted(set(missing["utilisation_reason"].dropna()))]
+    return [Paragraph(text=" ".join(said))] if said else []
+
+
+def _tell_costs(caption: str, rows: pd.DataFrame) -> Table | Paragraph:
+    rows = rows.sort_values([*ORDER, "method"])
+    naming = name_experiments(rows)
+    columns = naming | {
+        heading: _significant(name, unit)
+        for heading, (name, unit) in _COSTS.items()
+        if rows[name].notna().any()
+    }
+    return tabulate(caption, columns, rows, texts(naming), "results/tables/costs.csv")
+
+
+def _significant(name: str, unit: float) -> Cell:
+    return lambda row: significant(row[name], unit)

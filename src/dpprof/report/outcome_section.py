@@ -1,0 +1,80 @@
+"""How runs ended: counts, what went wrong and where to read more, what is missing."""
+
+import pandas as pd
+
+from dpprof.records.result import OUTCOMES
+from dpprof.report.cells import MAX_ROWS, Cell, column, tabulate, text_of
+from dpprof.report.document import Bullets, Paragraph, Picture, Table
+
+Blocks = list[Paragraph | Bullets | Table | Picture]
+
+_FAILURE = ["method", "outcome", "error_kind", "error_phase"]
+
+
+def tell_outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Blocks:
+    """Count outcomes by method, then tell every failure, or the kinds of failures if many."""
+    columns: dict[str, Cell] = {"method": column("method"), "runs": column("runs")}
+    columns |= {outcome: column(outcome) for outcome in OUTCOMES}
+    columns["success"] = lambda row: (
+        "unknown" if pd.isna(row["success_rate"]) else f"{row['success_rate']:.0%}"
+    )
+    source = "results/tables/outcomes.csv"
+    blocks: Blocks = [tabulate("Outcomes by method.", columns, outcomes, ("method",), source)]
+    failed = runs[runs["outcome"] != "ok"]
+    if len(failed) > MAX_ROWS:
+        blocks.append(_kinds(failed))
+    elif len(failed):
+        blocks.append(_failures(failed))
+    again = runs[(runs["attempts"] > 1) & (runs["outcome"] == "ok")]
+    if len(again):
+        names = sorted(set(again["experiment_id"]))
+        told = ", ".join(names) if len(names) <= MAX_ROWS else f"{len(names):,} experiments"
+        blocks.append(Paragraph(text=f"Succeeded only at the second attempt: {told}."))
+    return blocks
+
+
+def _failures(failed: pd.DataFrame) -> Table | Paragraph:
+    columns: dict[str, Cell] = {
+        "experiment": lambda row: f"{row['experiment_id']} {row['instrument']} r{row['replicate']}",
+        "outcome": column("outcome"),
+        "kind": lambda row: text_of(row["error_kind"]),
+        "phase": lambda row: text_of(row["error_phase"]),
+        "message": lambda row: text_of(row["error_message"])[:200],
+        "log": lambda row: text_of(row["error_log"]),
+    }
+    caption = "What went wrong, and where to read more."
+    return tabulate(caption, columns, failed, tuple(columns), "results/tables/runs.csv")
+
+
+def _kinds(failed: pd.DataFrame) -> Table | Paragraph:
+    """Count failures that are alike, with the message of one of them."""
+    alike = failed.fillna(dict.fromkeys(_FAILURE, "-")).groupby(_FAILURE)
+    counted = alike.agg(runs=("replicate", "size"), message=("error_message", "first"))
+    counted = counted.reset_index().sort_values("runs", ascending=False)
+    columns: dict[str, Cell] = {
+        "method": column("method"),
+        "outcome": column("outcome"),
+        "kind": column("error_kind"),
+        "phase": column("error_phase"),
+        "runs": column("runs"),
+        "for example": lambda row: text_of(row["message"])[:200],
+    }
+    caption = "What went wrong, by kind; every single one is in results/tables/runs.csv."
+    text = tuple(name for name in columns if name != "runs")
+    return tabulate(caption, columns, counted, text, "results/tables/runs.csv")
+
+
+def tell_missing(missing: pd.DataFrame) -> Blocks:
+    """List the runs without a result, or count them by method if many."""
+    if missing.empty:
+        return []
+    if len(missing) <= MAX_ROWS:
+        items = [
+            f"{row['experiment_id']} {row['instrument']} r{row['replicate']}: {row['reason']}"
+            for _, row in missing.iterrows()
+        ]
+    else:
+        counts = missing["method"].value_counts()
+        items = [f"{method}: {count:,}" for method, count in counts.items()]
+        items.append("Every single one is in results/tables/missing.csv.")
+    return [Bullets(items=tuple(items))]

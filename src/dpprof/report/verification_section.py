@@ -1,0 +1,162 @@
+"""What is known of the methods' gradients: told in a section, and marked everywhere else."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.standings import (
+    DAGGER,
+    DOUBLE_DAGGER,
+    Marks,
+    name_holes,
+    name_other_mechanisms,
+    name_unverified,
+    sign,
+)
+from dpprof.records.verdict import TOLERANCE
+from dpprof.report.cells import Cell, column, plural, tabulate, text_of
+from dpprof.report.document import Bullets, Document, Paragraph, Picture, Table
+
+TITLE = "Do the methods compute the same gradient?"
+
+_NOTES: Mapping[str, str] = {
+    DAGGER: f"{DAGGER} Not verified, see: {TITLE}",
+    DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}",
+}
+
+_VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
+
+
+def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bullets]:
+    """Say how far each gradient is from the reference's, and what guarantees are lost.
+
+    Nothing without methods.
+
+    Args:
+        verification: The table ``verification``.
+    """
+    if verification.empty:
+        return []
+    named = ["model", "attention"]
+    columns: dict[str, Cell] = {
+        name: column(name) for name in named if len(set(verification[name])) > 1
+    }
+    columns |= {
+        "method": column("method"),
+        "mechanism": lambda row: text_of(row["mechanism"]),
+        "clips": _clips,
+        "error of gradients": _error("max_relative_error"),
+        "of norms": _error("max_relative_error_of_norms"),
+        "reference": lambda row: text_of(row["reference"]),
+        "verdict": lambda row: _VERDICTS.get(row["verified"], "not verified"),
+    }
+    if name_unverified(verification):
+        columns["why"] = lambda row: text_of(row["reason"])[:200]
+    caption = (
+        "The largest relative errors of clipped gradients, and of the samples' norms where a "
+        "method keeps them: in float64 without noise, on a small model of the same layers, with "
+        "every variant of attention and batches of 1 and 4, some samples clipped and some not. "
+        f"What is within {TOLERANCE:.0e} is put down to rounding. A method that clips nothing is "
+        "compared with the mean gradient, one that clips in groups with the same groups."
+    )
+    text = tuple(name for name in columns if name not in ("error of gradients", "of norms"))
+    table = tabulate(caption, columns, verification, text, "results/tables/verification.csv")
+    return [table, *_tell_holes(verification)]
+
+
+def _tell_holes(verification: pd.DataFrame) -> list[Paragraph | Bullets]:
+    """Say where guarantees were seen to be lost; nothing where none was."""
+    holes = name_holes(verification)
+    if not holes:
+        return []
+    said = (
+        "A right gradient is no guarantee yet. Methods were tried with parameters frozen and a "
+        "layer thawed after set-up, a sample that is not finite, an empty batch and gradients that "
+        "were not cleared. To refuse is right; these went on otherwise than by the definition:"
+    )
+    items = tuple(f"{hole} ({', '.join(methods)})" for hole, methods in holes.items())
+    return [Paragraph(text=said), Bullets(items=items)]
+
+
+def _error(name: str) -> Cell:
+    return lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.1e}"
+
+
+def _clips(row: Any) -> str:
+    """Say what is clipped together; and how far the sum can move, if not as by one bound C."""
+    if pd.isna(row["groups"]):
+        return "-"
+    groups, share = int(row["groups"]), row["sensitivity"]
+    if groups == 0:
+        return "nothing"
+    what = "all as one" if groups == 1 else f"{groups} groups"
+    return what if abs(share - 1) <= TOLERANCE else f"{what}, to {share:.2f} C in all"
+
+
+def count_verified(verification: pd.DataFrame) -> list[str]:
+    """Say in one sentence how many methods are verified, and which are not."""
+    total = verification["method"].nunique()
+    if not total:
+        return []
+    unverified = name_unverified(verification)
+    failed = set(verification.loc[verification["verified"].eq(False), "method"])
+    said = (
+        f"{total - len(unverified):,} of {total:,} {plural(total, 'method')} verified to compute "
+        "the reference's gradient"
+    )
+    for what, names in (("failed", failed), ("not verified", unverified.keys() - failed)):
+        said += f"; {what}: {', '.join(sorted(names))}" if names else ""
+    told = [f"{said}; marked {DAGGER}." if unverified else f"{said}."]
+    if others := sorted(name_other_mechanisms(verification)):
+        told.append(
+            f"By another mechanism than flat clipping: {', '.join(others)}; marked {DOUBLE_DAGGER}."
+        )
+    return told
+
+
+def mark_methods(document: Document, marks: Marks) -> Document:
+    """Put signs behind methods' names, in tables and in what was found.
+
+    Args:
+        document: The report; the section that tells the verdicts is left as it is.
+        marks: Which methods bear which sign.
+    """
+    names = {name for methods in marks.values() for name in methods}
+    if not names:
+        return document
+    # The longest first: a method's name may begin with another's.
+    either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
+    sections = (
+        section
+        if section.title == TITLE
+        else section.model_copy(
+            update={"blocks": tuple(_mark(block, pattern, marks) for block in section.blocks)}
+        )
+        for section in document.sections
+    )
+    return document.model_copy(update={"sections": tuple(sections)})
+
+
+def _mark(
+    block: Paragraph | Bullets | Table | Picture, pattern: re.Pattern[str], marks: Marks
+) -> Paragraph | Bullets | Table | Picture:
+    if isinstance(block, Bullets):
+        items = tuple(
+            pattern.sub(lambda name: name[0] + sign(name[0], marks), item) for item in block.items
+        )
+        return block.model_copy(update={"items": items})
+    if not isinstance(block, Table) or "method" not in block.header:
+        return block
+    at = block.header.index("method")
+    cells = [row[at] for row in block.rows]
+    notes = [note for one, note in _NOTES.items() if set(cells).intersection(marks.get(one, ()))]
+    if not notes:
+        return block
+    rows = tuple(
+        (*row[:at], f"{row[at]}{sign(row[at], marks)}", *row[at + 1 :]) for row in block.rows
+    )
+    caption = " ".join([block.caption, *notes])
+    return block.model_copy(update={"rows": rows, "caption": caption})

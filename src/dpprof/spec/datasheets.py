@@ -1,0 +1,127 @@
+"""Devices that an estimate can be for, whether they are here or not.
+
+Memory is what PyTorch reports as the device's total, as seen in public logs (the least where
+drivers differ), less what a CUDA context with its libraries takes; compute and bandwidth are
+the data sheets' dense figures: those of sparse matrices, twice as high, are nobody's training.
+A test computes the peaks again from processors and clocks, which a sparse one fails.
+"""
+
+from dpprof.spec.target import Dtype, Target
+
+_CONTEXT = 600 * 2**20
+"""A CUDA context with cuBLAS and cuDNN loaded: 300 to 450 MiB are reported for the bare
+context (pytorch#109888, unsloth-zoo#1053), and kernels of libraries come on top."""
+
+
+def _gpu(
+    total_bytes: float, tflops: tuple[float, float, float, float], gb_per_s: float, cc: str, at: str
+) -> Target:
+    dtypes: tuple[Dtype, ...] = ("float64", "float32", "tf32", "bfloat16")
+    return Target(
+        memory_bytes=int(total_bytes) - _CONTEXT,
+        flops_per_s={name: value * 1e12 for name, value in zip(dtypes, tflops, strict=True)},
+        bandwidth_bytes_per_s=gb_per_s * 1e9,
+        compute_capability=cc,
+        source=at,
+    )
+
+
+H200 = _gpu(
+    150_109_945_856,
+    (67, 67, 494.7, 989.4),
+    4800,
+    "9.0",
+    "NVIDIA H200 Tensor Core GPU data sheet, SXM, without sparsity",
+)
+H100 = _gpu(
+    85_017_493_504,
+    (67, 67, 494.7, 989.4),
+    3350,
+    "9.0",
+    "NVIDIA H100 Tensor Core GPU data sheet, SXM5 80 GB, without sparsity",
+)
+H100_PCIE = _gpu(
+    81_008 * 2**20,
+    (51, 51, 378, 756),
+    2000,
+    "9.0",
+    "NVIDIA H100 Tensor Core GPU architecture white paper, PCIe 80 GB, without sparsity",
+)
+H100_NVL = _gpu(
+    93.00 * 2**30,
+    (60, 60, 417.5, 835),
+    3900,
+    "9.0",
+    "NVIDIA H100 Tensor Core GPU data sheet, NVL 94 GB, without sparsity",
+)
+A100 = _gpu(
+    85_093_711_872,
+    (19.5, 19.5, 156, 312),
+    2039,
+    "8.0",
+    "NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB, without sparsity",
+)
+A100_PCIE = _gpu(
+    81_049 * 2**20,
+    (19.5, 19.5, 156, 312),
+    1935,
+    "8.0",
+    "NVIDIA A100 Tensor Core GPU data sheet, PCIe 80 GB, without sparsity",
+)
+A100_40GB = _gpu(
+    42_298_834_944,
+    (19.5, 19.5, 156, 312),
+    1555,
+    "8.0",
+    "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB, without sparsity",
+)
+B200 = _gpu(
+    182_631 * 2**20,
+    (37, 75, 1100, 2250),
+    7700,
+    "10.0",
+    "NVIDIA Blackwell data sheet, HGX B200, without sparsity",
+)
+L40S = _gpu(
+    47_803_531_264,
+    (1.43, 91.6, 183, 362),
+    864,
+    "8.9",
+    "NVIDIA L40S data sheet, without sparsity",
+)
+L4 = _gpu(
+    23_622_320_128,
+    (0.47, 30.3, 60, 121),
+    300,
+    "8.9",
+    "NVIDIA L4 Tensor Core GPU data sheet, without sparsity",
+)
+RTX_4090 = _gpu(
+    25_756_172_288,
+    (1.29, 82.6, 82.6, 165.2),
+    1008,
+    "8.9",
+    "NVIDIA Ada GPU architecture white paper, appendix on the RTX 4090, without sparsity",
+)
+
+CPU = None
+"""This machine: there is nothing to model, and no data sheet."""
+
+_BY_DEVICE_NAME = {
+    "NVIDIA H200": H200,
+    "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA H100 PCIe": H100_PCIE,
+    "NVIDIA H100 NVL": H100_NVL,
+    "NVIDIA A100-SXM4-80GB": A100,
+    "NVIDIA A100 80GB PCIe": A100_PCIE,
+    "NVIDIA A100-SXM4-40GB": A100_40GB,
+    "NVIDIA B200": B200,
+    "NVIDIA L40S": L40S,
+    "NVIDIA L4": L4,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+}
+
+
+def find_by_device_name(name: str | None) -> Target | None:
+    """Return what a driver's name for a GPU stands for; None for variants unknown here."""
+    return _BY_DEVICE_NAME.get(name or "")

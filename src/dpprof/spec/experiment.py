@@ -1,0 +1,230 @@
+"""One point of a sweep: frozen, validated, and named by its own content."""
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
+from dpprof.spec.target import Dtype, Target
+from dpprof.spec.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, explain, refuse
+from dpprof.system.files import canonical_json, read_json, sha256_hex
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
+"""What a model, method or instrument may be called: safe in a path, a shell and a report."""
+
+ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
+
+
+class Dimensions(BaseModel):
+    """The size of a decoder-only transformer; its MLP is four times ``d_model`` wide."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vocab_size: Annotated[int, Field(ge=2, le=10**9), BeforeValidator(refuse_bool)] = Field(
+        description="tokens in the vocabulary"
+    )
+    d_model: Count = Field(description="width of the residual stream")
+    layers: Count = Field(description="transformer blocks")
+    heads: Count = Field(description="attention heads; must divide d_model")
+
+    @model_validator(mode="after")
+    def _refuse_uneven_heads(self) -> Self:
+        if self.d_model % self.heads:
+            raise ValueError(
+                f"heads must divide d_model, and {self.heads} does not divide {self.d_model}"
+            )
+        return self
+
+
+def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | None]:
+    """Tell a name from a mapping, for a union; the tags are no part of a key."""
+
+    def kind(value: Any) -> str | None:
+        if isinstance(value, str):
+            return NAME_TAG
+        return tag if isinstance(value, dict | mapping) else None
+
+    return kind
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Model = Annotated[
+    Annotated[Name, Tag(NAME_TAG)] | Annotated[Dimensions, Tag(DIMENSIONS_TAG)],
+    Discriminator(
+        _tell_apart(Dimensions, DIMENSIONS_TAG),
+        custom_error_type="model_kind",
+        custom_error_message="it must be a model's name or a mapping of dimensions",
+    ),
+]
+For = Annotated[
+    Annotated[Name, Tag(NAME_TAG)] | Annotated[Target, Tag(TARGET_TAG)],
+    Discriminator(
+        _tell_apart(Target, TARGET_TAG),
+        custom_error_type="target_kind",
+        custom_error_message="it must be a target's name, or a mapping of memory_bytes, "
+        "flops_per_s and bandwidth_bytes_per_s",
+    ),
+]
+CPU_TARGET = "cpu"
+"""The target that is this machine: nothing of CUDA is modelled."""
+
+
+def device_of(target: "str | Target") -> Literal["cpu", "cuda"]:
+    """Say on which kind of device a target's experiments run."""
+    return "cpu" if target == CPU_TARGET else "cuda"
+
+
+class Experiment(BaseModel):
+    """What is measured, complete enough to run from this alone.
+
+    The canonical JSON of these fields is the spec; its sha256 is the spec digest,
+    and the id is a readable stem with the digest's first eight hex digits.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Model = Field(
+        description="a preset's name, or a mapping of vocab_size, d_model, layers and heads"
+    )
+    method: Name = Field(description="how the clipped, noised gradient is computed")
+    batch_size: Count = Field(description="samples (sequences) in a batch")
+    seq_len: Count = Field(description="tokens in a sample")
+    dtype: Dtype = Field(
+        "float32",
+        description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
+        "(autocast, parameters stay float32); float64",
+    )
+    optimizer: Literal["adamw", "sgd"] = Field(
+        "adamw", description="the optimizer that consumes the gradient"
+    )
+    attention: Literal["sdpa", "eager", "opacus"] = Field(
+        "sdpa",
+        description="sdpa (PyTorch's scaled_dot_product_attention); eager (spelled out); opacus "
+        "(DPMultiheadAttention)",
+    )
+    checkpointing: Literal["none", "non-reentrant", "reentrant"] = Field(
+        "none",
+        description="none; non-reentrant or reentrant (each block keeps its input alone, and is "
+        "computed again in backward, by PyTorch's newer or older implementation)",
+    )
+    device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
+    target: For | None = Field(
+        None,
+        description="what the instrument estimate predicts for: a target's name, cpu (this "
+        "machine), or a mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s; null: "
+        "the device",
+    )
+    max_grad_norm: Positive = Field(1.0, description="clipping bound C of a sample's gradient")
+    noise_multiplier: NotNegative = Field(
+        1.0, description="noise standard deviation as a multiple of max_grad_norm"
+    )
+    learning_rate: Positive = Field(1e-3, description="the optimizer's learning rate")
+    seed: Seed = Field(0, description="seed of weights, tokens and noise")
+    warmup_steps: Count = Field(3, description="steps before the timed ones; kept apart")
+    timed_steps: Count = Field(10, description="steps whose times are reported")
+    cpu_threads: Count | None = Field(
+        None, description="threads PyTorch computes with; null: every core it may use"
+    )
+    timeout_s: Positive = Field(
+        900.0, description="seconds after which an attempt is ended and recorded as timeout"
+    )
+    memory_limit_bytes: Size | None = Field(
+        None,
+        description="memory the experiment may use, such as 4GiB; beyond it is oom. On cpu: "
+        "private writable memory of the process; on cuda: the allocator's share of the device",
+    )
+
+    wait_for_idle_gpu_s: NotNegative = Field(
+        0.0,
+        description="seconds to wait at most, before it starts, until others have left the GPU; "
+        "0 does not wait",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_other_device(self) -> Self:
+        if self.target is not None and self.device != device_of(self.target):
+            raise ValueError(
+                f"target {_spell(self.target)} goes with device {device_of(self.target)}, "
+                f"and device is {self.device}"
+            )
+        return self
+
+    @cached_property
+    def canonical(self) -> str:
+        """The spec: these fields as canonical JSON.
+
+        Waiting is in it only where it was asked for, so that ids without it stay what they were.
+        """
+        waits = self.wait_for_idle_gpu_s > 0
+        left_out = set() if waits else {"wait_for_idle_gpu_s"}
+        return canonical_json(self.model_dump(mode="json", exclude=left_out))
+
+    @cached_property
+    def digest(self) -> str:
+        """The spec digest: sha256 of the canonical JSON, 64 hex digits."""
+        return sha256_hex(self.canonical)
+
+    @cached_property
+    def id(self) -> str:
+        """A name for files: ``small-opacus-ghost-b4-t256-3f9a1c02``."""
+        return (
+            f"{self.model_name}-{self.method}-b{self.batch_size}-t{self.seq_len}-{self.digest[:8]}"
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The preset's name, or ``custom`` for a mapping of dimensions."""
+        return self.model if isinstance(self.model, str) else "custom"
+
+
+def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
+    """Replace ``device: auto``, or none, by the target's kind of device or by the one here.
+
+    Args:
+        fields: What was given of an experiment.
+        auto: Says which device is here.
+        key: What the user calls the device, for the refusal.
+
+    Raises:
+        InputError: The device that was given is not the target's kind.
+    """
+    target, device = fields.get("target"), fields.get("device", "auto")
+    if device == "auto":
+        device = auto() if target is None else device_of(target)
+    elif target is not None and device != device_of(target):
+        raise refuse(
+            key, device, f"target {_spell(target)} goes with {device_of(target)}; leave it out"
+        )
+    return fields | {"device": device}
+
+
+def _spell(target: str | Target) -> str:
+    return target if isinstance(target, str) else "as a mapping"
+
+
+def read_spec(path: Path) -> Experiment:
+    """Read a spec file.
+
+    Raises:
+        InputError: The file is no valid spec, or its content is not what its name says.
+    """
+    try:
+        experiment = Experiment.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, Experiment) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: is no experiment's spec ({why})") from None
+    if path.stem != experiment.id:
+        raise InputError(f"{path}: was edited, its content belongs to {experiment.id}")
+    return experiment

@@ -1,0 +1,212 @@
+"""From a config file to runs: grids multiply, defaults fill, excludes drop."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from dpprof.spec.experiment import Experiment, Name, settle_device
+from dpprof.spec.quantities import Replicates
+from dpprof.spec.validation import InputError, explain, refuse
+
+MAX_RUNS = 100_000
+"""A config that asks for more runs than this is taken for a slip of the pen."""
+
+
+class Run(NamedTuple):
+    """One process and one JSON: an experiment under an instrument, once."""
+
+    experiment: Experiment
+    instrument: str
+    replicate: int
+
+
+class _OneOrMany:
+    """Schema of a key whose value may be written as a scalar or as a list."""
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        many = handler(schema)
+        return {"anyOf": [many["items"], many]}
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _one_or_many(item: Any) -> Any:
+    return Annotated[list[item], Field(min_length=1), BeforeValidator(_listed), _OneOrMany()]
+
+
+def _grid_fields() -> dict[str, Any]:
+    """Every field of an experiment, as a key that takes one value or a list of them."""
+    fields: dict[str, Any] = {}
+    for name, info in Experiment.model_fields.items():
+        item = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+        if info.discriminator is not None:
+            item = Annotated[item, Field(discriminator=info.discriminator)]
+        if name == "device":
+            item = Literal["auto", "cpu", "cuda"]
+        fields[name] = (_one_or_many(item), Field(None, description=info.description))
+    return fields
+
+
+_WATCH_FIELDS: dict[str, Any] = {
+    "instruments": (
+        _one_or_many(Name),
+        Field(None, description="what watches each experiment, one process each"),
+    ),
+    "replicates": (
+        Replicates,
+        Field(None, description="fresh processes for each experiment and instrument"),
+    ),
+}
+
+_STRICT = ConfigDict(extra="forbid")
+
+Exclude = cast(
+    "type[BaseModel]",
+    create_model(
+        "Exclude",
+        __config__=_STRICT,
+        __doc__="Combinations to drop: all keys named here must match.",
+        **_grid_fields(),
+    ),
+)
+Sweep = cast(
+    "type[BaseModel]",
+    create_model(
+        "Sweep",
+        __config__=_STRICT,
+        __doc__="A grid of experiments: keys with lists multiply.",
+        **_grid_fields(),
+        **_WATCH_FIELDS,
+    ),
+)
+
+SweepName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+
+
+class Config(BaseModel):
+    """The config file."""
+
+    model_config = _STRICT
+
+    defaults: Sweep = Field(  # type: ignore[valid-type]
+        default_factory=Sweep, description="values for the keys that a sweep leaves out"
+    )
+    sweeps: dict[SweepName, Sweep] = Field(  # type: ignore[valid-type]
+        min_length=1, description="sweeps by name; each is a grid of experiments"
+    )
+    exclude: list[Exclude] = Field(  # type: ignore[valid-type]
+        default_factory=list, description="combinations to drop from every sweep"
+    )
+    partial: bool = Field(
+        False,
+        description="report on the results that exist, list what is missing and run nothing",
+    )
+
+
+def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None = None) -> Config:
+    """Validate a config mapping.
+
+    Args:
+        raw: The config as parsed from YAML.
+        names: By key, the names that exist, for a message about one that cannot.
+
+    Raises:
+        InputError: One sentence per problem, naming key, value and what is allowed.
+    """
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        raise explain(error, Config, names=names) from None
+
+
+def given(grid: BaseModel) -> dict[str, Any]:
+    """Return the keys that a grid really has, lists already made of scalars."""
+    return {name: getattr(grid, name) for name in grid.model_fields_set}
+
+
+def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[Run]]:
+    """Multiply every sweep out into its runs.
+
+    Args:
+        config: A validated config.
+        resolve_device: Says what ``device: auto`` means here; called once, if at all.
+
+    Returns:
+        The runs of each sweep, by sweep name. The same run may be in several sweeps.
+
+    Raises:
+        InputError: A sweep leaves out a required key, or asks for too many runs.
+    """
+
+    @functools.cache
+    def auto() -> str:
+        return resolve_device()
+
+    def resolved(keys: dict[str, Any]) -> dict[str, Any]:
+        return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}
+
+    sweeps = {name: given(config.defaults) | given(sweep) for name, sweep in config.sweeps.items()}
+    _refuse_missing(sweeps)
+    _refuse_too_many(sweeps)
+    excluded = [given(entry) for entry in config.exclude]
+    excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
+    dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded]
+    runs: dict[str, list[Run]] = {}
+    for name, keys in sweeps.items():
+        instruments = keys.get("instruments", ["clean"])
+        watched = list(itertools.product(instruments, range(keys.get("replicates", 1))))
+        runs[name] = [
+            Run(experiment, *how)
+            for experiment in _multiply(name, keys, auto)
+            if not any(_matches(experiment, entry) for entry in dropped)
+            for how in watched
+        ]
+    if not any(runs.values()):
+        raise refuse("exclude", excluded, "it must leave at least one experiment")
+    return runs
+
+
+def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iterator[Experiment]:
+    axes = {name: keys[name] for name in Experiment.model_fields if name in keys}
+    for values in itertools.product(*axes.values()):
+        fields = dict(zip(axes, values, strict=True))
+        yield Experiment.model_validate(settle_device(fields, auto, f"sweeps.{sweep}.device"))
+
+
+def _matches(experiment: Experiment, keys: dict[str, set[Any]]) -> bool:
+    return bool(keys) and all(getattr(experiment, key) in values for key, values in keys.items())
+
+
+def _refuse_missing(sweeps: dict[str, dict[str, Any]]) -> None:
+    required = [name for name, info in Experiment.model_fields.items() if info.is_required()]
+    for sweep, keys in sweeps.items():
+        for name in required:
+            if name not in keys and name != "device":
+                raise InputError(
+                    f"sweeps.{sweep}.{name}: missing; write it in the sweep or in defaults"
+                )
+
+
+def _refuse_too_many(sweeps: dict[str, dict[str, Any]]) -> None:
+    """Count before multiplying, so that a slip costs nothing."""
+    total = 0
+    for name, keys in sweeps.items():
+        lengths = [len(value) for value in keys.values() if isinstance(value, list)]
+        count = math.prod(lengths) * keys.get("replicates", 1)
+        total += count
+        if total > MAX_RUNS:
+            raise InputError(
+                f"sweeps.{name}: {count:,} runs are not allowed; a config may ask for at most "
+                f"{MAX_RUNS:,} in all, so shorten a list or lower replicates"
+            )

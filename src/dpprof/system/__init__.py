@@ -1,0 +1,1 @@
+"""The machine below: files, the terminal, processes, hardware."""

@@ -1,0 +1,209 @@
+"""What this machine is, told without importing torch."""
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+import pynvml
+
+from dpprof.system.console import say
+
+
+class Gpu(NamedTuple):
+    """One CUDA device that this process may use."""
+
+    uuid: str
+    name: str | None
+    memory_total_bytes: int | None
+
+
+def available_cores() -> int:
+    """Count the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """Name the processor as the operating system does."""
+    with contextlib.suppress(OSError):
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def nvml() -> Iterator[bool]:
+    """Open NVML where there is a driver; yields whether there is one."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _installed_gpus() -> list[Gpu]:
+    """List every GPU that the driver shows to this process, in PCI order."""
+    gpus: list[Gpu] = []
+    # Within a container the driver may be there and still refuse to tell.
+    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
+        for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+            gpus.append(
+                Gpu(
+                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                    name=_text(pynvml.nvmlDeviceGetName(handle)),
+                    memory_total_bytes=int(memory),
+                )
+            )
+    return gpus
+
+
+def visible_gpus() -> list[Gpu]:
+    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
+
+    Entries may be indices (in PCI order) or UUIDs, as CUDA takes them; like CUDA,
+    the list ends at the first entry that names nothing. A MIG slice is passed on by
+    its UUID, with name and memory unknown.
+    """
+    installed = _installed_gpus()
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None or not installed:
+        return installed
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        if entry.isdigit() and int(entry) < len(installed):
+            chosen.append(installed[int(entry)])
+        elif entry.startswith("MIG-"):
+            chosen.append(Gpu(entry, None, None))
+        elif entry and (match := [gpu for gpu in installed if gpu.uuid.startswith(entry)]):
+            chosen.append(match[0])
+        else:
+            break
+    return chosen
+
+
+def torch_build() -> tuple[str | None, str | None]:
+    """Read the installed torch's version and CUDA version without importing it.
+
+    Returns:
+        ``(version, cuda)``; ``cuda`` is None for a build without CUDA, both are None
+        where torch is not installed.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None, None
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    cuda = re.search(r"^cuda(?:: [^=]+)? = '([^']+)'", text, re.MULTILINE)
+    return (version.group(1) if version else None), (cuda.group(1) if cuda else None)
+
+
+_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""The oldest driver for Linux on which every CUDA of a major version runs.
+
+NVIDIA, "CUDA Compatibility", minor version compatibility.
+"""
+
+
+def _driver() -> tuple[str, int, int] | None:
+    """Read the driver's version and the CUDA version it is made for; None where unknown."""
+    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
+        if available:
+            cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+            name = _text(pynvml.nvmlSystemGetDriverVersion())
+            return name, cuda // 1000, cuda % 1000 // 10
+    return None
+
+
+def _why_driver_is_too_old(version: str, cuda: str) -> str | None:
+    """Compare the driver with what torch was built for: it may be newer, or of the same major."""
+    driver, built_for = _driver(), int(cuda.partition(".")[0])
+    if driver is None or driver[1] >= built_for:
+        return None
+    name, major, minor = driver
+    oldest = _DRIVERS.get(built_for)
+    needed = f"driver {oldest} or newer" if oldest else f"a driver for CUDA {built_for}"
+    return (
+        f"torch {version} was built for CUDA {cuda}, which needs {needed}, "
+        f"and driver {name} is for CUDA {major}.{minor}"
+    )
+
+
+def why_no_cuda() -> str | None:
+    """Say in a few words why CUDA cannot be used here, or return None where it can."""
+    version, cuda = torch_build()
+    if version is None:
+        return "torch is not installed"
+    if cuda is None:
+        return f"torch {version} was built without CUDA"
+    if not _installed_gpus():
+        return "the NVIDIA driver shows no GPU"
+    if not visible_gpus():
+        return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides every GPU"
+    return _why_driver_is_too_old(version, cuda)
+
+
+def resolve_device() -> Literal["cpu", "cuda"]:
+    """Decide what ``device: auto`` means here, and say so where it means the CPU."""
+    reason = why_no_cuda()
+    if reason is None:
+        return "cuda"
+    say(f"no CUDA ({reason}); experiments run on the CPU")
+    return "cpu"
+
+
+def describe_cpu(threads: int) -> dict[str, Any]:
+    """Describe the host as the device of a CPU experiment."""
+    return {
+        "type": "cpu",
+        "name": cpu_name(),
+        "uuid": None,
+        "memory_total_bytes": psutil.virtual_memory().total,
+        "cores": available_cores(),
+        "threads": threads,
+    }
+
+
+def describe_gpu(gpu: Gpu) -> dict[str, Any]:
+    """Describe a GPU with its driver, clocks, power and temperature of this moment."""
+    facts: dict[str, Any] = {
+        "type": "cuda",
+        "name": gpu.name,
+        "uuid": gpu.uuid,
+        "memory_total_bytes": gpu.memory_total_bytes,
+        "driver": None,
+        "sm_clock_mhz": None,
+        "memory_clock_mhz": None,
+        "temperature_c": None,
+        "power_w": None,
+    }
+    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
+        if available:
+            facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            facts["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+            facts["temperature_c"] = pynvml.nvmlDeviceGetTemperature(
+                handle, pynvml.NVML_TEMPERATURE_GPU
+            )
+            facts["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    return facts

@@ -1,0 +1,138 @@
+"""What a result says of a trace: time by category and phase, and when nothing ran."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpprof.records.result import CATEGORIES, PHASES, Copied, Kernel, Launched
+from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
+from dpprof.traces.spans import Trace, cover_s
+
+LARGEST = 15
+"""So many kernels are listed one by one."""
+
+
+class NoKernelsError(ValueError):
+    """The trace of a GPU's work shows none of it."""
+
+
+def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
+    """Sum up what ran in the traced steps.
+
+    Args:
+        trace: Of steps each of which waits at its end for what it launched.
+        family_of: Tells what an operator does by its name.
+        on_cuda: Whether the work was a GPU's.
+
+    Returns:
+        The fields of ``Kernels`` but for those about the trace's file.
+
+    Raises:
+        NoKernelsError: No kernel of a GPU is in the steps: its tracer, CUPTI, told of none.
+        ValueError: There is no step in the trace, or nothing ran in it.
+    """
+    steps = find_steps(trace)
+    found = attribute(trace, family_of, on_cuda=on_cuda)
+    ran = [one for one in found if _is_within(one.launched_s, steps)]
+    if steps and on_cuda and not ran:
+        raise NoKernelsError(
+            "the trace holds no kernel of the GPU; where CUPTI may not trace (its counters kept to "
+            "administrators, another tracer at work), PyTorch's profiler sees the host alone"
+        )
+    if not ran:
+        raise ValueError("the trace shows no step in which anything ran")
+    count = len(steps)
+    total_s = _seconds(ran) / count
+    by_category = _sum_by(ran, count, lambda one: one.category)
+    by_phase = _sum_by(ran, count, lambda one: one.phase)
+    idle_s = [end - start - _busy_s(ran, start, end) for start, end in steps]
+    return {
+        "steps": count,
+        "step_s": sum(end - start for start, end in steps) / count,
+        "total_s": total_s,
+        "by_category": {name: by_category[name] for name in CATEGORIES if name in by_category},
+        "by_phase": {name: by_phase[name] for name in PHASES if name in by_phase},
+        "by_phase_and_category": _launched(ran, count),
+        "other_share": by_category.get("other", 0.0) / total_s,
+        "idle_s": sum(idle_s) / count,
+        "waiting_s": _waiting_s(ran, steps) / count if on_cuda else None,
+        "largest": _largest(ran, count),
+        "copies": _copies(ran, count) if on_cuda else {},
+    }
+
+
+def _is_within(instant_s: float, steps: Sequence[tuple[float, float]]) -> bool:
+    return any(start <= instant_s <= end for start, end in steps)
+
+
+def _busy_s(ran: Sequence[Ran], start_s: float, end_s: float) -> float:
+    clipped = ((max(one.start_s, start_s), min(one.end_s, end_s)) for one in ran)
+    return cover_s([(start, end) for start, end in clipped if start < end])
+
+
+def _waiting_s(ran: Sequence[Ran], steps: Sequence[tuple[float, float]]) -> float:
+    """Add up the gaps that the host caused: what came next was launched only within them."""
+    waited = 0.0
+    for start, end in steps:
+        until = start
+        for one in (one for one in ran if start <= one.launched_s <= end):
+            if one.start_s > until and one.launched_s > until:
+                waited += one.start_s - until
+            until = max(until, one.end_s)
+    return waited
+
+
+def _sum_by(ran: Sequence[Ran], steps: int, key: Callable[[Ran], Any]) -> dict[Any, float]:
+    return {name: _seconds(some) / steps for name, some in _group(ran, key).items()}
+
+
+def _group(ran: Sequence[Ran], key: Callable[[Ran], Any]) -> dict[Any, list[Ran]]:
+    alike: dict[Any, list[Ran]] = defaultdict(list)
+    for one in ran:
+        alike[key(one)].append(one)
+    return alike
+
+
+def _seconds(ran: Sequence[Ran]) -> float:
+    return sum(one.end_s - one.start_s for one in ran)
+
+
+def _launched(ran: Sequence[Ran], steps: int) -> list[Launched]:
+    return [
+        Launched(
+            phase=phase,
+            category=category,
+            seconds=_seconds(some) / steps,
+            launches=len(some) / steps,
+        )
+        for (phase, category), some in _group(ran, lambda one: (one.phase, one.category)).items()
+    ]
+
+
+def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
+    alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.category))
+    kernels = [
+        Kernel(
+            name=name,
+            op=op,
+            phase=phase,
+            category=category,
+            seconds=_seconds(some) / steps,
+            launches=len(some) / steps,
+        )
+        for (name, op, phase, category), some in alike.items()
+    ]
+    return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST]
+
+
+def _copies(ran: Sequence[Ran], steps: int) -> dict[str, Copied]:
+    """Sum up copies by direction, such as ``HtoD`` of ``Memcpy HtoD (Pageable -> Device)``."""
+    copies = [one for one in ran if one.name.startswith("Memcpy ")]
+    return {
+        direction: Copied(
+            bytes=sum(one.bytes for one in some) / steps,
+            seconds=_seconds(some) / steps,
+            copies=len(some) / steps,
+        )
+        for direction, some in _group(copies, lambda one: one.name.split()[1]).items()
+    }

@@ -1,0 +1,166 @@
+"""Whose time is it: each kernel, or CPU operator, with the operator that launched it.
+
+The launching operator decides the category, and a kernel's own name only where no operator
+is known. Of operators within one another the outermost that does work itself decides: a copy
+that a lookup makes is the lookup's. What an operator launches that does no work by its nature, as
+a view or a look at a number, is that operator's, in the category that the kernel's name tells. On
+a CPU the operators that do work are what runs.
+"""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from dpprof.flops.op_kinds import EINSUMS, Family, Scope, categorise
+from dpprof.records.result import PHASES, Category, Phase
+from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
+
+FamilyOf = Callable[[str], Family | None]
+"""From an operator's name to its family; None for what does no work of its own."""
+
+_OPERATOR = re.compile(r"\w+::\w+")
+"""How a trace spells an operator."""
+
+_EINSUMS = tuple(f"aten::{name}" for name in EINSUMS)
+
+_BY_KERNEL: tuple[tuple[str, Family], ...] = (
+    (r"memcpy|memset|copy_kernel|CatArray|FillFunctor", "copy"),
+    (r"gram_squares|product_squares", "norm"),
+    (r"fmha|flash|attention|sdpa|cudnn::fusion", "attention"),
+    (r"gemm|gemv|cutlass|cublas|xmma|wgmma|splitK|nvjet|dot_kernel", "matmul"),
+    (r"softmax|layer_?norm|reduce|nll_loss|welford|scan", "reduction"),
+    (r"philox|curand|distribution|random", "random"),
+    (r"gather|scatter|index|embedding|grad_weight|sort|unique", "indexing"),
+    (r"elementwise|vectorized|unrolled|multi_tensor_apply", "elementwise"),
+)
+"""What the names of CUDA kernels tell, for those that no operator launched."""
+
+
+class Ran(NamedTuple):
+    """A kernel that ran, or an operator of the CPU."""
+
+    name: str
+    op: str | None
+    category: Category
+    phase: Phase | None
+    start_s: float
+    end_s: float
+    launched_s: float
+    """When the host launched it."""
+
+    bytes: int
+
+
+class _Caller(NamedTuple):
+    """What was under way on the host."""
+
+    op: str | None = None
+    """The operator that does the work; while there is none, the innermost of those around."""
+
+    family: Family | None = None
+    scope: Scope | None = None
+
+
+class Phases:
+    """Which phase was under way when."""
+
+    def __init__(self, host: Iterable[Span]) -> None:
+        spans = sorted((one for one in host if one.name.startswith(PHASE)), key=_start)
+        self._spans = [one for one in spans if one.name.removeprefix(PHASE) in PHASES]
+        self._starts = [one.start_s for one in self._spans]
+
+    def at(self, instant_s: float) -> Phase | None:
+        """Name the phase of an instant; None between phases."""
+        position = bisect_right(self._starts, instant_s) - 1
+        if position < 0 or instant_s > self._spans[position].end_s:
+            return None
+        phase: Phase = self._spans[position].name.removeprefix(PHASE)  # type: ignore[assignment]
+        return phase
+
+
+def _start(span: Span) -> tuple[float, float]:
+    """Sort key: what begins first, and of those the one that lasts longer."""
+    return span.start_s, -span.end_s
+
+
+def find_steps(trace: Trace) -> list[tuple[float, float]]:
+    """Return when each step began and ended, in order."""
+    return sorted((one.start_s, one.end_s) for one in trace.host if one.name == STEP)
+
+
+def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
+    """Find what ran and what for, in the order in which it began.
+
+    Args:
+        trace: The spans.
+        family_of: Tells what an operator does by its name.
+        on_cuda: Whether the work was a GPU's; what the host did meanwhile is then none of it.
+
+    Returns:
+        Kernels of a GPU, none where the tracer was told of none; else operators of the CPU.
+    """
+    phases = Phases(trace.host)
+    launches: dict[int, tuple[_Caller, float]] = {}
+    operators: list[Ran] = []
+    by_thread: dict[Any, list[Span]] = defaultdict(list)
+    for span in (*trace.host, *trace.calls):
+        by_thread[span.thread].append(span)
+    for spans in by_thread.values():
+        for span, caller, begins in _walk(sorted(spans, key=_start), family_of):
+            if span.correlation is not None:
+                launches[span.correlation] = caller, span.start_s
+            elif begins:
+                operators.append(_settle(span, caller, span.start_s, phases))
+    kernels = []
+    for span in trace.device:
+        caller, launched_s = launches.get(span.correlation or -1, (_Caller(), span.start_s))
+        kernels.append(_settle(span, caller, launched_s, phases))
+    return sorted(kernels if on_cuda else operators, key=lambda one: one.start_s)
+
+
+def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _Caller, bool]]:
+    """Go through one thread's spans, in their order.
+
+    Yields:
+        A span, what is under way with it, and whether it is the operator that does the work.
+    """
+    stack: list[tuple[float, _Caller]] = []
+    for span in spans:
+        while stack and stack[-1][0] <= span.start_s:
+            stack.pop()
+        caller = stack[-1][1] if stack else _Caller()
+        begins = False
+        if span.name == NORMS:
+            caller = caller._replace(scope="norm")
+        elif span.name in _EINSUMS and caller.scope is None:
+            caller = caller._replace(scope="einsum")
+        elif caller.family is None and _OPERATOR.fullmatch(span.name):
+            caller = caller._replace(op=span.name, family=family_of(span.name))
+            begins = caller.family is not None
+        stack.append((span.end_s, caller))
+        yield span, caller, begins
+
+
+def _settle(span: Span, caller: _Caller, launched_s: float, phases: Phases) -> Ran:
+    phase = phases.at(launched_s)
+    family = caller.family or family_by_kernel(span.name)
+    return Ran(
+        name=span.name,
+        op=caller.op,
+        category=categorise(family, phase, caller.scope),
+        phase=phase,
+        start_s=span.start_s,
+        end_s=span.end_s,
+        launched_s=launched_s,
+        bytes=span.bytes,
+    )
+
+
+def family_by_kernel(name: str) -> Family:
+    """Guess what a kernel does by its name."""
+    for pattern, family in _BY_KERNEL:
+        if re.search(pattern, name, re.IGNORECASE):
+            return family
+    return "other"

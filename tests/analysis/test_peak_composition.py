@@ -1,0 +1,62 @@
+import pytest
+from factory import make_books, make_experiment, tables_of_runs
+
+from dpprof.analysis.peak_composition import choose, compose
+from dpprof.spec.datasheets import H200
+
+GHOST = make_experiment(method="opacus-ghost")
+HOOKS = make_experiment(method="opacus-hooks")
+ON_H200 = make_experiment(method="opacus-hooks", device="cuda", target="h200")
+SMALL = {"memory_bytes": "1GiB", "flops_per_s": 1e12, "bandwidth_bytes_per_s": 1e11}
+ON_SMALL = make_experiment(method="opacus-hooks", device="cuda", target=SMALL)
+ON_CPU = make_experiment(method="opacus-hooks", target="cpu")
+
+KEPT = [
+    # Experiment, instrument, bytes of parameters at the peak
+    (GHOST, "estimate", 100),
+    (GHOST, "ledger", 200),
+    (HOOKS, "estimate", 300),
+    (ON_H200, "estimate", 400),
+    (ON_SMALL, "estimate", 500),
+    (ON_CPU, "estimate", 600),
+]
+
+
+@pytest.fixture
+def tables(tmp_path):
+    books = {size: make_books({"parameters": size, "noise": 1}) for _, _, size in KEPT}
+    runs = [(experiment, name, {"books": books[size]}) for experiment, name, size in KEPT]
+    return tables_of_runs(tmp_path, *runs)
+
+
+def test_a_ledger_stands_for_its_experiment_before_an_estimate(tables) -> None:
+    told = compose(tables).set_index("experiment_id")
+
+    assert told.loc[GHOST.id, ["instrument", "parameters"]].tolist() == ["ledger", 200]
+    assert told.loc[HOOKS.id, ["instrument", "parameters"]].tolist() == ["estimate", 300]
+    assert (told["noise"] == 1).all()
+    assert (told["gradients"] == 0).all()
+    assert len(told) == 5
+
+
+def test_of_replicates_the_first_is_taken_and_of_other_instruments_none(tables) -> None:
+    runs = tables["peaks"].assign(replicate=1)
+    first = tables["peaks"].assign(replicate=0)
+    other = tables["peaks"].assign(instrument="capacity")
+    chosen = choose(first.merge(runs, how="outer").merge(other, how="outer"))
+
+    assert len(chosen) == 5
+    assert set(chosen["replicate"]) == {0}
+    assert "capacity" not in set(chosen["instrument"])
+
+
+def test_the_memory_of_a_target_is_told_where_it_has_one(tables) -> None:
+    memory = tables["peaks"].set_index("experiment_id")["target_memory_bytes"]
+
+    assert memory[ON_H200.id] == H200.memory_bytes
+    assert memory[ON_SMALL.id] == 2**30
+    assert memory[[GHOST.id, HOOKS.id, ON_CPU.id]].isna().all()
+
+
+def test_no_books_make_no_rows(tables) -> None:
+    assert compose({stem: table.head(0) for stem, table in tables.items()}).empty

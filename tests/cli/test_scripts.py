@@ -1,0 +1,307 @@
+"""The command lines, run as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
+from scripts import ROOT, run
+
+from dpprof.planning.code_digest import code_digest, verdict_digest
+from dpprof.records.result import read_result
+from dpprof.spec.experiment import Experiment
+
+
+def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:
+    usual = {"model": "tiny", "method": "standard", "batch_size": "1", "seq_len": "4"}
+    given = usual | {"warmup_steps": "1", "timed_steps": "1", "output": "x.json"} | options
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return run("profile_experiment.py", *arguments, cwd=tmp_path)
+
+
+def test_one_experiment_needs_no_snakemake_and_no_certain_folder(tmp_path) -> None:
+    done = profile(tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "ok after" in done.stderr
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert document["outcome"] == "ok"
+    assert document["experiment"]["model"] == "tiny"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_model_may_be_a_mapping_on_the_command_line(tmp_path) -> None:
+    done = profile(tmp_path, model="{vocab_size: 16, d_model: 8, layers: 1, heads: 2}")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "x.json").read_text())["experiment"]["model"]["d_model"] == 8
+
+
+def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_path) -> None:
+    experiment = make_experiment(device="cpu", dtype="tf32")
+    spec = tmp_path / f"{experiment.id}.json"
+    spec.write_text(experiment.canonical)
+    done = run(
+        "profile_experiment.py",
+        "--spec",
+        str(spec),
+        "--output",
+        "y.json",
+        "--log",
+        "logs/y.log",
+        cwd=tmp_path,
+    )
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "y.json").read_text())
+    assert (document["experiment_id"], document["outcome"]) == (experiment.id, "unsupported")
+    assert document["error"]["log"] == "logs/y.log"
+    assert (tmp_path / "logs" / "y.log").read_text().endswith("attempt 1: unsupported\n")
+
+
+def test_forget_refuses_what_is_no_failure(tmp_path) -> None:
+    done = run("forget.py", "--outcome", "crashed,ok", cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert "'ok' is not allowed; allowed: crashed, killed, oom, timeout, unsup" in done.stderr
+
+
+def test_forget_outdated_forgets_what_other_code_measured_and_nothing_else(tmp_path) -> None:
+    current, other = make_experiment(), make_experiment(batch_size=3)
+    write_synthetic_verdict(
+        tmp_path, current, code_digest=verdict_digest("built-in", current.method)
+    )
+    write_synthetic_verdict(tmp_path, make_experiment(method="microbatch"))
+    write_synthetic(tmp_path, current, code_digest=code_digest("clean", current))
+    write_synthetic(tmp_path, other)
+    done = run("forget.py", "--outdated", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in (tmp_path / "results/verify").iterdir()] == ["built-in-standard.json"]
+    assert [p.name for p in (tmp_path / "results/clean").iterdir()] == [f"{current.id}.r0.json"]
+
+
+def test_forget_unverified_forgets_verdicts_that_did_not_pass_and_no_result(tmp_path) -> None:
+    for method, passed in {"standard": True, "microbatch": False, "opacus-ew": None}.items():
+        experiment = make_experiment(method=method)
+        write_synthetic_verdict(tmp_path, experiment, passed, reason="x")
+        write_synthetic(tmp_path, experiment)
+    done = run("forget.py", "--unverified", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "built-in-microbatch.json  failed verification" in done.stdout
+    assert [p.name for p in (tmp_path / "results/verify").iterdir()] == ["built-in-standard.json"]
+    assert len(list((tmp_path / "results/clean").iterdir())) == 3
+
+
+def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path) -> None:
+    (tmp_path / "x.json").mkdir()
+    done = profile(tmp_path)
+
+    assert done.returncode == 1
+    assert "error: [Errno 21] is a folder, not a file to write: 'x.json'" in done.stderr
+    assert "ok after" not in done.stderr
+
+
+def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
+    arguments = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
+    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+    command = [sys.executable, str(script), *arguments, "--output=x.json", "--log=/dev/full"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    process.stderr.close()
+
+    assert process.wait(timeout=120) == 0
+    assert read_result(tmp_path / "x.json").outcome == "ok"
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "logs/x.log"])
+def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
+    script = ROOT / "workflow" / "scripts" / "verify_method.py"
+    options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
+    command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(script), *options]
+    done = subprocess.run(command, cwd=tmp_path, check=False)
+
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "x.json").read_text())["passed"] is True
+    if log.startswith("logs"):
+        assert "standard on built-in: verified" in (tmp_path / log).read_text()
+
+
+def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
+    checkout, scratch = tmp_path / "checkout", tmp_path / "deep" / "down" / "run7"
+    checkout.mkdir()
+    scratch.mkdir(parents=True)
+    (checkout / "results").symlink_to(scratch)
+    experiment = make_experiment()
+    write_synthetic(checkout, experiment)
+    manifest = make_manifest((experiment, 0))
+    path = checkout / manifest.path
+    path.parent.mkdir()
+    path.write_text(manifest.text)
+    options = ["--manifest", str(manifest.path), "--output-dir", "results/tables"]
+    done = run("build_tables.py", *options, cwd=checkout)
+
+    assert done.returncode == 0, done.stderr
+    assert experiment.id in (scratch / "tables" / "runs.csv").read_text()
+
+
+def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
+    text = run("profile_experiment.py", "--help", cwd=tmp_path).stdout
+
+    for name in Experiment.model_fields:
+        assert f"--{name.replace('_', '-')} VALUE" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"method": "opacus-gost"}, "error: --method: 'opacus-gost' is not allowed; did you mean"),
+        (
+            {"model": "../../etc"},
+            "error: --model: '../../etc' is not allowed; allowed: 1b, medium, small, tiny",
+        ),
+        (
+            {"method": "opacus_ghost"},
+            "error: --method: 'opacus_ghost' is not allowed; did you mean 'opacus-ghost'? allowed:",
+        ),
+        ({"model": "{layers: 1}"}, "error: --model: missing vocab_size, d_model, heads"),
+        ({"model": "{layers: ["}, "error: --model: '{layers: [' is not allowed; it must be a"),
+        ({"batch_size": "0"}, "error: --batch-size: '0' is not allowed; it must be greater"),
+        ({"dtype": "half"}, "error: --dtype: 'half' is not allowed; it must be 'float32'"),
+        ({"device": "tpu"}, "error: --device: 'tpu' is not allowed; it must be 'cpu' or 'cuda'"),
+        ({"instrument": "clear"}, "error: --instrument: 'clear' is not allowed; did you mean"),
+        ({"model": "{layers: 0, vocab_size: 9, d_model: 8, heads: 1}"}, "error: --model.layers: 0"),
+        ({"spec": "x"}, "error: --spec is the whole experiment; leave out --model, --method"),
+    ],
+)
+def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path, options, sentence: str) -> None:
+    done = profile(tmp_path, **options)
+
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("dpprof: no CUDA")]
+    assert said.startswith(sentence)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "sentence"),
+    [
+        (
+            "prune.py",
+            ["nowhere.yaml"],
+            "error: [Errno 2] No such file or directory: 'nowhere.yaml'",
+        ),
+        ("build_tables.py", ["--manifest", "no.json", "--output-dir", "t"], "error: [Errno 2] No"),
+        ("build_report.py", ["--tables", "no", "--output-dir", "r"], "error: [Errno 2] No such"),
+        (
+            "draw_figure.py",
+            ["--figure", "tradeof", "--tables", "no", "--output", "x.png"],
+            "error: --figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: accuracy",
+        ),
+    ],
+)
+def test_other_scripts_say_what_is_wrong(tmp_path, script: str, options, sentence: str) -> None:
+    done = run(script, *options, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(sentence)
+    assert list(tmp_path.iterdir()) == []
+
+
+OUTPUTS = {
+    "profile_experiment.py": (
+        ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"],
+        "--output",
+    ),
+    "verify_method.py": (["--model=tiny", "--method=standard"], "--output"),
+    "measure_ceilings.py": (["--device=cpu"], "--output"),
+    "capacity.py": (
+        ["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"],
+        "--json",
+    ),
+    "advise.py": (["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"], "--json"),
+    "draw_figure.py": (["--figure=tradeoff", "--tables=no"], "--output"),
+}
+
+
+@pytest.mark.parametrize("script", OUTPUTS)
+def test_nothing_but_a_regular_file_is_replaced(tmp_path, script: str) -> None:
+    options, output = OUTPUTS[script]
+    pipe = tmp_path / "x.json"
+    os.mkfifo(pipe)
+    done = run(script, *options, f"{output}=x.json", cwd=tmp_path)
+
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("dpprof: no CUDA")]
+    assert said == (
+        "error: [Errno 22] is a device, a pipe or a socket, not a file to write: 'x.json'"
+    )
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize("script", OUTPUTS)
+def test_an_empty_output_is_a_sentence(tmp_path, script: str) -> None:
+    options, output = OUTPUTS[script]
+    done = run(script, *options, f"{output}=", cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"{script}: error: argument {output}: '' is not allowed; it must be a path"
+    )
+
+
+def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
+    done = run(
+        "draw_figure.py", "--figure=tradeoff", "--tables=no", "--output=f\x1b.xyz", cwd=tmp_path
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "draw_figure.py: error: argument --output: 'f\\x1b.xyz' is not allowed; its ending must be "
+        "one of these; allowed: .json, .pdf, .png, .svg"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"sweeps: \xff", "is no text in UTF-8, see byte 9"),
+        (b"a: " + b"[" * 100_000, "nests deeper than 50 levels"),
+        (b"sweeps: {}\nsweeps: {}\n", "the key 'sweeps' is there twice"),
+        (b"sweeps: {}\n", "sweeps: {} is not allowed; it must have at least 1 item"),
+    ],
+    ids=["binary", "deep", "twice", "empty"],
+)
+def test_prune_deletes_nothing_for_a_config_that_cannot_be_meant(
+    tmp_path, content: bytes, problem: str
+) -> None:
+    (tmp_path / "my.yaml").write_bytes(content)
+    write_synthetic(tmp_path, make_experiment())
+    before = sorted(tmp_path.rglob("*"))
+    done = run("prune.py", "--delete", "my.yaml", cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: my.yaml: {problem}")
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("script", ["build_report.py", "draw_figure.py"])
+def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
+    (tmp_path / "t").mkdir()
+    for name in ("runs", "experiments", "verification"):
+        (tmp_path / "t" / f"{name}.csv").write_bytes(b"\xff\xfe")
+    options = {
+        "build_report.py": ["--tables=t", "--output-dir=r"],
+        "draw_figure.py": ["--figure=tradeoff", "--tables=t", "--output=x.png"],
+    }
+    done = run(script, *options[script], cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: t/")
+    assert ".csv: is no table (" in done.stderr
+    assert "Traceback" not in done.stderr

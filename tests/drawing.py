@@ -1,0 +1,71 @@
+"""Figures drawn of invented results."""
+
+import itertools
+
+from factory import (
+    make_books,
+    make_experiment,
+    make_kernels,
+    make_manifest,
+    write_synthetic,
+    write_synthetic_ceilings,
+)
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.planning.planner import Manifest
+from dpprof.records.ceilings import ceilings_path, device_name
+from dpprof.spec import registry
+
+FIGURES = registry.names("figures")
+
+
+METHODS = ("standard", "opacus-ghost")
+
+
+OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
+
+
+WATCHED = ("clean", "phases", "ledger", "kernels")
+
+
+GROWTH = {"batch-size", "seq-len", "cost"}
+
+
+TRACED = {("forward", "gemm"): 0.02, ("step", "optimizer"): 0.01}
+
+
+def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fields):
+    axes = [
+        {"method": method, "batch_size": batch, "seq_len": length}
+        for method, batch, length in itertools.product(methods, batch_sizes, seq_lens)
+    ]
+    experiments = [make_experiment(**fields) for fields in axes]
+    predicted = [make_experiment(**fields, device="cuda", target="h200") for fields in axes]
+    for position, experiment in enumerate(experiments):
+        measured = {"step_s": (0.01 * (position + 1),)} | fields
+        write_synthetic(root, experiment, **measured)
+        write_synthetic(
+            root,
+            experiment,
+            instrument="phases",
+            peak_allocated_bytes=2**22 + position,
+            phases_s={"forward": [0.01], "backward": [0.02], "step": [0.001]},
+            **measured,
+        )
+        write_synthetic(root, experiment, instrument="ledger", books=make_books(OWNED), **measured)
+        traced = make_kernels(TRACED, idle_s=0.005)
+        write_synthetic(root, experiment, instrument="kernels", kernels=traced, **measured)
+    for experiment in predicted:
+        books = make_books(OWNED)
+        write_synthetic(root, experiment, instrument="estimate", books=books, **fields)
+    runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
+    runs += [make_manifest((e, 0), instrument="estimate").runs for e in predicted]
+    manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))
+    ceilings = write_synthetic_ceilings(root)
+    known = [ceilings_path(root, device_name(ceilings.device))]
+    return build_tables(collect(manifest, root, ceilings=known, partial=False))
+
+
+def draw(name, tables):
+    return registry.load("figures", name)(tables)

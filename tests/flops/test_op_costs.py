@@ -1,0 +1,292 @@
+"""FLOPs and bytes against formulas, in units that can be checked by hand."""
+
+import re
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import Tensor, nn
+
+from dpprof.devices.cpu import Cpu
+from dpprof.flops.op_costs import COUNTED, family_of, learn_rule
+from dpprof.instruments.memory import Bookkeeper, estimate, find_target, tracing
+from dpprof.instruments.setup import import_method, set_up
+from dpprof.memory.recorder import Kind, Recorder
+from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
+from dpprof.memory.timeline import Step
+from dpprof.methods.training_step import Batch
+from dpprof.models.build import build_model
+from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
+from dpprof.spec.target import Target
+
+aten = torch.ops.aten
+B, T, D, LAYERS = 2, 256, 128, 6
+GRAM = 2 * B * T * T * 2 * D
+UNIT = B * T * D * D
+
+# Per linear layer, in B T d p; what is beyond 6 is in docs/methods.md.
+COEFFICIENTS = {
+    "standard": 6,
+    "opacus-hooks": 8,
+    "opacus-functorch": 10,
+    "opacus-fast-gradient-clipping": 12,
+    "opacus-ew": 6,
+    "opacus-ghost": 10,
+    "opacus-per-layer": 8,
+    "opacus-adaptive": 10,
+}
+
+
+class Linears(nn.Module):
+    """Linear layers without bias on a looked-up input, which requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(D, D)
+        self.layers = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(LAYERS)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.table(tokens))
+
+
+def count(method: str, model: nn.Module, **fields) -> Step:
+    """Keep the books of one step, operators counted."""
+    experiment = make_experiment(method=method, batch_size=B, noise_multiplier=0.1, **fields)
+    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
+    with recorder:
+        step = registry.load("methods", method)(model, experiment)
+        step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
+        tokens = torch.randint(16, (B, experiment.seq_len + 1))
+        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return Bookkeeper(recorder, step, lambda _: None).run(batch, counting=True)
+
+
+def executed(step: Step) -> int:
+    return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
+
+
+@pytest.mark.parametrize("method", COEFFICIENTS)
+def test_linear_layers_cost_what_theory_says(method) -> None:
+    flops = executed(count(method, Linears(), seq_len=T))
+    if method in ("opacus-ghost", "opacus-adaptive"):
+        flops -= LAYERS * GRAM
+
+    assert flops / (LAYERS * UNIT) == pytest.approx(COEFFICIENTS[method], rel=0.01)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_transformers_step_by_formula_attention_included(attention) -> None:
+    """Fused attention recomputes the scores in its backward pass: one product of five."""
+    d, layers, vocab, seq_len = 8, 1, 16, 32
+    fields = {"seq_len": seq_len, "attention": attention}
+    model = build_model(make_experiment(**fields))
+    products = 4 + 10 if attention == "sdpa" else 4 + 8
+
+    assert executed(count("standard", model, **fields)) == (
+        6 * B * seq_len * (12 * d * d * layers + d * vocab)
+        + products * layers * B * seq_len * seq_len * d
+    )
+
+
+def test_model_flops_follow_palm() -> None:
+    experiment = make_experiment(batch_size=B, seq_len=32)
+    weights = 12 * 8 * 8 + 8 * 16
+
+    assert count_model_flops(experiment, build_model(experiment)) == (
+        B * 32 * (6 * weights + 12 * 1 * 8 * 32)
+    )
+
+
+PRODUCTS = {
+    "mm": ((aten.mm.default, (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+    "bmm": ((aten.bmm.default, (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),
+    "addmm": ((aten.addmm.default, (7,), (3, 5), (5, 7)), 2 * 3 * 5 * 7),
+    "mv": ((aten.mv.default, (3, 5), (5,)), 2 * 3 * 5),
+    "dot": ((aten.dot.default, (5,), (5,)), 2 * 5),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_by_hand(name) -> None:
+    (func, *shapes), flops = PRODUCTS[name]
+    tensors = [torch.ones(shape) for shape in shapes]
+    cost, reads, writes = learn_rule(func).price(tensors, {}, func(*tensors))
+
+    assert (cost.family, cost.flops) == ("matmul", flops)
+    assert sum(size for _, size in reads) == sum(t.numel() for t in tensors) * 4
+    assert sum(size for _, size in writes) == func(*tensors).numel() * 4
+
+
+SIZES = {
+    "mm": [(3, 5), (5, 7)],
+    "bmm": [(2, 3, 5), (2, 5, 7)],
+    "addmm": [(3, 7), (3, 5), (5, 7)],
+    "_addmm_activation": [(3, 7), (3, 5), (5, 7)],
+    "baddbmm": [(2, 3, 7), (2, 3, 5), (2, 5, 7)],
+    "addbmm": [(3, 7), (2, 3, 5), (2, 5, 7)],
+    "mv": [(3, 5), (5,)],
+    "addmv": [(3,), (3, 5), (5,)],
+    "dot": [(5,), (5,)],
+}
+FLOPS = {3: 2 * 3 * 5 * 7, 2: 2 * 3 * 5, 1: 2 * 5}
+"""By how many sizes there are, for one product."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_products_in_place_and_into_a_result_cost_what_they_cost_otherwise(name) -> None:
+    tensors = [torch.ones(shape) for shape in SIZES[name]]
+    packet = getattr(aten, name)
+    found = packet.default(*tensors)
+    products = 2 if "bmm" in name else 1
+    flops = products * FLOPS[1 if name == "dot" else 2 if "mv" in name else 3]
+    calls = [(packet.default, {}), (packet.out, {"out": torch.empty_like(found)})]
+    if hasattr(aten, f"{name}_"):
+        calls.append((getattr(aten, f"{name}_").default, {}))
+    read = sum(tensor.numel() * 4 for tensor in tensors)
+    for func, named in calls:
+        cost, reads, writes = learn_rule(func).price(tensors, named, found)
+        assert (cost.family, cost.flops, cost.dtype) == ("matmul", flops, "float32"), func
+        assert sum(size for _, size in reads) == read, func
+        assert sum(size for _, size in writes) == found.numel() * 4, func
+
+
+def test_products_of_groups_cost_what_all_of_them_do() -> None:
+    formula = learn_rule(aten._grouped_mm.default).formula
+
+    assert formula(torch.ones(6, 5), torch.ones(2, 5, 7)) == 2 * 6 * 5 * 7
+    assert formula(torch.ones(2, 3, 5), torch.ones(2, 5, 7)) == 2 * 2 * 3 * 5 * 7
+
+
+def test_a_product_without_a_formula_says_so() -> None:
+    known, unknown = aten.mm.default, aten._weight_int8pack_mm.default
+    a, b = torch.ones(4, 32), torch.ones(32, 16)
+
+    assert not learn_rule(known).price((a, b), {}, known(a, b))[0].formula_unknown
+    cost = learn_rule(unknown).price((a, b, torch.ones(16)), {}, known(a, b))[0]
+    assert (cost.family, cost.flops, cost.formula_unknown) == ("matmul", 0, True)
+
+
+CALLED_PRODUCT = re.compile(
+    r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|matmul|convolution|einsum|attention)"
+    r"(_|$)"
+)
+
+
+def test_no_operator_that_is_called_a_product_is_something_else() -> None:
+    called = {one.name for one in torch._C._jit_get_all_schemas() if one.name.startswith("aten::")}
+    families = {
+        name: family_of(name)
+        for name in called
+        if CALLED_PRODUCT.search(name.removeprefix("aten::"))
+    }
+
+    assert {"aten::baddbmm_", "aten::_grouped_mm", "aten::_cudnn_attention_forward"} < set(families)
+    assert set(families.values()) == {"matmul", "attention", None}
+
+
+def list_products(**fields) -> dict[str, set[str]]:
+    """Families of the operators of a predicted step that are called products."""
+    experiment = make_experiment(
+        **{"model": SMALL, "batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1} | fields
+    )
+    with tracing(find_target(experiment)) as recorder:
+        training = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
+        recorder.counting = True
+        training.step.run(training.batch, lambda _: None)
+    families: dict[str, set[str]] = {}
+    for kind, op in recorder.events:
+        if kind is Kind.RAN and CALLED_PRODUCT.search(op.cost.op):
+            families.setdefault(op.cost.op, set()).add(op.cost.family)
+    return families
+
+
+SMALL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+NO_AUTOCAST = {("opacus-per-layer", "bfloat16"), ("opacus-ew", "bfloat16")}
+PLACES = {"cpu": {"device": "cpu"}, "h200": {"device": "cuda", "target": "h200"}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("method", registry.names("methods"))
+def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
+    if (method, dtype) in NO_AUTOCAST:
+        with pytest.raises(UnsupportedError):
+            list_products(method=method, dtype=dtype, **PLACES[place])
+        return
+    families = list_products(method=method, dtype=dtype, **PLACES[place])
+
+    assert len(families) > 2
+    assert set().union(*families.values()) <= {"matmul", "attention"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("method", ["standard", "flash", "flash-bk"])
+def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> None:
+    """A sample's gradients are larger than what they are made of, so none is made."""
+    fields = {"model": SMALL | {"d_model": 64}, "batch_size": 3, "seq_len": 8, "method": method}
+    told = [
+        estimate(make_experiment(**fields, **PLACES[place], dtype=dtype), lambda _: None)
+        for dtype in ("float32", "bfloat16")
+    ]
+    ways = [{name: choice.way for name, choice in (one.norm_plan or {}).items()} for one in told]
+
+    assert ways[0] == ways[1]
+    assert told[0].compute.executed_flops == told[1].compute.executed_flops > 0
+
+
+def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
+    x, table = torch.ones(4, 8), torch.ones(100, 8)
+    ids = torch.tensor([1, 2, 3])
+
+    def price(func, *args):
+        cost, reads, writes = learn_rule(func).price(args, {}, func(*args))
+        return (
+            (cost.family, cost.flops),
+            sum(size for _, size in reads),
+            sum(size for _, size in writes),
+        )
+
+    assert price(aten.add.Tensor, x, x) == (("elementwise", 32), 256, 128)
+    assert price(aten.add_.Tensor, x, x) == (("elementwise", 32), 256, 128)
+    assert price(aten.sum.default, x) == (("reduction", 32), 128, 4)
+    assert price(aten.embedding.default, table, ids) == (("indexing", 0), 3 * 32 + 24, 3 * 32)
+    assert price(aten.clone.default, x) == (("copy", 0), 128, 128)
+    assert price(aten.zero_.default, x) == (("copy", 0), 0, 128)
+    # Of these only shape, dtype and device of the argument matter.
+    assert price(aten.new_zeros.default, x, [2]) == (("copy", 0), 0, 8)
+    assert price(aten.zeros_like.default, x) == (("copy", 0), 0, 128)
+    # An expanded axis is read once.
+    assert price(aten.add.Tensor, x, torch.ones(1, 8).expand(4, 8))[1] == 128 + 32
+
+
+def test_views_cost_nothing_and_are_no_operators() -> None:
+    assert learn_rule(aten.view.default).is_free
+    assert learn_rule(aten.transpose.int).is_free
+    assert not learn_rule(aten.clone.default).is_free
+
+
+def test_the_roofline_takes_what_binds() -> None:
+    step = count("standard", Linears(), seq_len=T)
+    moved = state_io(step, 1)
+    slow_memory = Target.model_validate(
+        {"memory_bytes": "1GiB", "flops_per_s": 1e30, "bandwidth_bytes_per_s": 1e9}
+    )
+    slow_compute = Target.model_validate(
+        {"memory_bytes": "1GiB", "flops_per_s": 1e9, "bandwidth_bytes_per_s": 1e30}
+    )
+
+    by_memory = bound_step_s(step.ops, "float32", slow_memory)
+    by_compute = bound_step_s(step.ops, "float32", slow_compute)
+
+    assert by_memory == pytest.approx((moved.bytes_read + moved.bytes_written) / 1e9)
+    assert by_compute == pytest.approx(executed(step) / 1e9)
+
+
+def test_tallies_agree_with_the_total() -> None:
+    io = state_io(count("opacus-ghost", Linears(), seq_len=16), 10)
+
+    for parts in (io.by_phase, io.by_category, io.by_module, io.by_component):
+        assert sum(part.read for part in parts.values()) == io.bytes_read
+        assert sum(part.written for part in parts.values()) == io.bytes_written
+    assert io.arithmetic_intensity == pytest.approx(10 / (io.bytes_read + io.bytes_written))

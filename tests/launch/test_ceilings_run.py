@@ -1,0 +1,115 @@
+"""Whatever happens to the process that measures a device, there is one whole file."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from scripts import run
+
+from dpprof.launch import ceilings_run
+from dpprof.launch.device_lock import hold_one
+from dpprof.records.ceilings import device_name, nothing_measured, read_ceilings
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.system.hardware import describe_cpu
+
+MEASURE = "dpprof.devices.limits.measure"
+
+
+def leave(_device: str) -> None:
+    os._exit(7)
+
+
+def kill(_device: str) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def hang(_device: str) -> None:
+    multiprocessing.Event().wait()
+
+
+def fail(_device: str) -> None:
+    raise ValueError("no")
+
+
+ENDS = {
+    leave: "the measurement's process ended with exit code 7 before it could tell",
+    kill: "the measurement's process ended with signal 9 before it could tell",
+    fail: "the measurement's process ended with exit code 1 before it could tell",
+    hang: "the measurement took longer than 1 s",
+}
+
+
+@pytest.mark.parametrize("ending", ENDS, ids=lambda ending: ending.__name__)
+def test_however_the_child_ends_nulls_have_the_reason(tmp_path, monkeypatch, ending) -> None:
+    monkeypatch.setattr(MEASURE, ending)
+    monkeypatch.setattr(ceilings_run, "TIMEOUT_S", 1 if ending is hang else 60)
+    ceilings_run.measure_apart("cpu", tmp_path / "x.json")
+    ceilings = read_ceilings(tmp_path / "x.json")
+
+    assert set(ceilings.reasons.values()) == {ENDS[ending]}
+    assert [*ceilings.matmul.values(), ceilings.bandwidth] == [None] * 5
+    assert device_name(ceilings.device) == device_name(describe_cpu(1))
+
+
+def test_the_child_has_every_core_that_dpprof_may_use(tmp_path, monkeypatch) -> None:
+    def tell(_device: str):
+        return nothing_measured(os.environ["OMP_NUM_THREADS"])
+
+    monkeypatch.setattr(MEASURE, tell)
+    ceilings = ceilings_run.measure_apart("cpu", tmp_path / "x.json")
+
+    assert set(ceilings.reasons.values()) == {str(ceilings.device["cores"])}
+
+
+def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ceilings_run, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
+    monkeypatch.setattr(ceilings_run, "gpu_places", lambda _threads: [])
+    ceilings = ceilings_run.measure_apart("cuda", tmp_path / "x.json")
+
+    assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU"}
+    assert (ceilings.device["type"], ceilings.device["name"]) == ("cuda", None)
+
+
+def test_it_waits_for_a_prediction_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ceilings_run, "_ask_child", lambda *_: nothing_measured("nothing"))
+    with ThreadPoolExecutor() as pool:
+        with hold_one(["cpu"], lambda: None, shared=True):
+            waits = pool.submit(ceilings_run.measure_apart, "cpu", tmp_path / "after.json")
+            time.sleep(0.5)
+            assert not (tmp_path / "after.json").exists()
+        assert waits.result(timeout=10).reasons["bandwidth"] == "nothing"
+
+
+def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
+    done = run("measure_ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+    ceilings = read_ceilings(tmp_path / "x.json")
+
+    assert done.returncode == 0, done.stderr
+    assert f"dpprof: ceilings of {device_name(describe_cpu(1))} after" in done.stderr
+    assert "float32 " in done.stderr
+    assert list(ceilings.reasons) == ["matmul.tf32"]
+    assert ceilings.matmul["float32"].samples[0].size == 256
+    assert len(ceilings.code_digest) == 64
+
+
+def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
+    (tmp_path / "x.json").mkdir()
+    done = run("measure_ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert "is a folder, not a file to write" in done.stderr
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_and_no_faster_than_its_data_sheet(tmp_path) -> None:
+    run("measure_ceilings.py", "--device=cuda", "--output=x.json", cwd=tmp_path)
+    ceilings = read_ceilings(tmp_path / "x.json")
+    sheet = find_by_device_name(ceilings.device["name"])
+
+    assert set(ceilings.reasons) <= {"matmul.tf32"}
+    assert ceilings.matmul["bfloat16"].flops_per_s > ceilings.matmul["float32"].flops_per_s
+    if sheet is not None:
+        assert ceilings.matmul["bfloat16"].flops_per_s < sheet.flops_per_s["bfloat16"]
+        assert ceilings.bandwidth.bytes_per_s < sheet.bandwidth_bytes_per_s

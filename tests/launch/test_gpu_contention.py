@@ -1,0 +1,179 @@
+"""What others do on a GPU is recorded, waited for, and told where memory ran out."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import jsonschema
+import pynvml
+import pytest
+from factory import make_experiment
+from fresh_process import ROOT
+
+from dpprof.launch import gpu_contention, supervisor
+from dpprof.launch.device_slots import gpu_places
+from dpprof.launch.supervisor import supervise
+from dpprof.records.result import Attempt, Failure, Others, read_result
+from dpprof.system import hardware
+from dpprof.system.files import canonical_json
+
+GIB = 2**30
+MODELS = {
+    "GPU-a": ("NVIDIA H100", 80 * GIB),
+    "GPU-b": ("NVIDIA A100", 80 * GIB),
+    "GPU-c": ("NVIDIA H100", 80 * GIB),
+    "GPU-d": ("NVIDIA H100", 96 * GIB),
+}
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> SimpleNamespace:
+    """Four GPUs of three kinds; what others hold, and how busy they are, a test sets."""
+    state = SimpleNamespace(held=dict.fromkeys(MODELS, 0), load=0, refuses=False, looks=0)
+    uuids = list(MODELS)
+
+    def memory(uuid, version=None):
+        state.looks += version == pynvml.nvmlMemory_v2
+        return SimpleNamespace(total=MODELS[uuid][1], used=state.held[uuid])
+
+    def load(_uuid):
+        if state.refuses:
+            raise pynvml.NVMLError_NotSupported
+        return SimpleNamespace(gpu=state.load, memory=0)
+
+    fake = SimpleNamespace(
+        NVMLError=pynvml.NVMLError,
+        nvmlMemory_v2=pynvml.nvmlMemory_v2,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: len(uuids),
+        nvmlDeviceGetHandleByIndex=lambda index: uuids[index],
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetUUID=lambda uuid: uuid,
+        nvmlDeviceGetName=lambda uuid: MODELS[uuid][0],
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetUtilizationRates=load,
+        nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=1)],
+        nvmlSystemGetDriverVersion=lambda: "580.95.05",
+        nvmlDeviceGetClockInfo=lambda *_: 1,
+        nvmlDeviceGetTemperature=lambda *_: 1,
+        nvmlDeviceGetPowerUsage=lambda _: 1,
+        NVML_CLOCK_SM=0,
+        NVML_CLOCK_MEM=0,
+        NVML_TEMPERATURE_GPU=0,
+    )
+    for module in (hardware, gpu_contention):
+        monkeypatch.setattr(module, "pynvml", fake)
+    for name in ("SAMPLE_S", "_POLL_S"):
+        monkeypatch.setattr(gpu_contention, name, 0.0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return state
+
+
+@pytest.fixture
+def run(gpus, monkeypatch, tmp_path):
+    """Supervise a run on a GPU whose worker ends as the test says."""
+
+    def worker(outcome: str, *_) -> tuple[Attempt, None]:
+        gpus.held["GPU-a"] += GIB  # somebody comes meanwhile
+        error = None if outcome == "ok" else Failure(kind="Error", message="CUDA out of memory.")
+        return Attempt(outcome=outcome, wall_s=1.0, error=error), None
+
+    def supervised(outcome: str = "ok", **fields):
+        monkeypatch.setattr(supervisor, "_run_worker", partial(worker, outcome))
+        experiment = make_experiment(device="cuda", **fields)
+        supervise(experiment, "clean", 0, tmp_path / "x.json", tmp_path / "x.log")
+        return read_result(tmp_path / "x.json")
+
+    return supervised
+
+
+def test_others_on_the_gpu_are_recorded_before_and_after_a_run(gpus, run) -> None:
+    gpus.held["GPU-a"], gpus.load = 5 * GIB, 37
+    attempt = run().attempts[-1]
+
+    told = {"load": 0.37, "processes": 1, "reason": None}
+    assert attempt.others_before.model_dump() == {"memory_bytes": 5 * GIB} | told
+    assert attempt.others_after.model_dump() == {"memory_bytes": 6 * GIB} | told
+
+
+def test_a_load_that_the_driver_does_not_tell_is_null_with_the_reason(gpus, run) -> None:
+    gpus.refuses = True
+    others = run().attempts[-1].others_before
+
+    assert (others.memory_bytes, others.load, others.reason) == (0, None, "NVML: Not Supported")
+
+
+def test_on_a_cpu_they_are_null_with_a_reason() -> None:
+    others = gpu_contention.look_at(None)
+
+    assert (others.memory_bytes, others.load, others.processes) == (None, None, None)
+    assert "not on a GPU" in others.reason
+
+
+def test_without_nvml_they_are_null_with_a_reason(gpus, monkeypatch) -> None:
+    def refuse():
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
+
+    assert gpu_contention.look_at("GPU-a") == Others(reason="there is no NVML")
+
+
+def test_out_of_memory_says_how_much_others_held(gpus, run) -> None:
+    gpus.held["GPU-a"] = 60 * GIB
+    error = run("oom").error
+
+    assert error.message.endswith("memory.; others held 60.00 GiB before it and 61.00 GiB after it")
+    assert error.others_bytes == 61 * GIB
+
+
+def test_nobody_is_waited_for_unless_asked(gpus, run, capsys) -> None:
+    gpus.held["GPU-a"] = 60 * GIB
+    run()
+
+    assert "waiting" not in capsys.readouterr().err
+
+
+def test_a_gpu_is_waited_for_until_others_have_left_it(gpus, run, capsys, monkeypatch) -> None:
+    gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
+    monkeypatch.setattr(
+        gpu_contention.time, "sleep", lambda _: gpus.looks > 6 and gpus.held.update({"GPU-a": 0})
+    )
+    attempt = run(wait_for_idle_gpu_s=600).attempts[-1]
+
+    assert attempt.others_before.memory_bytes == 0
+    assert capsys.readouterr().err.count("waiting for them") == 1
+
+
+def test_waiting_has_an_end(gpus, run) -> None:
+    gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
+
+    assert run(wait_for_idle_gpu_s=0.01).attempts[-1].others_before.memory_bytes == 60 * GIB
+
+
+def test_who_waits_takes_a_gpu_that_is_idle_already(gpus, run) -> None:
+    gpus.held["GPU-a"] = 60 * GIB
+
+    assert run(wait_for_idle_gpu_s=600).device["uuid"] == "GPU-c"
+
+
+def test_only_gpus_like_the_first_are_interchangeable(gpus, monkeypatch) -> None:
+    assert [place.uuid for place in gpu_places(1)] == ["GPU-a", "GPU-c"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,2")
+    assert [place.uuid for place in gpu_places(1)] == ["GPU-b"]
+
+
+def test_not_to_wait_leaves_ids_what_they_were() -> None:
+    usual = make_experiment()
+    spelled = usual.model_dump(mode="json")
+    del spelled["wait_for_idle_gpu_s"]
+
+    assert usual.canonical == canonical_json(spelled)
+    assert make_experiment(wait_for_idle_gpu_s=60).id != usual.id
+
+
+def test_a_run_on_a_gpu_fits_the_schema(gpus, run, tmp_path) -> None:
+    run("oom")
+    schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
+    jsonschema.validate(json.loads((tmp_path / "x.json").read_text()), schema)

@@ -1,0 +1,403 @@
+import datetime as dt
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import jsonschema
+import psutil
+import pytest
+from factory import make_experiment
+from fresh_process import run_fresh
+
+from dpprof.launch.device_lock import hold_one
+from dpprof.launch.supervisor import supervise
+from dpprof.records.result import read_result
+from dpprof.spec import registry
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "tests" / "plugin"
+SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+    monkeypatch.syspath_prepend(PLUGIN)
+    registry._entries.cache_clear()
+    yield
+    registry._entries.cache_clear()
+
+
+def supervised(tmp_path: Path, instrument: str = "clean", **fields):
+    output = tmp_path / "result.json"
+    log = tmp_path / "run.log"
+    result = supervise(make_experiment(**fields), instrument, 0, output, log)
+    assert read_result(output) == result
+    return result, log.read_text()
+
+
+def test_ok(tmp_path) -> None:
+    result, log = supervised(tmp_path, timed_steps=4, warmup_steps=2)
+
+    assert (result.outcome, result.error, len(result.attempts)) == ("ok", None, 1)
+    assert len(result.time.step_s) == 4
+    assert len(result.time.warmup_step_s) == 2
+    assert "attempt 1: ok" in log
+    assert (result.verification, result.reasons["verification"]) == (None, "joined in tables")
+    schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
+    jsonschema.validate(json.loads((tmp_path / "result.json").read_text()), schema)
+
+
+def test_oom_is_real_and_says_what_was_requested(tmp_path) -> None:
+    # The first activation alone, 64 x 512 x 4096 x 4 bytes, is 512 MiB.
+    dimensions = {"vocab_size": 16, "d_model": 4096, "layers": 1, "heads": 1}
+    result, log = supervised(
+        tmp_path, model=dimensions, batch_size=64, seq_len=512, memory_limit_bytes="2GiB"
+    )
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+    assert result.error.phase in {"setup", "forward"}
+    assert result.error.requested_bytes >= 512 * 2**20
+    assert "can't allocate memory" in result.error.message
+    assert "Traceback" in log
+    assert result.time is None
+
+
+@pytest.mark.parametrize("limit", ["150MiB", "400MiB"])
+@pytest.mark.parametrize("method", ["standard", "opacus-ghost"])
+def test_a_limit_below_the_libraries_own_memory_is_oom_at_once(tmp_path, method, limit) -> None:
+    result, _ = supervised(
+        tmp_path, method=method, model="small", seq_len=64, memory_limit_bytes=limit, timeout_s=60
+    )
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+
+
+def test_unsupported_names_the_reason(tmp_path) -> None:
+    result, _ = supervised(tmp_path, dtype="tf32")
+
+    assert (result.outcome, len(result.attempts)) == ("unsupported", 1)
+    assert "tf32" in result.error.message
+
+
+def test_a_method_may_refuse(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-refuses")
+
+    assert result.outcome == "unsupported"
+    assert result.error.message == "this method refuses every model"
+
+
+def test_timeout_ends_the_worker_and_is_not_tried_again(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-sleeps", timeout_s=5)
+
+    assert (result.outcome, len(result.attempts)) == ("timeout", 1)
+    assert (result.error.kind, result.error.phase) == ("Timeout", "backward")
+    assert 5 <= result.attempts[0].wall_s < 17
+
+
+def test_killed_worker_is_tried_once_more_and_leaves_a_killed_result(tmp_path) -> None:
+    result, _ = supervised(tmp_path, method="test-dies")
+
+    assert result.outcome == "killed"
+    assert [attempt.outcome for attempt in result.attempts] == ["killed", "killed"]
+    assert (result.error.signal, result.error.phase) == ("SIGKILL", "backward")
+    assert result.error.log == str(tmp_path / "run.log")
+
+
+def test_a_kill_that_does_not_return_ends_in_ok(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(tmp_path / "died"))
+    result, _ = supervised(tmp_path, method="test-dies-once")
+
+    assert [attempt.outcome for attempt in result.attempts] == ["killed", "ok"]
+    assert (result.outcome, result.error) == ("ok", None)
+    assert result.time is not None
+
+
+def test_a_segfault_is_a_crash_with_its_signal(tmp_path) -> None:
+    result, log = supervised(tmp_path, "test-segfaults")
+
+    assert [attempt.outcome for attempt in result.attempts] == ["crashed", "crashed"]
+    assert result.error.signal == "SIGSEGV"
+    assert "Segmentation fault" in log
+
+
+def test_an_exception_is_a_crash_with_its_message(tmp_path) -> None:
+    result, log = supervised(tmp_path, "test-raises")
+
+    assert [attempt.outcome for attempt in result.attempts] == ["crashed", "crashed"]
+    assert (result.error.kind, result.error.message) == ("RuntimeError", "<it broke>")
+    assert "Traceback" in log
+
+
+def test_a_segfaults_message_is_where_it_was_and_not_what_is_installed(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-segfaults")
+
+    assert result.error.message.startswith("Segmentation fault, File ")
+    assert result.error.message.endswith("in string_at")
+
+
+TERMINATE = "terminate called after throwing an instance of '{kind}'\n  what():  {what}\n{rest}"
+FRAMES = "Exception raised from wait (most recent call first):\n" + "frame #0: 0x7 in x.so\n" * 60
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+LAST_WORDS = {
+    "a line": ("malloc(): corrupted top size\n", "malloc(): corrupted top size"),
+    "C++": (TERMINATE.format(kind="E", what="no luck", rest=""), "no luck"),
+    "CUDA": (TERMINATE.format(kind="c10::Error", what=ILLEGAL, rest=FRAMES), ILLEGAL),
+}
+
+
+@pytest.mark.parametrize(("said", "message"), LAST_WORDS.values(), ids=LAST_WORDS)
+def test_an_aborts_message_is_what_was_said_before_it(tmp_path, monkeypatch, said, message) -> None:
+    monkeypatch.setenv("DPPROF_TEST_LAST_WORDS", said)
+    result, _ = supervised(tmp_path, "test-aborts")
+
+    assert (result.outcome, result.error.signal) == ("crashed", "SIGABRT")
+    assert result.error.message == message
+
+
+@pytest.mark.parametrize("what", ["std::bad_alloc", "CUDA out of memory. Tried to allocate 2 GiB."])
+def test_an_abort_for_want_of_memory_is_oom_however_deep_the_stack(
+    tmp_path, monkeypatch, what
+) -> None:
+    said = TERMINATE.format(kind="std::bad_alloc", what=what, rest=FRAMES)
+    monkeypatch.setenv("DPPROF_TEST_LAST_WORDS", said)
+    result, _ = supervised(tmp_path, "test-aborts")
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+
+
+@pytest.mark.parametrize(("limit", "outcome"), [("2GiB", "oom"), (None, "crashed")])
+def test_a_primitive_that_cannot_be_made_is_oom_under_a_limit_alone(
+    tmp_path, limit, outcome
+) -> None:
+    result, _ = supervised(tmp_path, "test-refuses-memory", memory_limit_bytes=limit)
+
+    assert result.outcome == outcome
+    assert result.error.message == "could not create a primitive"
+
+
+def peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_a_flood_of_output_takes_neither_memory_nor_disk(tmp_path) -> None:
+    before = peak_rss_bytes()
+    result, log = supervised(tmp_path, "test-floods")
+
+    assert peak_rss_bytes() - before < 60 * 2**20
+    assert result.outcome == "crashed"
+    assert len(result.error.message) < 3_000
+    assert len(log) < 12 * 2**20
+    assert "bytes of output are left out here" in log
+    assert "the end" in log
+
+
+def test_a_message_without_end_is_cut_and_says_so(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-says-much")
+
+    assert result.error.message == "y" * 2_000 + " ... (10,000,000 characters)"
+
+
+def test_text_that_cannot_be_encoded_is_spelled_in_the_result(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-half-a-character")
+
+    assert (result.outcome, result.error.kind) == ("crashed", "RuntimeError")
+    assert result.error.message == "half a \\ud800 character"
+
+
+def test_a_process_that_escaped_its_group_is_ended_with_the_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(tmp_path / "pid"))
+    result, _ = supervised(tmp_path, "test-leaves-somebody")
+
+    assert result.error.exit_code == 7
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_silent_exit_is_a_crash_with_its_last_words(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-exits")
+
+    assert (result.outcome, result.error.exit_code) == ("crashed", 7)
+    assert result.error.message == "famous last words"
+
+
+def test_a_silent_death_says_so(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-exits-silently")
+
+    assert (result.outcome, result.error.exit_code) == ("crashed", 3)
+    assert result.error.message == "ended without a word"
+
+
+def test_a_signal_without_a_name_is_a_crash(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-odd-signal")
+
+    assert (result.outcome, result.error.kind) == ("crashed", "signal 40")
+
+
+def test_a_worker_that_hangs_after_it_has_finished_keeps_its_measurement(tmp_path) -> None:
+    result, _ = supervised(tmp_path, "test-hangs-at-exit", timeout_s=5)
+
+    assert (result.outcome, len(result.attempts)) == ("ok", 1)
+    assert result.time is not None
+
+
+def test_provenance_tells_the_threads_that_the_worker_really_had(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    result, _ = supervised(tmp_path, cpu_threads=1)
+
+    assert result.provenance["settings"]["OMP_NUM_THREADS"] == "1"
+    assert result.device["threads"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "tf32"])
+def test_cuda_runs_on_the_gpu_that_is_named(tmp_path, dtype: str) -> None:
+    result, log = supervised(tmp_path, device="cuda", method="opacus-ghost", dtype=dtype)
+
+    assert result.outcome == "ok", log
+    assert result.device["uuid"].startswith("GPU-")
+    assert result.device["driver"]
+    assert result.provenance["settings"]["CUDA_VISIBLE_DEVICES"] == result.device["uuid"]
+    assert result.memory.peak_allocated_bytes > 0
+    assert result.memory.alloc_retries == 0
+
+
+@pytest.mark.gpu
+def test_cuda_oom_is_real_and_says_what_was_held(tmp_path) -> None:
+    result, _ = supervised(
+        tmp_path,
+        device="cuda",
+        model="medium",
+        batch_size=16,
+        seq_len=512,
+        memory_limit_bytes="1GiB",
+    )
+
+    assert (result.outcome, len(result.attempts)) == ("oom", 1)
+    assert result.error.requested_bytes > 0
+    assert 0 < result.error.allocated_bytes <= result.error.reserved_bytes <= 2**30
+
+
+def test_a_model_of_another_package_runs(tmp_path) -> None:
+    result, _ = supervised(tmp_path, model="test-linear")
+
+    assert result.outcome == "ok"
+    assert result.model.parameters_total == 11 * 3 + 3 * 11
+
+
+def start_script(tmp_path: Path, name: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / name), *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def asleep(tmp_path, tmp_path_factory, monkeypatch) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A supervisor and its worker, which sleeps in the middle of its work."""
+    reached = tmp_path_factory.mktemp("asleep") / "reached"
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(reached))
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    supervisor = start_script(tmp_path, "x.json", *options, "--instrument", "test-sleeps")
+    wait_for(reached.exists)
+    (worker,) = psutil.Process(supervisor.pid).children()
+    return supervisor, worker
+
+
+def wait_for(condition) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("what was waited for did not happen")
+
+
+def test_a_killed_supervisor_takes_its_worker_along(asleep, tmp_path) -> None:
+    supervisor, worker = asleep
+    supervisor.kill()
+    supervisor.wait()
+
+    worker.wait(timeout=10)
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_supervisor_ends_its_worker_and_leaves_no_result(
+    asleep, tmp_path, number
+) -> None:
+    supervisor, worker = asleep
+    supervisor.send_signal(number)
+
+    assert supervisor.wait(timeout=10) != 0
+    worker.wait(timeout=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_escaped_a_killed_supervisor_holds_no_lock(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(tmp_path / "pid"))
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    supervisor = start_script(tmp_path, "x.json", *options, "--instrument", "test-beside-somebody")
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    (worker,) = psutil.Process(supervisor.pid).children()
+    escaped = psutil.Process(int((tmp_path / "pid").read_text()))
+    try:
+        with pytest.raises(TimeoutError), hold_one(["cpu"], refuse):
+            pass
+        supervisor.kill()
+        supervisor.wait()
+        worker.wait(timeout=10)
+
+        with hold_one(["cpu"], refuse):
+            assert escaped.is_running()
+    finally:
+        escaped.kill()
+
+
+def refuse() -> NoReturn:
+    raise TimeoutError
+
+
+def test_who_waits_is_told_for_whom(asleep, tmp_path) -> None:
+    supervisor, _ = asleep
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    second = start_script(tmp_path, "y.json", *options)
+    assert second.stderr is not None
+    said = next(line for line in second.stderr if "waiting" in line)
+    supervisor.kill()
+    second.communicate(timeout=120)
+
+    assert f"waiting for process {supervisor.pid} (" in said
+    assert "profile_experiment.py" in said
+    assert "running since 20" in said
+
+
+def test_two_runs_at_once_never_overlap(tmp_path) -> None:
+    options = ["--model", "tiny", "--method", "standard", "--batch-size", "1", "--seq-len", "4"]
+    running = [start_script(tmp_path, f"{name}.json", *options) for name in "ab"]
+    said = [process.communicate(timeout=120)[1] for process in running]
+
+    intervals = []
+    for name in "ab":
+        result = read_result(tmp_path / f"{name}.json")
+        start = dt.datetime.fromisoformat(result.started_at)
+        intervals.append((start, start + dt.timedelta(seconds=result.wall_s)))
+    first, second = sorted(intervals)
+    assert first[1] <= second[0]
+    assert sum("taken by another experiment; waiting" in text for text in said) == 1
+
+
+def test_the_supervisor_imports_no_torch() -> None:
+    modules = "dpprof.launch.supervisor, dpprof.planning.planner"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    assert run_fresh(code) == "False"
+
+
+def test_supervise_outside_the_main_thread(tmp_path) -> None:
+    thread = threading.Thread(target=supervised, args=(tmp_path,), kwargs={"dtype": "tf32"})
+    thread.start()
+    thread.join()
+
+    assert json.loads((tmp_path / "result.json").read_text())["outcome"] == "unsupported"

@@ -1,0 +1,139 @@
+"""Whatever a method does to the process that verifies it, there is one whole file."""
+
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from scripts import run
+
+from dpprof.launch import verification_run
+from dpprof.launch.device_lock import hold_one
+from dpprof.records.verdict import Findings, judged, read_verdict, verdict_path
+
+PLUGIN = Path(__file__).parents[1] / "plugin"
+
+
+def verify(folder: Path, method: str, *, model: str = "test-linear"):
+    output = verdict_path(Path(), model, method)
+    options = [f"--model={model}", f"--method={method}", f"--output={output}"]
+    return run("verify_method.py", *options, cwd=folder)
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+
+
+def test_a_verdict_is_left_and_told(tmp_path) -> None:
+    done = verify(tmp_path, "opacus-ghost")
+    verdict = read_verdict(tmp_path, "test-linear", "opacus-ghost")
+
+    assert done.returncode == 0, done.stderr
+    assert "dpprof: opacus-ghost on test-linear: verified, largest relative error" in done.stderr
+    assert "; holes: a layer thawed after set-up: the gradient is not the ref" in done.stderr
+    assert (verdict.passed, verdict.references) == (True, ["microbatch", "torch.func"])
+    errors = [one.max_relative_error for one in judged(verdict.cases)]
+    assert verdict.max_relative_error == max(errors)
+    assert verdict.mechanism == "flat clipping"
+    assert verdict.holes == [
+        "a layer thawed after set-up: the gradient is not the reference's",
+        "one non-finite sample: the gradient is not finite",
+    ]
+    assert set(verdict.provenance) == {"git", "python", "packages"}
+
+
+def test_a_method_that_ends_the_process_leaves_a_verdict_all_the_same(tmp_path) -> None:
+    done = verify(tmp_path, "test-dies")
+    verdict = read_verdict(tmp_path, "test-linear", "test-dies")
+
+    assert done.returncode == 0, done.stderr
+    assert (verdict.passed, verdict.cases) == (None, [])
+    assert (verdict.mechanism, verdict.holes) == (None, [])
+    assert "ended with signal 9" in verdict.reason
+
+
+def test_text_that_cannot_be_encoded_is_spelled_in_the_verdict(tmp_path) -> None:
+    done = verify(tmp_path, "test-half-a-character")
+    verdict = read_verdict(tmp_path, "test-linear", "test-half-a-character")
+
+    assert done.returncode == 0, done.stderr
+    assert verdict.passed is False
+    assert "half a \\ud800 character" in verdict.reason
+    assert verdict.reason.encode()
+
+
+def leave(_model: str, _method: str) -> None:
+    os._exit(7)
+
+
+def test_a_method_that_exits_leaves_one_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("dpprof.verification.verify.verify", leave)
+    verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
+
+    assert verdict.passed is None
+    assert "ended with exit code 7" in verdict.reason
+
+
+def hang(_model: str, _method: str) -> None:
+    multiprocessing.Event().wait()
+
+
+def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(verification_run, "TIMEOUT_S", 1)
+    monkeypatch.setattr("dpprof.verification.verify.verify", hang)
+    verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
+
+    assert verdict.passed is None
+    assert verdict.reason == "the verification took longer than 1 s"
+
+
+def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(verification_run, "_ask_child", lambda *_: (Findings(None, []), "nothing"))
+    with hold_one(["cpu"], lambda: None, shared=True):
+        verification_run.verify_apart("built-in", "standard", tmp_path / "beside.json")
+    assert (tmp_path / "beside.json").exists()
+    with ThreadPoolExecutor() as pool:
+        with hold_one(["cpu"], lambda: None):
+            waits = pool.submit(
+                verification_run.verify_apart, "built-in", "standard", tmp_path / "after.json"
+            )
+            time.sleep(0.5)
+            assert not (tmp_path / "after.json").exists()
+        assert waits.result(timeout=10).reason == "nothing"
+
+
+BAD = {
+    "--model": (("standard", "smal"), "--model: 'smal' is not allowed; did you mean 'small'?"),
+    "--method": (("opacus-gost", "small"), "--method: 'opacus-gost' is not allowed; did you mean"),
+}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_bad_input_is_one_sentence_and_writes_nothing(option, tmp_path) -> None:
+    (method, model), sentence = BAD[option]
+    done = verify(tmp_path, method, model=model)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
+    verdict_path(tmp_path, "test-linear", "standard").mkdir(parents=True)
+    done = verify(tmp_path, "standard")
+
+    assert done.returncode == 1
+    assert "is a folder, not a file to write" in done.stderr
+
+
+def test_a_presets_verdict_is_that_of_every_size(tmp_path) -> None:
+    done = verify(tmp_path, "standard", model="1b")
+
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "results" / "verify").iterdir()
+    assert json.loads(path.read_text())["model"] == "built-in"

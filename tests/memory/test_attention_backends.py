@@ -1,0 +1,135 @@
+"""Attention on CUDA: which kernel, what it saves and takes, and what is told of it."""
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import nn
+
+from dpprof.instruments.memory import estimate, tracing
+from dpprof.memory.attention_backends import Asked, Gpu, choose_backend
+from dpprof.memory.recorder import Kind
+from dpprof.spec import registry
+
+BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NEWER, OLDER = 92000, 91002
+
+
+def ask(dtype=BF16, width=64, queries=32, keys=32, **named) -> Asked:
+    q, k = torch.ones(2, 3, queries, width, dtype=dtype), torch.ones(2, 3, keys, width, dtype=dtype)
+    return Asked(q, k, k, **named)
+
+
+MASK = torch.ones(32, 32, dtype=torch.bool)
+CHOICES = {
+    "ampere": (ask(), Gpu("8.0", NEWER), "flash"),
+    "ada": (ask(), Gpu("8.9", NEWER), "flash"),
+    "hopper": (ask(), Gpu("9.0", NEWER), "cudnn"),
+    "hopper, float16": (ask(HALF), Gpu("9.0", NEWER), "cudnn"),
+    "hopper, cuDNN of PyTorch's wheel": (ask(), Gpu("9.0"), "cudnn"),
+    "hopper, older cuDNN": (ask(), Gpu("9.0", OLDER), "flash"),
+    "blackwell": (ask(), Gpu("10.0", NEWER), "cudnn"),
+    "blackwell's second": (ask(), Gpu("10.3", NEWER), "flash"),
+    "blackwell for desks": (ask(), Gpu("12.0", NEWER), "flash"),
+    "float32": (ask(FLOAT), Gpu("9.0", NEWER), "efficient"),
+    "float64": (ask(DOUBLE), Gpu("9.0", NEWER), "math"),
+    "a mask on hopper": (ask(mask=MASK), Gpu("9.0", NEWER), "cudnn"),
+    "a mask on ampere": (ask(mask=MASK), Gpu("8.0", NEWER), "efficient"),
+    "wide heads on hopper": (ask(width=256), Gpu("9.0", NEWER), "cudnn"),
+    "wide heads on blackwell": (ask(width=256), Gpu("10.0", NEWER), "flash"),
+    "odd heads": (ask(width=20), Gpu("9.0", NEWER), "flash"),
+    "odd heads in float32": (ask(FLOAT, width=6), Gpu("9.0", NEWER), "math"),
+    "one token": (ask(queries=1, keys=1), Gpu("9.0", NEWER), "flash"),
+    "a causal rectangle on ampere": (ask(keys=8, causal=True), Gpu("8.0"), "efficient"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_kernel_is_the_one_that_pytorch_prefers(case) -> None:
+    asked, gpu, backend = CHOICES[case]
+
+    assert choose_backend(asked, gpu).backend == backend
+
+
+def test_a_choice_says_why() -> None:
+    odd = choose_backend(ask(width=20), Gpu("9.0", NEWER))
+    assert odd.why == (
+        "cuDNN's comes first on compute capability 9.0 with cuDNN 92000; "
+        "cudnn takes heads of a multiple of 8 alone"
+    )
+    assert choose_backend(ask(), Gpu("8.0")).why == (
+        "flash attention comes first on compute capability 8.0"
+    )
+
+
+def test_what_is_switched_off_does_not_run(monkeypatch) -> None:
+    with nn.attention.sdpa_kernel([nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert choose_backend(ask(), Gpu("9.0", NEWER)).backend == "efficient"
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    put_back = choose_backend(ask(), Gpu("9.0", NEWER))
+    assert put_back == ("flash", "TORCH_CUDNN_SDPA_DEPRIORITIZED is set")
+
+
+B, H, T, K = 2, 3, 64, 16
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "op", "saved"),
+    [
+        ("a100", FLOAT, "efficient_attention", 4 * B * H * T),
+        ("a100", BF16, "flash_attention", 4 * B * H * T),
+        ("h200", FLOAT, "efficient_attention", 4 * B * H * T),
+        ("h200", BF16, "cudnn_attention", 4 * B * H * T),
+        ("b200", BF16, "cudnn_attention", 4 * B * H * T),
+    ],
+)
+def test_forward_saves_the_log_sums_and_backward_runs_the_same_kernel(
+    target, dtype, op, saved
+) -> None:
+    with tracing(registry.load("targets", target)) as recorder:
+        q, k, v = (torch.ones(B, H, T, K, dtype=dtype, requires_grad=True) for _ in range(3))
+        recorder.counting = True
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        born = [one.nbytes for one in recorder.storages if one.op.endswith(op)]
+        y.sum().backward()
+    ran = [one.cost for kind, one in recorder.events if kind is Kind.RAN]
+    costs = {one.op: one for one in ran if one.family == "attention"}
+
+    name = f"_scaled_dot_product_{op}"
+    # Dropout's seed and offset take a block each.
+    assert sorted(born) == sorted([y.nbytes, saved, 512, 512])
+    assert set(costs) == {name, f"{name}_backward"}
+    assert costs[name].flops == 4 * B * H * T * T * K
+    assert costs[f"{name}_backward"].flops == 10 * B * H * T * T * K
+    assert q.grad.shape == q.shape
+
+
+def test_cudnns_backward_takes_a_float32_gradient_of_the_queries_at_least() -> None:
+    with tracing(registry.load("targets", "h200")) as recorder:
+        q = torch.ones(B, H, T, K, dtype=BF16, requires_grad=True)
+        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    taken = [
+        one.nbytes
+        for one in recorder.storages
+        if "workspace" in one.roles and one.op.endswith("cudnn_attention_backward")
+    ]
+
+    assert taken == [-(-4 * B * H * T * (K + 1) // 512) * 512]
+
+
+def tell(**fields) -> dict[str, str]:
+    model = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
+    experiment = make_experiment(model=model, method="standard", device="cuda", **fields)
+    return estimate(experiment, lambda _: None).memory.assumed
+
+
+def test_an_estimate_tells_what_it_assumes_of_attention() -> None:
+    hopper = tell(target="h200", dtype="bfloat16")
+    backward = "workspace of _scaled_dot_product_cudnn_attention_backward"
+    assert set(hopper) == {"attention: cudnn", backward}
+    assert hopper["attention: cudnn"].startswith("cuDNN's comes first on compute capability 9.0")
+    assert "the least" in hopper[backward]
+
+    assert tell(target="a100", dtype="bfloat16") == {
+        "attention: flash": "flash attention comes first on compute capability 8.0"
+    }
+    assert set(tell(target="h200", dtype="float32")) == {"attention: efficient"}

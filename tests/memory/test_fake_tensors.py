@@ -1,0 +1,226 @@
+"""Under fake tensors the books are the same, to the byte."""
+
+import pytest
+import torch
+from factory import make_experiment
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments import memory
+from dpprof.instruments.memory import estimate, measure, tracing
+from dpprof.instruments.setup import set_up
+from dpprof.memory import simulated_cuda, summary
+from dpprof.memory.fake_tensors import fake_tensors
+from dpprof.memory.recorder import Kind
+from dpprof.methods.standard import Standard
+from dpprof.records.result import Measurement
+from dpprof.spec import registry
+from dpprof.spec.registry import UnsupportedError
+
+MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+CASES = [(method, {}) for method in registry.names("methods")]
+CASES += [("opacus-ghost", {"attention": name}) for name in ("eager", "opacus")]
+CASES += [("opacus-hooks", {"dtype": name}) for name in ("bfloat16", "float64")]
+CASES += [("standard", {"optimizer": "sgd"})]
+
+
+def make(method: str, **fields):
+    return make_experiment(
+        **{"model": MODEL, "method": method, "batch_size": 3, "seq_len": 32}
+        | {"noise_multiplier": 0.1}  # more, and adaptive clipping would ask for more samples
+        | fields
+    )
+
+
+@pytest.mark.parametrize(("method", "fields"), CASES, ids=str)
+def test_an_estimate_equals_the_ledger(method, fields) -> None:
+    experiment = make(method, **fields)
+    real = measure(experiment, lambda _: None)
+    fake = estimate(experiment, lambda _: None)
+
+    assert fake.memory.peak_allocated_bytes == real.memory.peak_allocated_bytes
+    assert (
+        fake.memory.first_step_peak_allocated_bytes == real.memory.first_step_peak_allocated_bytes
+    )
+    assert fake.memory.at_peak == real.memory.at_peak
+    assert fake.memory.attribution == real.memory.attribution
+    if method in (
+        "opacus-ghost",
+        "opacus-adaptive",
+    ):  # a token that occurs twice in a sample spares a few additions
+        assert 0 <= fake.compute.other_flops - real.compute.other_flops < 10_000
+        of_real = {"other_flops": real.compute.other_flops}
+        assert fake.compute.model_copy(update=of_real) == real.compute
+    else:
+        assert fake.compute == real.compute
+        assert fake.io == real.io
+    assert fake.samplers == real.samplers
+    assert fake.model == real.model
+
+
+def test_the_timeline_keeps_every_components_maximum() -> None:
+    memory = measure(make("opacus-ghost"), lambda _: None).memory
+    line = memory.timeline
+    totals = [sum(row) for row in zip(*line.components.values(), strict=True)]
+    highest = totals.index(max(totals))
+
+    assert max(totals) == memory.peak_allocated_bytes
+    assert line.phase[highest] == memory.at_peak.phase
+    assert {c: sizes[highest] for c, sizes in line.components.items() if sizes[highest]} == {
+        c: size for c, size in memory.at_peak.components.items() if size
+    }
+    assert line.ops == sorted(line.ops)
+    assert line.elapsed_s == sorted(line.elapsed_s)
+    phases = ["step", "forward", "backward", "clip", "second_backward", "noise"]
+    assert list(dict.fromkeys(line.phase)) == phases  # it begins where the last step ended
+    assert line.phase[-1] == "step"
+
+
+def test_nothing_is_patched_afterwards() -> None:
+    apply = nn.Module._apply
+    with fake_tensors(), simulated_cuda.like_cuda("9.0"):
+        assert nn.Module._apply is not apply
+
+    assert nn.Module._apply is apply
+    assert "__deepcopy__" not in vars(FakeTensorMode)
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+class Peeks(Standard):
+    """A method that looks at an element."""
+
+    def compute_gradient(self, batch, enter) -> None:
+        super().compute_gradient(batch, enter)
+        if self.module.head.weight.grad.norm().item() > 1:
+            enter("clip")
+
+
+class Selects(Standard):
+    """A method in which a shape depends on elements."""
+
+    def compute_gradient(self, batch, enter) -> None:
+        super().compute_gradient(batch, enter)
+        self.module.head.weight.grad.nonzero()
+
+
+@pytest.mark.parametrize("method", [Peeks, Selects])
+def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "import_method", lambda _: method)
+    with pytest.raises(UnsupportedError, match=r"^it needs the elements of a tensor \(aten\.\w+"):
+        estimate(make("standard"), lambda _: None)
+
+    assert torch.ones(1).item() == 1
+
+
+def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch) -> None:
+    monkeypatch.setattr(summary, "find_dimensions", lambda _: None)
+    compute = estimate(make("standard"), lambda _: None).compute
+
+    assert compute.model_flops is compute.dp_flop_multiplier is None
+    assert compute.reason.startswith("the layers of another package's model are not known")
+    assert compute.executed_flops > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", registry.names("methods"))
+def test_on_cuda_the_books_close_and_the_estimate_is_near(method) -> None:
+    fields = {"model": "small", "method": method, "batch_size": 4, "seq_len": 256}
+    experiment = make_experiment(**fields, noise_multiplier=0.1, device="cuda")
+    real = measure(experiment, lambda _: None).memory
+    fake = estimate(experiment, lambda _: None).memory
+
+    assert real.attribution.valid, real.attribution.reason
+    assert real.attribution.allocator_peak_bytes > 0
+    assert fake.peak_allocated_bytes == pytest.approx(real.peak_allocated_bytes, rel=0.05)
+
+
+def on(target: str | None, method: str = "opacus-hooks", **fields) -> Measurement:
+    target_fields = {"target": target, "device": "cuda"} if target else {}
+    return estimate(make(method, **target_fields | fields), lambda _: None)
+
+
+def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
+    cpu, gpu = on(None, model="tiny", seq_len=8), on("h200", model="tiny", seq_len=8)
+    components = gpu.memory.at_peak.components
+
+    assert all(size % 512 == 0 for size in components.values())
+    assert components["workspace"] >= 2 * 32 * 2**20
+    # AdamW's square roots of all second moments are there at once, not one after another.
+    assert gpu.memory.at_peak.op == "_foreach_sqrt"
+    assert cpu.memory.at_peak.op != "_foreach_sqrt"
+    assert gpu.compute.roofline_step_s > 0
+    assert cpu.compute.roofline_step_s is None
+
+
+def test_each_choice_of_the_model_can_be_switched_off() -> None:
+    target = registry.load("targets", "h200")
+    sizes = {}
+    for choice in (None, "blocks", "libraries", "foreach"):
+        choices = (
+            simulated_cuda.EVERYTHING._replace(**{choice: False})
+            if choice
+            else simulated_cuda.EVERYTHING
+        )
+        with tracing(target, choices) as recorder:
+            torch.optim.AdamW([nn.Parameter(torch.ones(3)) for _ in range(5)]).param_groups[0]
+            sizes[choice] = sum(storage.nbytes for storage in recorder.storages)
+
+    assert sizes["libraries"] == sizes[None] - 2 * 32 * 2**20
+    assert sizes["blocks"] < sizes[None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
+    fields = {"method": "flash", "dtype": dtype, "seq_len": 300, "batch_size": 2, "model": "tiny"}
+    ops = {}
+    for choices in (simulated_cuda.EVERYTHING, simulated_cuda.EVERYTHING._replace(kernels=False)):
+        experiment = make_experiment(**fields, target="h200", device="cuda")
+        method = registry.load("methods", "flash")
+        with tracing(registry.load("targets", "h200"), choices) as recorder:
+            training = set_up(experiment, method, Cpu(), lambda *_: None)
+            recorder.counting = True
+            training.step.run(training.batch, lambda _: None)
+        ran = [op.cost for kind, op in recorder.events if kind is Kind.RAN]
+        ops[choices.kernels] = {cost.op for cost in ran if cost.op.startswith("dpprof")}
+        plan = training.step.norm_plan.values()
+        planned = sum(one.flops for one in plan if one.way == "tiled product")
+        flops = sum(cost.flops for cost in ran if cost.op == "dpprof.product_squares")
+        assert flops == (2 * planned if ops[choices.kernels] else 0)
+        assert planned > 2 * 300 * 64 * 1000
+
+    assert ops[False] == set()
+    assert bool(ops[True]) == (dtype != "float64")
+
+
+def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
+    with tracing(registry.load("targets", "l4")) as recorder:
+        kept = nn.functional.dropout(torch.ones(1024), 0.5)
+        sizes = [s.nbytes for s in recorder.storages if s.op == "native_dropout"]
+
+    assert sorted(sizes) == [1024, 4096]
+    assert kept.shape == (1024,)
+
+
+def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
+    norm = {}
+    for target in (None, "h100"):
+        with tracing(target and registry.load("targets", target)):
+            layer, x = nn.LayerNorm(8), torch.ones(4, 8, dtype=torch.bfloat16)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                norm[target] = layer(x).dtype
+
+    assert norm == {None: torch.bfloat16, "h100": torch.float32}
+
+
+def test_under_autocast_a_sum_becomes_float32_without_a_copy_of_what_it_sums() -> None:
+    with tracing(registry.load("targets", "h100")) as recorder:
+        x = torch.ones(64, 1024, dtype=torch.bfloat16)
+        recorder.storages.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            sums = x.sum(dim=1), torch.sum(x), x.sum(0, dtype=torch.bfloat16)
+
+    assert [one.dtype for one in sums] == [torch.float32, torch.float32, torch.bfloat16]
+    assert [(one.op, one.nbytes) for one in recorder.storages] == [
+        *(("sum", 512), ("sum", 512), ("sum", 2048))
+    ]

@@ -1,0 +1,99 @@
+"""What is recorded, and that recording holds on to nothing."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpprof.memory.recorder import Kind, Recorder
+
+
+def make_recorder(**options) -> Recorder:
+    return Recorder(**{"is_there": lambda *_: True} | options)
+
+
+def births(recorder: Recorder) -> list[int]:
+    return [recorder.storages[number].nbytes for kind, number in recorder.events if kind == 0]
+
+
+def alive(recorder: Recorder) -> int:
+    """Bytes that were born and have not died."""
+    total = 0
+    for kind, payload in recorder.events:
+        if kind in (Kind.BORN, Kind.DIED):
+            size = recorder.storages[payload].nbytes
+            total += size if kind is Kind.BORN else -size
+    return total
+
+
+def test_views_and_in_place_operators_bear_nothing() -> None:
+    with make_recorder() as recorder:
+        x = torch.ones(8, 4)
+        x.view(2, 16).t()[0].add_(1)
+        x.reshape(4, 8).detach().mul_(2)
+
+    assert births(recorder) == [8 * 4 * 4]
+
+
+def test_a_storage_dies_with_its_last_view() -> None:
+    with make_recorder() as recorder:
+        view = torch.ones(8)[2:]
+        assert alive(recorder) == 32
+        del view
+
+    assert alive(recorder) == 0
+
+
+@pytest.mark.parametrize("counting", [False, True])
+def test_no_tensor_is_kept_alive(counting) -> None:
+    with make_recorder() as recorder:
+        recorder.counting = counting
+        x = torch.ones(100)
+        y = x * 2 + torch.rand(100)
+        seen = [weakref.ref(tensor.untyped_storage()) for tensor in (x, y)]
+        del x, y
+        gc.collect()
+
+    assert [ref() for ref in seen] == [None, None]
+    assert alive(recorder) == 0
+
+
+def test_sizes_are_rounded_up_to_blocks() -> None:
+    with make_recorder(block_bytes=512) as recorder:
+        held = [torch.ones(1), torch.ones(128), torch.ones(129)]
+
+    assert births(recorder) == [512, 512, 1024]
+    assert len(held) == 3
+
+
+def test_what_lives_elsewhere_does_not_count() -> None:
+    with make_recorder(is_there=lambda tensor, _: tensor.dim() > 0) as recorder:
+        held = torch.tensor(1.0), torch.ones(2)
+
+    assert births(recorder) == [8]
+    assert len(held) == 2
+
+
+def test_workspace_is_taken_and_given_back_in_one_operator() -> None:
+    taken = {torch.ops.aten.mm: lambda a, b: a.shape[0] * b.shape[1]}
+    with make_recorder(workspaces=taken) as recorder:
+        torch.ones(3, 4) @ torch.ones(4, 5)
+
+    storage = next(s for s in recorder.storages if "workspace" in s.roles)
+    assert (storage.nbytes, storage.op) == (15, "mm")
+    assert alive(recorder) == 0
+
+
+def test_the_function_is_the_innermost_that_is_no_plumbing() -> None:
+    def inner() -> list[Tensor]:
+        return [torch.nn.functional.gelu(torch.ones(4)) for _ in range(1)]
+
+    with make_recorder() as recorder:
+        inner()
+
+    # A nested function counts as the one that it is written in.
+    assert {storage.function for storage in recorder.storages} == {
+        f"{__name__}:test_the_function_is_the_innermost_that_is_no_plumbing"
+    }

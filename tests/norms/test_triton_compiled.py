@@ -1,0 +1,139 @@
+"""Kernels compile ahead of time for GPUs that are not there, and fit them."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpprof.norms.float32_products import name_precision
+
+triton = pytest.importorskip("triton", reason="the extra dpprof[triton] is not installed")
+
+# Shared memory of a block, from the CUDA C++ Programming Guide, table "Technical Specifications
+# per Compute Capability".
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+STACK_BYTES = 16
+"""What compilers set aside without spilling: they keep a barrier there, and align."""
+
+
+@pytest.fixture(autouse=True)
+def compiled_here(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def tf32():
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(usual)
+
+
+def find_program(kernel: str):
+    from dpprof.norms import triton_kernels  # noqa: PLC0415 (it imports triton)
+
+    return {"gram": triton_kernels.sum_gram_squares, "product": triton_kernels.sum_product_squares}[
+        kernel
+    ]
+
+
+def list_configs(kernel: str, dtype: torch.dtype) -> list:
+    from dpprof.norms.tuning import keep_bearable  # noqa: PLC0415 (it imports triton)
+
+    arguments = {"x_ptr": torch.empty(0, dtype=dtype)}
+    return keep_bearable(find_program(kernel).configs, arguments, PRECISION=name_precision(dtype))
+
+
+def build(kernel: str, config, dtype: torch.dtype, capability: int):
+    """Compile for sizes and strides in multiples of 16, and features side by side."""
+    constants = {"PRECISION": name_precision(dtype), "x_k": 1, "g_k": 1, **config.kwargs}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_for(find_program(kernel).fn, constants, dtype, capability, options)
+
+
+def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, options: dict):
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    pointers = dict.fromkeys(("partial_ptr", "mean_ptr", "rstd_ptr"), "*fp32")
+    pointers |= {"x_ptr": POINTERS[dtype], "g_ptr": POINTERS[dtype]}
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "i32")
+        for name in function.arg_names
+    }
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(function.arg_names)
+        if name not in constants
+    }
+    return triton.compile(
+        ASTSource(function, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+
+
+def stack_bytes(compiled) -> int:
+    """Tell what of a thread's registers went to memory, by what the machine code sets aside."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", told)[1])
+
+
+PRODUCTS = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kernel", ["gram", "product"])
+def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -> None:
+    config = min(list_configs(kernel, torch.float32), key=lambda one: sorted(one.kwargs.values()))
+    compiled = build(kernel, config, torch.float32, capability)
+    ptx = compiled.asm["ptx"]
+
+    assert PRODUCTS.search(ptx)
+    assert "tf32" in ptx
+    # Products of three pairs, each of operands that were rounded and not cut off.
+    assert len(PRODUCTS.findall(ptx)) % 3 == 0
+    assert "cvt.rna.tf32.f32" in ptx
+    assert compiled.metadata.shared <= SHARED_BYTES[89]
+    assert stack_bytes(compiled) <= STACK_BYTES
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", POINTERS)
+def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
+    from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415
+
+    constants = {"x_k": 1, "g_k": 1, "CENTRED": True, **tuning.SCALED._asdict()}
+    compiled = compile_for(
+        triton_kernels.sum_scaled, constants, dtype, capability, {"num_warps": 8}
+    )
+
+    assert stack_bytes(compiled) <= STACK_BYTES
+    assert re.search(r"ld\.global\.v4\.b32|ld\.global\.v2\.b64", compiled.asm["ptx"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("numbers", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("kernel", ["gram", "product"])
+def test_tuning_has_choices_that_fit_and_spill_nothing(
+    kernel, numbers, capability, request
+) -> None:
+    """Of what does not fit, or spills, tuning sees the error or the time."""
+    if numbers == "tf32":
+        request.getfixturevalue("tf32")
+    dtype = torch.bfloat16 if numbers == "bfloat16" else torch.float32
+    compiled = [build(kernel, config, dtype, capability) for config in list_configs(kernel, dtype)]
+    fits = [one for one in compiled if one.metadata.shared <= SHARED_BYTES[capability]]
+
+    assert fits == compiled or capability == 89
+    assert sum(stack_bytes(one) <= STACK_BYTES for one in fits) >= 2

@@ -1,0 +1,331 @@
+"""Both kernels square the norms of the gradients that einsum would build, in float64.
+
+Every case runs under Triton's interpreter, in a process of its own because triton decides as it
+is imported whether it interprets, and again compiled where there is a GPU.
+"""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+MISSING = "the extra dpprof[triton] is not installed"
+KERNELS = ["gram_squares", "product_squares"]
+FEW = 5
+"""Programs that a batch's tiles are shared among, where each shall have many to go through."""
+
+# Tensor cores add up float32 with truncation, hence the tolerance for 16 bits on a GPU.
+TOLERANCES = {"interpreter": {2: 1e-5, 4: 1e-5}, "cuda": {2: 1e-4, 4: 1e-5}}
+
+VIEWS = {
+    "as it is": lambda a_BTK: a_BTK,
+    "tokens first": lambda a_BTK: a_BTK.transpose(0, 1).contiguous().transpose(0, 1),
+    "features before tokens": lambda a_BTK: a_BTK.mT.contiguous().mT,
+    "every other feature": lambda a_BTK: a_BTK.repeat_interleave(2, dim=2)[..., ::2],
+    "slice of a wider tensor": lambda a_BTK: torch.nn.functional.pad(a_BTK, (3, 5))[..., 3:-5],
+    "one sample for all": lambda a_BTK: a_BTK[:1].expand(a_BTK.shape),
+    "one token for all": lambda a_BTK: a_BTK[:, :1].expand(a_BTK.shape),
+    "one number for all": lambda a_BTK: a_BTK[:1, :1, :1].expand(a_BTK.shape),
+}
+
+
+def draw(B: int, T: int, d: int, p: int, dtype=torch.float32) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(B + T + d + p)
+    x_BTd = torch.randn(B, T, d, generator=random)
+    g_BTp = torch.randn(B, T, p, generator=random)
+    return x_BTd.to(dtype), g_BTp.to(dtype)
+
+
+def squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+    gradients_Bdp = torch.einsum("btd,btp->bdp", x_BTd.double(), g_BTp.double())
+    return gradients_Bdp.square().sum(dim=(1, 2))
+
+
+def interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), programs=None):
+    """Run a kernel, in whichever process; the views are taken there, since copies lose strides."""
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    x_view, g_view = (VIEWS[name] for name in views)
+    with mock.patch.object(triton_launch, "PROGRAMS", programs or triton_launch.PROGRAMS):
+        norms = getattr(triton_launch, kernel)
+        found = norms(x_view(x_BTd.to(device)), g_view(g_BTp.to(device))).cpu()
+        return found[0] if kernel == "gram_squares" else found
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    """Where kernels run, and how to run one there."""
+    triton = pytest.importorskip("triton", reason=MISSING)
+    if request.param == "cuda":
+        yield "cuda", partial(compute, "cuda")
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+
+        def run(*arguments, **named):
+            return process.submit(compute, "cpu", *arguments, **named).result()
+
+        try:
+            run("gram_squares", *draw(1, 1, 1, 1))
+        except triton.runtime.errors.InterpreterError as error:
+            if "only 0-dimensional arrays" not in str(error):
+                raise
+            pytest.skip("the interpreter of this Triton (3.6 and older) needs NumPy before 2.4")
+        yield "interpreter", run
+
+
+@pytest.fixture
+def gpu():
+    pytest.importorskip("triton", reason=MISSING)
+    return "cuda", partial(compute, "cuda")
+
+
+def check(place, kernel: str, x_BTd: Tensor, g_BTp: Tensor, **named) -> None:
+    name, run = place
+    x_view, g_view = named.get("views", ("as it is", "as it is"))
+    expected_B = squares(VIEWS[x_view](x_BTd), VIEWS[g_view](g_BTp))
+    result_B = run(kernel, x_BTd, g_BTp, **named)
+
+    assert result_B.dtype == torch.float32
+    tolerance = TOLERANCES[name][x_BTd.element_size()]
+    torch.testing.assert_close(result_B.double(), expected_B.cpu(), rtol=tolerance, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (17, 40, 7), (64, 32, 64), (100, 33, 50)])
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_norms_are_those_of_the_gradients(place, kernel, B, sizes, dtype) -> None:
+    check(place, kernel, *draw(B, *sizes, dtype))
+
+
+@pytest.mark.parametrize("programs", [1, FEW])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_few_programs_go_through_all_tiles(place, kernel, programs) -> None:
+    check(place, kernel, *draw(2, 90, 40, 70), programs=programs)
+
+
+@pytest.mark.parametrize("views", list(pairwise([*VIEWS, "as it is"])))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_any_strides_will_do(place, kernel, views) -> None:
+    check(place, kernel, *draw(3, 35, 20, 33), views=views)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sample_of_zeros_has_norm_zero_and_the_others_theirs(place, kernel) -> None:
+    x_BTd, g_BTp = draw(3, 20, 18, 40)
+    g_BTp[1] = 0
+    check(place, kernel, x_BTd, g_BTp)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tokens_that_cancel_leave_nothing(place, kernel) -> None:
+    x_BTd, g_BTp = (half.repeat(1, 2, 1) for half in draw(2, 20, 30, 40))
+    g_BTp[:, 20:] *= -1
+    result_B = place[1](kernel, x_BTd, g_BTp)
+    scale_B = ((x_BTd.norm(dim=2) * g_BTp.norm(dim=2)).sum(dim=1)) ** 2
+
+    assert (result_B >= 0).all()
+    assert (result_B <= 1e-6 * scale_B).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sums_that_float16_could_not_hold_are_norms(place, kernel) -> None:
+    x_BTd, g_BTp = draw(2, 17, 40, 7)
+    check(place, kernel, (1e3 * x_BTd).half(), (1e3 * g_BTp).half())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_large_values_in_bfloat16_are_summed_in_float32(place, kernel) -> None:
+    x_BTd, g_BTp = draw(2, 64, 48, 48)
+    check(place, kernel, (1e7 * x_BTd).bfloat16(), (1e7 * g_BTp).bfloat16())
+
+
+def sum_gram(x_BTd, g_BTp):
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    return triton_launch.gram_squares(x_BTd, g_BTp)
+
+
+def test_the_squares_of_both_gram_matrices_come_with_them() -> None:
+    triton = pytest.importorskip("triton", reason=MISSING)
+    x_BTd, g_BTp = draw(3, 70, 18, 40)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+        try:
+            _, of_x, of_g = process.submit(sum_gram, x_BTd, g_BTp).result()
+        except triton.runtime.errors.InterpreterError as error:
+            pytest.skip(str(error))
+
+    for found, of in ((of_x, x_BTd.double()), (of_g, g_BTp.double())):
+        expected = (of @ of.mT).square().sum((1, 2))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+def tell(x_BTd, g_BTp):
+    """Run the operator that stands for a kernel, and ask what was recorded of it."""
+    from dpprof.norms import triton_ops  # noqa: PLC0415
+
+    triton_ops.gram_squares(x_BTd, g_BTp)
+    return triton_ops.tell_tiles("tiled gram", 20, 18, 40), triton_ops.tell_tiles(
+        "tiled product", 20, 18, 40
+    )
+
+
+def test_the_tiles_with_which_a_kernel_ran_are_recorded() -> None:
+    pytest.importorskip("triton", reason=MISSING)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+        ran, never = process.submit(tell, *draw(3, 20, 18, 40)).result()
+
+    assert ran == {"TILE_T": 32, "TILE_K": 32, "num_warps": 1, "num_stages": 1}
+    assert never is None
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_empty_batch_has_no_norms(place, kernel) -> None:
+    assert place[1](kernel, *draw(0, 4, 5, 6)).shape == (0,)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_number_that_is_none_stays_with_its_sample(place, kernel) -> None:
+    x_BTd, g_BTp = draw(3, 20, 18, 40)
+    x_BTd[1, 3, 2] = torch.nan
+
+    assert place[1](kernel, x_BTd, g_BTp).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results_repeat_to_the_last_bit(place, kernel) -> None:
+    layer = draw(2, 100, 33, 50)
+
+    assert torch.equal(place[1](kernel, *layer), place[1](kernel, *layer))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_does_not_fit_is_refused(place, kernel) -> None:
+    run = place[1]
+    with pytest.raises(TypeError, match=r"float64 and torch\.float64"):
+        run(kernel, *draw(2, 3, 4, 5, torch.float64))
+    with pytest.raises(TypeError, match=r"bfloat16 and torch\.float32"):
+        run(kernel, torch.ones(2, 3, 4).bfloat16(), torch.ones(2, 3, 5))
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\) and \(2, 4, 5\)"):
+        run(kernel, torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+    with pytest.raises(ValueError, match=r"\(2, 4\) and \(2, 5\)"):
+        run(kernel, torch.ones(2, 4), torch.ones(2, 5))
+
+
+def sum_scaled(device, *arguments, programs):
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    given = [None if one is None else one.to(device) for one in arguments]
+    with mock.patch.object(triton_launch, "PROGRAMS", programs):
+        return triton_launch.scale_gradients(*given).cpu()
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run_scaled(request):
+    triton = pytest.importorskip("triton", reason=MISSING)
+    if request.param == "cuda":
+        yield partial(sum_scaled, "cuda")
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpret) as process:
+
+        def run(*arguments, programs):
+            try:
+                return process.submit(sum_scaled, "cpu", *arguments, programs=programs).result()
+            except triton.runtime.errors.InterpreterError as error:
+                pytest.skip(str(error))
+
+        yield run
+
+
+@pytest.mark.parametrize("programs", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_centred", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 21, 37), (2, 64, 16)])
+def test_gradients_of_a_scale(run_scaled, sizes, is_centred, dtype, programs) -> None:
+    B, T, d = sizes
+    x_BTd, g_BTd = draw(B, T, d, d, dtype)
+    mean_BT, rstd_BT = x_BTd.float().mean(2), 1 + x_BTd.float().square().mean(2)
+    normal_BTd = x_BTd.double() - (mean_BT.double()[:, :, None] if is_centred else 0)
+    expected_Bd = (g_BTd.double() * normal_BTd * rstd_BT.double()[:, :, None]).sum(1)
+
+    views = x_BTd.mT.contiguous().mT, g_BTd.repeat_interleave(2, dim=2)[..., ::2]
+    found_Bd = run_scaled(*views, mean_BT if is_centred else None, rstd_BT, programs=programs)
+
+    assert found_Bd.dtype == torch.float32
+    torch.testing.assert_close(found_Bd.double(), expected_Bd, rtol=1e-5, atol=1e-5)
+
+
+def test_an_empty_batch_has_no_gradients_of_a_scale(run_scaled) -> None:
+    none = torch.ones(0, 4, 6)
+
+    assert run_scaled(none, none, None, torch.ones(0, 4), programs=1).shape == (0, 6)
+
+
+def test_without_the_interpreter_tensors_of_a_cpu_are_refused() -> None:
+    pytest.importorskip("triton", reason=MISSING)
+    with pytest.raises(ValueError, match="must be on one CUDA device, not on cpu and cpu"):
+        compute("cpu", "gram_squares", *draw(1, 2, 3, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "sizes", [(2, 4_096, 1_024, 1_024), (3, 1_000, 768, 3_001), (64, 128, 512, 2_048)]
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_norms_are_those_of_the_gradients_of_large_layers(gpu, kernel, sizes, dtype) -> None:
+    check(gpu, kernel, *draw(*sizes, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_norms_are_no_lower_where_torch_may_use_tf32(gpu, kernel, precision) -> None:
+    """TF32 itself, rounded or cut off, would see 1."""
+    seen = 1 + 2**-12
+    B, T, d, p = 2, 256, 512, 256
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        result_B = gpu[1](kernel, torch.full((B, T, d), 1 + 2**-12), torch.ones(B, T, p))
+    finally:
+        torch.set_float32_matmul_precision(usual)
+
+    assert result_B.tolist() == pytest.approx([d * p * (T * seen) ** 2] * B, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_offsets_beyond_32_bits_are_reached(gpu, kernel) -> None:
+    B, T, stride, d, p = 2, 80, 2**25, 32, 16
+    x_BTd = torch.zeros(B, T, stride, dtype=torch.bfloat16, device="cuda")[..., -d:]
+    x_BTd.copy_(torch.randn(B, T, d))
+    g_BTp = torch.randn(B, T, p).bfloat16()
+    assert T * stride > 2**31
+
+    check(gpu, kernel, x_BTd, g_BTp.cuda())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_memory_is_that_of_the_partial_sums_even_when_tuning(gpu, kernel) -> None:
+    x_BTd, g_BTp = (a_BTK.cuda() for a_BTK in draw(4, 2_048, 512, 512))
+    torch.cuda.reset_peak_memory_stats()
+    before_bytes = torch.cuda.memory_allocated()
+    gpu[1](kernel, x_BTd, g_BTp)
+
+    assert torch.cuda.max_memory_allocated() - before_bytes < 2**16  # a T x T has 2^24

@@ -1,0 +1,348 @@
+import copy
+import itertools
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpprof.planning.planner import (
+    files_beyond,
+    make_plan,
+    planner,
+    read_manifest,
+    spec_path,
+    traces_path,
+    write_plan,
+)
+from dpprof.spec.target import DTYPES
+from dpprof.spec.validation import InputError
+from dpprof.system.hardware import Gpu
+
+CONFIG = {
+    "defaults": {"model": "tiny", "seq_len": 8},
+    "sweeps": {
+        "one": {"method": ["standard", "opacus-hooks"], "batch_size": [1, 2], "replicates": 2},
+        "two": {"method": "standard", "batch_size": 2},
+    },
+}
+
+
+def plan_of(config):
+    return make_plan(config, device=lambda: "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_that_two_sweeps_ask_for_is_planned_once() -> None:
+    manifest = plan_of(CONFIG).manifest
+
+    assert len(manifest.runs) == 2 * 2 * 2
+    shared = [run for run in manifest.runs if run.sweeps == ("one", "two")]
+    assert [(run.method, run.replicate) for run in shared] == [("standard", 0)]
+
+
+def test_a_reordered_config_has_the_same_manifest() -> None:
+    reordered = {
+        "sweeps": {
+            "two": {"batch_size": 2, "method": "standard"},
+            "one": {"replicates": 2, "batch_size": [2, 1], "method": ["opacus-hooks", "standard"]},
+        },
+        "defaults": {"seq_len": 8, "model": "tiny"},
+    }
+
+    assert plan_of(reordered).manifest == plan_of(CONFIG).manifest
+
+
+def test_replicates_are_interleaved() -> None:
+    replicates = [run.replicate for run in plan_of(CONFIG).manifest.runs]
+
+    assert replicates == sorted(replicates)
+
+
+def test_planning_twice_touches_nothing(reported) -> None:
+    folder = reported
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    time.sleep(0.01)
+    write_plan(plan_of(CONFIG))
+
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_specs_are_canonical_and_named_by_content(folder) -> None:
+    plan = plan_of(CONFIG)
+    write_plan(plan)
+
+    for experiment in plan.experiments.values():
+        spec = json.loads((folder / spec_path(experiment.id)).read_text())
+        waiting = {"wait_for_idle_gpu_s": 0.0}  # which nobody asked for, and is left out
+        assert spec | waiting == experiment.model_dump(mode="json")
+
+
+def test_manifests_of_two_configs_live_side_by_side(folder) -> None:
+    other = copy.deepcopy(CONFIG)
+    del other["sweeps"]["one"]
+    for config in (CONFIG, other):
+        write_plan(plan_of(config))
+
+    assert read_manifest(plan_of(CONFIG).manifest.path) == plan_of(CONFIG).manifest
+    assert read_manifest(plan_of(other).manifest.path) == plan_of(other).manifest
+
+
+@pytest.fixture
+def reported(folder) -> Path:
+    """A folder in which the config's results and tables exist; their content is not read."""
+    plan = plan_of(CONFIG)
+    for run in plan.manifest.runs:
+        run.path(folder).parent.mkdir(parents=True, exist_ok=True)
+        run.path(folder).touch()
+    for verdict in plan.verdicts(folder):
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        verdict.touch()
+    for ceilings in plan.ceilings(folder):
+        ceilings.parent.mkdir(parents=True, exist_ok=True)
+        ceilings.touch()
+    tables = folder / "results" / "tables" / "manifest.txt"
+    tables.parent.mkdir(parents=True)
+    tables.write_text(plan.manifest.path.name + "\n")
+    write_plan(plan)
+    return folder
+
+
+def due_after_planning(config=CONFIG) -> bool:
+    plan = plan_of(config)
+    before = plan.manifest.due_path.read_text() if plan.manifest.due_path.exists() else None
+    write_plan(plan)
+    return plan.manifest.due_path.read_text() != before
+
+
+def test_tables_are_not_due_while_nothing_changed(reported) -> None:
+    assert not due_after_planning()
+
+
+def test_tables_are_due_when_a_result_is_gone(reported) -> None:
+    plan_of(CONFIG).manifest.runs[0].path(reported).unlink()
+
+    assert due_after_planning()
+    assert due_after_planning()  # and stay so until it is there
+
+
+def test_tables_are_due_when_a_verdict_is_gone(reported) -> None:
+    (reported / "results" / "verify" / "built-in-standard.json").unlink()
+
+    assert due_after_planning()
+
+
+def test_tables_are_due_when_ceilings_are_gone(reported) -> None:
+    (ceilings,) = (reported / "results" / "ceilings").iterdir()
+    ceilings.unlink()
+
+    assert due_after_planning()
+
+
+def devices_of(device: str | None = None, **keys) -> list[str]:
+    """Name the devices of a sweep, on a host whose ``auto`` is a GPU."""
+    sweep = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4} | keys
+    sweep |= {"device": device} if device else {}
+    return make_plan({"sweeps": {"s": sweep}}, device=lambda: "cuda").devices
+
+
+def test_ceilings_are_of_the_devices_that_runs_are_measured_on(monkeypatch) -> None:
+    monkeypatch.setattr(planner, "cpu_name", lambda: "AMD EPYC")
+    monkeypatch.setattr(planner, "available_cores", lambda: 2)
+    gpus = [Gpu("GPU-1", "NVIDIA L4", 1), Gpu("GPU-2", "NVIDIA H200", 1)]
+    monkeypatch.setattr(planner, "visible_gpus", lambda: gpus)
+    (cpu, gpu) = ("cpu-amd-epyc-2-cores", "cuda-nvidia-l4")
+
+    assert devices_of("cpu", batch_size=[1, 2], instruments=["clean", "phases"]) == [cpu]
+    assert devices_of() == [gpu]
+    assert devices_of(device=["cpu", "cuda"]) == [cpu, gpu]
+    monkeypatch.setattr(planner, "visible_gpus", list)
+    assert devices_of() == ["cuda"]
+
+
+def test_predictions_alone_ask_for_no_ceilings(folder) -> None:
+    sweep = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    sweep |= {"instruments": ["estimate", "capacity"], "target": "h200"}
+    plan = plan_of({"sweeps": {"s": sweep}})
+    write_plan(plan)
+
+    assert plan.ceilings(folder) == []
+    assert not (folder / "results" / "plan" / "code" / "ceilings.sha256").exists()
+
+
+def test_a_method_is_verified_once_for_all_sizes_of_our_transformer() -> None:
+    config = copy.deepcopy(CONFIG)
+    sizes = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}
+    config["sweeps"]["two"]["model"] = ["small", "1b", sizes]
+
+    assert plan_of(config).pairs == [("built-in", "opacus-hooks"), ("built-in", "standard")]
+
+
+def test_tables_are_due_when_those_on_disk_are_of_another_config(reported) -> None:
+    (reported / "results" / "tables" / "manifest.txt").write_text("manifest-other.json\n")
+
+    assert due_after_planning()
+
+
+def test_tables_are_due_when_it_cannot_be_told_whose_those_on_disk_are(reported) -> None:
+    (reported / "results" / "tables" / "manifest.txt").write_bytes(bytes(range(256)))
+
+    assert due_after_planning()
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        (
+            {"method": "opacus-gost"},
+            "sweeps.two.method: 'opacus-gost' is not allowed; did you mean",
+        ),
+        ({"model": "huge"}, "sweeps.two.model: 'huge' is not allowed; allowed: 1b, medium, small"),
+        ({"instruments": "clear"}, "sweeps.two.instruments: 'clear' is not allowed; did you mean"),
+    ],
+)
+def test_unknown_names_are_one_sentence(where, sentence: str) -> None:
+    config = copy.deepcopy(CONFIG)
+    config["sweeps"]["two"] |= where
+
+    with pytest.raises(InputError) as caught:
+        plan_of(config)
+
+    assert str(caught.value).startswith(sentence)
+
+
+TARGETS = [
+    (
+        {"target": "h300", "instruments": "estimate"},
+        "sweeps.s.target: 'h300' is not allowed; did you mean 'h200'? allowed: a100, a100-40gb,",
+    ),
+    (
+        {"target": "h200"},
+        "sweeps.s.target: 'h200' is not allowed; the instrument clean measures what is here",
+    ),
+    (
+        {"target": "h200", "device": "cpu", "instruments": "estimate"},
+        "sweeps.s.device: 'cpu' is not allowed; target h200 goes with cuda; leave it out",
+    ),
+    (
+        {"target": {"memory_bytes": "1GiB"}, "instruments": "estimate"},
+        "sweeps.s.target: missing flops_per_s, bandwidth_bytes_per_s",
+    ),
+    (
+        {"target": 5, "instruments": "estimate"},
+        "sweeps.s.target: 5 is not allowed; it must be a target's name, or a mapping of memory_by",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "sentence"), TARGETS, ids=[str(keys) for keys, _ in TARGETS])
+def test_targets_that_cannot_be_meant_are_one_sentence(keys, sentence) -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    with pytest.raises(InputError) as caught:
+        make_plan({"sweeps": {"s": usual | keys}}, device=lambda: "cpu")
+
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_settles_the_device_whatever_is_here() -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    targets = {"target": ["h200", "cpu", None], "instruments": "estimate"}
+    plan = make_plan({"sweeps": {"s": usual | targets}}, device=lambda: "cuda")
+
+    assert {(e.target, e.device) for e in plan.experiments.values()} == {
+        ("h200", "cuda"),
+        ("cpu", "cpu"),
+        (None, "cuda"),
+    }
+
+
+def test_a_target_may_be_a_mapping_and_is_one_value() -> None:
+    usual = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+    mapping = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 1e12}
+    spelled_out = mapping | {"flops_per_s": dict.fromkeys(DTYPES, 1e14)}
+    sweep = usual | {"instruments": "estimate", "target": ["h200", mapping, spelled_out]}
+    plan = make_plan({"sweeps": {"s": sweep}}, device=lambda: "cpu")
+
+    assert len(plan.manifest.runs) == 2
+    sizes = {
+        e.target if isinstance(e.target, str) else e.target.memory_bytes
+        for e in plan.experiments.values()
+    }
+    assert sizes == {"h200", 24 * 2**30}
+    excluded = {"sweeps": {"s": sweep}, "exclude": [{"target": mapping}]}
+    (kept,) = make_plan(excluded, device=lambda: "cpu").experiments.values()
+    assert kept.target == "h200"
+
+
+def test_a_bad_config_writes_nothing(folder) -> None:
+    with pytest.raises(InputError):
+        write_plan(plan_of(CONFIG | {"sweeps": {"x": {"method": "no", "batch_size": 1}}}))
+
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"schema_version":1,"runs":[',
+        bytes(range(256)),
+        b"[" * 100_000,
+        b'{"runs": [{"replicate": ' + b"1" * 10_000 + b"}]}",
+        b'{"runs": 1, "more": 2}',
+    ],
+    ids=["cut", "binary", "deep", "digits", "other keys"],
+)
+def test_a_damaged_manifest_is_named(folder, content: bytes) -> None:
+    path = folder / "manifest-x.json"
+    path.write_bytes(content)
+
+    with pytest.raises(InputError, match=r"manifest-x\.json: is no manifest"):
+        read_manifest(path)
+
+
+def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
+    plan = plan_of(CONFIG)
+    write_plan(plan)
+    wanted = plan.manifest.runs[0].path(folder)
+    stale = folder / "results" / "clean" / "tiny-standard-b9-t8-00000000.r0.json"
+    stale_log = folder / "results" / "logs" / "clean" / "tiny-standard-b9-t8-00000000.r0.log"
+    stale_verdict = folder / "results" / "verify" / "built-in-microbatch.json"
+    stale_ceilings = folder / "results" / "ceilings" / "cuda-another.json"
+    stale_ceilings_log = folder / "results" / "logs" / "ceilings" / "cuda-another.log"
+    stale_trace = folder / "results" / "traces" / stale.stem.removesuffix(".r0") / "r0" / "x.gz"
+    beyond = [stale, stale_log, stale_verdict, stale_ceilings, stale_ceilings_log, stale_trace]
+    (name,) = plan.devices
+    kept_log = folder / "results" / "logs" / "ceilings" / f"{name}.log"
+    report = folder / "results" / "report.md"
+    trace = folder / traces_path(plan.manifest.runs[0].id, 0) / "x.gz"
+    kept = [wanted, kept_log, report, trace, *plan.verdicts(folder), *plan.ceilings(folder)]
+    for path in beyond + kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+
+    assert files_beyond(folder, [plan]) == sorted(beyond)
+
+
+def test_the_reference_matrix_is_complete() -> None:
+    path = Path(__file__).parents[2] / "config" / "reference.yaml"
+    plan = plan_of(yaml.safe_load(path.read_text()))
+
+    found = {(e.method, e.batch_size, e.seq_len) for e in plan.experiments.values()}
+    methods = ["standard", "opacus-hooks", "opacus-ghost", "opacus-fast-gradient-clipping"]
+    methods += ["flash", "flash-bk"]
+    assert found == set(itertools.product(methods, [4, 8], [512, 1024]))
+    assert {(e.model, e.device) for e in plan.experiments.values()} == {("1b", "cuda")}
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "smoke.yaml", "reference.yaml"])
+def test_shipped_configs_plan(name: str) -> None:
+    path = Path(__file__).parents[2] / "config" / name
+
+    assert plan_of(yaml.safe_load(path.read_text())).manifest.runs

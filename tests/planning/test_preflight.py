@@ -1,0 +1,35 @@
+"""Config files are looked at before Snakemake loads, and may execute, them."""
+
+import pytest
+
+from dpprof.planning.preflight import refuse_config_files
+
+ORDERS = [
+    ["--configfile", "good.yaml", "bad.yaml"],
+    ["--configfile=bad.yaml", "-n"],
+    ["-c", "4", "--configfiles", "bad.yaml", "--config", "partial=true"],
+    ["--configfile", "good.yaml", "--configfile", "bad.yaml", "--", "all"],
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text("sweeps: {}")
+    (tmp_path / "bad.yaml").write_text("__use_yte__: true\na: ?1/0")
+
+
+@pytest.mark.parametrize("arguments", ORDERS, ids=" ".join)
+def test_every_config_file_of_the_command_line_is_looked_at(arguments) -> None:
+    with pytest.raises(SystemExit, match=r"^error: bad\.yaml: the key __use_yte__ is not allowed"):
+        refuse_config_files(arguments)
+
+
+def test_a_missing_config_file_is_one_sentence() -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*No such file or directory: 'no\.yaml'$"):
+        refuse_config_files(["--configfile", "no.yaml"])
+
+
+def test_a_command_line_without_bad_config_files_passes() -> None:
+    refuse_config_files(["-n", "--config", "partial=true", "--cores", "1", "all"])
+    refuse_config_files(["--configfile", "good.yaml", "-C", "a=bad.yaml"])

@@ -1,0 +1,103 @@
+"""What a file of ceilings says, whose it is, and that it can be trusted."""
+
+import pytest
+from factory import CPU, write_synthetic_ceilings
+
+from dpprof.records.ceilings import (
+    ceilings_path,
+    device_name,
+    find_ceilings,
+    nothing_measured,
+    read_ceilings,
+)
+from dpprof.records.record import ResultError
+from dpprof.spec.target import DTYPES
+from dpprof.system.hardware import describe_cpu
+
+GPU = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-1", "power_w": 70.0}
+
+
+def test_ceilings_come_back_as_they_were_written(tmp_path) -> None:
+    written = write_synthetic_ceilings(tmp_path, GPU)
+
+    assert read_ceilings(ceilings_path(tmp_path, "cuda-nvidia-h100-80gb-hbm3")) == written
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda text: text[:-40], "is not complete JSON"),
+        (lambda text: text.replace("1000.0", "1001.0"), "was edited after it was written"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 9'), "version 9"),
+    ],
+    ids=["cut", "edited", "of another version"],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage, problem) -> None:
+    write_synthetic_ceilings(tmp_path)
+    path = ceilings_path(tmp_path, device_name(CPU))
+    path.write_text(damage(path.read_text()))
+
+    with pytest.raises(ResultError, match=problem) as caught:
+        read_ceilings(path)
+    assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("description", "name"),
+    [
+        (GPU, "cuda-nvidia-h100-80gb-hbm3"),
+        ({"type": "cuda", "name": None}, "cuda"),
+        (CPU, "cpu-synthetic-cpu-2-cores"),
+        (CPU | {"threads": 1}, "cpu-synthetic-cpu-2-cores"),
+        (
+            {"type": "cpu", "name": "Intel(R) Xeon(R) CPU @ 2.20GHz", "cores": 16},
+            "cpu-intel-xeon-cpu-2-20ghz-16-cores",
+        ),
+        ({"type": "cpu", "name": "../x; touch $(y)", "cores": 1}, "cpu-x-touch-y-1-cores"),
+    ],
+)
+def test_a_device_is_named_by_letters_digits_and_hyphens(description, name) -> None:
+    assert device_name(description) == name
+
+
+def test_an_experiment_on_fewer_threads_finds_the_ceilings_of_the_whole_device(tmp_path) -> None:
+    here = write_synthetic_ceilings(tmp_path, describe_cpu(threads=2))
+
+    assert find_ceilings([here], describe_cpu(threads=1)) == here
+
+
+def test_ceilings_are_found_by_what_they_say_and_not_by_their_files_name(tmp_path) -> None:
+    cpu, gpu = (write_synthetic_ceilings(tmp_path, device) for device in (CPU, GPU))
+    ceilings_path(tmp_path, device_name(GPU)).rename(ceilings_path(tmp_path, "cuda"))
+    known = [cpu, read_ceilings(ceilings_path(tmp_path, "cuda"))]
+
+    assert find_ceilings(known, GPU | {"uuid": "GPU-2", "power_w": 500.0}) == gpu
+    assert find_ceilings(known, GPU | {"name": "NVIDIA H200"}) is None
+    assert find_ceilings(known, CPU | {"cores": 4}) is None
+
+
+def test_of_several_the_last_measured_count(tmp_path) -> None:
+    old, new = (
+        write_synthetic_ceilings(tmp_path, started_at=f"2026-01-0{day}T00:00:00+00:00")
+        for day in (1, 2)
+    )
+
+    assert find_ceilings([new, old], CPU) == new
+
+
+def test_what_was_not_measured_is_null_with_the_reason() -> None:
+    limits = nothing_measured("it hung")
+
+    assert limits.matmul == dict.fromkeys(DTYPES)
+    assert (limits.bandwidth, limits.launch_latency_s) == (None, None)
+    assert limits.reasons == dict.fromkeys(
+        [
+            "matmul.float32",
+            "matmul.tf32",
+            "matmul.bfloat16",
+            "matmul.float64",
+            "bandwidth",
+            "launch_latency_s",
+        ],
+        "it hung",
+    )

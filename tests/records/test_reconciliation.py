@@ -1,0 +1,44 @@
+import pytest
+from factory import make_experiment
+
+from dpprof.records.reconciliation import JOINED, bound_bytes, close_books
+
+EVIDENCE = {"identity": 10, "birthplace": 0, "phase": 0}
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("fields", "bound"),
+    [
+        ({}, MIB),
+        ({"dtype": "bfloat16"}, 5 * MIB),
+        ({"device": "cuda"}, 10 * MIB),
+        ({"device": "cuda", "dtype": "bfloat16"}, 10 * MIB),
+    ],
+)
+def test_bounds_are_shares_of_the_peak(fields, bound) -> None:
+    assert bound_bytes(make_experiment(**fields), 1000 * MIB) == pytest.approx(
+        bound, abs=1 * MIB * 0.1
+    )
+    assert bound_bytes(make_experiment(**fields), 1) == 64 * 1024
+
+
+def test_a_gap_within_the_bound_is_valid_either_way() -> None:
+    experiment = make_experiment()
+    for gap in (0, 64 * 1024, -64 * 1024):
+        books = close_books(experiment, MIB, MIB + gap, EVIDENCE)
+        assert (books.valid, books.gap_bytes, books.reason) == (True, gap, None)
+
+
+def test_a_gap_beyond_the_bound_is_not_and_says_why() -> None:
+    books = close_books(make_experiment(), MIB, MIB + 64 * 1024 + 1, EVIDENCE)
+
+    assert books.valid is False
+    assert books.reason == "the gap of 65,537 bytes is beyond its bound of 65,536"
+
+
+def test_an_unknown_peak_is_null_with_a_reason() -> None:
+    books = close_books(make_experiment(), MIB, None, EVIDENCE)
+
+    assert books.valid is books.gap_bytes is books.allocator_peak_bytes is None
+    assert books.reason == JOINED

@@ -1,0 +1,124 @@
+import json
+
+import pytest
+from factory import make_experiment, tables_of_runs, write_synthetic
+
+from dpprof.records.record import ResultError
+from dpprof.records.record import _content_digest as content_digest
+from dpprof.records.result import read_result, read_run, result_path
+
+
+@pytest.fixture
+def written(tmp_path):
+    experiment = make_experiment()
+    result = write_synthetic(tmp_path, experiment)
+    return result, result_path(tmp_path, "clean", experiment.id, 0)
+
+
+def test_a_result_is_read_back_whole(written) -> None:
+    result, path = written
+
+    assert read_result(path) == result
+
+
+def test_contract_keys_are_always_present_and_identity_comes_first(written) -> None:
+    document = json.loads(written[1].read_text())
+
+    assert list(document)[:4] == ["schema_version", "experiment_id", "experiment", "spec_digest"]
+    contract = (
+        "schema_version experiment_id experiment spec_digest code_digest content_digest instrument "
+        "replicate outcome error attempts started_at wall_s device provenance model samplers "
+        "norm_plan memory time throughput compute io kernels energy verification privacy"
+    )
+    assert set(contract.split()) <= set(document)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 0.5, 0.99])
+def test_a_cut_file_is_named(written, keep: float) -> None:
+    _, path = written
+    text = path.read_text()
+    path.write_text(text[: int(len(text) * keep)] if keep != 1 else text[:-3])
+
+    with pytest.raises(ResultError, match=rf"{path.name}: is not complete JSON.*delete it"):
+        read_result(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (b"[" * 100_000, "it is nested too deep"),
+        (b'{"schema_version": ' + b"1" * 10_000 + b"}", "it holds a number of too many digits"),
+        (b'{"schema_version": 1, "a": ' + b"[" * 900 + b"]" * 900 + b"}", "was edited after it"),
+    ],
+    ids=["deep", "digits", "half as deep"],
+)
+def test_a_file_that_no_reader_takes_is_named(written, damage: bytes, why: str) -> None:
+    _, path = written
+    path.write_bytes(damage)
+
+    with pytest.raises(ResultError, match=rf"{path.name}: .*{why}"):
+        read_result(path)
+
+
+def test_an_edited_number_is_found(written) -> None:
+    _, path = written
+    path.write_text(path.read_text().replace('"wall_s": 1.5', '"wall_s": 1.4'))
+
+    with pytest.raises(ResultError, match="was edited after it was written"):
+        read_result(path)
+
+
+def test_a_smuggled_nan_is_found(written) -> None:
+    _, path = written
+    path.write_text(path.read_text().replace('"wall_s": 1.5', '"wall_s": NaN'))
+
+    with pytest.raises(ResultError, match="was edited after it was written"):
+        read_result(path)
+
+
+def test_another_schema_version_is_named(written) -> None:
+    _, path = written
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+
+    with pytest.raises(ResultError, match="has schema version 99, and this dpprof reads 1"):
+        read_result(path)
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("[1, 2]")
+
+    with pytest.raises(ResultError, match="is not a result file"):
+        read_result(path)
+
+
+def test_a_result_under_another_runs_name_is_named(written, tmp_path) -> None:
+    result, path = written
+    path.rename(path.with_name(path.name.replace(".r0.", ".r1.")))
+
+    with pytest.raises(ResultError, match="holds another run"):
+        read_run(tmp_path, "clean", result.experiment_id, 1)
+
+
+def test_text_without_an_encoding_is_spelled_where_it_is_written_and_where_it_is_read(
+    tmp_path,
+) -> None:
+    experiment = make_experiment()
+    write_synthetic(tmp_path, experiment, outcome="crashed", message="half a \ud800 character")
+    path = result_path(tmp_path, "clean", experiment.id, 0)
+
+    assert json.loads(path.read_text())["error"]["message"] == "half a \\ud800 character"
+    document = json.loads(path.read_text())
+    document["error"]["message"] = "half a \ud800 character"  # as an older dpprof would
+    document["content_digest"] = content_digest(document)
+    path.write_text(json.dumps(document))
+    assert read_result(path).error.message == "half a \\ud800 character"
+
+
+def test_tables_of_such_a_result_can_be_written(tmp_path) -> None:
+    experiment = make_experiment()
+    fields = {"outcome": "crashed", "message": "half a \ud800 character"}
+    tables = tables_of_runs(tmp_path, (experiment, "clean", fields))
+
+    for table in tables.values():
+        assert table.to_csv(index=False).encode()

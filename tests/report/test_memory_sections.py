@@ -1,0 +1,267 @@
+"""What the report makes of books: every number against one that was put in."""
+
+import pytest
+from factory import make_books, make_experiment, tables_of_runs
+
+from dpprof.records.result import COMPONENTS
+from dpprof.report.content import build_document
+from dpprof.report.document import Bullets, Document, Drawing
+from dpprof.spec.datasheets import L4
+
+MIB = 2**20
+GIB = 2**30
+STANDARD = make_experiment(method="standard")
+HOOKS = make_experiment(method="opacus-hooks")
+OWNED = {"parameters": 10 * MIB, "gradients": 30 * MIB}
+
+
+def kept(experiment, instrument="ledger", owned=OWNED, **fields):
+    return experiment, instrument, {"books": make_books(owned, **fields)}
+
+
+def on(target, method, **fields):
+    return make_experiment(method=method, device="cuda", target=target, **fields)
+
+
+def document_of(root, *runs) -> Document:
+    return build_document(tables_of_runs(root, *runs), [])
+
+
+def table_of(document, title, index=0) -> list[dict[str, str]]:
+    section = next(section for section in document.sections if section.title == title)
+    table = [block for block in section.blocks if block.kind == "table"][index]
+    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
+
+
+def findings(document) -> list[str]:
+    blocks = document.sections[0].blocks
+    return [item for block in blocks if isinstance(block, Bullets) for item in block.items]
+
+
+def test_owners_at_the_peak_are_told_in_mib(tmp_path) -> None:
+    private = OWNED | {"noise": 59 * MIB, "norm_samples": MIB // 2}
+    document = document_of(tmp_path, kept(STANDARD), kept(HOOKS, "estimate", private))
+    hooks, standard = table_of(document, "Memory")
+
+    assert hooks["peak"] == "99.5"
+    assert [hooks[name] for name in ("parameters", "gradients", "noise", "other")] == [
+        "10.0",
+        "30.0",
+        "59.0",
+        "0.5",
+    ]
+    assert [standard[name] for name in ("peak", "noise", "other")] == ["40.0", "0.0", "0.0"]
+    # Half a MiB is less than 1 % of the only peak that it is in.
+    assert "norm samples" not in hooks
+
+
+def test_only_the_eight_that_own_most_have_a_column(tmp_path) -> None:
+    owned = {name: (2 + rank) * MIB for rank, name in enumerate(COMPONENTS)}
+    (row,) = table_of(document_of(tmp_path, kept(STANDARD, owned=owned)), "Memory")
+
+    shown = [name.replace("_", " ") for name in COMPONENTS[-8:]]
+    assert list(row) == ["model", "T", "B", "method", "peak", *shown, "other"]
+    assert row["other"] == f"{sum(2 + rank for rank in range(len(COMPONENTS) - 8)):.1f}"
+
+
+def test_what_makes_the_peak_is_told(tmp_path) -> None:
+    document = document_of(tmp_path, kept(STANDARD, phase="second_backward", op="bmm"))
+    (row,) = table_of(document, "Memory", 1)
+
+    told = [row[name] for name in ("peak (MiB)", "phase", "operator", "module", "from")]
+    assert told == ["40.0", "second backward", "bmm", "blocks.0", "ledger"]
+
+
+def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) -> None:
+    ceiling = {"roofline_step_s": 0.002, "dp_flop_multiplier": 1.5}
+    half = L4.memory_bytes // 2
+    document = document_of(
+        tmp_path,
+        kept(on("l4", "standard"), "estimate", {"parameters": half}, **ceiling),
+        kept(on("l4", "opacus-hooks"), "estimate", {"parameters": 3 * half}, **ceiling),
+        kept(on("l4", "standard", batch_size=9), "estimate", {"parameters": GIB}),
+    )
+    hooks, standard, other = table_of(document, "Predicted for l4")
+
+    assert (hooks["B"], hooks["method"], hooks["ratio"]) == ("2", "opacus-hooks", "3.00")
+    assert standard["peak (GiB)"] == f"{half / GIB:.2f}"
+    assert (standard["of the memory"], hooks["of the memory"]) == ("50%", "does not fit (150%)")
+    assert (hooks["FLOP multiplier"], hooks["least step (ms)"]) == ("1.50", "2.00")
+    assert hooks["tokens/s at most"] == "4,000"  # 2 samples of 4 tokens in 2 ms
+    assert (other["B"], other["ratio"], other["peak (GiB)"]) == ("9", "1.00", "1.00")
+    assert (other["least step (ms)"], other["tokens/s at most"]) == ("-", "-")
+    assert "Memory" not in {section.title for section in document.sections}
+
+
+def test_the_first_step_must_fit_too(tmp_path) -> None:
+    books = make_books({"parameters": GIB})
+    books["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
+    run = (on("l4", "standard"), "estimate", {"books": books})
+    document = document_of(tmp_path, run)
+
+    assert table_of(document, "Predicted for l4")[0]["of the memory"] == "does not fit (200%)"
+    assert "What is predicted to fit on l4: in no setting standard." in findings(document)
+
+
+def test_a_target_without_a_size_has_no_share_and_no_sentence(tmp_path) -> None:
+    here = make_experiment(method="standard", target="cpu")
+    document = document_of(tmp_path, kept(here, "estimate"))
+
+    assert table_of(document, "Predicted for cpu")[0]["of the memory"] == "-"
+    assert not [text for text in findings(document) if "predicted" in text]
+
+
+def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
+    other = make_experiment(method="opacus-hooks", batch_size=9)
+    document = document_of(
+        tmp_path,
+        (STANDARD, "phases", {"peak_allocated_bytes": 40 * MIB + 12}),
+        kept(STANDARD),
+        kept(STANDARD, "estimate"),
+        (HOOKS, "phases", {"peak_allocated_bytes": 100 * MIB}),
+        kept(HOOKS),
+        kept(HOOKS, "estimate", {"parameters": 41 * MIB}),
+        kept(other, "estimate"),
+        kept(on("l4", "standard"), "estimate"),
+    )
+    hooks, standard, unknown = table_of(document, "How far the books close")
+    told = ["books (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
+
+    assert [standard[name] for name in told] == [
+        *("40.00", "ledger", "40.00", "12", "65,536", "yes", "equal"),
+    ]
+    gap, bound = f"{60 * MIB:,}", f"{100 * MIB // 1000:,}"
+    assert [hooks[name] for name in told] == [
+        *("40.00", "ledger", "100.00", gap, bound, "no", f"+{MIB:,}"),
+    ]
+    assert [unknown[name] for name in told] == ["40.00", "estimate", "-", "-", "-", "-", "-"]
+    assert f"{gap} bytes more than the books say" in table_of(document, "Findings")[0]["caveat"]
+
+
+def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
+    books = make_books({"parameters": 70, "noise": 20, "unattributed": 10})
+    books["memory"]["attribution"]["evidence"] = {"identity": 70, "birthplace": 15, "phase": 5}
+    document = document_of(tmp_path, (STANDARD, "ledger", {"books": books}))
+    (row,) = table_of(document, "How far the books close", 1)
+
+    kinds = ("identity", "birthplace", "phase", "unattributed")
+    assert [row[kind] for kind in kinds] == ["70.00", "15.00", "5.00", "10.00"]
+
+
+def test_costs_are_told_with_three_digits_and_without_what_nobody_knows(tmp_path) -> None:
+    run = kept(STANDARD, model_flops=123_456_000_000, executed_flops=4_000_000)
+    run[2]["books"]["io"] |= {"bytes_read": 5 * GIB, "bytes_written": GIB // 32}
+    (row,) = table_of(document_of(tmp_path, run), "Cost")
+
+    assert {name: text for name, text in row.items() if name not in ("model", "T", "B")} == {
+        "method": "standard",
+        "model GFLOP": "123",
+        "executed": "0.00400",
+        "multiplier": "2.00",
+        "GiB read": "5.00",
+        "written": "0.0312",
+        "FLOP/byte": "2.50",
+    }
+
+
+def test_utilisation_is_told_where_ceiling_and_time_are_known(tmp_path) -> None:
+    """40 and 100 FLOPs in 2 s at 1,000 a second."""
+    known = {"peak_flops_per_s": 1_000.0, "roofline_step_s": 0.25}
+    run = kept(STANDARD, model_flops=40, executed_flops=100, **known)
+    document = document_of(tmp_path, run, (STANDARD, "clean", {"step_s": (2.0,)}))
+    (row,) = table_of(document, "Cost")
+
+    told = [row[name] for name in ("MFU (%)", "HFU (%)", "least step (ms)")]
+    assert told == ["2.00", "5.00", "250"]
+
+
+def test_costs_on_targets_have_a_table_of_their_own(tmp_path) -> None:
+    there = kept(on("l4", "standard"), "estimate", roofline_step_s=0.25)
+    document = document_of(tmp_path, kept(STANDARD), there)
+    (here,), (elsewhere,) = (table_of(document, "Cost", index) for index in (0, 1))
+
+    assert "least step (ms)" not in here
+    assert elsewhere["least step (ms)"] == "250"
+
+
+def test_of_the_largest_setting_the_highest_peak_is_told_with_its_main_owner(tmp_path) -> None:
+    private = OWNED | {"per_sample_gradients": 60 * MIB}
+    larger = [make_experiment(method=m, batch_size=3) for m in ("standard", "opacus-hooks")]
+    document = document_of(
+        tmp_path,
+        kept(STANDARD, owned={"noise": 900 * MIB}),
+        kept(larger[0]),
+        kept(larger[1], owned=private, phase="clip"),
+        kept(on("l4", "standard", batch_size=99), "estimate"),
+    )
+
+    assert findings(document)[0] == (
+        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks peaks highest by the books, at 100.0 MiB in the "
+        "phase clip; 60% of that is per sample gradients."
+    )
+
+
+def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
+    fits, too_much = {"parameters": GIB}, {"parameters": 30 * GIB}
+    document = document_of(
+        tmp_path,
+        *(kept(on("l4", "standard", batch_size=b), "estimate", fits) for b in (2, 4)),
+        *(kept(on("l4", "microbatch", batch_size=b), "estimate", fits) for b in (2, 4)),
+        kept(on("l4", "opacus-ghost", batch_size=2), "estimate", fits),
+        kept(on("l4", "opacus-ghost", batch_size=4), "estimate", too_much),
+        *(kept(on("l4", "opacus-hooks", batch_size=b), "estimate", too_much) for b in (2, 4)),
+        kept(on("h200", "opacus-hooks"), "estimate", too_much),
+    )
+
+    (sentences,) = findings(document)
+    assert sentences == (
+        "What is predicted to fit on h200: in every setting opacus-hooks. What is predicted to fit "
+        "on l4: in every setting microbatch and standard; in some settings opacus-ghost; in no "
+        "setting opacus-hooks."
+    )
+
+
+def test_without_books_there_is_no_such_section(tmp_path) -> None:
+    document = document_of(tmp_path, (STANDARD, "clean", {}))
+    titles = {section.title for section in document.sections}
+
+    assert not titles & {"Memory", "Cost", "How far the books close"}
+    assert not [title for title in titles if title.startswith("Predicted")]
+
+
+def limits(document) -> tuple[str, ...]:
+    return document.sections[-1].blocks[0].items
+
+
+def test_a_target_is_no_gpu_that_was_measured_on(tmp_path) -> None:
+    document = document_of(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
+
+    assert "Nothing here was measured on a GPU." in limits(document)
+    assert "Nothing that is predicted for l4 was compared with one." in limits(document)
+
+
+def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
+    on_gpu = make_experiment(method="standard", device="cuda")
+    document = document_of(tmp_path, kept(STANDARD), kept(on_gpu))
+
+    assert not [text for text in limits(document) if "GPU" in text or "predicted" in text]
+
+
+@pytest.mark.parametrize(
+    ("figure", "title"),
+    [("predicted", "Predicted for l4"), ("accuracy", "How far the books close")],
+)
+def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
+    tables = tables_of_runs(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
+    document = build_document(tables, [Drawing(name=figure, caption="c", missing=None)])
+    section = next(section for section in document.sections if section.title == title)
+
+    assert section.blocks[0].name == figure
+
+
+def test_a_target_of_the_config_is_named_by_its_figures(tmp_path) -> None:
+    target = {"memory_bytes": "24GiB", "flops_per_s": 1e14, "bandwidth_bytes_per_s": 2e12}
+    run = kept(on(target, "standard"), "estimate", {"parameters": 6 * GIB})
+    document = document_of(tmp_path, run)
+
+    assert table_of(document, "Predicted for 24GiB-100TF-2TBps")[0]["of the memory"] == "25%"

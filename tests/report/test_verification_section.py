@@ -1,0 +1,178 @@
+"""The report tells the verdicts, and marks what is not verified wherever it stands."""
+
+import pytest
+from factory import make_experiment, tables_of_runs, write_synthetic_verdict
+from pypdf import PdfReader
+
+from dpprof.report.content import build_document
+from dpprof.report.latex import render_latex
+from dpprof.report.render import render_markdown, render_summary, write_report
+from dpprof.report.verification_section import TITLE
+
+METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
+STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)
+DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
+
+
+@pytest.fixture
+def document(tmp_path):
+    """Of four methods two are verified; one's name is the beginning of another's."""
+    wrong = {"max_relative_error": 0.0312, "reason": "relative error of the gradient: 3.1e-02"}
+    write_synthetic_verdict(tmp_path, GHOST, False, **wrong)
+    write_synthetic_verdict(tmp_path, HOOKS, None, reason="the process ended")
+    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, HOOKS)]
+    return build_document(tables_of_runs(tmp_path, *runs), [])
+
+
+def rows_of(document, title):
+    section = next(section for section in document.sections if section.title == title)
+    return [row for block in section.blocks if block.kind == "table" for row in block.rows]
+
+
+def test_the_summary_counts_them_and_names_the_others(document) -> None:
+    assert (
+        "1 of 3 methods verified to compute the reference's gradient; failed: opacus-ghost; "
+        "not verified: opacus-hooks; marked \N{DAGGER}."
+    ) in " ".join(render_summary(document).split())
+
+
+def test_a_section_tells_error_reference_and_verdict(document) -> None:
+    assert rows_of(document, TITLE) == [
+        (
+            *(
+                "opacus-ghost",
+                "flat clipping",
+                "all as one",
+                "3.1e-02",
+                "-",
+                "microbatch and torch.func",
+            ),
+            *("failed", "relative error of the gradient: 3.1e-02"),
+        ),
+        (
+            *(
+                "opacus-hooks",
+                "flat clipping",
+                "all as one",
+                "1.0e-16",
+                "-",
+                "microbatch and torch.func",
+            ),
+            *("not verified", "the process ended"),
+        ),
+        (
+            *(
+                "standard",
+                "flat clipping",
+                "all as one",
+                "1.0e-16",
+                "-",
+                "microbatch and torch.func",
+            ),
+            *("verified", "-"),
+        ),
+    ]
+
+
+def test_tables_and_findings_mark_them(document) -> None:
+    compared = {row[3]: row for row in rows_of(document, "Comparison")}
+    assert set(compared) == {f"opacus-ghost{DAGGER}", f"opacus-hooks{DAGGER}", "standard"}
+    found = " ".join(document.sections[0].blocks[0].items)
+    assert f"opacus-ghost{DAGGER}" in found
+    assert "times standard)" in found
+    captions = [b.caption for s in document.sections for b in s.blocks if b.kind == "table"]
+    assert sum(f"{DAGGER} Not verified, see: {TITLE}" in caption for caption in captions) == 2
+
+
+def test_a_name_within_a_name_is_left_alone(tmp_path) -> None:
+    write_synthetic_verdict(tmp_path, SHORT, False, reason="x")
+    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, SHORT)]
+    document = build_document(tables_of_runs(tmp_path, *runs), [])
+
+    names = {row[3] for row in rows_of(document, "Comparison")}
+    assert names == {"standard", "opacus-ghost", f"opacus{DAGGER}"}
+
+
+def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
+    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST)]
+    document = build_document(tables_of_runs(tmp_path, *runs), [])
+
+    assert DAGGER not in render_markdown(document)
+    assert "2 of 2 methods verified to compute the reference's gradient." in document.headline
+    assert "why" not in next(s for s in document.sections if s.title == TITLE).blocks[0].header
+
+
+def test_every_format_has_the_dagger(document, tmp_path) -> None:
+    write_report(document, tmp_path, "typst")
+    pages = [page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages]
+
+    assert DAGGER in "".join(pages)
+    assert DAGGER in render_markdown(document)
+    assert r"\textdagger{}" in render_latex(document)
+
+
+def test_groups_say_how_far_the_sum_can_move(tmp_path) -> None:
+    case = {"attention": "sdpa", "batch_size": 4, "outcome": "passed", "groups": 14}
+    for experiment, sensitivity in ((GHOST, 1.0), (HOOKS, 3.7417)):
+        cases = [case | {"sensitivity": sensitivity}]
+        write_synthetic_verdict(tmp_path, experiment, cases=cases)
+    runs = [(experiment, "clean", {}) for experiment in (GHOST, HOOKS)]
+    rows = rows_of(build_document(tables_of_runs(tmp_path, *runs), []), TITLE)
+
+    assert [row[2] for row in rows] == ["14 groups", "14 groups, to 3.74 C in all"]
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two mechanisms; the method of the other one is not verified, and both have holes."""
+    ill = "one non-finite sample: the gradient is not finite"
+    thawed = "a layer thawed after set-up: the gradient is not the reference's"
+    told = {"mechanism": "adaptive flat clipping", "reason": "the process ended"}
+    write_synthetic_verdict(tmp_path, GHOST, None, holes=[thawed, ill], **told)
+    write_synthetic_verdict(tmp_path, HOOKS, holes=[ill])
+    runs = [(experiment, "clean", {}) for experiment in (STANDARD, GHOST, HOOKS)]
+    return build_document(tables_of_runs(tmp_path, *runs), [])
+
+
+def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mixed) -> None:
+    ghost = f"opacus-ghost{DAGGER}{DOUBLE_DAGGER}"
+
+    assert [row[1] for row in rows_of(mixed, TITLE)] == [
+        "adaptive flat clipping",
+        "flat clipping",
+        "flat clipping",
+    ]
+    assert {row[3] for row in rows_of(mixed, "Comparison")} == {ghost, "opacus-hooks", "standard"}
+    assert ghost in " ".join(mixed.sections[0].blocks[0].items)
+    captions = [b.caption for s in mixed.sections for b in s.blocks if b.kind == "table"]
+    note = f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}"
+    assert sum(note in caption for caption in captions) == 2
+    assert (
+        f"By another mechanism than flat clipping: opacus-ghost; marked {DOUBLE_DAGGER}."
+        in mixed.headline
+    )
+    assert r"\textdaggerdbl{}" in render_latex(mixed)
+
+
+def test_holes_are_told_once_each_with_the_methods(mixed) -> None:
+    section = next(section for section in mixed.sections if section.title == TITLE)
+    (holes,) = [block.items for block in section.blocks if block.kind == "bullets"]
+
+    assert holes == (
+        "a layer thawed after set-up: the gradient is not the reference's (opacus-ghost)",
+        "one non-finite sample: the gradient is not finite (opacus-ghost, opacus-hooks)",
+    )
+
+
+def test_without_holes_nothing_is_said_of_them(document) -> None:
+    section = next(section for section in document.sections if section.title == TITLE)
+
+    assert [block.kind for block in section.blocks] == ["table"]
+
+
+def test_the_pdf_has_both_signs(mixed, tmp_path) -> None:
+    write_report(mixed, tmp_path, "typst")
+    text = "".join(page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages)
+
+    assert DAGGER in text
+    assert DOUBLE_DAGGER in text

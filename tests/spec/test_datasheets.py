@@ -1,0 +1,56 @@
+"""Dense peaks computed again, from what white papers say of processors and clocks.
+
+Columns: multiprocessors, dense bfloat16 FLOPs that each does in a clock, and the boost clock of
+matrix products in MHz, which on Hopper is lower than the board's. Clocks: tables of the A100,
+H100 and Ada architecture white papers; for L40S and L4 their data sheets; the B200's is not in a
+vendor's document that could be found, and is that of hmc-tech.com/gpu/nvidia-b200.
+"""
+
+import pytest
+
+from dpprof.spec import registry
+from dpprof.spec.datasheets import H100_NVL, find_by_device_name
+
+PROCESSORS = {
+    "NVIDIA H200": (132, 4096, 1830),
+    "NVIDIA H100 80GB HBM3": (132, 4096, 1830),
+    "NVIDIA H100 PCIe": (114, 4096, 1620),
+    "NVIDIA A100-SXM4-80GB": (108, 2048, 1410),
+    "NVIDIA A100 80GB PCIe": (108, 2048, 1410),
+    "NVIDIA A100-SXM4-40GB": (108, 2048, 1410),
+    "NVIDIA B200": (148, 8192, 1860),
+    "NVIDIA L40S": (142, 1024, 2520),
+    "NVIDIA L4": (58, 1024, 2040),
+    "NVIDIA GeForce RTX 4090": (128, 512, 2520),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_no_peak_is_that_of_sparse_matrices(name: str) -> None:
+    processors, flops_per_clock, mhz = PROCESSORS[name]
+    peaks = find_by_device_name(name).flops_per_s
+
+    assert peaks["bfloat16"] == pytest.approx(processors * flops_per_clock * mhz * 1e6, rel=0.05)
+    assert peaks["tf32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.05)
+
+
+def test_the_nvl_board_stays_below_its_highest_clock_and_far_below_a_sparse_peak() -> None:
+    """Its clock for matrix products is nowhere published; the board's boost is 1,785 MHz."""
+    most = 132 * 4096 * 1785e6
+
+    assert 0.8 * most < H100_NVL.flops_per_s["bfloat16"] < most
+    assert H100_NVL.flops_per_s["tf32"] == H100_NVL.flops_per_s["bfloat16"] / 2
+    assert H100_NVL.flops_per_s["float32"] == pytest.approx(132 * 256 * 1785e6, rel=0.05)
+
+
+def test_every_gpu_that_is_a_target_is_known_by_its_drivers_name_and_checked_here() -> None:
+    targets = [registry.load("targets", name) for name in registry.names("targets")]
+    known = [find_by_device_name(name) for name in [*PROCESSORS, "NVIDIA H100 NVL"]]
+
+    assert all(target in known for target in targets if target is not None)
+    assert len(known) == len([target for target in targets if target is not None])
+
+
+def test_an_unknown_variant_has_no_data_sheet() -> None:
+    assert find_by_device_name("NVIDIA H100 SXM5 64GB") is None
+    assert find_by_device_name(None) is None

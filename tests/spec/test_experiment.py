@@ -1,0 +1,213 @@
+import hashlib
+import json
+import re
+
+import pytest
+from factory import make_experiment
+from pydantic import ValidationError
+
+from dpprof.spec.experiment import Experiment, read_spec
+from dpprof.spec.validation import InputError, explain
+
+COMPLETE = {
+    "model": "small",
+    "method": "opacus-ghost",
+    "batch_size": 8,
+    "seq_len": 1024,
+    "dtype": "float32",
+    "optimizer": "adamw",
+    "attention": "sdpa",
+    "checkpointing": "none",
+    "device": "cpu",
+    "target": None,
+    "max_grad_norm": 1.0,
+    "noise_multiplier": 1.0,
+    "learning_rate": 0.001,
+    "seed": 0,
+    "warmup_steps": 3,
+    "timed_steps": 10,
+    "cpu_threads": None,
+    "timeout_s": 900.0,
+    "memory_limit_bytes": None,
+}
+
+
+def test_id_is_a_readable_stem_and_the_digest_of_the_canonical_json() -> None:
+    text = json.dumps(COMPLETE, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+
+    experiment = Experiment.model_validate(COMPLETE)
+
+    assert experiment.canonical == text
+    assert experiment.digest == digest
+    assert experiment.id == f"small-opacus-ghost-b8-t1024-{digest[:8]}"
+
+
+def test_defaults_are_spelled_out_in_the_spec() -> None:
+    required = {k: COMPLETE[k] for k in ("model", "method", "batch_size", "seq_len", "device")}
+
+    assert Experiment.model_validate(required).canonical == make_experiment(**COMPLETE).canonical
+
+
+@pytest.mark.parametrize("field", sorted(COMPLETE))
+def test_every_field_changes_the_digest(field: str) -> None:
+    other = {
+        "model": "tiny",
+        "method": "standard",
+        "dtype": "float64",
+        "optimizer": "sgd",
+        "attention": "eager",
+        "checkpointing": "reentrant",
+        "device": "cuda",
+        "cpu_threads": 2,
+        "memory_limit_bytes": 2**30,
+        "target": "cpu",
+    }
+    changed = COMPLETE | {field: other.get(field) or COMPLETE[field] + 1}
+
+    assert Experiment.model_validate(changed).digest != Experiment.model_validate(COMPLETE).digest
+
+
+def test_the_same_value_written_otherwise_is_the_same_experiment() -> None:
+    written = COMPLETE | {"batch_size": "8", "timeout_s": 900, "seq_len": 1024.0}
+    limited = COMPLETE | {"memory_limit_bytes": "2GiB"}
+
+    assert Experiment.model_validate(written).digest == Experiment.model_validate(COMPLETE).digest
+    assert Experiment.model_validate(limited).memory_limit_bytes == 2 * 2**30
+
+
+def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
+    dimensions = {"vocab_size": 10, "d_model": 8, "layers": 1, "heads": 4}
+
+    assert make_experiment(model=dimensions).id.startswith("custom-standard-b2-t4-")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"batch_size": 0}, "batch_size: 0 is not allowed; it must be greater than or equal to 1"),
+        ({"batch_size": True}, "batch_size: True is not allowed; it must be a number"),
+        ({"batch_size": 1.5}, "batch_size: 1.5 is not allowed; it must be a valid integer"),
+        ({"dtype": "fp16"}, "dtype: 'fp16' is not allowed; it must be 'float32', 'tf32', 'b"),
+        ({"noise_multiplier": float("nan")}, "noise_multiplier: nan is not allowed; it must be a"),
+        ({"model": "../up"}, "model: '../up' is not allowed; it must match pattern"),
+        ({"model": "small\n"}, r"model: 'small\n' is not allowed; it must match pattern"),
+        ({"model": 3}, "model: 3 is not allowed; it must be a model's name or a mapping"),
+        ({"model": {"vocab_size": 9}}, "model: missing d_model, layers, heads"),
+        (
+            {"bath_size": 3},
+            "unknown key 'bath_size'; did you mean 'batch_size'? allowed: attention",
+        ),
+        (
+            {"memory_limit_bytes": "4 lots"},
+            "memory_limit_bytes: '4 lots' is not allowed; it must be",
+        ),
+        ({"memory_limit_bytes": True}, "memory_limit_bytes: True is not allowed; it must be a"),
+        ({"memory_limit_bytes": -5}, "memory_limit_bytes: -5 is not allowed; it must be a number"),
+        ({"seq_len": 10**240}, "seq_len: "),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes: 0 is not allowed; it must be a num"),
+    ],
+)
+def test_bad_input_is_one_sentence(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Experiment.model_validate(COMPLETE | fields)
+
+    assert str(explain(caught.value, Experiment)).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        "4,000MiB",
+        "79,1GiB",
+        "4-8GiB",
+        "100%",
+        "4GiB; rm -rf /",
+        "9" * 400,
+        10**400,
+        "8EiB",
+        4.5,
+        "4.5",
+        "4.5 B",
+    ],
+)
+def test_a_size_is_read_as_a_whole_or_refused(size: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Experiment.model_validate(COMPLETE | {"memory_limit_bytes": size})
+
+    sentence = str(explain(caught.value, Experiment))
+    assert sentence.startswith("memory_limit_bytes: ")
+    assert sentence.endswith(
+        " is not allowed; it must be a number of bytes above 0 and below 8EiB, or one with a unit, "
+        "such as 4GiB"
+    )
+    assert len(sentence) < 250
+
+
+@pytest.mark.parametrize(
+    ("size", "size_bytes"),
+    [
+        ("4000", 4000),
+        ("4.0", 4),
+        ("4GiB", 2**32),
+        (" 1.5 kb ", 1500),
+        (".5GiB", 2**29),
+        (2**63 - 1, 2**63 - 1),
+    ],
+)
+def test_a_size_has_the_bytes_that_its_unit_says(size: object, size_bytes: int) -> None:
+    experiment = Experiment.model_validate(COMPLETE | {"memory_limit_bytes": size})
+
+    assert experiment.memory_limit_bytes == size_bytes
+
+
+@pytest.mark.parametrize("key", ["batch_size", "timed_steps", "seed", "timeout_s"])
+@pytest.mark.parametrize("value", ["4,000", "1-2", "100%", "9" * 400, 10**400, "1h", "0x10", ""])
+def test_a_count_and_a_duration_are_read_as_a_whole_or_refused(key: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Experiment.model_validate(COMPLETE | {key: value})
+
+    sentence = str(explain(caught.value, Experiment))
+    assert re.match(rf"{key}: .* is not allowed; it must be ", sentence)
+    assert len(sentence) < 250
+
+
+def test_heads_that_do_not_divide_d_model_are_named() -> None:
+    dimensions = {"vocab_size": 10, "d_model": 10, "layers": 1, "heads": 3}
+
+    with pytest.raises(ValidationError) as caught:
+        make_experiment(model=dimensions)
+
+    message = str(explain(caught.value, Experiment))
+    assert message.startswith("model: {")
+    assert "heads must divide d_model, and 3 does not divide 10" in message
+
+
+def test_a_spec_file_is_read_back(tmp_path) -> None:
+    experiment = make_experiment()
+    path = tmp_path / f"{experiment.id}.json"
+    path.write_text(experiment.canonical)
+
+    assert read_spec(path) == experiment
+
+
+def test_an_edited_spec_file_is_refused(tmp_path) -> None:
+    path = tmp_path / f"{make_experiment().id}.json"
+    path.write_text(make_experiment(batch_size=3).canonical)
+
+    with pytest.raises(InputError, match=r"was edited, its content belongs to custom-standard-b3"):
+        read_spec(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"model": "small"', b'{"model": "small"}', b"\xff", b"[" * 100_000, b"1" * 10_000],
+    ids=["cut", "incomplete", "binary", "deep", "digits"],
+)
+def test_a_spec_that_is_no_spec_is_refused(tmp_path, content: bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+
+    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec \(.*\)$") as caught:
+        read_spec(path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,48 @@
+import pytest
+from fresh_process import ROOT, run_fresh
+
+from dpprof.spec import registry
+from dpprof.spec.validation import InputError
+
+
+def test_own_names_are_declared() -> None:
+    assert registry.names("models") == ["1b", "medium", "small", "tiny"]
+    assert {"standard", "microbatch", "opacus-hooks", "opacus-ghost"} <= set(
+        registry.names("methods")
+    )
+
+
+@pytest.mark.parametrize("group", ["models", "methods", "instruments", "figures"])
+def test_everything_declared_can_be_loaded_and_has_a_source_file(group) -> None:
+    for name in registry.names(group):
+        loaded = registry.load(group, name)
+        module = getattr(loaded, "__module__", "dpprof.models.presets")
+        assert registry.source_file(group, name).stem in {module.split(".")[-1], "presets"}
+
+
+def test_an_unknown_name_is_one_sentence() -> None:
+    with pytest.raises(InputError) as caught:
+        registry.check("methods", "opacus-hook", "--method")
+
+    assert str(caught.value).startswith(
+        "--method: 'opacus-hook' is not allowed; did you mean 'opacus-hooks'? allowed: flash"
+    )
+
+
+def test_a_plugin_is_found_without_importing_it_or_torch() -> None:
+    code = (
+        "import sys; from dpprof.spec import registry as c;"
+        "print('test-dies' in c.names('methods'), c.source_file('methods', 'test-dies').name,"
+        " c.distribution_of('methods', 'test-dies'),"
+        " 'torch' in sys.modules, 'dpprof_test_methods' in sys.modules)"
+    )
+
+    assert run_fresh(code, plugin=ROOT / "tests" / "plugin") == (
+        "True dpprof_test_methods.py dpprof-test-methods 1.0 False False"
+    )
+
+
+def test_without_the_plugin_its_names_do_not_exist() -> None:
+    code = "from dpprof.spec import registry as c; print('test-dies' in c.names('methods'))"
+
+    assert run_fresh(code) == "False"

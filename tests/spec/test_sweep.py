@@ -1,0 +1,119 @@
+import copy
+from typing import Any
+
+import pytest
+
+from dpprof.spec.sweep import MAX_RUNS, Run, expand, parse_config
+from dpprof.spec.validation import InputError
+
+CONFIG: dict[str, Any] = {
+    "defaults": {"model": "small", "seq_len": 16, "warmup_steps": 1},
+    "sweeps": {"methods": {"method": ["standard", "opacus-ghost"], "batch_size": [4, 8]}},
+}
+
+
+def runs_of(config: dict[str, Any], device: str = "cpu") -> list[Run]:
+    return [run for runs in expand(parse_config(config), lambda: device).values() for run in runs]
+
+
+def changed(**sweep: Any) -> dict[str, Any]:
+    config = copy.deepcopy(CONFIG)
+    config["sweeps"]["methods"].update(sweep)
+    return config
+
+
+def test_lists_multiply_and_defaults_fill() -> None:
+    found = [(r.experiment.method, r.experiment.batch_size) for r in runs_of(CONFIG)]
+
+    assert sorted(found) == [
+        ("opacus-ghost", 4),
+        ("opacus-ghost", 8),
+        ("standard", 4),
+        ("standard", 8),
+    ]
+    assert {run.experiment.seq_len for run in runs_of(CONFIG)} == {16}
+    assert {run.experiment.warmup_steps for run in runs_of(CONFIG)} == {1}
+
+
+def test_a_sweep_overrides_defaults() -> None:
+    assert {run.experiment.seq_len for run in runs_of(changed(seq_len=[32, 64]))} == {32, 64}
+
+
+def test_replicates_and_instruments_multiply_runs_not_experiments() -> None:
+    runs = runs_of(changed(replicates=3, instruments=["clean", "other"]))
+
+    assert len({run.experiment.id for run in runs}) == 4
+    assert len(runs) == 4 * 3 * 2
+    assert {run.replicate for run in runs} == {0, 1, 2}
+
+
+def test_exclude_drops_what_matches_all_its_keys() -> None:
+    config = CONFIG | {"exclude": [{"method": "standard", "batch_size": [8]}]}
+
+    found = {(r.experiment.method, r.experiment.batch_size) for r in runs_of(config)}
+    assert found == {("standard", 4), ("opacus-ghost", 4), ("opacus-ghost", 8)}
+
+
+def test_a_mapping_of_dimensions_is_one_value() -> None:
+    dimensions = {"vocab_size": 10, "d_model": 8, "layers": 1, "heads": 2}
+    runs = runs_of(changed(model=["small", dimensions]))
+
+    assert {run.experiment.model_name for run in runs} == {"small", "custom"}
+
+
+def test_device_auto_is_resolved_once_for_all() -> None:
+    asked = []
+
+    def resolve() -> str:
+        asked.append(1)
+        return "cuda"
+
+    runs = expand(parse_config(changed(device=["auto", "cpu"])), resolve)["methods"]
+
+    assert {run.experiment.device for run in runs} == {"cuda", "cpu"}
+    assert len(asked) == 1
+
+
+def test_exclude_understands_device_auto() -> None:
+    config = changed(device=["cpu", "cuda"]) | {"exclude": [{"device": "auto"}]}
+
+    assert {run.experiment.device for run in runs_of(config, device="cuda")} == {"cpu"}
+
+
+def test_a_million_points_are_refused_before_they_are_made() -> None:
+    config = changed(seed=list(range(1000)), batch_size=list(range(1, 1001)))
+
+    with pytest.raises(InputError, match=rf"sweeps\.methods: 2,000,000 runs .* {MAX_RUNS:,}"):
+        runs_of(config)
+
+
+BAD = [
+    (changed(batch_size=[4, 0]), "sweeps.methods.batch_size: 0 is not allowed; it must be great"),
+    (changed(batch_size=[]), "sweeps.methods.batch_size: [] is not allowed; it must have at lea"),
+    (changed(bath_size=3), "unknown key 'bath_size' in sweeps.methods; did you mean 'batch_size'?"),
+    (changed(dtype="fp16"), "sweeps.methods.dtype: 'fp16' is not allowed; it must be 'float32'"),
+    (changed(replicates=0), "sweeps.methods.replicates: 0 is not allowed; it must be greater"),
+    (changed(instruments="a b"), "sweeps.methods.instruments: 'a b' is not allowed; it must match"),
+    (changed(model="$(touch x)"), "sweeps.methods.model: '$(touch x)' is not allowed; it must mat"),
+    (changed(model="'\""), "sweeps.methods.model: '\\'\"' is not allowed; it must match"),
+    (CONFIG | {"swep": {}}, "unknown key 'swep'; did you mean 'sweeps'? allowed: defaults"),
+    (CONFIG | {"sweeps": {}}, "sweeps: {} is not allowed; it must have at least 1 item"),
+    (CONFIG | {"sweeps": {"a": None}}, "sweeps.a: None is not allowed; it must be a mapping"),
+    (CONFIG | {"sweeps": {"../x": {}}}, "sweeps.../x: '../x' is not allowed; it must match"),
+    (CONFIG | {"sweeps": {"\\input{x}": {}}}, r"sweeps.\\input{x}: '\\input{x}' is not allowed"),
+    (CONFIG | {"sweeps": {"<script>": {}}}, "sweeps.<script>: '<script>' is not allowed; it must"),
+    (CONFIG | {"sweeps": {"a\x1b[2J": {}}}, "sweeps.a\\x1b[2J: 'a\\x1b[2J' is not allowed"),
+    (CONFIG | {"defaults": {}}, "sweeps.methods.model: missing; write it in the sweep or in defau"),
+    (CONFIG | {"exclude": [{"seq_len": 16}]}, "exclude: [{'seq_len': [16]}] is not allowed; it m"),
+    (CONFIG | {"exclude": {"a": 1}}, "exclude: {'a': 1} is not allowed; it must be a valid list"),
+]
+
+
+@pytest.mark.parametrize(("config", "sentence"), BAD, ids=[sentence[:40] for _, sentence in BAD])
+def test_bad_configs_are_one_sentence(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        runs_of(config)
+
+    message = str(caught.value)
+    assert message.startswith(sentence)
+    assert "\n" not in message

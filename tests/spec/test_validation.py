@@ -1,0 +1,88 @@
+"""Messages: short, printable, and about the key, the value and what is allowed."""
+
+import pytest
+
+from dpprof.planning.planner import make_plan
+from dpprof.spec.validation import InputError, refuse
+from dpprof.system.console import printable
+
+SWEEP = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
+
+
+def refusal_of(**keys) -> str:
+    with pytest.raises(InputError) as caught:
+        make_plan({"sweeps": {"s": SWEEP | keys}}, device=lambda: "cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [
+        ("method", "opacus_ghost", "opacus-ghost"),
+        ("method", "Standard", "standard"),
+        ("method", "flash_bk", "flash-bk"),
+        ("model", "Tiny", "tiny"),
+        ("instruments", "Clean", "clean"),
+        ("target", "H200", "h200"),
+    ],
+)
+def test_a_name_that_could_be_none_gets_the_nearest_that_exists(key, wrong, right) -> None:
+    sentence = refusal_of(**{key: wrong})
+
+    assert sentence.startswith(
+        f"sweeps.s.{key}: {wrong!r} is not allowed; did you mean {right!r}? allowed: "
+    )
+    assert f", {right}" in sentence or f": {right}" in sentence
+
+
+def test_of_many_bad_values_ten_are_told_and_the_rest_is_counted() -> None:
+    lines = refusal_of(batch_size=list(range(-4406, 1))).splitlines()
+
+    assert len(lines) == 11
+    assert lines[0] == (
+        "sweeps.s.batch_size: -4406 is not allowed; it must be greater than or equal to 1"
+    )
+    assert lines[-1] == "and 4,397 more"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"batch_size": 16**5000}, "sweeps.s.batch_size: a number of 6,021 digits is not allowed"),
+        ({"seq_len": "9" * 5000}, "sweeps.s.seq_len: '9999"),
+        ({"k" * 10**6: 1}, "unknown key 'kkkk"),
+        ({"model": {"k" * 10**6: 1}}, "unknown key 'kkkk"),
+    ],
+)
+def test_a_value_of_any_length_makes_a_short_sentence(keys, sentence: str) -> None:
+    first = refusal_of(**keys).splitlines()[0]
+
+    assert first.startswith(sentence)
+    assert len(first) < 500
+
+
+ESCAPES = [
+    {"model": "\x1b[2J"},
+    {"\x1b[2J": 1},
+    {"target": {"\x1b[2J": 1}},
+    {"target": {"memory_bytes": 1, "flops_per_s": {"\x1b[2J": 1}, "bandwidth_bytes_per_s": 1}},
+    {"model": "\x9b2J\u202e"},
+]
+
+
+@pytest.mark.parametrize("keys", ESCAPES, ids=ascii)
+def test_codes_for_a_terminal_are_escaped(keys) -> None:
+    sentence = refusal_of(**keys)
+
+    assert all(letter.isprintable() or letter == "\n" for letter in sentence)
+    assert "\\x" in sentence
+
+
+def test_printable_text_is_left_as_it_is() -> None:
+    assert printable("größe: 4 µs\n") == "größe: 4 µs\n"
+    assert printable("a\x1b[2J\tb\u202e\ud800") == "a\\x1b[2J\\tb\\u202e\\ud800"
+
+
+def test_a_number_is_spelled_out_while_it_is_short() -> None:
+    assert str(refuse("k", -(10**38), "no")) == f"k: {-(10**38)} is not allowed; no"
+    assert str(refuse("k", 10**40, "no")) == "k: a number of 41 digits is not allowed; no"

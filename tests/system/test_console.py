@@ -1,0 +1,76 @@
+"""Neither the terminal nor the log's disk can fail what is being done."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, subprocess, sys
+from pathlib import Path
+from dpprof.system.console import keep_log, say
+keep_log(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+with open("result.txt", "w") as result:
+    print("printed")
+    print("warned", file=sys.stderr)
+    os.system("echo by a child >&2")
+    say("said\\x1b[2J")
+    result.write(str(result.fileno() > 2))
+"""
+
+
+def run(folder: Path, *arguments: str, shell: str = "") -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    words = [sys.executable, str(program), *arguments]
+    command = ["bash", "-c", f'"$@" {shell}', "bash", *words] if shell else words
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_log_has_what_is_printed_and_the_terminal_what_is_said(tmp_path) -> None:
+    done = run(tmp_path, "logs/x.log")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "dpprof: said\\x1b[2J\n")
+    printed = (tmp_path / "logs" / "x.log").read_text()
+    assert printed == "printed\nwarned\nby a child\ndpprof: said\\x1b[2J\n"
+
+
+CLOSED = ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+FULL = "2>/dev/full >&2"
+
+
+@pytest.mark.parametrize("shell", CLOSED)
+def test_the_next_file_takes_no_place_of_a_stream_that_was_closed(tmp_path, shell: str) -> None:
+    assert run(tmp_path, shell=shell).returncode == 0
+    assert (tmp_path / "result.txt").read_text() == "True"
+
+
+@pytest.mark.parametrize("shell", [*CLOSED, FULL])
+@pytest.mark.parametrize("log", ["x.log", "/dev/full"])
+def test_closed_streams_and_full_disks_cost_nothing(tmp_path, log: str, shell: str) -> None:
+    assert run(tmp_path, log, shell=shell).returncode == 0
+    assert (tmp_path / "result.txt").read_text() == "True"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "below a file"])
+def test_a_log_that_cannot_be_opened_is_told_and_costs_nothing(tmp_path, kind: str) -> None:
+    log = tmp_path / "x.log"
+    if kind == "folder":
+        log.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(log)
+    else:
+        log.write_text("")
+        log = log / "y.log"
+    done = run(tmp_path, str(log))
+
+    assert done.returncode == 0
+    assert "dpprof: no log is kept: [Errno" in done.stderr
+    assert str(tmp_path / "x.log") in done.stderr
+    assert (tmp_path / "result.txt").read_text() == "True"

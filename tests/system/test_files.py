@@ -1,0 +1,159 @@
+import errno
+import os
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dpprof.system.files import (
+    canonical_json,
+    check_writable,
+    read_json,
+    sha256_hex,
+    write_atomically,
+    write_if_changed,
+)
+
+
+def test_canonical_json_has_one_spelling() -> None:
+    assert canonical_json({"b": 1.0, "a": ["é", None]}) == '{"a":["\\u00e9",null],"b":1.0}'
+
+
+def test_canonical_json_refuses_what_json_has_not() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json(float("nan"))
+
+
+def test_sha256_of_a_known_text() -> None:
+    # FIPS 180-2, appendix B.1
+    assert sha256_hex("abc").startswith("ba7816bf8f01cfea414140de5dae2223")
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    write_atomically(path, "old")
+
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\udcff cannot be encoded")
+
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_if_changed_keeps_the_age_of_an_unchanged_file(tmp_path) -> None:
+    path = tmp_path / "x"
+
+    assert write_if_changed(path, "a")
+    before = path.stat().st_mtime_ns
+    assert not write_if_changed(path, "a")
+    assert path.stat().st_mtime_ns == before
+    assert write_if_changed(path, "b")
+    assert path.read_text() == "b"
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "elsewhere" / "nowhere")
+
+
+SPECIAL = [
+    (make_pipe, "is a device, a pipe or a socket, not a file to write"),
+    (make_socket, "is a device, a pipe or a socket, not a file to write"),
+    (link_to_a_device, "is a device, a pipe or a socket, not a file to write"),
+    (link_to_nothing, "is a link to nothing, not a file to write"),
+    (Path.mkdir, "is a folder, not a file to write"),
+]
+
+
+WRITING = [
+    partial(write_atomically, content="x"),
+    partial(write_if_changed, text="x"),
+    check_writable,
+]
+
+
+@pytest.mark.parametrize("write", WRITING)
+@pytest.mark.parametrize(("make", "sentence"), SPECIAL, ids=[m.__name__ for m, _ in SPECIAL])
+def test_only_a_regular_file_is_replaced(tmp_path, monkeypatch, make, sentence, write) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("x.json")
+    make(path)
+    kind = path.lstat().st_mode
+
+    with pytest.raises(OSError, match=rf"{sentence}: 'x\.json'$"):
+        write(path)
+    assert path.lstat().st_mode == kind
+    assert list(tmp_path.iterdir()) == [tmp_path / "x.json"]
+
+
+def test_a_link_to_a_file_stays_and_the_file_is_replaced(tmp_path) -> None:
+    file, link = tmp_path / "there" / "x.json", tmp_path / "x.json"
+    file.parent.mkdir()
+    file.write_text("old")
+    link.symlink_to(file)
+    write_atomically(link, "new")
+
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["there", "x.json", "x.json"]
+
+
+def test_a_full_disk_is_told_with_the_files_name(tmp_path, monkeypatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(OSError, match=r"No space left on device: '.*/x\.json'$"):
+        write_atomically(tmp_path / "x.json", "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", WRITING)
+def test_what_is_in_the_place_of_a_folder_is_named(tmp_path, monkeypatch, write) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("results").symlink_to("nowhere/at/all")
+    Path("file").write_text("")
+
+    with pytest.raises(OSError, match=r"is a link to nothing, not a folder: 'results'$"):
+        write(Path("results/plan/x.json"))
+    with pytest.raises(OSError, match=r"Not a directory: 'file/x\.json'$"):
+        write(Path("file/x.json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"a": ' * 100_000, "it is nested too deep"),
+        (b"[" * 100_000, "it is nested too deep"),
+        (b"1" * 10_000, "it holds a number of too many digits"),
+        (b"\xff\xfe", "codec can't decode"),
+        (b'{"a": 1', "Expecting ',' delimiter"),
+    ],
+    ids=["mappings", "lists", "digits", "binary", "cut"],
+)
+def test_json_that_nobody_wrote_is_a_value_error(tmp_path, content, problem) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+
+    with pytest.raises(ValueError, match=problem):
+        read_json(tmp_path / "x.json")
+
+
+def test_a_pipe_in_place_of_json_keeps_nobody_waiting(tmp_path) -> None:
+    make_pipe(tmp_path / "x.json")
+
+    with pytest.raises(ValueError, match="it is not a file"):
+        read_json(tmp_path / "x.json")
