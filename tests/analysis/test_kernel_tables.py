@@ -6,13 +6,13 @@ each: 100 FLOPs a byte, and a quarter.
 """
 
 import pytest
-from factory import make_books, make_experiment, make_kernels, tables_of_runs
+from factory import make_experiment, make_kernels, make_memory, tables_of_runs
 
 from dpprof.report.content import build_document
 
 TRACED = {("forward", "gemm"): 8.0, ("step", "optimizer"): 2.0, ("noise", "random"): 1.0}
 EXPERIMENT = make_experiment()
-BOOKS = EXPERIMENT, "ledger", {"books": make_books({"parameters": 4})}
+BOOKS = EXPERIMENT, "memory", {"books": make_memory({"parameters": 4})}
 CLEAN = EXPERIMENT, "clean", {"step_s": (8.0,)}
 
 
@@ -26,7 +26,7 @@ def tables(tmp_path):
 
 
 def test_rates_and_what_binds(tables) -> None:
-    rows = tables["kernels"].set_index(["phase", "category"])
+    rows = tables["kernels"].set_index(["phase", "op_kind"])
     gemm = rows.loc[("forward", "gemm")]
     optimizer = rows.loc[("step", "optimizer")]
 
@@ -78,7 +78,7 @@ def test_kernels_of_no_category_are_a_finding(tmp_path) -> None:
     run = EXPERIMENT, "kernels", {"kernels": make_kernels(other)}
     findings = tables_of_runs(tmp_path, run)["findings"].query("kind == 'other-kernels'")
 
-    assert findings["finding"].tolist() == ["no category is known for 10% of its kernels' time"]
+    assert findings["finding"].tolist() == ["no op kind is known for 10% of its kernels' time"]
 
 
 def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
@@ -144,14 +144,14 @@ def test_the_report_tells_what_watching_costs(tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (EXPERIMENT, "clean", observed(1.0, 100)),
-        (EXPERIMENT, "ledger", observed(2.0, 150)),
+        (EXPERIMENT, "memory", observed(2.0, 150)),
         (other, "clean", observed(1.0, 100)),
-        (other, "ledger", observed(4.0, 250)),
+        (other, "memory", observed(4.0, 250)),
     )
     (row,) = cells(tables, "What watching costs")
 
     assert row == {
-        "instrument": "ledger",
+        "instrument": "memory",
         "experiments": "2",
         "step": "3.00 (2.00 to 4.00)",
         "peak RSS": "2.00 (1.50 to 2.50)",

@@ -11,7 +11,7 @@ from factory import make_experiment
 from fresh_process import ROOT
 
 from dpprof.launch import gpu_contention, supervisor
-from dpprof.launch.device_slots import gpu_places
+from dpprof.launch.device_slots import gpu_slots
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Attempt, Failure, Others, read_result
 from dpprof.system import hardware
@@ -159,9 +159,9 @@ def test_who_waits_takes_a_gpu_that_is_idle_already(gpus, run) -> None:
 
 
 def test_only_gpus_like_the_first_are_interchangeable(gpus, monkeypatch) -> None:
-    assert [place.uuid for place in gpu_places(1)] == ["GPU-a", "GPU-c"]
+    assert [place.uuid for place in gpu_slots(1)] == ["GPU-a", "GPU-c"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,2")
-    assert [place.uuid for place in gpu_places(1)] == ["GPU-b"]
+    assert [place.uuid for place in gpu_slots(1)] == ["GPU-b"]
 
 
 def test_not_to_wait_leaves_ids_what_they_were() -> None:

@@ -5,9 +5,9 @@ import itertools
 import pandas as pd
 import pytest
 from factory import (
-    make_books,
     make_experiment,
     make_manifest,
+    make_memory,
     tables_of_runs,
     write_synthetic,
 )
@@ -39,9 +39,9 @@ def with_books(root, **fields):
         name: make_experiment(method=f"opacus-{name}", device="cuda", target="l4") for name in here
     }
     runs = [
-        (experiments[name], instrument, {"books": make_books(owned), **fields})
+        (experiments[name], instrument, {"books": make_memory(owned), **fields})
         for name, owned in (("ghost", ghost), ("hooks", hooks))
-        for experiments, instrument in ((here, "ledger"), (here, "estimate"), (there, "estimate"))
+        for experiments, instrument in ((here, "memory"), (here, "estimate"), (there, "estimate"))
     ]
     return tables_of_runs(root, *runs)
 

@@ -1,7 +1,7 @@
 """What the report makes of books: every number against one that was put in."""
 
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.records.result import COMPONENTS
 from dpprof.report.content import build_document
@@ -15,8 +15,8 @@ HOOKS = make_experiment(method="opacus-hooks")
 OWNED = {"parameters": 10 * MIB, "gradients": 30 * MIB}
 
 
-def kept(experiment, instrument="ledger", owned=OWNED, **fields):
-    return experiment, instrument, {"books": make_books(owned, **fields)}
+def kept(experiment, instrument="memory", owned=OWNED, **fields):
+    return experiment, instrument, {"books": make_memory(owned, **fields)}
 
 
 def on(target, method, **fields):
@@ -69,7 +69,7 @@ def test_what_makes_the_peak_is_told(tmp_path) -> None:
     (row,) = table_of(document, "Memory", 1)
 
     told = [row[name] for name in ("peak (MiB)", "phase", "operator", "module", "from")]
-    assert told == ["40.0", "second backward", "bmm", "blocks.0", "ledger"]
+    assert told == ["40.0", "second backward", "bmm", "blocks.0", "memory"]
 
 
 def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) -> None:
@@ -94,9 +94,9 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
 
 
 def test_the_first_step_must_fit_too(tmp_path) -> None:
-    books = make_books({"parameters": GIB})
-    books["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
-    run = (on("l4", "standard"), "estimate", {"books": books})
+    recorded = make_memory({"parameters": GIB})
+    recorded["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
+    run = (on("l4", "standard"), "estimate", {"books": recorded})
     document = document_of(tmp_path, run)
 
     assert table_of(document, "Predicted for l4")[0]["of the memory"] == "does not fit (200%)"
@@ -124,25 +124,25 @@ def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
         kept(other, "estimate"),
         kept(on("l4", "standard"), "estimate"),
     )
-    hooks, standard, unknown = table_of(document, "How far the books close")
+    hooks, standard, unknown = table_of(document, "Does the memory add up?")
     told = ["books (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
 
     assert [standard[name] for name in told] == [
-        *("40.00", "ledger", "40.00", "12", "65,536", "yes", "equal"),
+        *("40.00", "memory", "40.00", "12", "65,536", "yes", "equal"),
     ]
     gap, bound = f"{60 * MIB:,}", f"{100 * MIB // 1000:,}"
     assert [hooks[name] for name in told] == [
-        *("40.00", "ledger", "100.00", gap, bound, "no", f"+{MIB:,}"),
+        *("40.00", "memory", "100.00", gap, bound, "no", f"+{MIB:,}"),
     ]
     assert [unknown[name] for name in told] == ["40.00", "estimate", "-", "-", "-", "-", "-"]
     assert f"{gap} bytes more than the books say" in table_of(document, "Findings")[0]["caveat"]
 
 
 def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
-    books = make_books({"parameters": 70, "noise": 20, "unattributed": 10})
-    books["memory"]["attribution"]["evidence"] = {"identity": 70, "birthplace": 15, "phase": 5}
-    document = document_of(tmp_path, (STANDARD, "ledger", {"books": books}))
-    (row,) = table_of(document, "How far the books close", 1)
+    recorded = make_memory({"parameters": 70, "noise": 20, "unattributed": 10})
+    recorded["memory"]["attribution"]["evidence"] = {"identity": 70, "birthplace": 15, "phase": 5}
+    document = document_of(tmp_path, (STANDARD, "memory", {"books": recorded}))
+    (row,) = table_of(document, "Does the memory add up?", 1)
 
     kinds = ("identity", "birthplace", "phase", "unattributed")
     assert [row[kind] for kind in kinds] == ["70.00", "15.00", "5.00", "10.00"]
@@ -225,7 +225,7 @@ def test_without_books_there_is_no_such_section(tmp_path) -> None:
     document = document_of(tmp_path, (STANDARD, "clean", {}))
     titles = {section.title for section in document.sections}
 
-    assert not titles & {"Memory", "Cost", "How far the books close"}
+    assert not titles & {"Memory", "Cost", "Does the memory add up?"}
     assert not [title for title in titles if title.startswith("Predicted")]
 
 
@@ -249,7 +249,7 @@ def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("figure", "title"),
-    [("predicted", "Predicted for l4"), ("accuracy", "How far the books close")],
+    [("predicted", "Predicted for l4"), ("accuracy", "Does the memory add up?")],
 )
 def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
     tables = tables_of_runs(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))

@@ -25,7 +25,7 @@ rule tables:
         traffic="results/tables/traffic.csv",
         kernels="results/tables/kernels.csv",
         traces="results/tables/traces.csv",
-        observer="results/tables/observer.csv",
+        instrument_overhead="results/tables/instrument_overhead.csv",
         samplers="results/tables/samplers.csv",
         verification="results/tables/verification.csv",
         ceilings="results/tables/ceilings.csv",

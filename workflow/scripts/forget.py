@@ -7,7 +7,7 @@ from pathlib import Path
 import _source_tree  # noqa: F401
 from dpprof.cli.common import Parser, ending_in_a_sentence
 from dpprof.planning.code_digest import code_digest, verdict_digest
-from dpprof.records.record import ResultError, read_sealed
+from dpprof.records.record import ResultError, read_record
 from dpprof.records.result import OUTCOMES, read_result
 from dpprof.records.verdict import SCHEMA_VERSION, VERDICTS, Verdict
 from dpprof.spec.validation import one_of
@@ -32,7 +32,7 @@ def what_to_forget(path: Path, arguments: argparse.Namespace) -> str | None:
         ResultError: The file cannot be trusted.
     """
     if path.parent.name == VERDICTS:
-        verdict = read_sealed(path, Verdict, SCHEMA_VERSION)
+        verdict = read_record(path, Verdict, SCHEMA_VERSION)
         if arguments.unverified and not verdict.passed:
             return "failed verification" if verdict.passed is False else "not verified"
         present = arguments.outdated and verdict_digest(verdict.model, verdict.method)

@@ -7,7 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
-from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
@@ -19,7 +19,7 @@ TOLERATED_CORES = 0.25
 """A shell, a browser and Snakemake itself together keep less than this busy."""
 
 TOLERATED_OTHER = 0.05
-"""Of a trace's time that no category is known for."""
+"""Of a trace's time that no op kind is known for."""
 
 
 def find(
@@ -32,9 +32,9 @@ def find(
     promises another way), ``contended`` (others kept cores busy that the run computed on),
     ``gpu-shared`` (others held memory of the GPU or computed on it before or after the run),
     ``devices-differ`` (replicates ran on devices of different names),
-    ``books-open`` (the allocator's peak is further from the books' than it may be),
+    ``memory-unreconciled`` (the allocator's peak is further from the recorded one than it may be),
     ``beyond-peak`` (a step computes more than the device could), ``other-kernels`` (more of a
-    trace's time than there should be is of no known category), ``ceilings-contended`` (others
+    trace's time than there should be is of no known op kind), ``ceilings-contended`` (others
     kept cores busy while a device's ceilings were measured), ``ceilings-exceeded`` (kernels were
     faster than the fastest product that was measured), ``nonfinite-samples`` (a method left
     samples out, since their loss or gradient was not finite).
@@ -144,7 +144,7 @@ def _unlike_devices(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
 def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     shares = [r.kernels.other_share for r in results if r.kernels]
     if shares and max(shares) > TOLERATED_OTHER:
-        yield "other-kernels", f"no category is known for {max(shares):.0%} of its kernels' time"
+        yield "other-kernels", f"no op kind is known for {max(shares):.0%} of its kernels' time"
 
 
 def _beyond_peak(costs: pd.DataFrame) -> Iterator[Row]:
@@ -188,12 +188,12 @@ def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Row]:
 
 
 def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:
-    judged = peaks[peaks["instrument"].isin(KEEPERS) & peaks["valid"].eq(False)]
+    judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
     for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
         gap = int(row["gap_bytes"])
-        told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than the books say"
+        told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
         yield {
-            "kind": "books-open",
+            "kind": "memory-unreconciled",
             "experiment_id": str(row["experiment_id"]),
             "instrument": str(row["instrument"]),
             "finding": f"the allocator's peak is {told}, beyond the bound of "

@@ -30,7 +30,7 @@ _TEXTS = {
     *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
     *("op", "module", "function", "evidence", "reason", "by", "key"),
     *(
-        "category",
+        "op_kind",
         "bound",
         "trace",
         "ceilings_of",

@@ -1,6 +1,7 @@
-"""Tables of traces: time by phase and category, beside the FLOPs and bytes that the books know.
+"""Tables of traces: time by phase and op kind, beside recorded FLOPs and bytes.
 
-What binds a phase's category is what would take longer at the device's measured ceilings: its
+What binds operators of one kind in a phase is what would take longer at the device's measured
+ceilings: its
 FLOPs or its bytes (Williams et al. 2009, "Roofline"). Its time counts as bound by that, however
 far from the ceiling it stays; time in which nothing runs is idle.
 """
@@ -13,7 +14,7 @@ import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
-from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.records.result import Kernels, Result, Work
@@ -23,7 +24,7 @@ _KERNEL_COLUMNS = [
     *AXES,
     "parameters_total",
     "phase",
-    "category",
+    "op_kind",
     "seconds",
     "launches",
     "flops",
@@ -69,7 +70,7 @@ class Roof(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """A run that was traced, with the books of its experiment."""
+    """A run that was traced, with what was recorded of its experiment."""
 
     run: PlannedRun
     result: Result
@@ -83,7 +84,7 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
     """Build the tables of the runs that were traced.
 
     Returns:
-        ``kernels`` (one row per run, phase and category) and ``traces`` (one row per run).
+        ``kernels`` (one row per run, phase and op kind) and ``traces`` (one row per run).
     """
     told = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
     return {
@@ -93,11 +94,11 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
 
 
 def _find_traced(collected: Collected) -> Iterator[_Traced]:
-    books = {
-        run.id: result.io.by_phase_and_category
-        for keeper in reversed(KEEPERS)  # the one to prefer comes last, and stays
+    recorded = {
+        run.id: result.io.by_phase_and_op_kind
+        for instrument in reversed(RECORDERS)  # the one to prefer comes last, and stays
         for run, result in collected.found
-        if run.instrument == keeper and result.io
+        if run.instrument == instrument and result.io
     }
     for run, result in collected.found:
         if result.kernels is not None:
@@ -106,7 +107,7 @@ def _find_traced(collected: Collected) -> Iterator[_Traced]:
                 run,
                 result,
                 result.kernels,
-                {(one.phase, one.category): one for one in books.get(run.id, [])},
+                {(one.phase, one.op_kind): one for one in recorded.get(run.id, [])},
                 find_roof(result, ceilings),
                 None if ceilings is None else ceilings.launch_latency_s,
             )
@@ -130,8 +131,8 @@ def _common(one: _Traced) -> dict[str, Any]:
 
 
 def _kernel_rows(one: _Traced) -> Rows:
-    for launched in one.kernels.by_phase_and_category:
-        work = one.work.get((launched.phase, launched.category))
+    for launched in one.kernels.by_phase_and_op_kind:
+        work = one.work.get((launched.phase, launched.op_kind))
         yield (
             _common(one)
             | launched.model_dump()

@@ -1,6 +1,6 @@
-"""Tables of what ledgers and estimates say: peaks, owners, timelines and costs.
+"""Tables of recorded and estimated memory: peaks, owners, timelines and costs.
 
-The allocator's peak, which closes a ledger's books and judges an estimate, comes from
+The allocator's peak, which reconciles a timeline and judges an estimate, comes from
 another process that measured the same experiment; for a target that is not the CPU,
 from a device that is one.
 """
@@ -69,7 +69,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 class _Account(NamedTuple):
-    """A run that kept books, with its parts at hand."""
+    """A run that recorded or estimated memory, with its parts at hand."""
 
     run: PlannedRun
     result: Result
@@ -78,14 +78,14 @@ class _Account(NamedTuple):
     io: Io
 
 
-def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
-    """Build the tables of the runs that kept books.
+def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
+    """Build the tables of the runs that recorded or estimated memory.
 
     Returns:
         ``peaks`` and ``costs`` (one row per run), ``owners`` (one row per component alive
         at the peak), ``holdings`` (the largest holdings at the peak), ``timeline`` (one row
         per instant, a column for each component) and ``traffic`` (one row per phase,
-        category or component: FLOPs, and bytes read and written).
+        op kind or component: FLOPs, and bytes read and written).
     """
     accounts = list(_find_accounts(collected))
     measured = _Measured(groups)
@@ -109,7 +109,7 @@ def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, p
 def _find_accounts(collected: Collected) -> Iterator[_Account]:
     for run, result in collected.found:
         memory, compute, io = result.memory, result.compute, result.io
-        # The books of a capacity are of another batch than the experiment's.
+        # The timeline of a capacity is of another batch than the experiment's.
         if memory and memory.attribution and compute and io and not result.capacity:
             yield _Account(run, result, memory, compute, io)
 
@@ -163,7 +163,7 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
         known = group is not None and group.peaks.kind == "allocated"
         attribution = close_books(
             experiment,
-            attribution.ledger_peak_bytes,
+            attribution.timeline_peak_bytes,
             int(median(group.peaks.sizes)) if group is not None and known else None,
             attribution.evidence,
         )
@@ -175,7 +175,7 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
         | {
             "parameters_total": one.result.model and one.result.model.parameters_total,
             "target_memory_bytes": target and int(target.memory_bytes),
-            "peak_bytes": attribution.ledger_peak_bytes,
+            "peak_bytes": attribution.timeline_peak_bytes,
             "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
             "phase": at_peak.phase,
             "module": at_peak.module,
@@ -263,7 +263,7 @@ def _traffic_rows(accounts: Iterable[_Account]) -> Rows:
     for one in accounts:
         by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
             "phase": (one.compute.flops_by_phase, one.io.by_phase),
-            "category": ({}, one.io.by_category),
+            "op_kind": ({}, one.io.by_op_kind),
             "component": (one.compute.flops_by_component, one.io.by_component),
         }
         for kind, (flops, moved) in by.items():

@@ -1,4 +1,4 @@
-"""Whose books stand for an experiment, and who owned what at its peak."""
+"""Which run's memory stands for an experiment, and who owned what at its peak."""
 
 from collections.abc import Mapping
 
@@ -7,17 +7,17 @@ import pandas as pd
 from dpprof.analysis.frames import RUN_KEY
 from dpprof.records.result import COMPONENTS
 
-KEEPERS = ("ledger", "estimate")
-"""The instruments whose books are of the experiment itself, the one to prefer first."""
+RECORDERS = ("memory", "estimate")
+"""The instruments whose timeline is of the experiment itself, the one to prefer first."""
 
 
 def choose(runs: pd.DataFrame) -> pd.DataFrame:
-    """Keep one run for each experiment: its first ledger, or else its first estimate.
+    """Keep one run for each experiment: its first recorded one, or else its first estimate.
 
     Args:
-        runs: A table with a row for each run that kept books.
+        runs: A table with a row for each run that recorded or estimated memory.
     """
-    rank = runs["instrument"].map({name: rank for rank, name in enumerate(KEEPERS)}).dropna()
+    rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
     return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
 
 

@@ -31,7 +31,7 @@ def find_peak(
     """Find the peak of the dtype in use.
 
     Args:
-        compute: With the data sheet's peak, where the books are of a device that has one.
+        compute: With the data sheet's peak, where the timeline is of a device that has one.
         dtype: Of the experiment.
         device: Where the step was timed, as its result describes it; None where it was not.
         known: The ceilings that were measured.

@@ -15,7 +15,7 @@ too, until its backward is over.
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.engine import Clipping, Enter, weigh
 
 
@@ -26,7 +26,7 @@ class BookKeeping(Clipping):
 
     def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
         super().__init__(model, max_grad_norm)
-        self._kept: list[tuple[nn.Parameter, Share]] = []
+        self._kept: list[tuple[nn.Parameter, Contribution]] = []
 
     def _clip(self, losses: Tensor, enter: Enter) -> None:
         try:
@@ -40,5 +40,5 @@ class BookKeeping(Clipping):
         finally:
             self._kept.clear()
 
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
-        self._kept.append((parameter, share))
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        self._kept.append((parameter, contribution))

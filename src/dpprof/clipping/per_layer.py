@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, Totals, weigh
 from dpprof.clipping.layers import Added
@@ -45,7 +45,7 @@ class PerLayerClipping(Clipping):
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
         self._layer_count = len(self._layers)
-        self._of_layer: dict[nn.Parameter, Share] = {}
+        self._of_layer: dict[nn.Parameter, Contribution] = {}
         self._norms: list[Tensor] = []
 
     @property
@@ -71,8 +71,8 @@ class PerLayerClipping(Clipping):
             self._norms.clear()
             self._of_layer.clear()
 
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
-        self._of_layer[parameter] = share
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        self._of_layer[parameter] = contribution
 
     def _may_come_again(self, _parameter: nn.Parameter) -> bool:
         return False

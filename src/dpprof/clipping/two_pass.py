@@ -18,7 +18,7 @@ gradient, whichever is narrower.
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.engine import Clipping, Enter, weigh
 from dpprof.clipping.layers import Added
 
@@ -34,12 +34,12 @@ class FlashClipping(Clipping):
         factors_B = self._settle()
 
         def add_up(_layer: nn.Module, added: Added) -> None:
-            for parameter, share in added:
-                self._sum_up(parameter, share, factors_B)
+            for parameter, contribution in added:
+                self._sum_up(parameter, contribution, factors_B)
 
         enter("second_backward")
         with self._handing_over(add_up):
             torch.autograd.backward(losses, weigh(losses))
 
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         pass

@@ -1,4 +1,4 @@
-"""How far are the books from what the allocator counts?"""
+"""How far is recorded memory from what the allocator counts?"""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dpprof.analysis.frames import BASELINE
-from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
 _MIB = 2**20
@@ -19,19 +19,19 @@ _TICKS = ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,))
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """How much higher than the allocator's peak the books' is; on the line it is the same.
+    """How much higher than the allocator's peak the recorded one is; on the line it is the same.
 
-    A full mark is a ledger, an empty one an estimate, for which nothing ran. The allocator's peak
-    is from another process. Grey reaches as far as a gap may go before books count as open. A
+    A full mark is recorded, an empty one estimated, for which nothing ran. The allocator's peak
+    is from another process. Grey reaches as far as a gap may go before it is a finding. A
     mark below the line says that the allocator held more.
 
     Args:
         tables: Of these, ``peaks``.
     """
     peaks = tables["peaks"]
-    known = peaks[peaks["instrument"].isin(KEEPERS)].dropna(subset=["allocator_peak_bytes"])
+    known = peaks[peaks["instrument"].isin(RECORDERS)].dropna(subset=["allocator_peak_bytes"])
     if known.empty:
-        raise NothingToDrawError("no peak of a ledger or an estimate could be compared")
+        raise NothingToDrawError("no recorded or estimated peak could be compared")
     columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]
     allocator, bound, gap = (known[name].astype(float) for name in columns)
     figure, axes = new_figure(row_inches=3.2)
@@ -52,10 +52,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axis.xaxis.set_major_formatter("{x:,g}")
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("peak of the allocator (MiB)")
-    axis.set_ylabel("books above the allocator (%)")
+    axis.set_ylabel("recorded above the allocator (%)")
     axis.margins(0.1)
     handles = [
-        Line2D([], [], label=name, linestyle="", **_style("ledger", name))
+        Line2D([], [], label=name, linestyle="", **_style("memory", name))
         for name in sort_methods(known["method"])
     ]
     handles += [
@@ -68,9 +68,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _style(instrument: str, method: str) -> dict[str, Any]:
-    """Let an estimate's mark be empty and so large that a ledger's of the same peak fits in."""
+    """Let an estimate's mark be empty and so large that a recorded one of the same peak fits in."""
     style = method_style(method)
-    if instrument == "ledger":
+    if instrument == "memory":
         return style | {"markersize": 4}
     empty = {"fillstyle": "none", "markeredgecolor": style["color"], "markeredgewidth": 0.9}
     return style | empty | {"markersize": 8}

@@ -10,7 +10,7 @@ from dpprof.figures.bars import height_of, note, over_baseline, share_legend, st
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS
 
-MISSING = "no run of the instruments ledger or estimate succeeded for the device itself"
+MISSING = "no run of the instruments memory or estimate succeeded for the device itself"
 
 _MIB = 2**20
 
@@ -18,7 +18,7 @@ _MIB = 2**20
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Live bytes by owner at the peak of a step in the steady state; the ratio is to standard.
 
-    Told by the instrument ledger, and where that did not run by estimate. A tick marks the
+    Told by the instrument memory, and where that did not run by estimate. A tick marks the
     allocator's peak where another process measured it. Unattributed is what has no known owner.
 
     Args:

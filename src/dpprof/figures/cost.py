@@ -37,7 +37,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panels = [*_find_panels(known[here]), *_find_panels(known[~here])][:_ROWS]
     if not panels:
         raise NothingToDrawError(
-            f"no two experiments whose books were kept differ in {_ALONG} alone"
+            f"no two experiments whose FLOPs were counted differ in {_ALONG} alone"
         )
     figure, axes = new_figure(len(_COSTS), len(panels), row_inches=2.2)
     for row, panel in zip(axes, panels, strict=True):

@@ -8,13 +8,13 @@ from matplotlib.figure import Figure
 from dpprof.analysis.frames import RUN_KEY
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
-from dpprof.figures.style import BOUND_COLOURS, CATEGORY_COLOURS, NothingToDrawError
+from dpprof.figures.style import BOUND_COLOURS, OP_KIND_COLOURS, NothingToDrawError
 
 MISSING = "no run of the instrument kernels succeeded"
 
 
-def draw_categories(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Time of a step by category of kernel, or of operator on a CPU; the ratio is to standard.
+def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Time of a step by kind of operator; the ratio is to standard.
 
     Norm is the search for norms of per-sample gradients, einsum what is contracted otherwise,
     clip what else the phase clip does, optimizer all of the phase step. Idle is when none ran:
@@ -25,20 +25,20 @@ def draw_categories(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     if tables["kernels"].empty:
         raise NothingToDrawError(MISSING)
-    kernels = tables["kernels"].groupby([*RUN_KEY, "category"])["seconds"].sum()
-    by_category = kernels.unstack()  # noqa: PD010 (there is nothing to aggregate)
-    names = {category: f"{category}_s" for category in by_category}
+    kernels = tables["kernels"].groupby([*RUN_KEY, "op_kind"])["seconds"].sum()
+    by_op_kind = kernels.unstack()  # noqa: PD010 (there is nothing to aggregate)
+    names = {op_kind: f"{op_kind}_s" for op_kind in by_op_kind}
     traces = tables["traces"].merge(
-        by_category.rename(columns=names), left_on=RUN_KEY, right_index=True
+        by_op_kind.rename(columns=names), left_on=RUN_KEY, right_index=True
     )
-    parts = {name: f"{name}_s" for name in CATEGORY_COLOURS if name in {*names, "idle"}}
-    return _draw(traces, CATEGORY_COLOURS, parts)
+    parts = {name: f"{name}_s" for name in OP_KIND_COLOURS if name in {*names, "idle"}}
+    return _draw(traces, OP_KIND_COLOURS, parts)
 
 
 def draw_bound(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """What binds the time of a step: computing, moving bytes, or nothing that runs.
 
-    The time of a phase's category of kernels counts as bound by what would take longer at the
+    The time of a phase's kernels of one kind counts as bound by what would take longer at the
     ceilings measured on the device, its FLOPs or its bytes, though it may be far from either.
     Bytes are those that operators must move, caches or not. The ratio is to standard.
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from dpprof.figures.panels import MAX_PANELS, split
 from dpprof.figures.style import (
-    CATEGORY_COLOURS,
+    OP_KIND_COLOURS,
     PHASE_MARKERS,
     NothingToDrawError,
     new_figure,
@@ -27,7 +27,7 @@ _AREA = 300.0
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """FLOP/s over FLOPs per byte, a point for each category of kernel in each phase.
+    """FLOP/s over FLOPs per byte, a point for each kind of operator in each phase.
 
     The lines are ceilings measured on the device: copy bandwidth, and products of matrices of
     the dtype in use. A point's area is its share of the step's time; what takes less than 1 %
@@ -44,7 +44,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     known = known[(known["flops"] > 0) & (of_step >= _LEAST_SHARE)]
     if known.empty:
         raise NothingToDrawError(
-            "no run of the instrument kernels has both books and measured ceilings"
+            "no run of the instrument kernels has both counted FLOPs and measured ceilings"
         )
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
@@ -79,7 +79,7 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
             point["flops_per_s"] / 1e9,
             s=max(8.0, _AREA * part),
             marker=PHASE_MARKERS[point["phase"]],
-            color=CATEGORY_COLOURS[point["category"]],
+            color=OP_KIND_COLOURS[point["op_kind"]],
             edgecolor="#333333",
             linewidth=0.5,
             alpha=0.85,
@@ -107,8 +107,8 @@ def _explain(figure: Figure, rows: pd.DataFrame) -> None:
     there: Any = {"linestyle": "", "markeredgecolor": "#333333", "markeredgewidth": 0.4}
     handles = [
         Line2D([], [], marker="s", color=colour, label=name, **there)
-        for name, colour in CATEGORY_COLOURS.items()
-        if name in set(rows["category"])
+        for name, colour in OP_KIND_COLOURS.items()
+        if name in set(rows["op_kind"])
     ]
     handles += [
         Line2D([], [], marker=marker, color="white", label=name.replace("_", " "), **there)

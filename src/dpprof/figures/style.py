@@ -77,7 +77,7 @@ PHASE_MARKERS: dict[str, str] = {
     "noise": "v",
     "step": "P",
 }
-CATEGORY_COLOURS: dict[str, str] = {
+OP_KIND_COLOURS: dict[str, str] = {
     "gemm": _PALETTE[0],
     "attention": _PALETTE[4],
     "einsum": _PALETTE[5],
@@ -92,7 +92,7 @@ CATEGORY_COLOURS: dict[str, str] = {
     "other": "#F2F2F2",
     "idle": "#FFFFFF",
 }
-"""Colours of categories, in the order in which they are stacked; idle is none of them."""
+"""Colours of op kinds, in the order in which they are stacked; idle is none of them."""
 
 BOUND_COLOURS: dict[str, str] = {
     "compute bound": _PALETTE[0],

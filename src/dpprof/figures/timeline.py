@@ -29,7 +29,7 @@ _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Live bytes by owner over one step in the steady state, a panel a method.
 
-    Drawn of the setting that most methods have books of, from the instrument ledger or else
+    Drawn of the setting that most methods have a timeline of, from the instrument memory or else
     estimate; of a target only where there is nothing else. A panel is as wide as its method's
     step: it counts operators, not seconds. On top stand the phases, where there is room for
     their names (fwd, bwd and bwd2: forward, backward and second backward). Of every 300th part
@@ -42,7 +42,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     chosen = choose(tables["peaks"])
     here = chosen[chosen["target"].isna()]
     runs = chosen if here.empty else here
-    settings = split(runs, "no run of the instruments ledger or estimate succeeded", most=len(runs))
+    settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
     rows = focus.by_method.groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
@@ -72,7 +72,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
     """Rank a setting by its methods, by how many of them really ran, and by its size."""
     size = rows[["parameters_total", "batch_size", "seq_len"]].max()
-    real = (rows["instrument"] == "ledger").sum()
+    real = (rows["instrument"] == "memory").sum()
     return rows["method"].nunique(), real, *size
 
 

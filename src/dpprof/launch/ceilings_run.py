@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from dpprof.launch.child_process import UnansweredError, ask_child
-from dpprof.launch.contention import Neighbours
+from dpprof.launch.contention import Contention
 from dpprof.launch.device_lock import hold_one, who_holds
-from dpprof.launch.device_slots import Place, cpu_place, gpu_places
+from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.planning.code_digest import ceilings_digest
 from dpprof.planning.code_in_use import CodeInUse
 from dpprof.records.ceilings import (
@@ -28,7 +28,7 @@ TIMEOUT_S = 120
 """Ceilings take about ten seconds; a device that takes this long is taken to hang."""
 
 _LIMITS = "dpprof.devices.limits"
-_NOWHERE = Place("cuda", lambda: {"type": "cuda", "name": None, "uuid": None}, {})
+_NO_GPU = DeviceSlot("cuda", lambda: {"type": "cuda", "name": None, "uuid": None}, {})
 
 
 def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
@@ -44,21 +44,21 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
     check_writable(output)
     code = CodeInUse(ceilings_digest, __file__)
     cores = available_cores()
-    places = [cpu_place(cores)] if device == "cpu" else gpu_places(cores) or [_NOWHERE]
-    names = [place.lock_name for place in places]
+    slots = [cpu_slot(cores)] if device == "cpu" else gpu_slots(cores) or [_NO_GPU]
+    names = [slot.lock_name for slot in slots]
 
     def waiting() -> None:
         say(f"an experiment is under way on this device; waiting for {who_holds(names)}")
 
     with hold_one(names, waiting) as (position, lock_fd):
         code.start()
-        place = places[position]
-        description = place.describe()
-        provenance = describe_surroundings(os.environ | place.environment)
+        slot = slots[position]
+        description = slot.describe()
+        provenance = describe_surroundings(os.environ | slot.environment)
         started_at = dt.datetime.now(dt.UTC)
-        start, neighbours = time.monotonic(), Neighbours()
-        limits = _ask_child(device, place, lock_fd)
-        wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        start, contention = time.monotonic(), Contention()
+        limits = _ask_child(device, slot, lock_fd)
+        wall_s, others = time.monotonic() - start, contention.busy_cores()
         digest = code.settle()
     return write_ceilings(
         output,
@@ -75,7 +75,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
     )
 
 
-def _ask_child(device: str, place: Place, lock_fd: int) -> Limits:
+def _ask_child(device: str, slot: DeviceSlot, lock_fd: int) -> Limits:
     """Have a child measure; where it ends without telling anything, that is why."""
     if device == "cuda" and (reason := why_no_cuda()):
         return nothing_measured(reason)
@@ -87,7 +87,7 @@ def _ask_child(device: str, place: Place, lock_fd: int) -> Limits:
             device,
             timeout_s=TIMEOUT_S,
             lock_fd=lock_fd,
-            environment=place.environment,
+            environment=slot.environment,
         )
     except UnansweredError as error:
         return nothing_measured(str(error))

@@ -6,7 +6,7 @@ import time
 import psutil
 
 
-class Neighbours:
+class Contention:
     """Watches from when it is made; for one child process at a time.
 
     What is not this process's children's is others': other programs, the kernel's own work,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from dpprof.system.hardware import describe_cpu, describe_gpu, visible_gpus
 
 
-class Place(NamedTuple):
+class DeviceSlot(NamedTuple):
     """A device, as the process around a measurement sees it."""
 
     lock_name: str
@@ -19,12 +19,12 @@ class Place(NamedTuple):
     """Of a GPU."""
 
 
-def cpu_place(threads: int) -> Place:
+def cpu_slot(threads: int) -> DeviceSlot:
     """Return the host's processor, on so many threads."""
-    return Place("cpu", partial(describe_cpu, threads), _threads(threads))
+    return DeviceSlot("cpu", partial(describe_cpu, threads), _threads(threads))
 
 
-def gpu_places(threads: int) -> list[Place]:
+def gpu_slots(threads: int) -> list[DeviceSlot]:
     """List the visible GPUs that are interchangeable, with so many threads on the host.
 
     They are those like the first: GPUs of another model, or with other memory, are other
@@ -32,7 +32,7 @@ def gpu_places(threads: int) -> list[Place]:
     """
     visible = visible_gpus()
     return [
-        Place(
+        DeviceSlot(
             f"cuda-{gpu.uuid}",
             partial(describe_gpu, gpu),
             _threads(threads)

@@ -142,8 +142,8 @@ def tell_result(result: Result) -> None:
 
 
 def _tell_kernels(kernels: Kernels) -> str:
-    """Name the categories that take most of a traced step, and how much of it nothing ran."""
-    parts = sorted(kernels.by_category.items(), key=lambda part: part[1], reverse=True)[:3]
+    """Name the op kinds that take most of a traced step, and how much of it nothing ran."""
+    parts = sorted(kernels.by_op_kind.items(), key=lambda part: part[1], reverse=True)[:3]
     shares = [f"{name} {seconds / kernels.step_s:.0%}" for name, seconds in parts]
     told = ", ".join([*shares, f"idle {kernels.idle_s / kernels.step_s:.0%}"])
     return f"traced step {kernels.step_s * 1000:.1f} ms, {told}"

@@ -20,9 +20,9 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from dpprof.launch.contention import Neighbours
+from dpprof.launch.contention import Contention
 from dpprof.launch.device_lock import hold_one, who_holds
-from dpprof.launch.device_slots import Place, cpu_place, gpu_places
+from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.exit_status import judge_death
 from dpprof.launch.gpu_contention import look_afterwards, look_at, tell_others, wait_until_idle
 from dpprof.launch.protocol import TRACES, Assignment, PhaseMark, Report
@@ -59,19 +59,19 @@ Ended = tuple[Attempt, Measurement | None]
 """How an attempt ended, and what was measured."""
 
 
-def _places(experiment: Experiment, instrument: str) -> list[Place]:
+def _slots(experiment: Experiment, instrument: str) -> list[DeviceSlot]:
     """List the interchangeable devices that this experiment could run on.
 
     Predictions take the CPU, whatever they are about.
     """
     threads = experiment.cpu_threads or available_cores()
-    cpu = cpu_place(threads)
+    cpu = cpu_slot(threads)
     if experiment.device == "cpu" or instrument in PREDICTIONS:
         return [cpu]
-    places = gpu_places(threads) or [cpu]  # no GPU: the worker records why
+    slots = gpu_slots(threads) or [cpu]  # no GPU: the worker records why
     if experiment.wait_for_idle_gpu_s:
-        places.sort(key=lambda place: look_at(place.uuid).matter)
-    return places
+        slots.sort(key=lambda slot: look_at(slot.uuid).matter)
+    return slots
 
 
 def _look_around(run: Callable[[], Ended], uuid: str | None) -> Ended:
@@ -101,7 +101,7 @@ def _run_worker(
             report_fd=report_file.fileno(),
             lock_fd=lock_fd,
         )
-        start, neighbours = time.monotonic(), Neighbours()
+        start, contention = time.monotonic(), Contention()
         timed_out = False
         with no_survivors():
             worker = subprocess.Popen(
@@ -122,7 +122,7 @@ def _run_worker(
             finally:
                 end_group(worker.pid)
                 worker.wait()
-        wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        wall_s, others = time.monotonic() - start, contention.busy_cores()
         tail = output.finish()
         ended = partial(Attempt, wall_s=wall_s, others_busy_cores=others)
         report_file.seek(0)
@@ -197,11 +197,11 @@ def supervise(
     """
     check_writable(output)
     code = CodeInUse(partial(code_digest, instrument, experiment), __file__)
-    places = _places(experiment, instrument)
+    slots = _slots(experiment, instrument)
 
     def waiting() -> None:
-        busy = "the CPU is" if places[0].lock_name == "cpu" else "every visible GPU is"
-        holders = who_holds(place.lock_name for place in places)
+        busy = "the CPU is" if slots[0].lock_name == "cpu" else "every visible GPU is"
+        holders = who_holds(slot.lock_name for slot in slots)
         say(f"{busy} taken by another experiment; waiting for {holders}")
 
     attempts: list[Attempt] = []
@@ -209,24 +209,25 @@ def supervise(
     with (
         _ended_by_signals(),
         closing(Sink(log_path)) as sink,
-        hold_one(
-            [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
-        ) as (position, lock_fd),
+        hold_one([slot.lock_name for slot in slots], waiting, shared=instrument in PREDICTIONS) as (
+            position,
+            lock_fd,
+        ),
     ):
         if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
             say("this run was measured already, by this code; its result is kept")
             return finished
-        place = places[position]
-        wait_until_idle(place.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
+        slot = slots[position]
+        wait_until_idle(slot.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
         code.start()
-        environment = _worker_environment(place, traces)
-        device, provenance = place.describe(), collect(experiment, environment)
+        environment = _worker_environment(slot, traces)
+        device, provenance = slot.describe(), collect(experiment, environment)
         started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
         while len(attempts) < MAX_ATTEMPTS:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
             run = partial(_run_worker, experiment, instrument, environment, lock_fd, sink)
-            attempt, measurement = _look_around(run, place.uuid)
+            attempt, measurement = _look_around(run, slot.uuid)
             if attempt.error is not None:
                 error = attempt.error.model_copy(update={"log": log_path and str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
@@ -278,8 +279,8 @@ def _say_busy(others: Others) -> None:
     say(f"others hold {memory / 2**30:.1f} GiB of the GPU, busy {load:.0%}; waiting for them")
 
 
-def _worker_environment(place: Place, traces: Path | None) -> dict[str, str]:
+def _worker_environment(slot: DeviceSlot, traces: Path | None) -> dict[str, str]:
     search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
     own[TRACES] = "" if traces is None else str(traces)
-    return os.environ | place.environment | own
+    return os.environ | slot.environment | own

@@ -104,5 +104,5 @@ def _refusing() -> Iterator[None]:
         what = getattr(error, "func", None) or error
         raise UnsupportedError(
             f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
-            "instrument ledger runs it"
+            "instrument memory runs it"
         ) from error

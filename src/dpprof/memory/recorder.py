@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.flops.op_costs import Cost, Rule, learn_rule
-from dpprof.flops.op_kinds import EINSUMS, Scope, categorise
+from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import finds_norms
-from dpprof.records.result import Category, Phase
+from dpprof.records.result import OpKind, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
 _current_node = torch._C._current_autograd_node  # noqa: SLF001
 _TORCH = str(Path(torch.__file__).parent)
-_LEDGER = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parent)
 _NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/")
 """Parts of torch whose functions are worth a name; the rest is plumbing."""
 
@@ -83,7 +83,7 @@ class Op(NamedTuple):
 
     phase: Phase
     module: str | None
-    category: Category
+    op_kind: OpKind
     cost: Cost
     reads: Sequence[tuple[int, int]]
     """Storage and bytes, one for each tensor; a storage that was never born is -1."""
@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = Op(
             self.phase,
             self._module(),
-            categorise(cost.family, self.phase, self._scope(rule.name)),
+            kind_of_op(cost.family, self.phase, self._scope(rule.name)),
             cost,
             [(self._number(tensor), size) for tensor, size in reads],
             [(self._number(tensor), size) for tensor, size in writes],
@@ -311,7 +311,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _name(code: CodeType, module: str) -> str | None:
     file = code.co_filename
-    plumbing = file.startswith((_LEDGER, "<")) or (
+    plumbing = file.startswith((_OWN, "<")) or (
         file.startswith(_TORCH) and not any(part in file for part in _NAMED_IN_TORCH)
     )
     # A comprehension or a nested function counts as the function that it is written in.

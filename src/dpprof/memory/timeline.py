@@ -1,4 +1,4 @@
-"""The books: events replayed into who owned what at every instant of a step."""
+"""The memory timeline: events replayed into who owned what at every instant of a step."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Holding(NamedTuple):
     owner: Owner
 
 
-class Step:
+class MemoryTimeline:
     """One step's worth of events, replayed.
 
     Args:
@@ -142,7 +142,7 @@ class Step:
 class _State:
     """What is alive, and who owns how much of it."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: MemoryTimeline) -> None:
         self._step = step
         self.alive: dict[int, Component] = {}
         self.saved: Counter[int] = Counter()

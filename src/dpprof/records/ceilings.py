@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dpprof.records.record import Part, read_sealed, write_sealed
+from dpprof.records.record import Part, read_record, write_record
 from dpprof.spec.target import DTYPES, Dtype
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -136,7 +136,7 @@ def write_ceilings(path: Path, fields: Mapping[str, Any]) -> Ceilings:
         path: Where they go; replaced atomically.
         fields: Every field of ``Ceilings`` but ``content_digest``.
     """
-    return write_sealed(path, Ceilings, fields)
+    return write_record(path, Ceilings, fields)
 
 
 def read_ceilings(path: Path) -> Ceilings:
@@ -146,7 +146,7 @@ def read_ceilings(path: Path) -> Ceilings:
         ResultError: The file is cut, edited, or of another schema version.
         FileNotFoundError: There is no such file.
     """
-    return read_sealed(path, Ceilings, SCHEMA_VERSION)
+    return read_record(path, Ceilings, SCHEMA_VERSION)
 
 
 def find_ceilings(known: Iterable[Ceilings], description: Mapping[str, Any]) -> Ceilings | None:

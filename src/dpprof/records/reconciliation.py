@@ -1,4 +1,4 @@
-"""Closing the books: the ledger's peak against the allocator's."""
+"""Reconciliation: the recorded peak against the allocator's."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ JOINED = "joined in tables"
 """Why a figure is null that needs the result of another process."""
 
 SMALL_CHANGE_BYTES = 64 * 2**10
-"""A gap of so little is no reason to distrust a ledger of any size."""
+"""A gap of so little is no reason to distrust a peak of any size."""
 
 
 def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
@@ -26,26 +26,26 @@ def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
 
 def close_books(
     experiment: Experiment,
-    ledger_peak_bytes: int,
+    timeline_peak_bytes: int,
     allocator_peak_bytes: int | None,
     evidence: Mapping[Evidence, int],
 ) -> Attribution:
-    """Compare the ledger's peak with the allocator's, where it is known."""
+    """Compare the recorded peak with the allocator's, where it is known."""
     if allocator_peak_bytes is None:
         return Attribution(
             valid=None,
-            ledger_peak_bytes=ledger_peak_bytes,
+            timeline_peak_bytes=timeline_peak_bytes,
             allocator_peak_bytes=None,
             gap_bytes=None,
             evidence=dict(evidence),
             reason=JOINED,
         )
-    gap = allocator_peak_bytes - ledger_peak_bytes
+    gap = allocator_peak_bytes - timeline_peak_bytes
     bound = bound_bytes(experiment, allocator_peak_bytes)
     valid = abs(gap) <= bound
     return Attribution(
         valid=valid,
-        ledger_peak_bytes=ledger_peak_bytes,
+        timeline_peak_bytes=timeline_peak_bytes,
         allocator_peak_bytes=allocator_peak_bytes,
         gap_bytes=gap,
         evidence=dict(evidence),

@@ -26,7 +26,7 @@ class Part(BaseModel):
     )
 
 
-Sealed = TypeVar("Sealed", bound=Part)
+Record = TypeVar("Record", bound=Part)
 
 
 class ResultError(Exception):
@@ -50,7 +50,7 @@ def _content_digest(document: dict[str, Any]) -> str:
     return sha256_hex(canonical_json(rest))
 
 
-def write_sealed(path: Path, kind: type[Sealed], fields: Mapping[str, Any]) -> Sealed:
+def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> Record:
     """Complete a file with its content digest and write it as a whole.
 
     Text that cannot be encoded is escaped, here and where a file is read, so that nothing
@@ -71,13 +71,16 @@ def write_sealed(path: Path, kind: type[Sealed], fields: Mapping[str, Any]) -> S
     return kind.model_validate(document)
 
 
-def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
+def read_record(
+    path: Path, kind: type[Record], version: int, older: Mapping[object, str] | None = None
+) -> Record:
     """Read and check a file.
 
     Args:
         path: The file.
         kind: What it should hold.
         version: The version of its schema that can be read.
+        older: By other versions, what has changed since.
 
     Raises:
         ResultError: The file is cut, edited, or of another schema version.
@@ -91,7 +94,10 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
         raise ResultError(path, "is not a result file, it has no schema_version")
     found = document["schema_version"]
     if found != version:
-        raise ResultError(path, f"has schema version {found!r}, and this dpprof reads {version}")
+        since = (older or {}).get(found if isinstance(found, int) else None)
+        told = f"; {since}" if since else ""
+        why = f"has schema version {found!r}, and this dpprof reads {version}{told}"
+        raise ResultError(path, why)
     try:
         digest = _content_digest(document)
     except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes

@@ -1,14 +1,20 @@
 """The result of one run: a published, versioned, self-checking JSON file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_sealed, write_sealed
+from dpprof.records.record import Part, ResultError, read_record, write_record
 from dpprof.spec.experiment import Experiment
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
+OLDER: Mapping[object, str] = {
+    1: "since then the instrument ledger is called memory, and category is called op_kind; "
+    "snakemake measures it again"
+}
+"""What has changed since other versions of the schema."""
 
 Outcome = Literal["ok", "oom", "unsupported", "timeout", "killed", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -40,7 +46,7 @@ Evidence = Literal["identity", "birthplace", "phase"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 
 
-Category = Literal[
+OpKind = Literal[
     "gemm",
     "attention",
     "einsum",
@@ -54,7 +60,7 @@ Category = Literal[
     "copy",
     "other",
 ]
-CATEGORIES: tuple[Category, ...] = get_args(Category)
+OP_KINDS: tuple[OpKind, ...] = get_args(OpKind)
 
 
 _OF_A_SCREEN_BYTES = 2**30
@@ -137,7 +143,7 @@ class Held(Part):
 class AtPeak(Part):
     """Who owned what at the peak of the steady step, and what made the peak."""
 
-    components: dict[Component, int] = Field(description="bytes; they sum to the ledger's peak")
+    components: dict[Component, int] = Field(description="bytes; they sum to the timeline's peak")
     phase: Phase
     module: str | None
     op: str | None
@@ -154,15 +160,15 @@ class Timeline(Part):
 
 
 class Attribution(Part):
-    """How far the ledger can be believed."""
+    """How far the timeline can be believed."""
 
     valid: bool | None = Field(description="whether the gap is within its bound")
-    ledger_peak_bytes: int
+    timeline_peak_bytes: int
     allocator_peak_bytes: int | None
-    gap_bytes: int | None = Field(description="the allocator's peak less the ledger's")
+    gap_bytes: int | None = Field(description="the allocator's peak less the timeline's")
     evidence: dict[Evidence, int] = Field(
         description="bytes at the peak by what their owner is known from; with unattributed "
-        "they sum to the ledger's peak"
+        "they sum to the timeline's peak"
     )
     reason: str | None
 
@@ -195,10 +201,10 @@ class Moved(Part):
 
 
 class Work(Part):
-    """What the operators of one category did in one phase."""
+    """What the operators of one kind did in one phase."""
 
     phase: Phase
-    category: Category
+    op_kind: OpKind
     ops: int
     flops: int = Field(description="all of them, elementwise operators and reductions too")
     read: int
@@ -211,10 +217,10 @@ class Io(Part):
     bytes_read: int
     bytes_written: int
     by_phase: dict[Phase, Moved]
-    by_category: dict[Category, Moved]
+    by_op_kind: dict[OpKind, Moved]
     by_module: dict[str, Moved]
     by_component: dict[Component, Moved]
-    by_phase_and_category: list[Work]
+    by_phase_and_op_kind: list[Work]
     arithmetic_intensity: float | None = Field(description="executed FLOPs over bytes moved")
 
 
@@ -237,7 +243,7 @@ class Memory(Part):
     attribution: Attribution | None = None
     assumed: dict[str, str] = Field(
         default_factory=dict,
-        description="what the books take for granted of a device, and why",
+        description="what is taken for granted of a device, and why",
     )
 
 
@@ -285,10 +291,10 @@ class Throughput(Part):
 
 
 class Launched(Part):
-    """How long the work of one category in one phase took, in a step."""
+    """How long the work of one kind in one phase took, in a step."""
 
     phase: Phase | None = Field(description="null for what was launched between phases")
-    category: Category
+    op_kind: OpKind
     seconds: float
     launches: float = Field(description="how many in a step, on average")
 
@@ -317,10 +323,10 @@ class Kernels(Part):
     steps: int = Field(description="steps that were traced")
     step_s: float = Field(description="what a step took, the tracer in it")
     total_s: float = Field(description="all kernels, one after another")
-    by_category: dict[Category, float] = Field(description="seconds; they sum to total_s")
+    by_op_kind: dict[OpKind, float] = Field(description="seconds; they sum to total_s")
     by_phase: dict[Phase, float] = Field(description="seconds, by where they were launched")
-    by_phase_and_category: list[Launched]
-    other_share: float = Field(description="of total_s that no category is known for")
+    by_phase_and_op_kind: list[Launched]
+    other_share: float = Field(description="of total_s whose kind of operator is not known")
     idle_s: float = Field(
         description="of step_s in which no kernel ran; on a CPU: no operator that does work, so "
         "what is left are Python, autograd and the dispatch of operators"
@@ -421,7 +427,7 @@ class Measurement(Part):
 class Result(Measurement):
     """One JSON file per run. Every key is always present; what is not known is null."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     experiment_id: str
     experiment: Experiment
     spec_digest: str = Field(description="sha256 of the experiment's canonical JSON")
@@ -445,7 +451,7 @@ def write_result(path: Path, fields: dict[str, Any]) -> Result:
         path: Where it goes; replaced atomically.
         fields: Every field of ``Result`` but ``content_digest``.
     """
-    return write_sealed(path, Result, fields)
+    return write_record(path, Result, fields)
 
 
 def read_result(path: Path) -> Result:
@@ -456,7 +462,7 @@ def read_result(path: Path) -> Result:
             a name that is not its own.
         FileNotFoundError: There is no such file.
     """
-    result = read_sealed(path, Result, SCHEMA_VERSION)
+    result = read_record(path, Result, SCHEMA_VERSION, OLDER)
     if result.spec_digest != result.experiment.digest:
         raise ResultError(path, "has a spec digest that is not its experiment's")
     return result

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_sealed, write_sealed
+from dpprof.records.record import Part, ResultError, read_record, write_record
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -208,7 +208,7 @@ def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:
         path: Where it goes; replaced atomically.
         fields: Every field of ``Verdict`` but ``content_digest``.
     """
-    return write_sealed(path, Verdict, fields)
+    return write_record(path, Verdict, fields)
 
 
 def read_verdict(root: Path, model: str, method: str) -> Verdict:
@@ -219,7 +219,7 @@ def read_verdict(root: Path, model: str, method: str) -> Verdict:
         FileNotFoundError: There is no verdict yet.
     """
     path = verdict_path(root, model, method)
-    verdict = read_sealed(path, Verdict, SCHEMA_VERSION)
+    verdict = read_record(path, Verdict, SCHEMA_VERSION)
     if (verdict.model, verdict.method) != (model, method):
         raise ResultError(path, f"is about another pair, {verdict.method} on {verdict.model}")
     return verdict

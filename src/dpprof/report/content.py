@@ -34,7 +34,7 @@ _FIGURES_OF = {
     "Roofline": ("roofline", "bound"),
     "Cost": ("cost",),
     "Growth": ("batch-size", "seq-len"),
-    "How far the books close": ("accuracy",),
+    "Reconciled with the allocator": ("accuracy",),
     "Outcomes": ("outcomes",),
 }
 """Where dpprof's own figures stand; another package's have a section of their own."""
@@ -66,7 +66,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             *time_sections.phases(tables["phases"], experiments),
             *kernel_sections.host_io(tables["runs"]),
         ],
-        "Kernels": [*kernel_sections.by_category(tables["kernels"], tables["traces"])],
+        "Kernels": [*kernel_sections.by_op_kind(tables["kernels"], tables["traces"])],
         "Roofline": [
             *kernel_sections.bound(tables["traces"], tables["kernels"]),
             *kernel_sections.ceilings(tables["ceilings"]),
@@ -78,9 +78,13 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             *time_sections.compare(experiments),
         ],
         VERIFICATION: [*tell_verification(tables["verification"])],
-        "How far the books close": [*memory_sections.closing(composition, tables["peaks"])],
+        "Reconciled with the allocator": [
+            *memory_sections.reconciliation(composition, tables["peaks"])
+        ],
         "How far the figures repeat": [*time_sections.repeat(experiments)],
-        "What watching costs": [*kernel_sections.observers(tables["observer"])],
+        "What measuring costs": [
+            *kernel_sections.instrument_overhead(tables["instrument_overhead"])
+        ],
         "Code paths": [*time_sections.code_paths(tables["samplers"])],
         "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
         "Missing results": outcome_section.tell_missing(tables["missing"]),
@@ -185,8 +189,8 @@ def _how(runs: pd.DataFrame) -> Blocks:
         "Every run is one fresh process under one instrument. In the instrument clean there is "
         "nothing but the training step and a timer: warm-up steps first, then timed steps whose "
         "raw times are in results/tables/steps.csv; step times come from there alone. The "
-        "instrument phases follows the allocator and times phases. The instrument ledger keeps "
-        "the books of every storage of a real step, who owns it and since when; estimate does so "
+        "instrument phases follows the allocator and times phases. The instrument memory follows "
+        "every storage of a real step, who owns it and since when; estimate does so "
         "for a step of tensors without memory, which needs no device. The instrument kernels "
         "traces a few steps with torch.profiler. Replicates are other processes. What each "
         "number means and does not mean is in docs/methodology.md. All numbers are in the "
@@ -211,7 +215,7 @@ def _limits(runs: pd.DataFrame, composition: pd.DataFrame, drawings: Sequence[Dr
             "the sequence length and the device."
         ),
         (
-            "The books are of tensors, and of what libraries are known to allocate for them: what "
+            "Recorded are tensors, and what libraries are known to allocate for them: what "
             "an allocator reserves beyond that, and what fragmentation costs, is in no estimate."
         ),
     ]

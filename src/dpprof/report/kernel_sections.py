@@ -1,23 +1,23 @@
-"""The sections from traces: kernels, what binds them, and what watching costs."""
+"""The sections from traces: kernels, what binds them, and what measuring costs."""
 
 from typing import Any
 
 import pandas as pd
 
-from dpprof.records.result import CATEGORIES
+from dpprof.records.result import OP_KINDS
 from dpprof.report.cells import Cell, amount, column, number, percent, significant, tabulate
 from dpprof.report.document import Paragraph, Table
 from dpprof.report.naming import ORDER, name_experiments, texts
 
 _MS = 1e-3
 _MIB = 2**20
-_MOST_CATEGORIES = 8
+_MOST_OP_KINDS = 8
 """More columns do not fit a page."""
 
 Told = list[Table | Paragraph]
 
 
-def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
+def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
     """Say which kernels take the time; nothing where no run was traced.
 
     Args:
@@ -26,14 +26,14 @@ def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
     """
     if traces.empty:
         return []
-    sums = kernels.groupby(["experiment_id", "replicate", "category"])["seconds"].sum()
+    sums = kernels.groupby(["experiment_id", "replicate", "op_kind"])["seconds"].sum()
     spread = sums.unstack().groupby("experiment_id").median()  # noqa: PD010 (nothing to aggregate)
     # Named apart from the axes of experiments, of which one is the optimizer.
     rows = _over_processes(traces).merge(
         spread.add_suffix("_s"), left_on="experiment_id", right_index=True
     )
-    most = spread.max().nlargest(_MOST_CATEGORIES)
-    shown = [name for name in CATEGORIES if name in most]
+    most = spread.max().nlargest(_MOST_OP_KINDS)
+    shown = [name for name in OP_KINDS if name in most]
     left = [str(name) for name in spread if name not in shown]
     rows = rows.assign(rest_s=rows[[f"{name}_s" for name in left]].sum(axis=1))
     naming = name_experiments(rows)
@@ -44,11 +44,11 @@ def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
     if rows["waiting_s"].notna().any():
         columns["waiting"] = amount("waiting_s", _MS)
     caption = (
-        "Milliseconds of a traced step by category of kernel, or of operator on a CPU, and when "
+        "Milliseconds of a traced step by kind of operator, and when "
         "none ran. Categories go by the operator that launched a kernel: norm is the search for "
         "norms of per-sample gradients, einsum any other contraction by einsum, optimizer all of "
         "the phase step, clip what is left of the phase clip. Other is the share of the kernels' "
-        "time that no category is known for."
+        "time of operators whose kind is not known."
         + (" Waiting is the part of idle in which nothing was launched." * ("waiting" in columns))
         + (f" Rest are {', '.join(left)}." if left else "")
     )
@@ -105,7 +105,7 @@ def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
     }
     caption = (
         "Shares of a traced step by what binds it at the ceilings measured on the device: of each "
-        "phase's category of kernels, its FLOPs or its bytes, whichever would take longer. Then "
+        "phase's kernels of one kind, its FLOPs or its bytes, whichever would take longer. Then "
         "how near to the ceilings that was: of what computing binds its FLOP/s, of what memory "
         "binds its bytes per second. Caches can lift these above the bandwidth of memory."
     )
@@ -178,11 +178,11 @@ def _name_figure(row: Any) -> str:
     return _FIGURES.get(row["figure"]) or f"{row['dtype']} products"
 
 
-def observers(table: pd.DataFrame) -> Told:
+def instrument_overhead(table: pd.DataFrame) -> Told:
     """Say what each instrument costs; nothing where no experiment had one beside clean.
 
     Args:
-        table: The table ``observer``.
+        table: The table ``instrument_overhead``.
     """
     if table.empty:
         return []
@@ -205,15 +205,19 @@ def observers(table: pd.DataFrame) -> Told:
         if summed[f"{figure}_median"].notna().any():
             columns[heading] = _ratio(figure)
     caption = (
-        "What watching costs: with the instrument in the process over clean, the same experiments; "
+        "What measuring costs: with the instrument in the process over clean, same experiments; "
         "the median and, in brackets, from the smallest to the largest. Clean numbers come from "
         "processes without any instrument. Phases is as it times phases, waiting for the device "
-        "at each; ledger as it counts every operator; kernels under torch.profiler. Resident "
+        "at each; memory as it counts every operator; kernels under torch.profiler. Resident "
         "memory includes what an instrument notes down, and differs between equal processes too."
     )
     return [
         tabulate(
-            caption, columns, summed.reset_index(), tuple(columns), "results/tables/observer.csv"
+            caption,
+            columns,
+            summed.reset_index(),
+            tuple(columns),
+            "results/tables/instrument_overhead.csv",
         )
     ]
 

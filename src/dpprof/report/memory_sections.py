@@ -1,4 +1,4 @@
-"""The sections from the books: who owns the peak, how far that is known, what a step costs."""
+"""The sections on memory: who owns the peak, how far that is known, what a step costs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ Told = list[Table | Paragraph]
 
 
 def owners(composition: pd.DataFrame) -> Told:
-    """Say who owns the memory at the peak, and what makes it; nothing where nobody kept books.
+    """Say who owns the memory at the peak, and what makes it; nothing where none was recorded.
 
     Args:
         composition: Of ``analysis.peak_composition``.
@@ -49,9 +49,9 @@ def owners(composition: pd.DataFrame) -> Told:
     columns = naming | {"peak": amount("peak_bytes", _MIB)}
     columns |= {name.replace("_", " "): amount(name, _MIB) for name in [*shown, "other"]}
     caption = (
-        "MiB by owner at the peak of a step in the steady state, from the ledger where it ran, "
-        "else from the estimate. Beyond the eight that own most somewhere, and below 1 % of every "
-        "peak, owners are summed up as other."
+        "MiB by owner at the peak of a step in the steady state, from the instrument memory where "
+        "it ran, else from the estimate. Beyond the eight that own most somewhere, and below 1 % "
+        "of every peak, owners are summed up as other."
     )
     causes = naming | {
         "peak (MiB)": amount("peak_bytes", _MIB),
@@ -121,8 +121,8 @@ def _most_tokens(row: Any) -> str:
     return significant(row["batch_size"] * row["seq_len"] / least_s) if least_s else "-"
 
 
-def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
-    """Say how far books and allocator agree, and how owners are known; nothing without books.
+def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
+    """Say how far timeline and allocator agree, and how owners are known; nothing without either.
 
     Args:
         composition: Of ``analysis.peak_composition``.
@@ -136,18 +136,18 @@ def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
     rows = rows.assign(estimated=rows["experiment_id"].map(estimated.first()))
     naming = name_experiments(rows)
     columns = naming | {
-        "books (MiB)": amount("peak_bytes", _MIB, 2),
+        "recorded (MiB)": amount("peak_bytes", _MIB, 2),
         "from": column("instrument"),
         "allocator (MiB)": amount("allocator_peak_bytes", _MIB, 2),
         "gap": amount("gap_bytes", digits=0),
         "bound": amount("bound_bytes", digits=0),
         "closed": lambda row: _VERDICTS.get(row["valid"], "-"),
-        "estimate": _estimate_against_ledger,
+        "estimate": _estimate_against_memory,
     }
     caption = (
-        "Peaks of the books against the allocator's, from another process. The gap is the "
-        "allocator's less the books', in bytes, as is the bound that it may not exceed. Last, "
-        "how the estimate's peak differs from the ledger's, in bytes."
+        "Recorded peaks against the allocator's, from another process. The gap is the "
+        "allocator's less the recorded one, in bytes, as is the bound that it may not exceed. "
+        "Last, how the estimate's peak differs from the recorded one, in bytes."
     )
     grades = [*(f"by_{kind}_bytes" for kind in EVIDENCE), "unattributed_bytes"]
     shares = rows.assign(**{name: rows[name] / rows["peak_bytes"] for name in grades})
@@ -173,8 +173,8 @@ def _percent_of(name: str) -> Cell:
     return lambda row: number(row[name], 0.01, 2)
 
 
-def _estimate_against_ledger(row: Any) -> str:
-    if row["instrument"] != "ledger" or pd.isna(row["estimated"]):
+def _estimate_against_memory(row: Any) -> str:
+    if row["instrument"] != "memory" or pd.isna(row["estimated"]):
         return "-"
     more = int(row["estimated"] - row["peak_bytes"])
     return f"{more:+,}" if more else "equal"
@@ -194,7 +194,7 @@ _COSTS = {
 
 
 def costs(costs: pd.DataFrame) -> Told:
-    """Say what a step computes and moves, here and on targets; nothing where nobody kept books.
+    """Say what a step computes and moves, here and on targets; nothing where none was recorded.
 
     Args:
         costs: The table ``costs``, one row for each experiment.

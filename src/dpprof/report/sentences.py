@@ -96,7 +96,7 @@ def _highest_peak(rows: pd.DataFrame) -> str:
     owner = max(COMPONENTS, key=lambda name: row[name])
     where = f"{row['model']}, T = {row['seq_len']}, B = {row['batch_size']}"
     return (
-        f"{where}: {row['method']} peaks highest by the books, at "
+        f"{where}: {row['method']} peaks highest, at "
         f"{number(row['peak_bytes'], 2**20)} MiB in the phase {_plain(row['phase'])}; "
         f"{row[owner] / row['peak_bytes']:.0%} of that is {_plain(owner)}."
     )

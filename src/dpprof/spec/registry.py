@@ -39,6 +39,10 @@ NAMING: dict[str, Group] = {
 """Keys whose values name something that the registry must know."""
 
 
+RENAMED: dict[tuple[Group, str], str] = {("instruments", "ledger"): "memory"}
+"""Names that were given up, and those that took their place."""
+
+
 class EntryPointError(ImportError):
     """What a name stands for is not there, or is not what its group asks for.
 
@@ -100,6 +104,8 @@ def check(group: Group, name: str, key: str) -> None:
     Raises:
         InputError: Names the key, the value and the names that exist.
     """
+    if (group, name) in RENAMED:
+        raise refuse(key, name, f"it is called {RENAMED[group, name]} now")
     if name not in _entries(group):
         raise refuse(key, name, one_of(names(group), name))
 

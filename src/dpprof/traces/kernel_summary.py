@@ -1,10 +1,10 @@
-"""What a result says of a trace: time by category and phase, and when nothing ran."""
+"""What a result says of a trace: time by op kind and phase, and when nothing ran."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpprof.records.result import CATEGORIES, PHASES, Copied, Kernel, Launched
+from dpprof.records.result import OP_KINDS, PHASES, Copied, Kernel, Launched
 from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
 from dpprof.traces.spans import Trace, cover_s
 
@@ -43,17 +43,17 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         raise ValueError("the trace shows no step in which anything ran")
     count = len(steps)
     total_s = _seconds(ran) / count
-    by_category = _sum_by(ran, count, lambda one: one.category)
+    by_op_kind = _sum_by(ran, count, lambda one: one.op_kind)
     by_phase = _sum_by(ran, count, lambda one: one.phase)
     idle_s = [end - start - _busy_s(ran, start, end) for start, end in steps]
     return {
         "steps": count,
         "step_s": sum(end - start for start, end in steps) / count,
         "total_s": total_s,
-        "by_category": {name: by_category[name] for name in CATEGORIES if name in by_category},
+        "by_op_kind": {name: by_op_kind[name] for name in OP_KINDS if name in by_op_kind},
         "by_phase": {name: by_phase[name] for name in PHASES if name in by_phase},
-        "by_phase_and_category": _launched(ran, count),
-        "other_share": by_category.get("other", 0.0) / total_s,
+        "by_phase_and_op_kind": _launched(ran, count),
+        "other_share": by_op_kind.get("other", 0.0) / total_s,
         "idle_s": sum(idle_s) / count,
         "waiting_s": _waiting_s(ran, steps) / count if on_cuda else None,
         "largest": _largest(ran, count),
@@ -101,26 +101,26 @@ def _launched(ran: Sequence[Ran], steps: int) -> list[Launched]:
     return [
         Launched(
             phase=phase,
-            category=category,
+            op_kind=op_kind,
             seconds=_seconds(some) / steps,
             launches=len(some) / steps,
         )
-        for (phase, category), some in _group(ran, lambda one: (one.phase, one.category)).items()
+        for (phase, op_kind), some in _group(ran, lambda one: (one.phase, one.op_kind)).items()
     ]
 
 
 def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
-    alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.category))
+    alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.op_kind))
     kernels = [
         Kernel(
             name=name,
             op=op,
             phase=phase,
-            category=category,
+            op_kind=op_kind,
             seconds=_seconds(some) / steps,
             launches=len(some) / steps,
         )
-        for (name, op, phase, category), some in alike.items()
+        for (name, op, phase, op_kind), some in alike.items()
     ]
     return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST]
 

@@ -1,9 +1,9 @@
 """Whose time is it: each kernel, or CPU operator, with the operator that launched it.
 
-The launching operator decides the category, and a kernel's own name only where no operator
+The launching operator decides the op kind, and a kernel's own name only where no operator
 is known. Of operators within one another the outermost that does work itself decides: a copy
 that a lookup makes is the lookup's. What an operator launches that does no work by its nature, as
-a view or a look at a number, is that operator's, in the category that the kernel's name tells. On
+a view or a look at a number, is that operator's, in the op kind that the kernel's name tells. On
 a CPU the operators that do work are what runs.
 """
 
@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from dpprof.flops.op_kinds import EINSUMS, Family, Scope, categorise
-from dpprof.records.result import PHASES, Category, Phase
+from dpprof.flops.op_kinds import EINSUMS, Family, Scope, kind_of_op
+from dpprof.records.result import PHASES, OpKind, Phase
 from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
 
 FamilyOf = Callable[[str], Family | None]
@@ -43,7 +43,7 @@ class Ran(NamedTuple):
 
     name: str
     op: str | None
-    category: Category
+    op_kind: OpKind
     phase: Phase | None
     start_s: float
     end_s: float
@@ -149,7 +149,7 @@ def _settle(span: Span, caller: _Caller, launched_s: float, phases: Phases) -> R
     return Ran(
         name=span.name,
         op=caller.op,
-        category=categorise(family, phase, caller.scope),
+        op_kind=kind_of_op(family, phase, caller.scope),
         phase=phase,
         start_s=span.start_s,
         end_s=span.end_s,
