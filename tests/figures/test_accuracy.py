@@ -9,7 +9,7 @@ HOOKS = make_experiment(method="opacus-hooks")
 
 
 def run(instrument, size, experiment=HOOKS):
-    return experiment, instrument, {"books": make_memory({"parameters": size})}
+    return experiment, instrument, {"recorded": make_memory({"parameters": size})}
 
 
 def measured(peak=PEAK, experiment=HOOKS):

@@ -47,7 +47,7 @@ def test_no_text_is_clipped_and_no_panel_empty(name, full) -> None:
 AXES = {
     # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
-    "accuracy": [("peak of the allocator (MiB)", "books above the allocator (%)")],
+    "accuracy": [("peak of the allocator (MiB)", "recorded above the allocator (%)")],
     "bound": [("time of a traced step (ms)", METHODS)],
     "cost": [
         ("sequence length (tokens)", "MFLOP per token"),

@@ -51,7 +51,7 @@ class Linears(nn.Module):
 
 
 def count(method: str, model: nn.Module, **fields) -> MemoryTimeline:
-    """Keep the books of one step, operators counted."""
+    """Record one step, operators counted."""
     experiment = make_experiment(method=method, batch_size=B, noise_multiplier=0.1, **fields)
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
     with recorder:

@@ -66,7 +66,7 @@ def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured)
 
 
 def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
-    """Peaks of the first and a later step, which nothing counts, and what books say of it."""
+    """Peaks of the first and a later step, which nothing counts, and what was recorded of it."""
     experiment = make_experiment(method=method, **FIELDS)
     kind, device = begin(experiment)
     allocator, recorded = CpuRecorder(), None

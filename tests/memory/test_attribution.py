@@ -92,7 +92,7 @@ def test_owners_by_hand(case) -> None:
 
 
 def test_a_wrong_label_breaks_a_known_answer(monkeypatch) -> None:
-    """Were per-sample gradients called noise, the books would still add up; this would not."""
+    """Were per-sample gradients called noise, the sum would still be right; this would not."""
     wrong = dict.fromkeys(OpacusHooks.births, "noise")
     monkeypatch.setattr(OpacusHooks, "births", wrong)
     step = keep("opacus-hooks")

@@ -1,4 +1,4 @@
-"""Under fake tensors the books are the same, to the byte."""
+"""Under fake tensors the timeline is the same, to the byte."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What flash clipping holds beside ghost clipping, by the books, at lengths that matter."""
+"""What flash clipping holds beside ghost clipping, as recorded, at lengths that matter."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def keep(method: str, layers: list[nn.Module], B: int, T: int) -> MemoryTimeline:
-    """Keep the books of a step of some layers, without running it."""
+    """Record a step of some layers, without running it."""
     experiment = make_experiment(method=method, batch_size=B, seq_len=T)
     with tracing(None) as recorder:
         model = nn.Sequential(*[build() for build in layers])

@@ -54,7 +54,7 @@ def find(
         for kind, finding in _looked_at(results):
             row = {"kind": kind, "experiment_id": name}
             rows.append(row | {"instrument": instrument, "finding": finding})
-    rows += _open_books(peaks)
+    rows += _not_reconciled(peaks)
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
@@ -187,7 +187,7 @@ def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Row]:
         }
 
 
-def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:
+def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Row]:
     judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
     for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
         gap = int(row["gap_bytes"])

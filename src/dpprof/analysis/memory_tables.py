@@ -18,7 +18,7 @@ from dpprof.analysis.groups import Group
 from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings
-from dpprof.records.reconciliation import bound_bytes, close_books
+from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
@@ -161,7 +161,7 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
     if attribution.allocator_peak_bytes is None:
         group = measured.find(experiment)
         known = group is not None and group.peaks.kind == "allocated"
-        attribution = close_books(
+        attribution = reconcile(
             experiment,
             attribution.timeline_peak_bytes,
             int(median(group.peaks.sizes)) if group is not None and known else None,

@@ -1,9 +1,9 @@
 """Say which private method to use on a GPU that need not be here, and what that rests on."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 from dpprof.analysis.advice import Advice, advise
 from dpprof.analysis.frames import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
@@ -19,8 +19,9 @@ from dpprof.system.files import check_writable, write_atomically
 def make_parser() -> Parser:
     """Make the options: the methods, then one for every other field of an experiment."""
     parser = Parser(
+        prog="dpprof advise",
         description=__doc__,
-        epilog="example: python workflow/scripts/advise.py --model 1b --target h200 "
+        epilog="example: dpprof advise --model 1b --target h200 "
         "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
     )
     add_capacity_options(parser)
@@ -68,7 +69,7 @@ def tell(advice: Advice) -> str:
     if marks[DAGGER]:
         said.append(
             f"{DAGGER} Not verified here to compute the right gradient; "
-            "workflow/scripts/verify_method.py --output results/verify/<model>-<method>.json does."
+            "dpprof verify --output results/verify/<model>-<method>.json does."
         )
     if marks[DOUBLE_DAGGER]:
         said.append(f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.")
@@ -76,9 +77,9 @@ def tell(advice: Advice) -> str:
     return "\n".join(said)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args()
+    arguments = make_parser().parse_args(argv)
     with ending_in_a_sentence():
         experiments = read_capacity_options(arguments)
         if arguments.json is not None:
@@ -90,7 +91,3 @@ def main() -> None:
             write_atomically(arguments.json, advice.model_dump_json(indent=1) + "\n")
     print(printable(tell(advice)))
     sys.exit(0 if any(option.safe_batch_size for option in advice.options) else 1)
-
-
-if __name__ == "__main__":
-    main()

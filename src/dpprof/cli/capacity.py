@@ -2,9 +2,9 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 from dpprof.cli.capacities import add_capacity_options, find_capacities, read_capacity_options
 from dpprof.cli.common import Parser, ending_in_a_sentence
 from dpprof.launch.progress import tell_result
@@ -18,8 +18,9 @@ _MIB = 2**20
 def make_parser() -> Parser:
     """Make the options: the methods, then one for every other field of an experiment."""
     parser = Parser(
+        prog="dpprof capacity",
         description=__doc__,
-        epilog="example: python workflow/scripts/capacity.py --model 1b --target h200 "
+        epilog="example: dpprof capacity --model 1b --target h200 "
         "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
     )
     add_capacity_options(parser)
@@ -53,9 +54,9 @@ def tabulate(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args()
+    arguments = make_parser().parse_args(argv)
     with ending_in_a_sentence():
         experiments = read_capacity_options(arguments)
         if arguments.json is not None:
@@ -66,7 +67,3 @@ def main() -> None:
             write_atomically(arguments.json, text + "\n")
     print(printable(tabulate(results)))
     sys.exit(0 if any(result.capacity for result in results) else 1)
-
-
-if __name__ == "__main__":
-    main()

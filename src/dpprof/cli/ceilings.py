@@ -5,8 +5,8 @@ with the reason.
 """
 
 import sys
+from collections.abc import Sequence
 
-import _source_tree  # noqa: F401
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.ceilings_run import measure_apart
 from dpprof.records.ceilings import Ceilings, device_name
@@ -15,7 +15,7 @@ from dpprof.system.console import keep_log, say
 
 def make_parser() -> Parser:
     """Make the options."""
-    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="dpprof ceilings", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
     )
@@ -41,9 +41,9 @@ def tell(ceilings: Ceilings) -> str:
     return f"ceilings of {device_name(ceilings.device)} after {ceilings.wall_s:.0f} s: {told}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args()
+    arguments = make_parser().parse_args(argv)
     keep_log(arguments.log)
     try:
         with ending_in_a_sentence():
@@ -52,7 +52,3 @@ def main() -> None:
         say("interrupted; no ceilings were written")
         sys.exit(130)
     say(tell(ceilings))
-
-
-if __name__ == "__main__":
-    main()

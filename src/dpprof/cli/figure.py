@@ -2,9 +2,9 @@
 
 import argparse
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 from dpprof.analysis.frames import TableFolder
 from dpprof.analysis.standings import find_marks
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
@@ -28,9 +28,9 @@ def drawing_path(text: str) -> Path:
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="dpprof figure", description=__doc__)
     parser.add_argument(
         "--figure", required=True, help="which: " + ", ".join(registry.names("figures"))
     )
@@ -43,7 +43,7 @@ def main() -> None:
         help="a .png, .pdf or .svg to write, or a .json for the caption",
     )
     add_log_option(parser, "what is printed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     keep_log(arguments.log)
     with ending_in_a_sentence():
         registry.check("figures", arguments.figure, "--figure")
@@ -70,7 +70,3 @@ def main() -> None:
                 drawn = io.BytesIO()
                 figure.savefig(drawn, format=output.suffix.removeprefix("."))
                 write_atomically(output, drawn.getvalue())
-
-
-if __name__ == "__main__":
-    main()

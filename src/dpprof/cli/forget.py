@@ -2,9 +2,9 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 from dpprof.cli.common import Parser, ending_in_a_sentence
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.record import ResultError, read_record
@@ -46,9 +46,9 @@ def what_to_forget(path: Path, arguments: argparse.Namespace) -> str | None:
     return told if present and present != digest else None
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="dpprof forget", description=__doc__)
     parser.add_argument(
         "--outcome",
         type=outcomes,
@@ -64,7 +64,7 @@ def main() -> None:
         help="forget what other code than the present measured, for example during an edit",
     )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be forgotten")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not (arguments.outcome or arguments.unverified or arguments.outdated):
         parser.error("say what to forget: --outcome, --unverified, --outdated or several")
     forgotten, damaged = 0, 0
@@ -85,7 +85,3 @@ def main() -> None:
     done = "would be forgotten" if arguments.dry_run else "forgotten"
     print(f"{forgotten} results {done}; the next snakemake measures them again", file=sys.stderr)
     sys.exit(1 if damaged else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,7 +34,7 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
         InputError: An option's value is not allowed, or a required one is missing.
         OSError: The spec file cannot be read.
     """
-    fields = _read_given(arguments)
+    fields = read_given(arguments)
     if arguments.spec is not None:
         if fields:
             options = ", ".join(map(option_name, fields))
@@ -43,7 +43,8 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
     return make_experiment(fields)
 
 
-def _read_given(arguments: argparse.Namespace) -> dict[str, Any]:
+def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of an experiment that were given as options."""
     given = {name: getattr(arguments, name, None) for name in Experiment.model_fields}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -58,7 +59,7 @@ def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[E
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.
     """
-    given = _read_given(arguments)
+    given = read_given(arguments)
     combinations = itertools.product(*axis.values())
     return [
         make_experiment(given | dict(zip(axis, values, strict=True))) for values in combinations

@@ -7,8 +7,8 @@ written, out of memory and crashes included: what came of the experiment is in i
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-import _source_tree  # noqa: F401
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.cli.options import add_experiment_options, read_experiment
 from dpprof.launch.progress import Progress, run_name, tell_result
@@ -20,7 +20,7 @@ from dpprof.system.files import check_writable
 
 def make_parser() -> Parser:
     """Make the options: the run's own, then one for every field of an experiment."""
-    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="dpprof profile", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--spec", type=path, help="spec file, instead of the options below")
     parser.add_argument("--instrument", default="clean", help="what watches (default: clean)")
     parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")
@@ -45,9 +45,9 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args()
+    arguments = make_parser().parse_args(argv)
     keep_log(None)  # the supervisor keeps it
     with ending_in_a_sentence():
         experiment = read_experiment(arguments)
@@ -75,7 +75,3 @@ def main() -> None:
     if progress is not None:
         progress.conclude(name, result)
     tell_result(result)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """List files in results/ that none of the given configs asks for; --delete deletes them."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import _source_tree  # noqa: F401
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.planning.planner import Plan, files_beyond, make_plan
 from dpprof.spec.config_files import read_config_file
@@ -19,9 +19,9 @@ def plan_of(config: Path) -> Plan:
         raise InputError(f"{config}: {error}") from None
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="dpprof prune", description=__doc__)
     parser.add_argument(
         "configs",
         nargs="*",
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument(
         "--delete", action="store_true", help="delete instead of listing; needs configs by name"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.delete and not arguments.configs:
         parser.error("--delete: name every config whose results to keep")
     configs = arguments.configs or [Path("config/config.yaml")]
@@ -43,7 +43,3 @@ def main() -> None:
                 file.unlink()
     done = "deleted" if arguments.delete else "would be deleted; add --delete to do it"
     print(f"{len(beyond)} files {done}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Write the report from tables and figures that exist."""
 
-import _source_tree  # noqa: F401
+from collections.abc import Sequence
+
 from dpprof.analysis.frames import TableFolder
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.report.content import build_document
@@ -11,9 +12,9 @@ from dpprof.spec import registry
 from dpprof.system.console import fail, keep_log
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="dpprof report", description=__doc__)
     parser.add_argument("--tables", type=path, required=True, help="the folder of the CSV tables")
     parser.add_argument(
         "--output-dir",
@@ -28,7 +29,7 @@ def main() -> None:
         help="what makes the PDF: latex (latexmk), typst, or auto: latex where it is installed",
     )
     add_log_option(parser, "what is printed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     keep_log(arguments.log)
     figures = arguments.output_dir / "figures"
     with ending_in_a_sentence():
@@ -39,7 +40,3 @@ def main() -> None:
             write_report(document, arguments.output_dir, arguments.pdf)
         except LatexError as error:
             fail(f"--pdf latex: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Read the results that a manifest lists and write tidy CSV tables."""
 
-import _source_tree  # noqa: F401
+from collections.abc import Sequence
+
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
@@ -9,9 +10,9 @@ from dpprof.system.console import keep_log, say
 from dpprof.system.files import write_atomically
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(description=__doc__)
+    parser = Parser(prog="dpprof tables", description=__doc__)
     parser.add_argument("--manifest", type=path, required=True, help="the list of runs to tabulate")
     parser.add_argument("--output-dir", type=path, required=True, help="where the tables go")
     parser.add_argument(
@@ -21,7 +22,7 @@ def main() -> None:
         "--partial", action="store_true", help="leave out what is missing or damaged, and list it"
     )
     add_log_option(parser, "what is printed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     keep_log(arguments.log)
     with ending_in_a_sentence():
         manifest = read_manifest(arguments.manifest)
@@ -34,7 +35,3 @@ def main() -> None:
         for name, table in build_tables(collected).items():
             write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,8 @@ The exit status is 0 whenever the JSON was written, whatever the verdict: it is 
 """
 
 import sys
+from collections.abc import Sequence
 
-import _source_tree  # noqa: F401
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.verification_run import verify_apart
 from dpprof.planning.code_digest import verified_as
@@ -17,7 +17,7 @@ from dpprof.system.console import keep_log, say
 
 def make_parser() -> Parser:
     """Make the options."""
-    parser = Parser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="dpprof verify", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model",
         required=True,
@@ -51,9 +51,9 @@ def tell(verdict: Verdict) -> str:
     return f"{verdict.method} on {verdict.model}: {said}{how}{why}{holes}"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args()
+    arguments = make_parser().parse_args(argv)
     keep_log(arguments.log)
     try:
         with ending_in_a_sentence():
@@ -64,7 +64,3 @@ def main() -> None:
         say("interrupted; no verdict was written")
         sys.exit(130)
     say(tell(verdict))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ from dpprof.memory.attention_backends import LEAST
 from dpprof.memory.recorder import Kind, Op
 from dpprof.memory.timeline import Holding, MemoryTimeline
 from dpprof.models.build import find_dimensions
-from dpprof.records.reconciliation import close_books
+from dpprof.records.reconciliation import reconcile
 from dpprof.records.result import (
     COMPONENTS,
     EVIDENCE,
@@ -65,7 +65,7 @@ def state_memory(
         first_step_peak_allocated_bytes=first.peak_bytes,
         at_peak=_at_peak(steady),
         timeline=_timeline(steady, real=real),
-        attribution=close_books(
+        attribution=reconcile(
             experiment, steady.peak_bytes, allocator_peak, _weigh_evidence(steady)
         ),
         assumed=_tell_assumed(steady),

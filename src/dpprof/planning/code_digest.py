@@ -9,7 +9,7 @@ method changes the digest of that method alone.
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from dpprof.records.provenance import package_versions
 from dpprof.records.verdict import BUILT_IN
 from dpprof.spec import registry
 from dpprof.spec.experiment import Dimensions, Experiment
-from dpprof.system.paths import CHECKOUT, PACKAGE
+from dpprof.system.paths import PACKAGE, TEMPLATES
 
-SCRIPTS = CHECKOUT / "workflow" / "scripts"
-TEMPLATES = CHECKOUT / "workflow" / "templates"
+_COMMANDS = PACKAGE / "cli"
 
 
 def _module_files(module: str) -> list[Path]:
@@ -36,11 +35,23 @@ def _module_files(module: str) -> list[Path]:
     return files
 
 
+def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """List the nodes of a module but those under ``if TYPE_CHECKING``, which never run."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
 @functools.cache
 def _imports(source: bytes) -> frozenset[Path]:
     """Find the dpprof files that a file's import statements name."""
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _run_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.update(_module_files(alias.name))
@@ -66,7 +77,8 @@ def closure(entries: Iterable[Path]) -> list[Path]:
 def _digest(files: Iterable[Path], *facts: object) -> str:
     total = hashlib.sha256(repr(facts).encode())
     for file in files:
-        name = file.relative_to(CHECKOUT) if file.is_relative_to(CHECKOUT) else file.name
+        # The same in a checkout and in a wheel.
+        name = file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.name
         total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
@@ -85,8 +97,8 @@ def read_anew() -> None:
 def measuring_files(instrument: str, method: str) -> list[Path]:
     """List dpprof's own files that matter to what an instrument measures of a method.
 
-    Beside what the worker loads, that is the supervisor with its limits and judgements,
-    and the measuring script; not what parses its options or tells progress.
+    Beside what the worker loads, that is the supervisor with its limits and judgements; not
+    what parses options or tells progress.
     """
     entries = [PACKAGE / "launch" / "worker.py", PACKAGE / "launch" / "supervisor.py"]
     entries += sorted((PACKAGE / "models").glob("*.py"))
@@ -94,8 +106,7 @@ def measuring_files(instrument: str, method: str) -> list[Path]:
         registry.source_file("instruments", instrument),
         registry.source_file("methods", method),
     )
-    files = closure([*entries, *(file for file in named if file is not None)])
-    return [SCRIPTS / "profile_experiment.py", *files]
+    return closure([*entries, *(file for file in named if file is not None)])
 
 
 def foreign_parts(experiment: Experiment) -> tuple[tuple[registry.Group, str], ...]:
@@ -160,10 +171,7 @@ def verifying_files(model: str, method: str) -> list[Path]:
     named = [registry.source_file("methods", method)]
     if model != BUILT_IN:
         named.append(registry.source_file("models", model))
-    return [
-        SCRIPTS / "verify_method.py",
-        *closure([*entries, *(file for file in named if file is not None)]),
-    ]
+    return closure([*entries, *(file for file in named if file is not None)])
 
 
 @functools.cache
@@ -186,7 +194,7 @@ def verdict_digest(model: str, method: str) -> str:
 def limiting_files() -> list[Path]:
     """List the files that a device's ceilings rest on."""
     entries = [PACKAGE / "launch" / "ceilings_run.py", PACKAGE / "devices" / "limits.py"]
-    return [SCRIPTS / "measure_ceilings.py", *closure(entries)]
+    return closure(entries)
 
 
 @functools.cache
@@ -202,13 +210,13 @@ def derived_digests() -> dict[str, str]:
     measurement.
     """
     figures = {
-        f"figure-{name}": _digest(closure([SCRIPTS / "draw_figure.py", *_files_of(name)]))
+        f"figure-{name}": _digest(closure([_COMMANDS / "figure.py", *_files_of(name)]))
         for name in registry.names("figures")
     }
     templates = sorted(TEMPLATES.iterdir())
     return figures | {
-        "tables": _digest(closure([SCRIPTS / "build_tables.py"])),
-        "report": _digest([*closure([SCRIPTS / "build_report.py"]), *templates]),
+        "tables": _digest(closure([_COMMANDS / "tables.py"])),
+        "report": _digest([*closure([_COMMANDS / "report.py"]), *templates]),
     }
 
 

@@ -14,7 +14,7 @@ import psutil
 
 from dpprof.spec.experiment import Experiment
 from dpprof.system.hardware import cpu_name, torch_build
-from dpprof.system.paths import CHECKOUT
+from dpprof.system.paths import find_checkout
 
 """The folder that holds ``src``; a git checkout where dpprof is used as a workflow."""
 
@@ -49,9 +49,12 @@ def package_versions(names: tuple[str, ...] = _PACKAGES) -> dict[str, str | None
 
 
 def _git(*arguments: str) -> str | None:
+    checkout = find_checkout()
+    if checkout is None:  # git would describe whatever repository an environment lies in
+        return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(CHECKOUT), *arguments],  # noqa: S607 (git is wherever the user has it)
+            ["git", "-C", str(checkout), *arguments],  # noqa: S607 (git is wherever the user has it)
             capture_output=True,
             text=True,
             timeout=20,

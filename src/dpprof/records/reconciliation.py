@@ -24,7 +24,7 @@ def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
     return max(SMALL_CHANGE_BYTES, int(share * allocator_peak_bytes))
 
 
-def close_books(
+def reconcile(
     experiment: Experiment,
     timeline_peak_bytes: int,
     allocator_peak_bytes: int | None,

@@ -20,7 +20,7 @@ from dpprof.report.document import (
     Section,
     Table,
 )
-from dpprof.report.sentences import tell_books, tell_findings
+from dpprof.report.sentences import tell_findings, tell_memory
 from dpprof.report.verification_section import TITLE as VERIFICATION
 from dpprof.report.verification_section import count_verified, mark_methods, tell_verification
 
@@ -55,7 +55,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     sections: dict[str, Blocks] = {
         "Findings": [
             *tell_findings(tables["settings"], tables["methods"]),
-            *tell_books(composition),
+            *tell_memory(composition),
             *tell_advice(tables["advice"]),
             *_caveats(tables["findings"]),
         ],

@@ -10,9 +10,9 @@ from typing import Any
 
 import jinja2
 
-from dpprof.planning.code_digest import TEMPLATES
 from dpprof.report.document import Document, Table
 from dpprof.system.files import write_atomically
+from dpprof.system.paths import TEMPLATES
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",

@@ -8,11 +8,11 @@ from typing import Any
 import jinja2
 import typst
 
-from dpprof.planning.code_digest import TEMPLATES
 from dpprof.report.document import Document, Table
 from dpprof.report.latex import LatexError, compile_latex, has_latex, render_latex
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
+from dpprof.system.paths import TEMPLATES
 
 ROUTES = ("latex", "typst")
 

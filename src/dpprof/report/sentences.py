@@ -75,7 +75,7 @@ def _fastest(row: Any) -> str | None:
     return f"{said}, not distinguishable in time from {_listed(row['not_slower'].split())}"
 
 
-def tell_books(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
+def tell_memory(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
     """Say what owns most of the highest peak of the largest setting, and what fits on targets.
 
     Args:

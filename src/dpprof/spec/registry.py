@@ -17,7 +17,7 @@ from typing import Any, Literal
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.validation import one_of, refuse
 from dpprof.system.hardware import why_no_cuda
-from dpprof.system.paths import CHECKOUT
+from dpprof.system.paths import find_checkout
 
 PREDICTIONS = ("estimate", "capacity")
 """Instruments that run nothing: they need no device, and may run beside one another."""
@@ -69,13 +69,12 @@ def _entries(group: Group) -> dict[str, EntryPoint]:
     """
     full = f"dpprof.{group}"
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=full)}
-    declaration = CHECKOUT / "pyproject.toml"
-    if declaration.is_file():
-        project = tomllib.loads(declaration.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == "dpprof":
-            entries = {name: entry for name, entry in entries.items() if not _declared_here(entry)}
-            own = project.get("entry-points", {}).get(full, {})
-            entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
+    checkout = find_checkout()
+    if checkout is not None:
+        text = (checkout / "pyproject.toml").read_text(encoding="utf-8")
+        own = tomllib.loads(text)["project"].get("entry-points", {}).get(full, {})
+        entries = {name: entry for name, entry in entries.items() if not _declared_here(entry)}
+        entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
     return entries
 
 
