@@ -2,7 +2,7 @@
 
 Fake CUDA tensors cannot be differentiated in a build without CUDA, so the training is
 traced on the CPU and everything in which a CUDA device differs is put in here, each with
-its source. docs/methodology.md says which of it was checked on a GPU.
+its source. docs/numbers/estimate.md says which of it was checked on a GPU.
 """
 
 import importlib

@@ -193,7 +193,7 @@ def _how(runs: pd.DataFrame) -> Blocks:
         "every storage of a real step, who owns it and since when; estimate does so "
         "for a step of tensors without memory, which needs no device. The instrument kernels "
         "traces a few steps with torch.profiler. Replicates are other processes. What each "
-        "number means and does not mean is in docs/methodology.md. All numbers are in the "
+        "number means and does not mean is in docs/numbers. All numbers are in the "
         "result files, with the full environment of each run."
     )
     return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
