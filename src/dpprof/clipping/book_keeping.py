@@ -20,7 +20,22 @@ from dpprof.clipping.engine import Clipping, Enter, weigh
 
 
 class BookKeeping(Clipping):
-    """One backward pass."""
+    """Flat clipping in one backward pass.
+
+    Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
+
+    Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
+    sensitivity ``max_grad_norm`` under adding or removing one sample.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> clipping = BookKeeping(model, max_grad_norm=0.5)
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))  # each gradient is (1, 1, 1)
+        >>> round(float(model.weight.grad.norm()), 4)  # two of norm 0.5, in one direction
+        1.0
+    """
 
     keeps = True
 

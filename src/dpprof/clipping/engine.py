@@ -117,15 +117,23 @@ class Clipping(ABC):
             wrapped for data-parallel training.
         ValueError: C is not positive and finite.
 
-    Formal guarantees: each sample adds at most C to the sum, for any input, whatever is frozen,
-    and nothing where its loss or gradient is not finite; see ``norms.rounding`` for what
-    rounding adds to C. Not guaranteed: that the model handles each sample by itself. What mixes
-    samples outside of the layers, or puts another axis first, cannot be seen here; ``check``
-    finds it.
+    Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
+    (add/remove neighbouring batches): each sample adds at most C, for any input, whatever is
+    frozen; see ``norms.rounding`` for what rounding adds to C. A sample whose loss or gradient is
+    NaN or infinite adds nothing, and is counted in ``nonfinite_samples``; one whose gradient is
+    zero adds zero; a batch without samples leaves no gradient. Not guaranteed: that the model
+    handles each sample by itself. What mixes samples outside of the layers, or puts another axis
+    first, cannot be seen here; ``check`` finds it.
 
     Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping
+        >>> model = torch.nn.Linear(3, 2)
         >>> clipping = BookKeeping(model, max_grad_norm=1.0)
+        >>> losses_B = model(torch.ones(4, 3)).square().sum(1)
         >>> clipping.backward(losses_B)  # in place of losses_B.mean().backward()
+        >>> clipping.sample_norms.shape, clipping.nonfinite_samples
+        (torch.Size([4]), 0)
     """
 
     _why_once = "which reentrant checkpointing hides; checkpoint with use_reentrant=False"

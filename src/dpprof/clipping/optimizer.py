@@ -43,14 +43,23 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
     clipped; where no batch or more than one was clipped since the last step, which the accountant
     would take for one; where the bound changed in between. The model is unchanged then.
 
+    Cost: one tensor of noise at a time, of the parameter's size, beside the gradients; a pass over
+    memory to draw it and one to add it.
+
     Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping, NoisyOptimizer
+        >>> model = torch.nn.Linear(3, 1)
         >>> clipping = BookKeeping(model, max_grad_norm=1.0)
         >>> optimizer = NoisyOptimizer(
-        ...     SGD(model.parameters(), lr=0.1),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
         ...     clipping,
         ...     noise_multiplier=1.0,
-        ...     expected_batch_size=64,
+        ...     expected_batch_size=2,
         ... )
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
 
     def __init__(
