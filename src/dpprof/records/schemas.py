@@ -1,4 +1,4 @@
-"""The published schemas and key tables, generated from the models they describe."""
+"""The published schemas and key tables, generated from pydantic models."""
 
 import json
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def _default(model: type[BaseModel], name: str) -> str:
 
 
 def _allowed(schema: dict[str, Any]) -> str:
-    """Say in a few words what a field's JSON schema allows."""
+    """Return in a few words what a field's JSON schema allows."""
     if "anyOf" in schema or "oneOf" in schema:
         options = schema.get("anyOf") or schema["oneOf"]
         return " or ".join(_allowed(option) for option in options)
@@ -117,7 +117,7 @@ def key_tables() -> str:
 
 
 def _with_key_tables(text: str) -> str:
-    """Put fresh key tables between the markers of a Markdown file."""
+    """Return a Markdown text with new key tables between its markers."""
     begin, end = _BEGIN.format(_GENERATED), _END
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
@@ -125,7 +125,7 @@ def _with_key_tables(text: str) -> str:
 
 
 def generated_files(root: Path = CHECKOUT) -> dict[Path, str]:
-    """Return every generated file with the content that it should have."""
+    """Return the content of every generated file, by path."""
     readme = root / "config" / "README.md"
     schemas = root / "workflow" / "schemas"
     return {

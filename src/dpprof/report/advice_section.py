@@ -68,7 +68,7 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
             yield f"The ceilings of {target} are unknown, so methods for {where} are not ranked."
             continue
         if best.empty:
-            yield f"None of the requested private methods safely fits on {target} for {where}{failed}."
+            yield f"No requested private method safely fits on {target} for {where}{failed}."
             continue
         chosen = best.iloc[0]
         said = (
