@@ -337,7 +337,8 @@ class Kernels(Part):
         "which leaves Python, autograd and the dispatch of operators"
     )
     waiting_s: float | None = Field(
-        description="part of idle_s in which the next kernel was not yet launched"
+        description="part of idle_s before kernels that were launched only after the previous "
+        "kernel had ended"
     )
     largest: list[Kernel] = Field(description="the kernels that took most time, longest first")
     copies: dict[str, Copied] = Field(

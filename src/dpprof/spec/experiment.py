@@ -190,7 +190,7 @@ class Experiment(BaseModel):
 
 
 def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
-    """Return fields with ``device: auto``, or no device, replaced by the target's or this machine's.
+    """Return fields with a missing or ``auto`` device set to the target's kind or this machine's.
 
     Args:
         fields: The given fields of an experiment.

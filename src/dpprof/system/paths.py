@@ -1,4 +1,4 @@
-"""Where dpprof itself lies."""
+"""The paths of dpprof itself."""
 
 from pathlib import Path
 
@@ -6,4 +6,4 @@ PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package."""
 
 CHECKOUT = PACKAGE.parents[1]
-"""The folder of the repository, where the package lies in one."""
+"""The folder of the repository, if the package is in one."""
