@@ -165,7 +165,7 @@ def write_synthetic(
     Where there is no verdict on its method, one that it passed is written too.
 
     Args:
-        books: Of ``make_memory``: what an instrument that keeps books tells instead of times.
+        recorded: Of ``make_memory``: what an instrument that records memory says instead of times.
         kernels: Of ``make_kernels``: what a trace tells.
         observed: What a step and its memory came to.
         device: Where it ran.

@@ -25,7 +25,7 @@ KEPT = [
 @pytest.fixture
 def tables(tmp_path):
     recorded = {size: make_memory({"parameters": size, "noise": 1}) for _, _, size in KEPT}
-    runs = [(experiment, name, {"books": recorded[size]}) for experiment, name, size in KEPT]
+    runs = [(experiment, name, {"recorded": recorded[size]}) for experiment, name, size in KEPT]
     return tables_of_runs(tmp_path, *runs)
 
 

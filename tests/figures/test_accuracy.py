@@ -9,7 +9,7 @@ HOOKS = make_experiment(method="opacus-hooks")
 
 
 def run(instrument, size, experiment=HOOKS):
-    return experiment, instrument, {"books": make_memory({"parameters": size})}
+    return experiment, instrument, {"recorded": make_memory({"parameters": size})}
 
 
 def measured(peak=PEAK, experiment=HOOKS):
@@ -66,5 +66,5 @@ def test_ticks_are_plain_numbers(tmp_path) -> None:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path) -> None:
-    with pytest.raises(NothingToDrawError, match="could be compared"):
+    with pytest.raises(NothingToDrawError, match="has an allocator's peak to compare with"):
         accuracy.draw(tables_of_runs(tmp_path, run("memory", PEAK)))

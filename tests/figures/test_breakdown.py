@@ -13,12 +13,12 @@ PRIVATE = OWNED | {"per_sample_gradients": 60 * MIB, "unattributed": 4 * MIB, "i
 
 
 def measured(root):
-    """Standard's books are a timeline's, and another process knows its peak; hooks is estimated."""
+    """Standard is recorded, and another process knows its peak; hooks is estimated."""
     return tables_of_runs(
         root,
         (STANDARD, "phases", {"peak_allocated_bytes": 41 * MIB}),
-        (STANDARD, "memory", {"books": make_memory(OWNED)}),
-        (HOOKS, "estimate", {"books": make_memory(PRIVATE)}),
+        (STANDARD, "memory", {"recorded": make_memory(OWNED)}),
+        (HOOKS, "estimate", {"recorded": make_memory(PRIVATE)}),
     )
 
 
@@ -51,9 +51,9 @@ def test_a_tick_marks_the_allocators_peak_where_it_is_known(tmp_path) -> None:
 
 def test_what_is_predicted_for_another_device_is_no_part_of_it(tmp_path) -> None:
     elsewhere = make_experiment(method="standard", device="cuda", target="l4")
-    tables = tables_of_runs(tmp_path, (elsewhere, "estimate", {"books": make_memory(OWNED)}))
+    tables = tables_of_runs(tmp_path, (elsewhere, "estimate", {"recorded": make_memory(OWNED)}))
 
-    with pytest.raises(NothingToDrawError, match="for the device itself"):
+    with pytest.raises(NothingToDrawError, match="succeeded without a target"):
         breakdown.draw(tables)
 
 
@@ -62,7 +62,7 @@ def test_even_with_every_component_no_legend_is_cut(lengths, tmp_path) -> None:
     recorded = make_memory(dict.fromkeys(COMPONENT_COLOURS, MIB))
     method = "opacus-fast-gradient-clipping"
     experiments = [make_experiment(method=method, seq_len=length) for length in lengths]
-    runs = [(experiment, "memory", {"books": recorded}) for experiment in experiments]
+    runs = [(experiment, "memory", {"recorded": recorded}) for experiment in experiments]
     figure = breakdown.draw(tables_of_runs(tmp_path, *runs))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

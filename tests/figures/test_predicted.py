@@ -11,7 +11,7 @@ GIB = 2**30
 def estimate(method="standard", size=4 * GIB, **fields):
     on = {"device": "cuda", "target": "l4"}
     recorded = make_memory({"parameters": size, "noise": size})
-    return make_experiment(**{"method": method, **on, **fields}), "estimate", {"books": recorded}
+    return make_experiment(**{"method": method, **on, **fields}), "estimate", {"recorded": recorded}
 
 
 def test_bars_are_the_owners_in_gib_beside_the_targets_memory(tmp_path) -> None:

@@ -8,7 +8,7 @@ OWNED = {"parameters": 8 * MIB, "saved_activations": 16 * MIB}
 
 
 def kept(instrument="memory", owned=OWNED, phase="backward", **fields):
-    return make_experiment(**fields), instrument, {"books": make_memory(owned, phase=phase)}
+    return make_experiment(**fields), instrument, {"recorded": make_memory(owned, phase=phase)}
 
 
 def test_areas_are_the_live_bytes_over_the_operators(tmp_path) -> None:
@@ -42,7 +42,7 @@ def test_a_phase_that_is_too_short_for_its_name_has_a_shorter_one_or_none(tmp_pa
         "phase": ["forward", "backward", "noise", "step", "step"],
         "components": {"parameters": [8 * MIB, 24 * MIB, 8 * MIB, 8 * MIB, 8 * MIB]},
     }
-    run = (make_experiment(), "memory", {"books": recorded})
+    run = (make_experiment(), "memory", {"recorded": recorded})
     (axis,) = timeline.draw(tables_of_runs(tmp_path, run)).axes
 
     # 9 of 200 operators leave no room for "fwd", 6 none for "bwd", and noise had none.
@@ -72,7 +72,7 @@ TITLES = {
     ),
     "a timeline before an estimate": (
         [kept(batch_size=2), kept(instrument="estimate", batch_size=9)],
-        "V16-d8-L1-H2, T = 4, B = 2 (timeline)",
+        "V16-d8-L1-H2, T = 4, B = 2 (memory)",
     ),
     "this device before a target": (
         [
@@ -90,7 +90,7 @@ TITLES = {
     ),
     "the largest": (
         [kept(batch_size=2), kept(batch_size=9)],
-        "V16-d8-L1-H2, T = 4, B = 9 (timeline)",
+        "V16-d8-L1-H2, T = 4, B = 9 (memory)",
     ),
     "a target": (
         [kept(instrument="estimate", device="cuda", target="h200")],
@@ -109,5 +109,5 @@ def test_the_setting_is_the_one_that_tells_most(case, tmp_path) -> None:
 def test_large_models_are_drawn_in_gib(tmp_path) -> None:
     (axis,) = timeline.draw(tables_of_runs(tmp_path, kept(owned={"parameters": 5 * 2**30}))).axes
 
-    assert axis.get_ylabel() == "alive (GiB)"
+    assert axis.get_ylabel() == "live memory (GiB)"
     assert axis.texts[-1].get_text() == "5.0 GiB in backward"

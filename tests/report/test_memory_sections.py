@@ -1,4 +1,4 @@
-"""What the report makes of books: every number against one that was put in."""
+"""What the report makes of recorded memory: every number against one that was put in."""
 
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
@@ -16,7 +16,7 @@ OWNED = {"parameters": 10 * MIB, "gradients": 30 * MIB}
 
 
 def kept(experiment, instrument="memory", owned=OWNED, **fields):
-    return experiment, instrument, {"books": make_memory(owned, **fields)}
+    return experiment, instrument, {"recorded": make_memory(owned, **fields)}
 
 
 def on(target, method, **fields):
@@ -96,11 +96,11 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
 def test_the_first_step_must_fit_too(tmp_path) -> None:
     recorded = make_memory({"parameters": GIB})
     recorded["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
-    run = (on("l4", "standard"), "estimate", {"books": recorded})
+    run = (on("l4", "standard"), "estimate", {"recorded": recorded})
     document = document_of(tmp_path, run)
 
     assert table_of(document, "Predicted for l4")[0]["of the memory"] == "does not fit (200%)"
-    assert "What is predicted to fit on l4: in no setting standard." in findings(document)
+    assert "Predicted to fit on l4: in no setting standard." in findings(document)
 
 
 def test_a_target_without_a_size_has_no_share_and_no_sentence(tmp_path) -> None:
@@ -124,8 +124,8 @@ def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
         kept(other, "estimate"),
         kept(on("l4", "standard"), "estimate"),
     )
-    hooks, standard, unknown = table_of(document, "Does the memory add up?")
-    told = ["books (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
+    hooks, standard, unknown = table_of(document, "Reconciled with the allocator")
+    told = ["recorded (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
 
     assert [standard[name] for name in told] == [
         *("40.00", "memory", "40.00", "12", "65,536", "yes", "equal"),
@@ -135,14 +135,14 @@ def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
         *("40.00", "memory", "100.00", gap, bound, "no", f"+{MIB:,}"),
     ]
     assert [unknown[name] for name in told] == ["40.00", "estimate", "-", "-", "-", "-", "-"]
-    assert f"{gap} bytes more than the books say" in table_of(document, "Findings")[0]["caveat"]
+    assert f"{gap} bytes more than recorded" in table_of(document, "Findings")[0]["caveat"]
 
 
 def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
     recorded = make_memory({"parameters": 70, "noise": 20, "unattributed": 10})
     recorded["memory"]["attribution"]["evidence"] = {"identity": 70, "birthplace": 15, "phase": 5}
-    document = document_of(tmp_path, (STANDARD, "memory", {"books": recorded}))
-    (row,) = table_of(document, "Does the memory add up?", 1)
+    document = document_of(tmp_path, (STANDARD, "memory", {"recorded": recorded}))
+    (row,) = table_of(document, "Reconciled with the allocator", 1)
 
     kinds = ("identity", "birthplace", "phase", "unattributed")
     assert [row[kind] for kind in kinds] == ["70.00", "15.00", "5.00", "10.00"]
@@ -150,7 +150,7 @@ def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
 
 def test_costs_are_told_with_three_digits_and_without_what_nobody_knows(tmp_path) -> None:
     run = kept(STANDARD, model_flops=123_456_000_000, executed_flops=4_000_000)
-    run[2]["books"]["io"] |= {"bytes_read": 5 * GIB, "bytes_written": GIB // 32}
+    run[2]["recorded"]["io"] |= {"bytes_read": 5 * GIB, "bytes_written": GIB // 32}
     (row,) = table_of(document_of(tmp_path, run), "Cost")
 
     assert {name: text for name, text in row.items() if name not in ("model", "T", "B")} == {
@@ -196,8 +196,8 @@ def test_of_the_largest_setting_the_highest_peak_is_told_with_its_main_owner(tmp
     )
 
     assert findings(document)[0] == (
-        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks peaks highest by the books, at 100.0 MiB in the "
-        "phase clip; 60% of that is per sample gradients."
+        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks has the highest peak, 100.0 MiB in the "
+        "phase clip; 60% of it is per sample gradients."
     )
 
 
@@ -215,7 +215,7 @@ def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
 
     (sentences,) = findings(document)
     assert sentences == (
-        "What is predicted to fit on h200: in every setting opacus-hooks. What is predicted to fit "
+        "Predicted to fit on h200: in every setting opacus-hooks. Predicted to fit "
         "on l4: in every setting microbatch and standard; in some settings opacus-ghost; in no "
         "setting opacus-hooks."
     )
@@ -225,7 +225,7 @@ def test_without_books_there_is_no_such_section(tmp_path) -> None:
     document = document_of(tmp_path, (STANDARD, "clean", {}))
     titles = {section.title for section in document.sections}
 
-    assert not titles & {"Memory", "Cost", "Does the memory add up?"}
+    assert not titles & {"Memory", "Cost", "Reconciled with the allocator"}
     assert not [title for title in titles if title.startswith("Predicted")]
 
 
@@ -237,7 +237,7 @@ def test_a_target_is_no_gpu_that_was_measured_on(tmp_path) -> None:
     document = document_of(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
 
     assert "Nothing here was measured on a GPU." in limits(document)
-    assert "Nothing that is predicted for l4 was compared with one." in limits(document)
+    assert "No prediction for l4 was compared with a measurement." in limits(document)
 
 
 def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
@@ -249,7 +249,7 @@ def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("figure", "title"),
-    [("predicted", "Predicted for l4"), ("accuracy", "Does the memory add up?")],
+    [("predicted", "Predicted for l4"), ("accuracy", "Reconciled with the allocator")],
 )
 def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
     tables = tables_of_runs(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))

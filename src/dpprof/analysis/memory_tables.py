@@ -225,7 +225,7 @@ def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | No
     if step_s is None:
         return NOT_TIMED
     if compute.model_flops is None:
-        return peak.reason or "the model is another package's, so its layers are unknown"
+        return peak.reason or "the layers of another package's model are not known"
     return peak.reason
 
 
