@@ -55,7 +55,7 @@ def test_samples_that_were_not_finite_are_a_finding(tmp_path) -> None:
     table = findings(tmp_path, replicates=3)
 
     assert table["kind"].tolist() == ["nonfinite-samples"]
-    assert table["finding"][0].startswith("2 samples were left out, as their loss or gradient")
+    assert table["finding"][0].startswith("2 samples were left out because their loss or gradient")
 
 
 def test_a_fallback_inside_ghost_is_a_finding(tmp_path) -> None:
@@ -108,7 +108,7 @@ def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
         ({"memory_bytes": 3 * 2**30, "load": 0.0}, "3.0 GiB, busy 0% at r0"),
         ({"memory_bytes": 0, "load": 0.5}, "0.0 GiB, busy 50% at r0"),
         ({"memory_bytes": 2**28, "load": 0.01}, None),
-        ({"reason": "there is no NVML"}, None),
+        ({"reason": "NVML is not available"}, None),
     ],
 )
 def test_others_on_the_gpu_are_a_finding(tmp_path, others, told) -> None:

@@ -53,7 +53,9 @@ def test_the_cpus_peak_is_what_was_measured_on_it(tables) -> None:
 
     assert row["hfu"] == pytest.approx(100 / 8 / 1000)
     assert row["mfu"] == pytest.approx(50 / 8 / 1000)
-    assert row["peak_source"] == "the fastest float32 product measured on synthetic cpu, n = 10"
+    assert (
+        row["peak_source"] == "the fastest float32 matrix product measured on synthetic cpu, n = 10"
+    )
 
 
 def test_without_ceilings_nothing_is_said_to_bind(tmp_path) -> None:
@@ -78,7 +80,7 @@ def test_kernels_of_no_category_are_a_finding(tmp_path) -> None:
     run = EXPERIMENT, "kernels", {"kernels": make_kernels(other)}
     findings = tables_of_runs(tmp_path, run)["findings"].query("kind == 'other-kernels'")
 
-    assert findings["finding"].tolist() == ["no op kind is known for 10% of its kernels' time"]
+    assert findings["finding"].tolist() == ["10% of its kernels' time has no known op kind"]
 
 
 def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
@@ -86,7 +88,7 @@ def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
     (row,) = findings.query("kind == 'ceilings-contended'").to_dict("records")
 
     assert row["experiment_id"] == "cpu-synthetic-cpu-2-cores"
-    assert row["finding"].startswith("others kept 1.2 cores busy")
+    assert row["finding"].startswith("other processes kept 1.2 cores busy")
 
 
 def test_kernels_faster_than_the_ceilings_are_a_finding(tmp_path) -> None:
@@ -99,7 +101,7 @@ def test_kernels_faster_than_the_ceilings_are_a_finding(tmp_path) -> None:
     assert tables["kernels"]["flops_per_s"].max() == 2000
     assert row["experiment_id"] == "cpu-synthetic-cpu-2-cores"
     # The optimizer's bytes were faster than the memory too, which caches can be.
-    assert row["finding"].startswith("kernels ran at up to 2.0 times the fastest product")
+    assert row["finding"].startswith("kernels ran at up to 2.0 times the fastest measured matrix")
 
 
 def section(tables, title):
@@ -132,7 +134,7 @@ def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> No
 
     assert ceilings["launch"] == "1,000"
     assert ceilings["tf32 products"] == "-"
-    assert "the fastest float32 product measured on synthetic cpu, n = 10" in said[0]
+    assert "the fastest float32 matrix product measured on synthetic cpu, n = 10" in said[0]
 
 
 def test_the_report_tells_what_watching_costs(tmp_path) -> None:

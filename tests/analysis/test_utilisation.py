@@ -86,7 +86,7 @@ def test_a_gpu_that_is_in_no_table_has_no_peak() -> None:
     peak = find_peak(compute(), "bfloat16", {"type": "cuda", "name": "NVIDIA B9000"}, [])
 
     assert (peak.flops_per_s, peak.source) == (None, None)
-    assert peak.reason == "no data sheet is known of NVIDIA B9000"
+    assert peak.reason == "dpprof has no data sheet of NVIDIA B9000"
 
 
 def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
@@ -100,7 +100,7 @@ def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
 
     assert pd.isna(row["mfu"])
     assert pd.isna(row["hfu"])
-    assert "nobody measured" in row["utilisation_reason"]
+    assert "were not measured" in row["utilisation_reason"]
 
 
 def test_without_a_clean_run_there_is_no_time(tmp_path) -> None:
@@ -109,7 +109,7 @@ def test_without_a_clean_run_there_is_no_time(tmp_path) -> None:
         tmp_path, (experiment, "memory", {"recorded": make_memory({"parameters": 4})})
     )["costs"]
 
-    assert costs["utilisation_reason"].tolist() == ["no clean run told how long a step takes there"]
+    assert costs["utilisation_reason"].tolist() == ["no clean run measured the step time there"]
 
 
 def test_the_peak_is_of_the_dtype_in_use() -> None:
@@ -137,4 +137,4 @@ def test_a_prediction_made_on_a_cpu_lends_a_gpu_no_peak(tmp_path) -> None:
 
     assert pd.isna(row["mfu"])
     assert pd.isna(row["peak_flops_per_s"])
-    assert row["utilisation_reason"] == "no data sheet is known of NVIDIA B9000"
+    assert row["utilisation_reason"] == "dpprof has no data sheet of NVIDIA B9000"

@@ -269,9 +269,9 @@ def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"sweeps: \xff", "is no text in UTF-8, see byte 9"),
+        (b"sweeps: \xff", "is not UTF-8 text, see byte 9"),
         (b"a: " + b"[" * 100_000, "nests deeper than 50 levels"),
-        (b"sweeps: {}\nsweeps: {}\n", "the key 'sweeps' is there twice"),
+        (b"sweeps: {}\nsweeps: {}\n", "the key 'sweeps' occurs twice"),
         (b"sweeps: {}\n", "sweeps: {} is not allowed; it must have at least 1 item"),
     ],
     ids=["binary", "deep", "twice", "empty"],
@@ -303,5 +303,5 @@ def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
 
     assert done.returncode == 1
     assert done.stderr.startswith("error: t/")
-    assert ".csv: is no table (" in done.stderr
+    assert ".csv: is not a table (" in done.stderr
     assert "Traceback" not in done.stderr

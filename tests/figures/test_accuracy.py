@@ -66,5 +66,5 @@ def test_ticks_are_plain_numbers(tmp_path) -> None:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path) -> None:
-    with pytest.raises(NothingToDrawError, match="could be compared"):
+    with pytest.raises(NothingToDrawError, match="has an allocator's peak to compare with"):
         accuracy.draw(tables_of_runs(tmp_path, run("memory", PEAK)))

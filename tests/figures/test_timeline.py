@@ -109,5 +109,5 @@ def test_the_setting_is_the_one_that_tells_most(case, tmp_path) -> None:
 def test_large_models_are_drawn_in_gib(tmp_path) -> None:
     (axis,) = timeline.draw(tables_of_runs(tmp_path, kept(owned={"parameters": 5 * 2**30}))).axes
 
-    assert axis.get_ylabel() == "alive (GiB)"
+    assert axis.get_ylabel() == "live memory (GiB)"
     assert axis.texts[-1].get_text() == "5.0 GiB in backward"

@@ -152,7 +152,7 @@ def test_a_gpu_that_is_not_traced_has_no_kernel_times(monkeypatch, tmp_path) -> 
     measured = measure(make_experiment(), lambda _: None)
 
     assert measured.kernels is None
-    assert measured.reasons["kernels"].startswith("the trace holds no kernel of the GPU")
+    assert measured.reasons["kernels"].startswith("the trace has no GPU kernel")
     assert measured.observed.step_s > 0
     assert (tmp_path / NAME).is_file()
 

@@ -34,9 +34,9 @@ def fail(_device: str) -> None:
 
 
 ENDS = {
-    leave: "the measurement's process ended with exit code 7 before it could tell",
-    kill: "the measurement's process ended with signal 9 before it could tell",
-    fail: "the measurement's process ended with exit code 1 before it could tell",
+    leave: "the measurement's process ended with exit code 7 before it could answer",
+    kill: "the measurement's process ended with signal 9 before it could answer",
+    fail: "the measurement's process ended with exit code 1 before it could answer",
     hang: "the measurement took longer than 1 s",
 }
 

@@ -117,14 +117,16 @@ def test_without_nvml_they_are_null_with_a_reason(gpus, monkeypatch) -> None:
 
     monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
 
-    assert gpu_contention.look_at("GPU-a") == Others(reason="there is no NVML")
+    assert gpu_contention.look_at("GPU-a") == Others(reason="NVML is not available")
 
 
 def test_out_of_memory_says_how_much_others_held(gpus, run) -> None:
     gpus.held["GPU-a"] = 60 * GIB
     error = run("oom").error
 
-    assert error.message.endswith("memory.; others held 60.00 GiB before it and 61.00 GiB after it")
+    assert error.message.endswith(
+        "memory.; other processes held 60.00 GiB before it and 61.00 GiB after it"
+    )
     assert error.others_bytes == 61 * GIB
 
 

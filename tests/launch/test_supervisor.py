@@ -230,7 +230,7 @@ def test_a_silent_death_says_so(tmp_path) -> None:
     result, _ = supervised(tmp_path, "test-exits-silently")
 
     assert (result.outcome, result.error.exit_code) == ("crashed", 3)
-    assert result.error.message == "ended without a word"
+    assert result.error.message == "ended without output"
 
 
 def test_a_signal_without_a_name_is_a_crash(tmp_path) -> None:

@@ -34,7 +34,7 @@ def test_a_gap_beyond_the_bound_is_not_and_says_why() -> None:
     recorded = reconcile(make_experiment(), MIB, MIB + 64 * 1024 + 1, EVIDENCE)
 
     assert recorded.valid is False
-    assert recorded.reason == "the gap of 65,537 bytes is beyond its bound of 65,536"
+    assert recorded.reason == "the gap of 65,537 bytes exceeds its bound of 65,536"
 
 
 def test_an_unknown_peak_is_null_with_a_reason() -> None:

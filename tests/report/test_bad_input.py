@@ -59,13 +59,16 @@ def without_times(root):
 CASES = {
     "one method": (lambda root: tables_of(root, methods=["opacus-ghost"]), "of 1 private method,"),
     "only standard": (lambda root: tables_of(root, methods=["standard"]), "No private method"),
-    "one replicate": (lambda root: tables_of(root, replicates=1), "nothing was replicated"),
+    "one replicate": (
+        lambda root: tables_of(root, replicates=1),
+        "without replicates the noise is unknown",
+    ),
     "only failures": (lambda root: tables_of(root, outcome="oom"), "No experiment succeeded"),
     "hostile message": (
         lambda root: tables_of(root, outcome="crashed", message=HOSTILE),
         r"\input{/etc/passwd}",
     ),
-    "no times": (without_times, "peaks lowest"),
+    "no times": (without_times, "has the lowest peak"),
     "nothing but recorded memory": (
         with_memory,
         "in every setting opacus-ghost; in no setting opacus-hooks",

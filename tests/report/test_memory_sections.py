@@ -100,7 +100,7 @@ def test_the_first_step_must_fit_too(tmp_path) -> None:
     document = document_of(tmp_path, run)
 
     assert table_of(document, "Predicted for l4")[0]["of the memory"] == "does not fit (200%)"
-    assert "What is predicted to fit on l4: in no setting standard." in findings(document)
+    assert "Predicted to fit on l4: in no setting standard." in findings(document)
 
 
 def test_a_target_without_a_size_has_no_share_and_no_sentence(tmp_path) -> None:
@@ -196,8 +196,8 @@ def test_of_the_largest_setting_the_highest_peak_is_told_with_its_main_owner(tmp
     )
 
     assert findings(document)[0] == (
-        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks peaks highest, at 100.0 MiB in the "
-        "phase clip; 60% of that is per sample gradients."
+        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks has the highest peak, 100.0 MiB in the "
+        "phase clip; 60% of it is per sample gradients."
     )
 
 
@@ -215,7 +215,7 @@ def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
 
     (sentences,) = findings(document)
     assert sentences == (
-        "What is predicted to fit on h200: in every setting opacus-hooks. What is predicted to fit "
+        "Predicted to fit on h200: in every setting opacus-hooks. Predicted to fit "
         "on l4: in every setting microbatch and standard; in some settings opacus-ghost; in no "
         "setting opacus-hooks."
     )
@@ -237,7 +237,7 @@ def test_a_target_is_no_gpu_that_was_measured_on(tmp_path) -> None:
     document = document_of(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
 
     assert "Nothing here was measured on a GPU." in limits(document)
-    assert "Nothing that is predicted for l4 was compared with one." in limits(document)
+    assert "No prediction for l4 was compared with a measurement." in limits(document)
 
 
 def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:

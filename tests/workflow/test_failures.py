@@ -177,7 +177,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
         sleeping.snakemake("--unlock")
     said = sleeping.snakemake(TABLES)
     assert finished.items() <= contents(sleeping).items()
-    assert "was measured already, by this code; its result is kept" in said
+    assert "this code has already measured this run; its result is kept" in said
     assert "Nothing to be done" in sleeping.snakemake(TABLES)
 
 

@@ -1,4 +1,4 @@
-"""Tidy tables: one row per run, step, phase, snapshot ...; bytes and seconds throughout."""
+"""Tidy tables: one row per run, step, phase, snapshot ...; all in bytes and seconds."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,7 +25,7 @@ Rows = Iterable[dict[str, Any]]
 
 
 def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Build every table, by file stem.
+    """Return every table, by file stem.
 
     Returns:
         ``runs`` (one row per experiment, instrument and replicate), ``experiments`` (one
@@ -35,11 +35,11 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
         component of a snapshot), the tables of memory (peaks, costs, owners, holdings,
         timeline, traffic) and of ``kernels`` (kernels, traces), ``instrument_overhead`` (one row
-        per experiment and instrument), ``advice`` (one row per method, for each setting whose
-        capacity was asked for), ``samplers`` (one row per type of layer), ``verification``
-        (one row per method, model and variant of attention), ``ceilings`` (one row per figure
-        of a device that runs are on), ``findings`` (one row per thing to know before believing
-        the numbers) and ``missing`` (one row per run without a result that can be trusted).
+        per experiment and instrument), ``advice`` (one row per method of each setting with
+        capacity results), ``samplers`` (one row per type of layer), ``verification`` (one row per
+        method, model and variant of attention), ``ceilings`` (one row per device and figure),
+        ``findings`` (one row per caveat) and ``missing`` (one row per run without a result that
+        can be trusted).
     """
     groups = group_runs(collected)
     noise = Noise(groups)
@@ -166,7 +166,7 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
 
 
 def _fragmentation(memory: Memory) -> float | None:
-    """Return the share of the peak reserved that the peak allocated left unused."""
+    """Return the share of the peak reserved memory that the peak allocated memory leaves unused."""
     allocated, reserved = memory.peak_allocated_bytes, memory.peak_reserved_bytes
     return 1 - allocated / reserved if allocated is not None and reserved else None
 
@@ -214,7 +214,7 @@ def _sampler_rows(collected: Collected) -> Rows:
 
 
 def _outcomes(collected: Collected) -> pd.DataFrame:
-    """Count outcomes per method; the success rate is over the runs that have a result."""
+    """Return outcome counts per method; the success rate covers the runs that have a result."""
     counts = pd.DataFrame(
         [(run.method, result.outcome) for run, result in collected.found],
         columns=pd.Index(["method", "outcome"]),

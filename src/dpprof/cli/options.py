@@ -1,4 +1,4 @@
-"""An experiment from command-line options: one option for every field, no more to keep in step."""
+"""Reads an experiment from command-line options, one for every field."""
 
 import argparse
 import itertools
@@ -28,7 +28,7 @@ def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container
 
 
 def read_experiment(arguments: argparse.Namespace) -> Experiment:
-    """Turn parsed options, or the spec file that ``--spec`` names, into an experiment.
+    """Return the experiment of parsed options, or of the spec file that ``--spec`` names.
 
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.
@@ -50,7 +50,7 @@ def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[Experiment]:
-    """Turn parsed options into every combination of it with the values of other fields.
+    """Return the experiment of parsed options in every combination of the values of other fields.
 
     Args:
         arguments: The parsed options.
@@ -67,7 +67,7 @@ def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[E
 
 
 def make_experiment(fields: dict[str, Any]) -> Experiment:
-    """Make an experiment of what was given as options.
+    """Return an experiment from the fields given as options.
 
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.

@@ -1,4 +1,4 @@
-"""How far is recorded memory from what the allocator counts?"""
+"""How far is the recorded peak from the allocator's?"""
 
 import math
 from collections.abc import Mapping
@@ -15,23 +15,25 @@ from dpprof.figures.style import NothingToDrawError, method_style, new_figure, s
 
 _MIB = 2**20
 _TICKS = ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,))
-"""Within a decade, two, or more."""
+"""Tick positions for a range within one decade, two decades, or more."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """How much higher than the allocator's peak the recorded one is; on the line it is the same.
+    """Difference between the recorded and the allocator's peak, in percent, over that peak.
 
-    A full mark is recorded, an empty one estimated, for which nothing ran. The allocator's peak
-    is from another process. Grey reaches as far as a gap may go before it is a finding. A
-    mark below the line says that the allocator held more.
+    Filled marks are recorded, empty ones estimated without a run. On the line both peaks are
+    equal; below it the allocator held more. A gap outside the grey bar is a finding. The
+    allocator's peak is from another process.
 
     Args:
-        tables: Of these, ``peaks``.
+        tables: The tables; uses ``peaks``.
     """
     peaks = tables["peaks"]
     known = peaks[peaks["instrument"].isin(RECORDERS)].dropna(subset=["allocator_peak_bytes"])
     if known.empty:
-        raise NothingToDrawError("no recorded or estimated peak could be compared")
+        raise NothingToDrawError(
+            "no recorded or estimated peak has an allocator's peak to compare with"
+        )
     columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]
     allocator, bound, gap = (known[name].astype(float) for name in columns)
     figure, axes = new_figure(row_inches=3.2)
@@ -51,8 +53,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axis.xaxis.set_major_locator(LogLocator(subs=_TICKS[min(int(decades), 2)]))
     axis.xaxis.set_major_formatter("{x:,g}")
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("peak of the allocator (MiB)")
-    axis.set_ylabel("recorded above the allocator (%)")
+    axis.set_xlabel("allocator's peak (MiB)")
+    axis.set_ylabel("recorded minus allocator's peak (%)")
     axis.margins(0.1)
     handles = [
         Line2D([], [], label=name, linestyle="", **_style("memory", name))
@@ -68,7 +70,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _style(instrument: str, method: str) -> dict[str, Any]:
-    """Let an estimate's mark be empty and so large that a recorded one of the same peak fits in."""
+    """Return a mark's style; an estimate's mark is empty and larger than a recorded one."""
     style = method_style(method)
     if instrument == "memory":
         return style | {"markersize": 4}

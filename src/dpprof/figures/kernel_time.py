@@ -14,14 +14,15 @@ MISSING = "no run of the instrument kernels succeeded"
 
 
 def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Time of a step by kind of operator; the ratio is to standard.
+    """Time of a traced step by op kind (kind of operator); numbers are ratios to standard.
 
-    Norm is the search for norms of per-sample gradients, einsum what is contracted otherwise,
-    clip what else the phase clip does, optimizer all of the phase step. Idle is when none ran:
-    on a CPU that is Python, autograd and dispatch. The tracer's own cost is in all of it.
+    Norm computes the norms of per-sample gradients; einsum is every other contraction by einsum.
+    Clip is the rest of the phase clip, and optimizer is all of the phase step. Idle is time
+    without kernels: on a CPU it is Python, autograd and dispatch. All times include the tracer's
+    cost.
 
     Args:
-        tables: Of these, ``kernels`` and ``traces``.
+        tables: The tables; uses ``kernels`` and ``traces``.
     """
     if tables["kernels"].empty:
         raise NothingToDrawError(MISSING)
@@ -36,21 +37,21 @@ def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def draw_bound(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """What binds the time of a step: computing, moving bytes, or nothing that runs.
+    """Compute-bound, memory-bound and idle time of a traced step; numbers are ratios to standard.
 
-    The time of a phase's kernels of one kind counts as bound by what would take longer at the
-    ceilings measured on the device, its FLOPs or its bytes, though it may be far from either.
-    Bytes are those that operators must move, caches or not. The ratio is to standard.
+    Kernels of one op kind in a phase are compute bound if their FLOPs would take longer than
+    their bytes at the measured ceilings, else memory bound. They may still be far from both
+    ceilings. Bytes are what operators must read and write, whether or not a cache serves them.
 
     Args:
-        tables: Of these, ``traces``.
+        tables: The tables; uses ``traces``.
     """
     parts = {name: f"{name.replace(' ', '_')}_s" for name in BOUND_COLOURS}
     return _draw(tables["traces"], BOUND_COLOURS, parts)
 
 
 def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, str]) -> Figure:
-    """Stack parts of a step, medians over processes; ``parts`` has the column of each."""
+    """Draw the parts of a step as stacked medians over processes; ``parts`` names their columns."""
     columns = list(parts.values())
     over_processes = traces.groupby("experiment_id")[columns].median()
     facts = traces.drop(columns=columns).drop_duplicates("experiment_id")

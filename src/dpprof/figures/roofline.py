@@ -1,4 +1,4 @@
-"""How far is each part of a step from what the device could do?"""
+"""How far is each part of a step from the device's ceilings?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,22 +20,22 @@ from dpprof.figures.style import (
 )
 
 _LEAST_SHARE = 0.01
-"""Of a step's time; less of it is no point of its own."""
+"""Parts below this share of a step's time have no point."""
 
 _AREA = 300.0
-"""Of the marker of what takes all of a step, in square points."""
+"""Area, in square points, of the marker of a part that takes the whole step."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """FLOP/s over FLOPs per byte, a point for each kind of operator in each phase.
+    """Roofline: FLOP/s over FLOPs per byte, one point per op kind and phase.
 
-    The lines are ceilings measured on the device: copy bandwidth, and products of matrices of
-    the dtype in use. A point's area is its share of the step's time; what takes less than 1 %
-    has none. FLOPs include elementwise ones. Bytes are what operators must read and write, each
-    once: what a cache serves lets a point lie above the slope.
+    The lines are the device's measured ceilings: copy bandwidth, and matrix products of the dtype
+    in use. A point's area is its share of the step's time; parts below 1 % have no point. FLOPs
+    include elementwise operators. Bytes count each read and write once, so caches can lift a point
+    above the slope.
 
     Args:
-        tables: Of these, ``kernels``.
+        tables: The tables; uses ``kernels``.
     """
     known = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
@@ -88,7 +88,7 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _dress(axis: Axes, rows: pd.DataFrame) -> None:
-    """Give all panels the same reach, a little beyond what any of them shows."""
+    """Give all panels the same limits, a little beyond the outermost points."""
     roof = rows[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].max()
     ridge = roof["ceiling_flops_per_s"] / roof["ceiling_bytes_per_s"]
     along = [*rows["arithmetic_intensity"], ridge]

@@ -1,4 +1,4 @@
-"""A device's ceilings, measured in a process of its own, and one file whatever came of it."""
+"""Measures a device's ceilings in a separate process, and always writes one file."""
 
 import datetime as dt
 import os
@@ -25,21 +25,21 @@ from dpprof.system.files import check_writable
 from dpprof.system.hardware import available_cores, why_no_cuda
 
 TIMEOUT_S = 120
-"""Ceilings take about ten seconds; a device that takes this long is taken to hang."""
+"""Ceilings take about ten seconds; a device that takes longer than this counts as hung."""
 
 _LIMITS = "dpprof.devices.limits"
 _NO_GPU = DeviceSlot("cuda", lambda: {"type": "cuda", "name": None, "uuid": None}, {})
 
 
 def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
-    """Measure a device, with nothing of dpprof's beside it, and leave one complete JSON.
+    """Measure a device while no other run of dpprof uses it, and write one complete JSON.
 
     Args:
         device: The host's processor with all cores that dpprof may use, or a visible GPU.
         output: The file; written as a whole at the end.
 
     Raises:
-        OSError: The file cannot be written; found out before anything is measured.
+        OSError: The file cannot be written; this is checked before the measurement.
     """
     check_writable(output)
     code = CodeInUse(ceilings_digest, __file__)
@@ -48,7 +48,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
     names = [slot.lock_name for slot in slots]
 
     def waiting() -> None:
-        say(f"an experiment is under way on this device; waiting for {who_holds(names)}")
+        say(f"an experiment is running on this device; waiting for {who_holds(names)}")
 
     with hold_one(names, waiting) as (position, lock_fd):
         code.start()
@@ -76,7 +76,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
 
 
 def _ask_child(device: str, slot: DeviceSlot, lock_fd: int) -> Limits:
-    """Have a child measure; where it ends without telling anything, that is why."""
+    """Return the ceilings that a child measures; if it fails, null figures with the reason."""
     if device == "cuda" and (reason := why_no_cuda()):
         return nothing_measured(reason)
     try:

@@ -1,6 +1,6 @@
-"""The outside of an experiment's process: lock, limits, retries, and one JSON always.
+"""Runs an experiment in a worker process, with lock, limits and retries, and writes one JSON.
 
-Imports no torch, so it starts fast and nothing that a measurement does can hurt it.
+It imports no torch, so it starts fast, and a crash of a measurement does not affect it.
 """
 
 import datetime as dt
@@ -51,18 +51,18 @@ from dpprof.system.paths import PACKAGE
 from dpprof.system.process_groups import end_group, no_survivors
 
 MAX_ATTEMPTS = 2
-"""A crash or a kill is tried once more in a fresh process; other outcomes are final."""
+"""A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
 
 _RETRIED = ("crashed", "killed")
 
 Ended = tuple[Attempt, Measurement | None]
-"""How an attempt ended, and what was measured."""
+"""An attempt and its measurement, if there is one."""
 
 
 def _slots(experiment: Experiment, instrument: str) -> list[DeviceSlot]:
-    """List the interchangeable devices that this experiment could run on.
+    """Return the interchangeable devices that this experiment can run on.
 
-    Predictions take the CPU, whatever they are about.
+    Predictions run on the CPU, whatever device they are for.
     """
     threads = experiment.cpu_threads or available_cores()
     cpu = cpu_slot(threads)
@@ -75,7 +75,7 @@ def _slots(experiment: Experiment, instrument: str) -> list[DeviceSlot]:
 
 
 def _look_around(run: Callable[[], Ended], uuid: str | None) -> Ended:
-    """Run one attempt, and look at what others do on the GPU before and after."""
+    """Run one attempt, and record other processes' use of the GPU before and after."""
     before = look_at(uuid)
     attempt, measurement = run()
     after = look_afterwards(uuid)
@@ -90,7 +90,7 @@ def _run_worker(
     experiment: Experiment, instrument: str, environment: dict[str, str], lock_fd: int, sink: Sink
 ) -> Ended:
     """Run one attempt in a fresh process and judge how it ended."""
-    # Files without names: nothing is left behind, whoever is killed when.
+    # Files without names disappear even if a process is killed.
     with tempfile.TemporaryFile() as phase_file, tempfile.TemporaryFile() as report_file:
         mark = PhaseMark(phase_file.fileno())
         assignment = Assignment(
@@ -127,7 +127,7 @@ def _run_worker(
         ended = partial(Attempt, wall_s=wall_s, others_busy_cores=others)
         report_file.seek(0)
         report = _read_report(report_file.read())
-        if report is not None:  # also of a worker that hung or died after it had finished
+        if report is not None:  # even if the worker hung or died after its report
             return ended(outcome=report.outcome, error=report.error), report.measurement
         if timed_out:
             failure = Failure(
@@ -142,7 +142,7 @@ def _run_worker(
 
 
 def _read_report(content: bytes) -> Report | None:
-    """Read a worker's report; a worker that died while writing left none."""
+    """Return a worker's report; None if the worker died before it was complete."""
     try:
         return Report.model_validate_json(content)
     except ValidationError:
@@ -151,7 +151,7 @@ def _read_report(content: bytes) -> Report | None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exit that ends the worker on its way out."""
+    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that the worker is ended too."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -177,23 +177,23 @@ def supervise(
     traces: Path | None = None,
     keep: bool = False,
 ) -> Result:
-    """Run one experiment to an end of any kind and leave one complete JSON.
+    """Run one experiment until it ends in any way, and write one complete JSON.
 
-    The clock starts when the device's lock is held. A crash or a kill is tried once
-    more; every attempt is in the result.
+    The clock starts when the device's lock is held. A run that crashed or was killed is tried once
+    more. The result has every attempt.
 
     Args:
-        experiment: What to run.
-        instrument: What watches it.
-        replicate: Which repetition this is.
+        experiment: The experiment.
+        instrument: The instrument to run it under.
+        replicate: The number of the replicate.
         output: The result file; written as a whole at the end.
-        log_path: Where the worker's output goes; standard error where it is None.
-        traces: A folder for what an instrument leaves beside the result; None for nowhere.
-        keep: Whether a complete result of this very run, by the code as it is, is enough:
-            one that a process left whose Snakemake had been killed.
+        log_path: The file for the worker's output; None for standard error.
+        traces: The folder for an instrument's trace files; None for none.
+        keep: Whether to return an existing complete result of this run by the present code, which
+            a process wrote after its Snakemake was killed.
 
     Raises:
-        OSError: The result cannot be written; found out before anything is measured.
+        OSError: The result cannot be written; this is checked before the measurement.
     """
     check_writable(output)
     code = CodeInUse(partial(code_digest, instrument, experiment), __file__)
@@ -215,7 +215,7 @@ def supervise(
         ),
     ):
         if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
-            say("this run was measured already, by this code; its result is kept")
+            say("this code has already measured this run; its result is kept")
             return finished
         slot = slots[position]
         wait_until_idle(slot.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
@@ -264,7 +264,7 @@ def supervise(
 def _read_finished(
     path: Path, experiment: Experiment, instrument: str, replicate: int
 ) -> Result | None:
-    """Read a result, if it is this run's, whole, and of the code as it is now."""
+    """Return a result if it is complete, this run's, and measured by the present code."""
     try:
         result = read_result(path)
     except (FileNotFoundError, ResultError):

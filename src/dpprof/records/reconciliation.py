@@ -1,4 +1,4 @@
-"""Reconciliation: the recorded peak against the allocator's."""
+"""Reconciliation: compares the recorded peak with the allocator's."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,16 @@ from dpprof.records.result import Attribution, Evidence
 from dpprof.spec.experiment import Experiment
 
 JOINED = "joined in tables"
-"""Why a figure is null that needs the result of another process."""
+"""The reason of a null figure that needs the result of another process."""
 
 SMALL_CHANGE_BYTES = 64 * 2**10
-"""A gap of so little is no reason to distrust a peak of any size."""
+"""A gap of this size is within bounds for a peak of any size."""
 
 
 def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
-    """Say how large a gap may be.
+    """Return the largest gap that counts as reconciled.
 
-    0.1 % of the allocator's peak; 0.5 % in bfloat16, whose products take scratch memory that
+    It is 0.1 % of the allocator's peak; 0.5 % in bfloat16, whose products need scratch memory that
     depends on the processor; 1 % on CUDA, where libraries allocate too.
     """
     share = 0.01 if experiment.device == "cuda" else 0.001
@@ -30,7 +30,7 @@ def reconcile(
     allocator_peak_bytes: int | None,
     evidence: Mapping[Evidence, int],
 ) -> Attribution:
-    """Compare the recorded peak with the allocator's, where it is known."""
+    """Return how the recorded peak compares with the allocator's, if the latter is known."""
     if allocator_peak_bytes is None:
         return Attribution(
             valid=None,
@@ -49,5 +49,5 @@ def reconcile(
         allocator_peak_bytes=allocator_peak_bytes,
         gap_bytes=gap,
         evidence=dict(evidence),
-        reason=None if valid else f"the gap of {gap:,} bytes is beyond its bound of {bound:,}",
+        reason=None if valid else f"the gap of {gap:,} bytes exceeds its bound of {bound:,}",
     )

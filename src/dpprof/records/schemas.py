@@ -1,4 +1,4 @@
-"""The published schemas and key tables, generated from the models they describe."""
+"""The published schemas and key tables, generated from pydantic models."""
 
 import json
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def _default(model: type[BaseModel], name: str) -> str:
 
 
 def _allowed(schema: dict[str, Any]) -> str:
-    """Say in a few words what a field's JSON schema allows."""
+    """Return in a few words what a field's JSON schema allows."""
     if "anyOf" in schema or "oneOf" in schema:
         options = schema.get("anyOf") or schema["oneOf"]
         return " or ".join(_allowed(option) for option in options)
@@ -116,7 +116,7 @@ def key_tables() -> str:
 
 
 def _with_key_tables(text: str) -> str:
-    """Put fresh key tables between the markers of a Markdown file."""
+    """Return a Markdown text with new key tables between its markers."""
     begin, end = _BEGIN.format(_GENERATED), _END
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
@@ -124,7 +124,7 @@ def _with_key_tables(text: str) -> str:
 
 
 def generated_files(root: Path) -> dict[Path, str]:
-    """Return every generated file with the content that it should have.
+    """Return the content of every generated file, by path.
 
     Args:
         root: The folder of the repository.

@@ -1,4 +1,4 @@
-"""Where dpprof itself lies."""
+"""The paths of dpprof itself."""
 
 import tomllib
 from pathlib import Path

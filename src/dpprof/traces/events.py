@@ -1,4 +1,4 @@
-"""The numbers of a trace as TensorBoard reads them."""
+"""Writes the numbers of a trace for TensorBoard."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from dpprof.traces.tensorboard_events import TensorBoard
 
 
 def write_events(folder: Path, kernels: Kernels) -> None:
-    """Write milliseconds of a step, by op kind and by phase, in place of what was there.
+    """Write milliseconds of a step, by op kind and by phase; replace existing events.
 
     Args:
-        folder: A run, in TensorBoard's sense.
-        kernels: What the trace told.
+        folder: The folder of a run, in TensorBoard's sense.
+        kernels: The summary of the trace.
     """
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()

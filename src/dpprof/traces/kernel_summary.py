@@ -1,4 +1,4 @@
-"""What a result says of a trace: time by op kind and phase, and when nothing ran."""
+"""Summarises a trace for a result: time by op kind and phase, and idle time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -9,35 +9,35 @@ from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
 from dpprof.traces.spans import Trace, cover_s
 
 LARGEST = 15
-"""So many kernels are listed one by one."""
+"""The number of kernels that are listed individually."""
 
 
 class NoKernelsError(ValueError):
-    """The trace of a GPU's work shows none of it."""
+    """The trace of a GPU's work has no kernels."""
 
 
 def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
-    """Sum up what ran in the traced steps.
+    """Return the summed times of the kernels in the traced steps.
 
     Args:
-        trace: Of steps each of which waits at its end for what it launched.
-        family_of: Tells what an operator does by its name.
-        on_cuda: Whether the work was a GPU's.
+        trace: The spans; each step waits at its end for the kernels that it launched.
+        family_of: Returns an operator's family by its name.
+        on_cuda: Whether a GPU did the work.
 
     Returns:
-        The fields of ``Kernels`` but for those about the trace's file.
+        The fields of ``Kernels``, except those about the trace's file.
 
     Raises:
-        NoKernelsError: No kernel of a GPU is in the steps: its tracer, CUPTI, told of none.
-        ValueError: There is no step in the trace, or nothing ran in it.
+        NoKernelsError: The steps have no GPU kernel, because the tracer, CUPTI, recorded none.
+        ValueError: The trace has no step, or nothing ran in its steps.
     """
     steps = find_steps(trace)
     found = attribute(trace, family_of, on_cuda=on_cuda)
     ran = [one for one in found if _is_within(one.launched_s, steps)]
     if steps and on_cuda and not ran:
         raise NoKernelsError(
-            "the trace holds no kernel of the GPU; where CUPTI may not trace (its counters kept to "
-            "administrators, another tracer at work), PyTorch's profiler sees the host alone"
+            "the trace has no GPU kernel; PyTorch's profiler sees only the host where CUPTI cannot "
+            "trace (because only administrators may use it, or because another tracer is running)"
         )
     if not ran:
         raise ValueError("the trace shows no step in which anything ran")
@@ -71,7 +71,7 @@ def _busy_s(ran: Sequence[Ran], start_s: float, end_s: float) -> float:
 
 
 def _waiting_s(ran: Sequence[Ran], steps: Sequence[tuple[float, float]]) -> float:
-    """Add up the gaps that the host caused: what came next was launched only within them."""
+    """Return the sum of the gaps that the host caused by launching the next kernel too late."""
     waited = 0.0
     for start, end in steps:
         until = start
@@ -126,7 +126,7 @@ def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
 
 
 def _copies(ran: Sequence[Ran], steps: int) -> dict[str, Copied]:
-    """Sum up copies by direction, such as ``HtoD`` of ``Memcpy HtoD (Pageable -> Device)``."""
+    """Return copies by direction, such as ``HtoD`` of ``Memcpy HtoD (Pageable -> Device)``."""
     copies = [one for one in ran if one.name.startswith("Memcpy ")]
     return {
         direction: Copied(
