@@ -90,7 +90,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     Raises:
         UnsupportedError: Code within asked for a fake tensor's elements.
     """
-    # Modules and call_for_per_sample_grads look these two up, and have no hook for either.
+    # Every conversion of a module calls the one, call_for_per_sample_grads makes the other; neither
+    # has a hook.
     with (
         _refusing(),
         warnings.catch_warnings(),

@@ -50,7 +50,7 @@ class Choices(NamedTuple):
 
     kernels: bool = True
     """Find norms of flash clipping by its Triton kernels, which allocate next to nothing
-    (norms/kernels.py)."""
+    (norms/triton_kernels.py)."""
 
     workspaces: bool = True
     """Take what kernels allocate and release within an operator."""
@@ -188,7 +188,7 @@ def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterato
     optimizers = importlib.import_module("torch.optim.optimizer")
     devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
     types = [*optimizers._foreach_supported_types, FakeTensor]  # noqa: SLF001
-    # PyTorch asks nobody else which tensors may go through its kernels for lists of tensors.
+    # By these two alone optimizers decide whether to work on all parameters at once.
     with (
         as_if_on_cuda(autocast=choices.autocast, products=choices.kernels, kernels=choices.kernels),
         substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
