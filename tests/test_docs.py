@@ -140,5 +140,5 @@ def test_code_in_the_guides_to_plugins_is_the_examples() -> None:
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", text, flags=re.DOTALL)
     files = [path.read_text() for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
 
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     assert [block for block in blocks if not any(block in file for file in files)] == []

@@ -11,7 +11,7 @@ from dpprof.devices.cpu import Cpu
 from dpprof.flops.op_costs import COUNTED, family_of, learn_rule
 from dpprof.instruments.memory import TimelineRecorder, estimate, find_target, tracing
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.memory.recorder import Kind, Recorder
+from dpprof.memory.recorder import Op, Recorder
 from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch
@@ -195,8 +195,8 @@ def list_products(**fields) -> dict[str, set[str]]:
         recorder.counting = True
         training.step.run(training.batch, lambda _: None)
     families: dict[str, set[str]] = {}
-    for kind, op in recorder.events:
-        if kind is Kind.RAN and CALLED_PRODUCT.search(op.cost.op):
+    for op in recorder.events:
+        if isinstance(op, Op) and CALLED_PRODUCT.search(op.cost.op):
             families.setdefault(op.cost.op, set()).add(op.cost.family)
     return families
 

@@ -8,6 +8,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
 from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.methods.opacus_paths import OpacusPath
 from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
@@ -97,7 +98,7 @@ def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
         for r in results
         if r.experiment.method != "opacus-functorch"
         for layer, path in (r.samplers or {}).items()
-        if "functorch" in path
+        if OpacusPath.FUNCTORCH in path
     }
     if layers:
         yield "fallback", f"Opacus fell back to functorch for {', '.join(sorted(layers))}"

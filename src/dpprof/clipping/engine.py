@@ -34,31 +34,24 @@ from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.in_place import put_back, put_in_place, resting
 from dpprof.clipping.layers import Added, Forward, count_uses, find_rule, refuse_mixing
 from dpprof.clipping.sums import bound_of, sum_up
+from dpprof.norms.code_paths import CodePath, Way
 from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
-from dpprof.norms.plan import KEPT, Choice, choose
+from dpprof.norms.plan import Choice, choose
 from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
 from dpprof.norms.table import slotted
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
+from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
 Enter = Callable[[Any], None]
-Watch = Callable[[nn.Module, str, Callable[..., Any], tuple[Any, ...]], Any]
+Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
 HandOver = Callable[[nn.Module, Added], None]
-
-MADE = "sample gradients"
-"""The way of what is small for each sample, or has no other: it is made."""
-
-SUMMED = "sums of rows"
-"""The way of a lookup table."""
-
-CROSSED = "cross terms"
-"""The way of a matrix that is used as a table too."""
 
 
 def _call(
-    _layer: nn.Module, _way: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+    _layer: nn.Module, _way: CodePath, sampler: Callable[..., Any], inputs: tuple[Any, ...]
 ) -> Any:
     return sampler(*inputs)
 
@@ -394,16 +387,18 @@ class Clipping(ABC):
                 B, T, d = x_BTd.shape
                 choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self.keeps)
                 self.plan[self.name_of(parameter)] = choice
-                if choice.way == KEPT:
-                    return self._square_made(layer, KEPT, parameter, contribution)
+                if choice.way is Way.KEPT:
+                    return self._square_made(layer, Way.KEPT, parameter, contribution)
                 squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
                 rounded = contribution.is_rounded
             case Lookup(ids_BT):
                 B, T = ids_BT.shape
-                squares = self._measure(layer, SUMMED, slotted, (ids_BT, contribution.trained_BTd))
+                squares = self._measure(
+                    layer, Way.SUMMED, slotted, (ids_BT, contribution.trained_BTd)
+                )
                 rounded = False
             case _:
-                return self._square_made(layer, MADE, parameter, contribution)
+                return self._square_made(layer, Way.MADE, parameter, contribution)
         self._keep(parameter, contribution)
         assert squares.size_B is not None
         spread_B = spread(squares.size_B, B * T, is_rounded=rounded)
@@ -413,7 +408,7 @@ class Clipping(ABC):
         return found_B
 
     def _measure(
-        self, layer: nn.Module, way: str, function: Callable[..., Squares], inputs: tuple[Any, ...]
+        self, layer: nn.Module, way: Way, function: Callable[..., Squares], inputs: tuple[Any, ...]
     ) -> Squares:
         """Find squared norms, watched, whatever precision the training's own products have."""
         with exact_products():
@@ -421,7 +416,7 @@ class Clipping(ABC):
         return found
 
     def _square_made(
-        self, layer: nn.Module, way: str, parameter: nn.Parameter, contribution: Product | Made
+        self, layer: nn.Module, way: Way, parameter: nn.Parameter, contribution: Product | Made
     ) -> Tensor:
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
         gradients = self.watch(layer, way, contribution.make, inputs)
@@ -458,6 +453,7 @@ class Clipping(ABC):
         self.sample_norms = self._settle_norms()
         return self._scale(self.sample_norms, self.max_grad_norm)
 
+    @allocates("norm_samples")
     def _settle_norms(self) -> Tensor:
         """Tell norms that are not below the true ones but for rounding (``norms.rounding``)."""
         squares_B = self._totals.found_B
@@ -508,7 +504,7 @@ class Clipping(ABC):
             case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
                 e_BTd = table.trained_BTd
                 crossed = (ids_BT, e_BTd, x_BTd, g_BTp)
-                both = self._measure(layer, CROSSED, inner_product, crossed)
+                both = self._measure(layer, Way.CROSSED, inner_product, crossed)
                 assert both.slack_B is not None
                 T, S = e_BTd.shape[1], x_BTd.shape[1]
                 slack_B = (
@@ -551,6 +547,7 @@ def _refusing_wrappers(run: Forward) -> Forward:
     return forward
 
 
+@allocates("norm_samples")
 def weigh(losses_B: Tensor) -> Tensor:
     """Weights with which losses are differentiated: one each; (B,)."""
     return torch.ones_like(losses_B)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from dpprof.clipping.contributions import Contribution, Lookup, Product, Scale, Shift, Whole
 from dpprof.clipping.in_place import is_in_place
+from dpprof.norms import placement
 from dpprof.spec.registry import UnsupportedError
 
 Forward = Callable[..., Tensor]
@@ -42,14 +43,10 @@ def _tokens(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)  # noqa: PLR2004
 
 
-def is_cuda(x: Tensor) -> bool:
-    """Tell whether a tensor follows CUDA's rules."""
-    return x.is_cuda
-
-
 def _in_norms_precision(x: Tensor) -> Tensor:
     """Turn a normalisation's input into float32 where autocast does: on CUDA."""
-    return x.float() if is_cuda(x) and _autocast_dtype(x) is not None else x
+    casts = placement.follows_cuda_autocast(x) and _autocast_dtype(x) is not None
+    return x.float() if casts else x
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.sums import bound_of
+from dpprof.records.births import allocates
 
 _HOOK = "_refuses_without_noise"
 
@@ -220,6 +221,7 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._is_noised = False
 
 
+@allocates("noise")
 def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise of a tensor's shape, dtype and device."""
     return torch.normal(

@@ -23,6 +23,7 @@ from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import state_compute, state_io, state_memory
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
+from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
 from dpprof.records.result import Measurement, Memory, Observed
 from dpprof.spec import registry
@@ -63,7 +64,7 @@ class TimelineRecorder:
 
     def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter) -> None:
         self._recorder = recorder
-        self._births = step.births
+        self._step = step
         self.paths = SamplerPaths()
         self._witness = Witness(recorder, step, enter, self.paths)
 
@@ -79,7 +80,8 @@ class TimelineRecorder:
         start = len(recorder.events)
         with self._witness.watching():
             self._witness.run(batch)
-        return MemoryTimeline(recorder, self._births, (start, len(recorder.events)))
+        births = components_by_code(self._step.births)
+        return MemoryTimeline(recorder, births, (start, len(recorder.events)))
 
 
 def record_timelines(

@@ -7,8 +7,7 @@ the way of a private step are put aside here, for as long as the context lasts.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest.mock import patch
+from typing import Any, Self
 
 import torch
 import torch.nn.utils._per_sample_grad as per_sample_grad
@@ -25,6 +24,7 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeigh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.spec.registry import UnsupportedError
+from dpprof.system.substitutes import substitute
 
 _apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
 
@@ -67,6 +67,13 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
+class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Makes tensors fake, and stays the same one where a tensor of it is copied deeply."""
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+
 ASKED_FOR_ELEMENTS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -83,13 +90,14 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     Raises:
         UnsupportedError: Code within asked for a fake tensor's elements.
     """
+    # Every conversion of a module calls the one, call_for_per_sample_grads makes the other; neither
+    # has a hook.
     with (
         _refusing(),
         warnings.catch_warnings(),
-        patch.object(nn.Module, "_apply", _apply_to_fake),
-        patch.object(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
-        patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
-        FakeTensorMode() as mode,
+        substitute(nn.Module, "_apply", _apply_to_fake),
+        substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
+        _FakeMode() as mode,
     ):
         # Opacus copies gradients with deepcopy, which looks whether they have any data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")

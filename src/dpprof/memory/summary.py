@@ -11,7 +11,7 @@ from torch import nn
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.flops.op_costs import COUNTED
 from dpprof.memory.attention_backends import LEAST
-from dpprof.memory.recorder import Kind, Op
+from dpprof.memory.recorder import Op
 from dpprof.memory.timeline import Holding, MemoryTimeline
 from dpprof.models.build import find_dimensions
 from dpprof.records.reconciliation import reconcile
@@ -128,7 +128,7 @@ def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
         if phases[row] != phases[row - 1]:
             kept |= {row - 1, row}
     rows = sorted(kept)
-    ran = [kind is Kind.RAN for kind, _ in step.events]
+    ran = [isinstance(event, Op) for event in step.events]
     ops = [0, *accumulate(ran)]
     return Timeline(
         ops=[ops[row] for row in rows],
@@ -147,8 +147,8 @@ def _elapsed_s(step: MemoryTimeline, rows: list[int]) -> list[float]:
     start = instants[0]
     ran = 0
     elapsed = [0.0]
-    for kind, _ in step.events:
-        ran += kind is Kind.RAN
+    for event in step.events:
+        ran += isinstance(event, Op)
         elapsed.append(instants[max(ran - 1, 0)] - start)
     return [elapsed[row] for row in rows]
 
