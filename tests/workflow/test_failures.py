@@ -212,7 +212,7 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
 def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> None:
     names = ("report.md", "report.tex", "report.pdf", "report.json", "summary.txt")
     report = {name: (finished.path / "results" / name).read_bytes() for name in names}
-    with (finished.path / "workflow/templates/report.md.j2").open("a") as template:
+    with (finished.path / "src/dpprof/report/templates/report.md.j2").open("a") as template:
         template.write("\n")
     stop = "open('results/reached', 'w').close(); import time; time.sleep(3600)\n\n"
     finished.edit("workflow/scripts/build_report.py", "def main", stop + "def main")
