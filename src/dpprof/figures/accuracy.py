@@ -19,10 +19,10 @@ _TICKS = ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,))
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Difference between the recorded and the allocator's peak, in percent, over that peak.
+    """Recorded minus allocator's peak, in percent of the latter, over the allocator's peak.
 
-    Filled marks are recorded, empty ones estimated without a run. On the line both peaks are
-    equal; below it the allocator held more. A gap outside the grey bar is a finding. The
+    Filled marks are recorded peaks, empty ones are estimated without a run. On the line both peaks
+    are equal; below it the allocator held more. A gap outside the grey bar is a finding. The
     allocator's peak is from another process.
 
     Args:

@@ -18,7 +18,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
 
     The dashed line is the memory that a training can allocate there. The instrument estimate
-    predicts the bytes of tensors without the device; the allocator reserves more than that.
+    predicts the bytes of tensors without the device; the allocator may reserve more.
 
     Args:
         tables: The tables; uses ``peaks`` and ``owners``.

@@ -100,7 +100,7 @@ def key_tables() -> str:
     parts = [
         "### Keys of an experiment\n",
         *_rows(Experiment, list(Experiment.model_fields), lambda n: _default(Experiment, n)),
-        "\n### Keys that say how experiments are watched\n",
+        "\n### Keys for instruments and replicates\n",
         "| key | allowed | default | what it is |",
         "| --- | --- | --- | --- |",
     ]

@@ -1,7 +1,7 @@
 """Verdicts on whether a method computes the reference's gradient: one JSON per model and method.
 
 A verdict also covers what the method declares: its mechanism, and how far one sample can move the
-sum. Cases in which the gradient is right but the guarantee is lost are its holes.
+sum. Its holes are the cases beyond the gradient in which the guarantee is lost.
 """
 
 from collections.abc import Mapping, Sequence
