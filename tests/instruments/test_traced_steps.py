@@ -16,10 +16,10 @@ from dpprof.instruments.memory import measure as record_timelines
 from dpprof.launch.protocol import TRACES
 from dpprof.records.result import Kernels, Measurement
 from dpprof.spec import registry
-from dpprof.traces.files import NAME, write_trace
 from dpprof.traces.kernel_summary import state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import STEP, read_trace
+from dpprof.traces.trace_files import NAME, write_trace
 
 # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
 TRACE_EVENT_FORMAT = {
