@@ -25,22 +25,7 @@ Rows = Iterable[dict[str, Any]]
 
 
 def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Return every table, by file stem.
-
-    Returns:
-        ``runs`` (one row per experiment, instrument and replicate), ``experiments`` (one
-        row per experiment, over its processes), ``settings`` (one row per setting in which
-        methods compete), ``methods`` and ``outcomes`` (one row per method),
-        ``steps`` (one row per step, warm-up included), ``phases`` (one row per phase of a
-        run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
-        component of a snapshot), the tables of memory (peaks, costs, owners, holdings,
-        timeline, traffic) and of ``kernels`` (kernels, traces), ``instrument_overhead`` (one row
-        per experiment and instrument), ``advice`` (one row per method of each setting with
-        capacity results), ``samplers`` (one row per type of layer), ``verification`` (one row per
-        method, model and variant of attention), ``ceilings`` (one row per device and figure),
-        ``findings`` (one row per caveat) and ``missing`` (one row per run without a result that
-        can be trusted).
-    """
+    """Return every table, by file stem; ``table_names.TABLES`` lists them."""
     groups = group_runs(collected)
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise, collected.standings)
