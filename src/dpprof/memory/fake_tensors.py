@@ -7,7 +7,7 @@ the way of a private step are put aside here, for as long as the context lasts.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.utils._per_sample_grad as per_sample_grad
@@ -67,13 +67,6 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes tensors fake, and stays the same one where a tensor of it is copied deeply."""
-
-    def __deepcopy__(self, _: Any) -> Self:
-        return self
-
-
 ASKED_FOR_ELEMENTS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -97,9 +90,12 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         warnings.catch_warnings(),
         substitute(nn.Module, "_apply", _apply_to_fake),
         substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
-        _FakeMode() as mode,
+        FakeTensorMode() as mode,
     ):
-        # Opacus copies gradients with deepcopy, which looks whether they have any data.
+        # Opacus copies gradients with deepcopy, which would copy this mode along; a subclass would
+        # not do, as PyTorch looks some operators up by the mode's very type.
+        mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
+        # It looks whether they have any data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield mode
 

@@ -267,8 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.sampler is not None:
             path, born.module = self.sampler
             born.sampler = path
-        born.code = self._code()
-        born.function = None if born.code is None else self._names[born.code]
+        born.code, born.function = self._function()
         node = _current_node()
         born.again = self._is_again(node)
         born.node = None if node is None or born.again else node.name()
@@ -316,17 +315,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frame = frame.f_back
         return None
 
-    def _code(self) -> CodeType | None:
-        """Find the code of the innermost function that is not plumbing; it has a name then."""
+    def _function(self) -> tuple[CodeType, str] | tuple[None, None]:
+        """Find the innermost function that is not plumbing: its code, and ``module:function``."""
         frame = sys._getframe(2)  # noqa: SLF001 (the documented way to the stack)
         while frame is not None:
             code = frame.f_code
             if code not in self._names:
                 self._names[code] = _name(code, frame.f_globals.get("__name__", ""))
-            if self._names[code] is not None:
-                return code
+            name = self._names[code]
+            if name is not None:
+                return code, name
             frame = frame.f_back  # type: ignore[assignment]
-        return None
+        return None, None
 
 
 def _name(code: CodeType, module: str) -> str | None:
