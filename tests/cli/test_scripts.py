@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -249,8 +250,9 @@ def test_an_empty_output_is_a_sentence(tmp_path, script: str) -> None:
     done = run(script, *options, f"{output}=", cwd=tmp_path)
 
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"{script}: error: argument {output}: '' is not allowed; it must be a path"
+    assert re.fullmatch(
+        rf"dpprof \w+: error: argument {output}: '' is not allowed; it must be a path",
+        done.stderr.splitlines()[-1],
     )
 
 
@@ -261,7 +263,7 @@ def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
 
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "draw_figure.py: error: argument --output: 'f\\x1b.xyz' is not allowed; its ending must be "
+        "dpprof figure: error: argument --output: 'f\\x1b.xyz' is not allowed; its ending must be "
         "one of these; allowed: .json, .pdf, .png, .svg"
     )
 
