@@ -44,8 +44,8 @@ lint: install
 	lint-imports
 	snakemake --lint
 
-# What dpprof itself costs: a step beside a bare loop, keeping the books, monitoring, reporting on
-# many results; how exact the books are; and what its methods cost beside others.
+# What dpprof itself costs: a step beside a bare loop, recording memory, monitoring, reporting on
+# many results; how exact recorded memory is; and what its methods cost beside others.
 perf: install
 	python perf/overhead.py --output perf/overhead.md
 	python perf/recording.py --output perf/recording.md

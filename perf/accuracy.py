@@ -1,11 +1,11 @@
-"""Does the ledger see every byte, and does an estimate say the same without running?
+"""Does the timeline see every byte, and does an estimate say the same without running?
 
-All in bytes. Gap is the allocator's peak less the ledger's; changed by looking is what the
-attached ledger adds to the allocator's peak.
+All in bytes. Gap is the allocator's peak less the timeline's; changed by looking is what the
+attached timeline adds to the allocator's peak.
 
 For every method and shape, two fresh processes. The first follows the allocator through a
-plain run, then keeps the books of the same step, then estimates it. The second follows the
-allocator while books are kept, to see whether the ledger changes what it looks at. Writes a
+plain run, then records the memory of the same step, then estimates it. The second follows the
+allocator while memory is recorded, to see whether the timeline changes what it looks at. Writes a
 table and fails where a bound is missed:
 
     python perf/accuracy.py --output perf/accuracy.md
@@ -53,40 +53,40 @@ def ignore(_phase: Phase) -> None:
 
 
 def look_three_ways(experiment: Experiment) -> dict[str, Any]:
-    """Follow the allocator, keep the books, estimate: the peaks and components of one step."""
+    """Follow the allocator, record, estimate: the peaks and components of one step."""
     truth = _memory(phases.measure(experiment, ignore).memory)
-    books = _memory(memory.measure(experiment, ignore).memory)
+    recorded = _memory(memory.measure(experiment, ignore).memory)
     guess = _memory(memory.estimate(experiment, ignore).memory)
     assert truth.peak_allocated_bytes is not None
-    assert books.at_peak is not None
-    assert books.attribution is not None
+    assert recorded.at_peak is not None
+    assert recorded.attribution is not None
     assert guess.at_peak is not None
-    components = books.at_peak.components
+    components = recorded.at_peak.components
     return {
         "allocator": truth.peak_allocated_bytes,
         "allocator_all": max(
             truth.peak_allocated_bytes, truth.first_step_peak_allocated_bytes or 0
         ),
-        "ledger": books.peak_allocated_bytes,
+        "memory": recorded.peak_allocated_bytes,
         "sum": sum(components.values()),
         "bound": bound_bytes(experiment, truth.peak_allocated_bytes),
         "estimate_equal": (guess.peak_allocated_bytes, guess.first_step_peak_allocated_bytes)
-        == (books.peak_allocated_bytes, books.first_step_peak_allocated_bytes)
+        == (recorded.peak_allocated_bytes, recorded.first_step_peak_allocated_bytes)
         and guess.at_peak.components == components,
-        "evidence": books.attribution.evidence,
+        "evidence": recorded.attribution.evidence,
     }
 
 
 def look_at_the_looking(experiment: Experiment) -> dict[str, Any]:
-    """Follow the allocator while books are kept."""
+    """Follow the allocator while memory is recorded."""
     method, device = begin(experiment)
     allocator = CpuRecorder()
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        bookkeeper = memory.Bookkeeper(recorder, training.step, ignore)
+        timeline_recorder = memory.TimelineRecorder(recorder, training.step, ignore)
         with allocator.window("all"):
-            memory.keep_books(bookkeeper, training.batch, experiment.warmup_steps + 1)
+            memory.record_timelines(timeline_recorder, training.batch, experiment.warmup_steps + 1)
     return {"attached": allocator.close().peaks["all"].allocated_bytes}
 
 
@@ -109,13 +109,13 @@ def run_case(fields: dict[str, Any]) -> dict[str, Any]:
 
 def tell(fields: dict[str, Any], found: dict[str, Any]) -> tuple[str, bool]:
     """Make a row of the table, and say whether all held."""
-    gap = found["allocator"] - found["ledger"]
+    gap = found["allocator"] - found["memory"]
     changed = found["attached"] - found["allocator_all"]
-    phase_only = found["evidence"]["phase"] / found["ledger"]
+    phase_only = found["evidence"]["phase"] / found["memory"]
     held = (
         abs(gap) <= found["bound"]
         and changed == 0
-        and found["sum"] == found["ledger"]
+        and found["sum"] == found["memory"]
         and found["estimate_equal"]
     )
     cells = (

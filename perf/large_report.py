@@ -52,8 +52,8 @@ def write_results(folder: Path, count: int) -> Path:
         )
         runs += factory.make_manifest((experiment, replicate)).runs
         if replicate == 0:
-            books = factory.make_books({"parameters": 3 * MIB, "noise": MIB * batch})
-            factory.write_synthetic(folder, experiment, instrument="estimate", books=books)
+            recorded = factory.make_memory({"parameters": 3 * MIB, "noise": MIB * batch})
+            factory.write_synthetic(folder, experiment, instrument="estimate", recorded=recorded)
             runs += factory.make_manifest((experiment, 0), instrument="estimate").runs
     manifest = Manifest(runs=tuple(runs))
     path: Path = folder / manifest.path

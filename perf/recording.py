@@ -1,8 +1,8 @@
-"""What keeping the books costs: beside a bare step, and beside PyTorch's MemTracker.
+"""What recording memory costs: beside a bare step, and beside PyTorch's MemTracker.
 
 Steps alternate in one process: a bare one, one that is recorded with operators counted.
 Under fake tensors, where nothing is computed, the recorder stands beside
-``torch.distributed._tools.MemTracker``, which adds up the same bytes in fewer categories
+``torch.distributed._tools.MemTracker``, which adds up the same bytes in fewer op kinds
 and counts no FLOPs. The claims: at most 1.5 times a bare step; MemTracker at least 7 times
 slower for the standard step and 9 times for per-sample gradients from hooks.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import Bookkeeper
+from dpprof.instruments.memory import TimelineRecorder
 from dpprof.instruments.setup import Training, import_method, set_up
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
@@ -59,17 +59,17 @@ def bare_side(fields: dict[str, object], method: str) -> Side:
 
 
 def recorded_side(fields: dict[str, object], method: str, *, fake: bool) -> Side:
-    """Run steps whose books are kept, operators counted."""
+    """Run steps whose memory is recorded, operators counted."""
     recorder = Recorder(
         is_there=lambda tensor, _: not tensor.is_meta, instead=INSTEAD if fake else None
     )
     with recorder:
         training = prepare(fields, method)
-        bookkeeper = Bookkeeper(recorder, training.step, ignore)
+        timeline_recorder = TimelineRecorder(recorder, training.step, ignore)
 
     def run() -> None:
         with recorder:
-            bookkeeper.run(training.batch, counting=True)
+            timeline_recorder.run(training.batch, counting=True)
 
     return timed(run)
 

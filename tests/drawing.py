@@ -3,10 +3,10 @@
 import itertools
 
 from factory import (
-    make_books,
     make_experiment,
     make_kernels,
     make_manifest,
+    make_memory,
     write_synthetic,
     write_synthetic_ceilings,
 )
@@ -26,7 +26,7 @@ METHODS = ("standard", "opacus-ghost")
 OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
 
 
-WATCHED = ("clean", "phases", "ledger", "kernels")
+WATCHED = ("clean", "phases", "memory", "kernels")
 
 
 GROWTH = {"batch-size", "seq-len", "cost"}
@@ -53,12 +53,14 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
             phases_s={"forward": [0.01], "backward": [0.02], "step": [0.001]},
             **measured,
         )
-        write_synthetic(root, experiment, instrument="ledger", books=make_books(OWNED), **measured)
+        write_synthetic(
+            root, experiment, instrument="memory", recorded=make_memory(OWNED), **measured
+        )
         traced = make_kernels(TRACED, idle_s=0.005)
         write_synthetic(root, experiment, instrument="kernels", kernels=traced, **measured)
     for experiment in predicted:
-        books = make_books(OWNED)
-        write_synthetic(root, experiment, instrument="estimate", books=books, **fields)
+        recorded = make_memory(OWNED)
+        write_synthetic(root, experiment, instrument="estimate", recorded=recorded, **fields)
     runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
     runs += [make_manifest((e, 0), instrument="estimate").runs for e in predicted]
     manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))

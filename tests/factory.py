@@ -35,10 +35,10 @@ def make_experiment(**fields: Any) -> Experiment:
     return Experiment.model_validate(usual | {"warmup_steps": 1, "timed_steps": 1} | fields)
 
 
-def make_books(
+def make_memory(
     at_peak: dict[str, int], *, phase: str = "backward", op: str = "mm", **compute: Any
 ) -> dict[str, Any]:
-    """Invent what a ledger or an estimate tells of a step of ten operators.
+    """Invent what a timeline or an estimate tells of a step of ten operators.
 
     Args:
         at_peak: Bytes by component at the peak, before and after which half of each is alive.
@@ -74,7 +74,7 @@ def make_books(
             },
             "attribution": {
                 "valid": None,
-                "ledger_peak_bytes": peak,
+                "timeline_peak_bytes": peak,
                 "allocator_peak_bytes": None,
                 "gap_bytes": None,
                 "evidence": evidence,
@@ -87,10 +87,10 @@ def make_books(
             "bytes_written": 10,
             "arithmetic_intensity": 2.5,
             "by_phase": {phase: moved},
-            "by_category": {},
-            "by_phase_and_category": [
-                {"phase": phase, "category": category, "ops": 1, "flops": flops, **moved}
-                for phase, category, flops in (("forward", "gemm", 4000), ("step", "optimizer", 10))
+            "by_op_kind": {},
+            "by_phase_and_op_kind": [
+                {"phase": phase, "op_kind": op_kind, "ops": 1, "flops": flops, **moved}
+                for phase, op_kind, flops in (("forward", "gemm", 4000), ("step", "optimizer", 10))
             ],
             "by_module": {},
             "by_component": {},
@@ -104,7 +104,7 @@ def make_kernels(
     """Invent what a trace of one step tells.
 
     Args:
-        seconds: By phase and category.
+        seconds: By phase and op kind.
         idle_s: When nothing ran.
         fields: Other fields of ``Kernels``.
     """
@@ -118,10 +118,10 @@ def make_kernels(
         "step_s": total_s + idle_s,
         "total_s": total_s,
         "by_phase": by[0],
-        "by_category": by[1],
-        "by_phase_and_category": [
-            {"phase": phase, "category": category, "seconds": part, "launches": 1.0}
-            for (phase, category), part in seconds.items()
+        "by_op_kind": by[1],
+        "by_phase_and_op_kind": [
+            {"phase": phase, "op_kind": op_kind, "seconds": part, "launches": 1.0}
+            for (phase, op_kind), part in seconds.items()
         ],
         "other_share": by[1].get("other", 0.0) / total_s,
         "idle_s": idle_s,
@@ -155,7 +155,7 @@ def write_synthetic(
     nonfinite_samples: int | None = None,
     phases_s: dict[str, list[float]] | None = None,
     components: dict[str, int] | None = None,
-    books: dict[str, Any] | None = None,
+    recorded: dict[str, Any] | None = None,
     kernels: dict[str, Any] | None = None,
     observed: dict[str, Any] | None = None,
     device: dict[str, Any] = CPU,
@@ -165,7 +165,7 @@ def write_synthetic(
     Where there is no verdict on its method, one that it passed is written too.
 
     Args:
-        books: Of ``make_books``: what an instrument that keeps books tells instead of times.
+        recorded: Of ``make_memory``: what an instrument that records memory says instead of times.
         kernels: Of ``make_kernels``: what a trace tells.
         observed: What a step and its memory came to.
         device: Where it ran.
@@ -197,8 +197,8 @@ def write_synthetic(
         },
         "throughput": {"tokens_per_s": 1.0, "samples_per_s": 1.0, "steps_per_s": 1.0},
     }
-    if books is not None:
-        measured = {"model": measured["model"], "samplers": samplers, **books}
+    if recorded is not None:
+        measured = {"model": measured["model"], "samplers": samplers, **recorded}
     measured |= {"kernels": kernels, "observed": observed}
     return write_result(
         result_path(root, instrument, experiment.id, replicate),

@@ -3,11 +3,11 @@
 from factory import make_experiment
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import Bookkeeper, keep_books
+from dpprof.instruments.memory import TimelineRecorder, record_timelines
 from dpprof.instruments.setup import set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
-from dpprof.memory.timeline import Step
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.records.result import COMPONENTS, Component
 from dpprof.spec import registry
 
@@ -23,7 +23,7 @@ BLOCK = 12 * D * D + 13 * D
 P = V * D + T * D + 2 * BLOCK + 2 * D + D * V
 
 
-def keep(method: str, **fields) -> Step:
+def keep(method: str, **fields) -> MemoryTimeline:
     experiment = make_experiment(
         **{"model": MODEL, "method": method, "batch_size": B, "seq_len": T}
         | {"noise_multiplier": 0.1}  # more, and adaptive clipping would ask for more samples
@@ -32,15 +32,15 @@ def keep(method: str, **fields) -> Step:
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:
         training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)
-        return keep_books(bookkeeper, training.batch, 3)[1]
+        timeline_recorder = TimelineRecorder(recorder, training.step, lambda _: None)
+        return record_timelines(timeline_recorder, training.batch, 3)[1]
 
 
-def at_peak(step: Step) -> dict[Component, int]:
+def at_peak(step: MemoryTimeline) -> dict[Component, int]:
     return dict(zip(COMPONENTS, step.balances[step.peak_row].tolist(), strict=True))
 
 
-def at_end_of(step: Step, phase: str) -> dict[Component, int]:
+def at_end_of(step: MemoryTimeline, phase: str) -> dict[Component, int]:
     """Who owned what in the last instant of a phase."""
     row = max(row for row, entered in enumerate(step.phases) if entered == phase)
     return dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True))

@@ -1,35 +1,144 @@
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from dpprof.spec import registry
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / "README.md"]
-DOCS += sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+ENTRY = ("README.md", "CONTRIBUTING.md", "config/README.md", "perf/README.md")
+PAGES = [*(ROOT / page for page in ENTRY), *sorted(DOCS.rglob("*.md"))]
+EXAMPLE = ROOT / "tests" / "example_plugin"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
-def test_links_and_pictures_exist(document: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", document.read_text())
-    local = [target for target in targets if "://" not in target]
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
-    assert [t for t in local if not (document.parent / t).exists()] == []
+
+def anchors(page: Path) -> list[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain]
+
+
+def links(page: Path) -> Iterator[tuple[str, Path, str]]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" not in link:
+            file, _, anchor = link.partition("#")
+            yield link, (page.parent / file if file else page).resolve(), anchor
+
+
+@each_page
+def test_links_and_anchors_lead_somewhere(page) -> None:
+    dead = [link for link, target, _ in links(page) if not target.exists()]
+    assert dead == []
+
+    lost = [
+        link for link, target, anchor in links(page) if anchor and anchor not in anchors(target)
+    ]
+    assert lost == []
+
+
+@each_page
+def test_paths_that_are_named_exist(page) -> None:
+    folders = "src|workflow|config|tests|docs|envs|profiles"
+    named = re.findall(
+        rf"(?<![\w/.-])((?:{folders})/[\w./-]*\w|perf/\w+\.(?:md|py))", page.read_text()
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@each_page
+def test_modules_that_are_named_exist(page) -> None:
+    missing = [
+        name
+        for name in re.findall(r"(?<![\w./-])dpprof(?:\.\w+)+", page.read_text())
+        if not is_there(name)
+    ]
+    assert missing == []
+
+
+def is_there(name: str) -> bool:
+    """Tell whether a dotted name is a module, what one defines, or a group of entry points."""
+    _, *parts = name.split(".")
+    if len(parts) == 1 and parts[0] in get_args(registry.Group):
+        return True
+    for depth in range(len(parts), 0, -1):
+        module = ROOT.joinpath("src", "dpprof", *parts[:depth])
+        files = [one for one in (module.with_suffix(".py"), module / "__init__.py") if one.exists()]
+        if files:
+            rest = parts[depth:]
+            return not rest or re.search(rf"\b{rest[0]}\b", files[0].read_text()) is not None
+    return False
+
+
+def test_every_page_is_in_the_index() -> None:
+    for index in (DOCS / "README.md", DOCS / "numbers" / "README.md"):
+        reached = {target for _, target, _ in links(index)}
+        beside = {page.resolve() for page in index.parent.glob("*.md")} - {index.resolve()}
+        assert beside - reached == set()
+    reached = {target for _, target, _ in links(DOCS / "README.md")}
+    assert {page.resolve() for page in (DOCS / "how-to").glob("*.md")} - reached == set()
+
+
+def read_tree(text: str) -> dict[str, str]:
+    """Read an annotated tree: paths, each with what is said of it."""
+    found, folders = {}, [""]
+    for line in text.splitlines():
+        indent, name, said = re.fullmatch(r"( *)(\S+)(?: {2,}(\S.*))?", line).groups()
+        folders[len(indent) // 2 :] = [name]
+        if not name.endswith("/"):
+            found["".join(folders)] = said
+    return found
+
+
+def test_the_tree_of_the_architecture_lists_what_exists() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    package, workflow = re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    listed = read_tree(package) | read_tree(workflow)
+    modules = [p for p in (ROOT / "src" / "dpprof").rglob("*.py") if p.name != "__init__.py"]
+    rules = [p for p in (ROOT / "workflow").rglob("*.*") if "__pycache__" not in p.parts]
+    existing = {str(p.relative_to(ROOT)) for p in [ROOT / "Snakefile", *modules, *rules]}
+
+    assert set(listed) == existing
+    assert [path for path, said in listed.items() if not said] == []
+
+
+def test_the_import_order_of_the_architecture_is_the_contract() -> None:
+    contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
+    layers = [layer.split(" | ") for layer in re.findall(r'"(.+)"', contract)]
+    text = (DOCS / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, flags=re.MULTILINE)
+
+    assert [re.findall(r"`(\w+)`", row) for _, row in rows] == layers
+    assert [int(number) for number, _ in rows] == list(range(len(layers), 0, -1))
+
+
+def test_the_glossary_is_in_order() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)
+    terms = rows[2:]
+
+    assert terms == sorted(set(terms), key=str.lower)
 
 
 def test_documented_names_are_the_declared_ones() -> None:
-    text = (ROOT / "docs" / "methods.md").read_text()
+    text = (DOCS / "methods.md").read_text()
     for group in ("models", "methods", "instruments", "targets"):
         for name in registry.names(group):
             assert f"| `{name}` |" in text
 
 
-def test_code_in_the_guide_to_plugins_is_the_examples() -> None:
-    text = (ROOT / "docs" / "extending.md").read_text()
+def test_code_in_the_guides_to_plugins_is_the_examples() -> None:
+    guides = [DOCS / "how-to" / name for name in ("add-a-method.md", "profile-my-model.md")]
+    text = "\n".join(guide.read_text() for guide in guides)
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", text, flags=re.DOTALL)
-    example = ROOT / "tests" / "example_plugin"
-    files = [path.read_text() for path in example.rglob("*") if path.suffix in (".py", ".toml")]
+    files = [path.read_text() for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
 
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     assert [block for block in blocks if not any(block in file for file in files)] == []

@@ -51,17 +51,17 @@ def profile(plugin: Path, output: Path, **options: str) -> dict:
 def test_an_installed_package_is_measured_accounted_for_and_predicted(installed, tmp_path) -> None:
     results = {
         name: profile(installed, tmp_path / f"{name}.json", instrument=name)
-        for name in ("clean", "ledger", "estimate")
+        for name in ("clean", "memory", "estimate")
     }
-    books, guess = results["ledger"]["memory"], results["estimate"]["memory"]
+    recorded, guess = results["memory"]["memory"], results["estimate"]["memory"]
 
     assert {result["outcome"] for result in results.values()} == {"ok"}
     assert results["clean"]["model"]["parameters_total"] == P
     assert len(results["clean"]["time"]["step_s"]) == 1
-    assert books["at_peak"]["components"]["per_sample_gradients"] == B * P * 4
-    assert books["at_peak"]["components"]["unattributed"] == 0
-    assert books["attribution"]["evidence"]["phase"] == 0
-    assert guess["at_peak"] == books["at_peak"]
+    assert recorded["at_peak"]["components"]["per_sample_gradients"] == B * P * 4
+    assert recorded["at_peak"]["components"]["unattributed"] == 0
+    assert recorded["attribution"]["evidence"]["phase"] == 0
+    assert guess["at_peak"] == recorded["at_peak"]
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_partial_report_leaves_out_what_is_damaged_and_says_why(tmp_path, path
     tables = build_tables(collect(MANIFEST, tmp_path, partial=True))
 
     missing = tables["missing"].set_index("experiment_id")["reason"].to_dict()
-    why = "is not complete JSON, it was cut or damaged (it is nested too deep)"
+    why = "is not complete JSON: it was cut or damaged (it is nested too deep)"
     assert missing == {EXPERIMENTS[0].id: why, EXPERIMENTS[1].id: "no result yet"}
     assert len(tables["runs"]) == 12
     document = build_document(tables, [])
@@ -73,5 +73,5 @@ def test_in_a_partial_report_a_method_whose_verdict_is_damaged_is_not_verified(
     found = collect(MANIFEST, tmp_path, partial=True)
     row = build_tables(found)["verification"].iloc[0]
     assert row["verified"] is not True
-    assert row["reason"].startswith("the verdict on it ")
+    assert row["reason"].startswith("its verdict file ")
     assert [str(error).partition(": ")[0] for error in found.damaged] == [str(path)]

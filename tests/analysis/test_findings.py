@@ -1,5 +1,5 @@
 import pytest
-from factory import make_books, make_experiment, make_manifest, tables_of_runs, write_synthetic
+from factory import make_experiment, make_manifest, make_memory, tables_of_runs, write_synthetic
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
@@ -55,7 +55,7 @@ def test_samples_that_were_not_finite_are_a_finding(tmp_path) -> None:
     table = findings(tmp_path, replicates=3)
 
     assert table["kind"].tolist() == ["nonfinite-samples"]
-    assert table["finding"][0].startswith("2 samples were left out, as their loss or gradient")
+    assert table["finding"][0].startswith("2 samples were left out because their loss or gradient")
 
 
 def test_a_fallback_inside_ghost_is_a_finding(tmp_path) -> None:
@@ -95,7 +95,7 @@ def test_replicates_on_unlike_devices_are_a_finding(tmp_path) -> None:
 def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
     for number in range(2):
         device = {"type": "cpu", "name": f"cpu {number}", "cores": 2}
-        fields = {"replicate": number, "device": device, "books": make_books({"parameters": 1})}
+        fields = {"replicate": number, "device": device, "recorded": make_memory({"parameters": 1})}
         write_synthetic(tmp_path, GHOST, instrument="estimate", **fields)
     manifest = make_manifest((GHOST, 0), (GHOST, 1), instrument="estimate")
 
@@ -108,7 +108,7 @@ def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
         ({"memory_bytes": 3 * 2**30, "load": 0.0}, "3.0 GiB, busy 0% at r0"),
         ({"memory_bytes": 0, "load": 0.5}, "0.0 GiB, busy 50% at r0"),
         ({"memory_bytes": 2**28, "load": 0.01}, None),
-        ({"reason": "there is no NVML"}, None),
+        ({"reason": "NVML is not available"}, None),
     ],
 )
 def test_others_on_the_gpu_are_a_finding(tmp_path, others, told) -> None:
@@ -120,24 +120,23 @@ def test_others_on_the_gpu_are_a_finding(tmp_path, others, told) -> None:
 
 
 @pytest.mark.parametrize(
-    ("books", "told"),
+    ("recorded", "told"),
     [(9 * 2**20, "1,048,576 bytes more"), (11 * 2**20, "1,048,576 bytes less")],
 )
-def test_books_that_stay_open_are_a_finding(books, told, tmp_path) -> None:
+def test_books_that_stay_open_are_a_finding(recorded, told, tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
-        (GHOST, "ledger", {"books": make_books({"parameters": books})}),
-        (GHOST, "estimate", {"books": make_books({"parameters": 10 * 2**20 + 65_536})}),
+        (GHOST, "memory", {"recorded": make_memory({"parameters": recorded})}),
+        (GHOST, "estimate", {"recorded": make_memory({"parameters": 10 * 2**20 + 65_536})}),
     )
 
     assert tables["findings"].to_dict("records") == [
         {
-            "kind": "books-open",
+            "kind": "memory-unreconciled",
             "experiment_id": GHOST.id,
-            "instrument": "ledger",
-            "finding": f"the allocator's peak is {told} than the books say, "
-            "beyond the bound of 65,536",
+            "instrument": "memory",
+            "finding": f"the allocator's peak is {told} than recorded, beyond the bound of 65,536",
         }
     ]
 
@@ -146,13 +145,13 @@ def test_books_of_another_batch_than_the_experiments_are_none(tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
-        (GHOST, "capacity", {"books": make_books({"parameters": 20 * 2**20})}),
+        (GHOST, "capacity", {"recorded": make_memory({"parameters": 20 * 2**20})}),
     )
 
     assert tables["findings"].empty
 
 
 def test_books_that_nothing_was_measured_to_compare_with_are_none(tmp_path) -> None:
-    run = (GHOST, "ledger", {"books": make_books({"parameters": 2**30})})
+    run = (GHOST, "memory", {"recorded": make_memory({"parameters": 2**30})})
 
     assert tables_of_runs(tmp_path, run)["findings"].empty

@@ -19,14 +19,14 @@ def test_instruments_are_compared_with_clean(tmp_path) -> None:
         tmp_path,
         (experiment, "clean", observed(1.0, 100, 10)),
         (experiment, "clean", {"replicate": 1} | observed(3.0, 300, 10)),
-        (experiment, "ledger", observed(5.0, 500, 10)),
+        (experiment, "memory", observed(5.0, 500, 10)),
         (experiment, "kernels", observed(2.5, 200)),
-        (other, "ledger", observed(9.0, 900)),
-    )["observer"].set_index("instrument")
+        (other, "memory", observed(9.0, 900)),
+    )["instrument_overhead"].set_index("instrument")
 
     # Over medians of processes: 2 s and 200 bytes; what clean did not watch has no row.
-    assert table["step_ratio"].to_dict() == {"ledger": 2.5, "kernels": 1.25}
-    assert table["rss_ratio"].to_dict() == {"ledger": 2.5, "kernels": 1.0}
-    assert table.loc["ledger", "allocated_ratio"] == 1.0
-    assert table["allocated_ratio"].isna().to_dict() == {"ledger": False, "kernels": True}
+    assert table["step_ratio"].to_dict() == {"memory": 2.5, "kernels": 1.25}
+    assert table["rss_ratio"].to_dict() == {"memory": 2.5, "kernels": 1.0}
+    assert table.loc["memory", "allocated_ratio"] == 1.0
+    assert table["allocated_ratio"].isna().to_dict() == {"memory": False, "kernels": True}
     assert table["clean_processes"].tolist() == [2, 2]

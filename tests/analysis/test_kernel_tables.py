@@ -1,18 +1,18 @@
-"""Times of a trace beside the FLOPs and bytes of the books, by hand.
+"""Times of a trace beside recorded FLOPs and bytes, by hand.
 
 The synthetic ceilings are 1,000 FLOP/s and 40 bytes/s: 25 FLOPs a byte is where both bind. The
-synthetic books have 4,000 FLOPs of gemm in forward and 10 of the optimizer in step, 40 bytes
+synthetic memory has 4,000 FLOPs of gemm in forward and 10 of the optimizer in step, 40 bytes
 each: 100 FLOPs a byte, and a quarter.
 """
 
 import pytest
-from factory import make_books, make_experiment, make_kernels, tables_of_runs
+from factory import make_experiment, make_kernels, make_memory, tables_of_runs
 
 from dpprof.report.content import build_document
 
 TRACED = {("forward", "gemm"): 8.0, ("step", "optimizer"): 2.0, ("noise", "random"): 1.0}
 EXPERIMENT = make_experiment()
-BOOKS = EXPERIMENT, "ledger", {"books": make_books({"parameters": 4})}
+RECORDED = EXPERIMENT, "memory", {"recorded": make_memory({"parameters": 4})}
 CLEAN = EXPERIMENT, "clean", {"step_s": (8.0,)}
 
 
@@ -22,11 +22,11 @@ def traced(**fields):
 
 @pytest.fixture
 def tables(tmp_path):
-    return tables_of_runs(tmp_path, CLEAN, BOOKS, traced(), ceilings={})
+    return tables_of_runs(tmp_path, CLEAN, RECORDED, traced(), ceilings={})
 
 
 def test_rates_and_what_binds(tables) -> None:
-    rows = tables["kernels"].set_index(["phase", "category"])
+    rows = tables["kernels"].set_index(["phase", "op_kind"])
     gemm = rows.loc[("forward", "gemm")]
     optimizer = rows.loc[("step", "optimizer")]
 
@@ -35,7 +35,7 @@ def test_rates_and_what_binds(tables) -> None:
     assert optimizer["arithmetic_intensity"] == 0.25
     assert (optimizer["flops_per_s"], optimizer["bytes_per_s"]) == (5, 20)
     assert optimizer["bound"] == "memory"
-    # What the books do not have is not guessed.
+    # What was not recorded is not guessed.
     assert rows.loc[("noise", "random")].drop(["seconds", "launches"])["flops":].isna()["bound"]
 
 
@@ -53,11 +53,13 @@ def test_the_cpus_peak_is_what_was_measured_on_it(tables) -> None:
 
     assert row["hfu"] == pytest.approx(100 / 8 / 1000)
     assert row["mfu"] == pytest.approx(50 / 8 / 1000)
-    assert row["peak_source"] == "the fastest float32 product measured on synthetic cpu, n = 10"
+    assert (
+        row["peak_source"] == "the fastest float32 matrix product measured on synthetic cpu, n = 10"
+    )
 
 
 def test_without_ceilings_nothing_is_said_to_bind(tmp_path) -> None:
-    tables = tables_of_runs(tmp_path, CLEAN, BOOKS, traced())
+    tables = tables_of_runs(tmp_path, CLEAN, RECORDED, traced())
 
     assert tables["kernels"]["bound"].isna().all()
     assert tables["kernels"]["flops_per_s"].notna().any()
@@ -68,7 +70,7 @@ def test_a_dtype_without_ceilings_says_why(tmp_path) -> None:
     products = {"float32": None, "tf32": None, "bfloat16": None, "float64": None}
     reasons = {"matmul.float32": "it took too long"}
     fields = {"matmul": products, "reasons": reasons}
-    (row,) = tables_of_runs(tmp_path, CLEAN, BOOKS, ceilings=fields)["costs"].to_dict("records")
+    (row,) = tables_of_runs(tmp_path, CLEAN, RECORDED, ceilings=fields)["costs"].to_dict("records")
 
     assert row["utilisation_reason"].endswith("it took too long")
 
@@ -78,7 +80,7 @@ def test_kernels_of_no_category_are_a_finding(tmp_path) -> None:
     run = EXPERIMENT, "kernels", {"kernels": make_kernels(other)}
     findings = tables_of_runs(tmp_path, run)["findings"].query("kind == 'other-kernels'")
 
-    assert findings["finding"].tolist() == ["no category is known for 10% of its kernels' time"]
+    assert findings["finding"].tolist() == ["10% of its kernels' time has no known op kind"]
 
 
 def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
@@ -86,20 +88,20 @@ def test_ceilings_measured_on_a_busy_machine_are_a_finding(tmp_path) -> None:
     (row,) = findings.query("kind == 'ceilings-contended'").to_dict("records")
 
     assert row["experiment_id"] == "cpu-synthetic-cpu-2-cores"
-    assert row["finding"].startswith("others kept 1.2 cores busy")
+    assert row["finding"].startswith("other processes kept 1.2 cores busy")
 
 
 def test_kernels_faster_than_the_ceilings_are_a_finding(tmp_path) -> None:
     """4,000 FLOPs in 2 s are twice the ceiling of 1,000 FLOP/s, and kept so."""
     fast = {("forward", "gemm"): 2.0, ("step", "optimizer"): 0.01}
     run = EXPERIMENT, "kernels", {"kernels": make_kernels(fast)}
-    tables = tables_of_runs(tmp_path, CLEAN, BOOKS, run, ceilings={})
+    tables = tables_of_runs(tmp_path, CLEAN, RECORDED, run, ceilings={})
     (row,) = tables["findings"].query("kind == 'ceilings-exceeded'").to_dict("records")
 
     assert tables["kernels"]["flops_per_s"].max() == 2000
     assert row["experiment_id"] == "cpu-synthetic-cpu-2-cores"
     # The optimizer's bytes were faster than the memory too, which caches can be.
-    assert row["finding"].startswith("kernels ran at up to 2.0 times the fastest product")
+    assert row["finding"].startswith("kernels ran at up to 2.0 times the fastest measured matrix")
 
 
 def section(tables, title):
@@ -132,7 +134,7 @@ def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> No
 
     assert ceilings["launch"] == "1,000"
     assert ceilings["tf32 products"] == "-"
-    assert "the fastest float32 product measured on synthetic cpu, n = 10" in said[0]
+    assert "the fastest float32 matrix product measured on synthetic cpu, n = 10" in said[0]
 
 
 def test_the_report_tells_what_watching_costs(tmp_path) -> None:
@@ -144,14 +146,14 @@ def test_the_report_tells_what_watching_costs(tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (EXPERIMENT, "clean", observed(1.0, 100)),
-        (EXPERIMENT, "ledger", observed(2.0, 150)),
+        (EXPERIMENT, "memory", observed(2.0, 150)),
         (other, "clean", observed(1.0, 100)),
-        (other, "ledger", observed(4.0, 250)),
+        (other, "memory", observed(4.0, 250)),
     )
-    (row,) = cells(tables, "What watching costs")
+    (row,) = cells(tables, "What measuring costs")
 
     assert row == {
-        "instrument": "ledger",
+        "instrument": "memory",
         "experiments": "2",
         "step": "3.00 (2.00 to 4.00)",
         "peak RSS": "2.00 (1.50 to 2.50)",

@@ -1,5 +1,5 @@
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.analysis.peak_composition import choose, compose
 from dpprof.spec.datasheets import H200
@@ -14,7 +14,7 @@ ON_CPU = make_experiment(method="opacus-hooks", target="cpu")
 KEPT = [
     # Experiment, instrument, bytes of parameters at the peak
     (GHOST, "estimate", 100),
-    (GHOST, "ledger", 200),
+    (GHOST, "memory", 200),
     (HOOKS, "estimate", 300),
     (ON_H200, "estimate", 400),
     (ON_SMALL, "estimate", 500),
@@ -24,15 +24,15 @@ KEPT = [
 
 @pytest.fixture
 def tables(tmp_path):
-    books = {size: make_books({"parameters": size, "noise": 1}) for _, _, size in KEPT}
-    runs = [(experiment, name, {"books": books[size]}) for experiment, name, size in KEPT]
+    recorded = {size: make_memory({"parameters": size, "noise": 1}) for _, _, size in KEPT}
+    runs = [(experiment, name, {"recorded": recorded[size]}) for experiment, name, size in KEPT]
     return tables_of_runs(tmp_path, *runs)
 
 
 def test_a_ledger_stands_for_its_experiment_before_an_estimate(tables) -> None:
     told = compose(tables).set_index("experiment_id")
 
-    assert told.loc[GHOST.id, ["instrument", "parameters"]].tolist() == ["ledger", 200]
+    assert told.loc[GHOST.id, ["instrument", "parameters"]].tolist() == ["memory", 200]
     assert told.loc[HOOKS.id, ["instrument", "parameters"]].tolist() == ["estimate", 300]
     assert (told["noise"] == 1).all()
     assert (told["gradients"] == 0).all()

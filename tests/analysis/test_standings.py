@@ -64,7 +64,7 @@ def test_without_a_verdict_nothing_is_known(tmp_path) -> None:
     table = build_tables(collected)["verification"]
 
     assert table["verified"].tolist() == [None]
-    assert name_unverified(table) == {"opacus-ghost": "there is no verdict on it yet"}
+    assert name_unverified(table) == {"opacus-ghost": "it has no verdict yet"}
 
 
 def test_a_verdict_on_other_code_says_nothing(tmp_path) -> None:
@@ -73,7 +73,7 @@ def test_a_verdict_on_other_code_says_nothing(tmp_path) -> None:
     path.write_text("a" * 64 + "\n")
 
     assert name_unverified(tables_of(tmp_path, GHOST)["verification"]) == {
-        "opacus-ghost": "the verdict on it is about other code than the present"
+        "opacus-ghost": "its verdict is about other code than the present"
     }
 
 

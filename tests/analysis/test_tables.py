@@ -7,6 +7,7 @@ from factory import make_experiment, make_manifest, write_synthetic
 from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
+from dpprof.analysis.table_names import TABLES
 from dpprof.analysis.tables import build_tables
 from dpprof.planning.planner import Manifest, code_path
 from dpprof.records.record import ResultError
@@ -281,3 +282,10 @@ def test_no_results_at_all_still_make_tables(tmp_path) -> None:
 
     assert all(list(table.columns) for table in tables.values())
     assert tables["runs"].empty
+
+
+def test_the_tables_are_those_that_are_declared(tmp_path) -> None:
+    write_synthetic(tmp_path, make_experiment())
+    tables = build_tables(collect(make_manifest((make_experiment(), 0)), tmp_path, partial=False))
+
+    assert set(tables) == set(TABLES)

@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.analysis.utilisation import find_peak, utilise
 from dpprof.records.result import Compute
@@ -13,7 +13,7 @@ GPU = {"type": "cuda", "name": "NVIDIA H200"}
 
 
 def compute(**fields) -> Compute:
-    usual = make_books({"parameters": 4})["compute"]
+    usual = make_memory({"parameters": 4})["compute"]
     return Compute.model_validate(usual | fields)
 
 
@@ -35,7 +35,7 @@ def test_mfu_by_hand() -> None:
 def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -> None:
     """Through result files and tables: 4 s a step, peak 200 FLOP/s, 200 FLOPs a step."""
     experiment = make_experiment(batch_size=2 * batch)
-    books = make_books(
+    recorded = make_memory(
         {"parameters": 4},
         model_flops=200 * model * batch,
         executed_flops=400 * model * batch,
@@ -45,7 +45,7 @@ def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -
     costs = tables_of_runs(
         tmp_path,
         (experiment, "clean", {"step_s": (4.0 * time,)}),
-        (experiment, "ledger", {"books": books}),
+        (experiment, "memory", {"recorded": recorded}),
     )["costs"]
 
     assert costs["mfu"].tolist() == [pytest.approx(expected)]
@@ -56,7 +56,7 @@ def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -
 def test_above_one_is_kept_and_flagged(tmp_path) -> None:
     """A clamp would hide that the peak, the time or a FLOP is wrong."""
     experiment = make_experiment()
-    books = make_books(
+    recorded = make_memory(
         {"parameters": 4},
         model_flops=300,
         executed_flops=500,
@@ -66,7 +66,7 @@ def test_above_one_is_kept_and_flagged(tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (experiment, "clean", {"step_s": (2.0,)}),
-        (experiment, "ledger", {"books": books}),
+        (experiment, "memory", {"recorded": recorded}),
     )
     (row,) = tables["costs"].to_dict("records")
 
@@ -86,7 +86,7 @@ def test_a_gpu_that_is_in_no_table_has_no_peak() -> None:
     peak = find_peak(compute(), "bfloat16", {"type": "cuda", "name": "NVIDIA B9000"}, [])
 
     assert (peak.flops_per_s, peak.source) == (None, None)
-    assert peak.reason == "no data sheet is known of NVIDIA B9000"
+    assert peak.reason == "dpprof has no data sheet of NVIDIA B9000"
 
 
 def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
@@ -94,30 +94,30 @@ def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (experiment, "clean", {"step_s": (2.0,)}),
-        (experiment, "ledger", {"books": make_books({"parameters": 4})}),
+        (experiment, "memory", {"recorded": make_memory({"parameters": 4})}),
     )
     (row,) = tables["costs"].to_dict("records")
 
     assert pd.isna(row["mfu"])
     assert pd.isna(row["hfu"])
-    assert "nobody measured" in row["utilisation_reason"]
+    assert "were not measured" in row["utilisation_reason"]
 
 
 def test_without_a_clean_run_there_is_no_time(tmp_path) -> None:
     experiment = make_experiment()
     costs = tables_of_runs(
-        tmp_path, (experiment, "ledger", {"books": make_books({"parameters": 4})})
+        tmp_path, (experiment, "memory", {"recorded": make_memory({"parameters": 4})})
     )["costs"]
 
-    assert costs["utilisation_reason"].tolist() == ["no clean run told how long a step takes there"]
+    assert costs["utilisation_reason"].tolist() == ["no clean run measured the step time there"]
 
 
 def test_the_peak_is_of_the_dtype_in_use() -> None:
     """A float32 step against the tensor cores' bfloat16 peak would seem 15 times worse."""
     assert isinstance(H200, Target)
     for dtype, tflops in (("float32", 67), ("tf32", 494.7), ("bfloat16", 989.4)):
-        books = compute(peak_flops_per_s=H200.flops_per_s[dtype], peak_source=H200.source)
-        peak = find_peak(books, dtype, GPU, [])
+        recorded = compute(peak_flops_per_s=H200.flops_per_s[dtype], peak_source=H200.source)
+        peak = find_peak(recorded, dtype, GPU, [])
 
         assert peak.flops_per_s == tflops * 1e12
         assert "without sparsity" in str(peak.source)
@@ -130,11 +130,11 @@ def test_a_prediction_made_on_a_cpu_lends_a_gpu_no_peak(tmp_path) -> None:
         tmp_path,
         (experiment, "capacity", {}),
         (experiment, "clean", {"device": {"type": "cuda", "name": "NVIDIA B9000"}}),
-        (experiment, "ledger", {"books": make_books({"parameters": 4})}),
+        (experiment, "memory", {"recorded": make_memory({"parameters": 4})}),
         ceilings={},
     )
     (row,) = tables["costs"].to_dict("records")
 
     assert pd.isna(row["mfu"])
     assert pd.isna(row["peak_flops_per_s"])
-    assert row["utilisation_reason"] == "no data sheet is known of NVIDIA B9000"
+    assert row["utilisation_reason"] == "dpprof has no data sheet of NVIDIA B9000"

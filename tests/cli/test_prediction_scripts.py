@@ -90,7 +90,7 @@ def test_a_method_that_failed_verification_is_not_advised(folder) -> None:
 
     assert "No private method safely fits" not in done.stdout
     assert done.stdout.startswith("No private method can be advised: ")
-    assert "wrong         not the reference's gradient: it differs" in done.stdout
+    assert "wrong         its gradient is wrong: it differs" in done.stdout
 
 
 BAD = {
@@ -132,8 +132,8 @@ def test_a_target_is_only_for_predictions(tmp_path) -> None:
 
     assert done.returncode == 1
     assert done.stderr == (
-        "error: --target: 'h200' is not allowed; the instrument clean measures what is here, and "
-        "a target need not be; instruments with a target: estimate, capacity\n"
+        "error: --target: 'h200' is not allowed; the instrument clean measures this machine and "
+        "takes no target; instruments with a target: estimate, capacity\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -249,8 +250,9 @@ def test_an_empty_output_is_a_sentence(tmp_path, script: str) -> None:
     done = run(script, *options, f"{output}=", cwd=tmp_path)
 
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"{script}: error: argument {output}: '' is not allowed; it must be a path"
+    assert re.fullmatch(
+        rf"dpprof \w+: error: argument {output}: '' is not allowed; it must be a path",
+        done.stderr.splitlines()[-1],
     )
 
 
@@ -261,7 +263,7 @@ def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
 
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "draw_figure.py: error: argument --output: 'f\\x1b.xyz' is not allowed; its ending must be "
+        "dpprof figure: error: argument --output: 'f\\x1b.xyz' is not allowed; its ending must be "
         "one of these; allowed: .json, .pdf, .png, .svg"
     )
 
@@ -269,9 +271,9 @@ def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"sweeps: \xff", "is no text in UTF-8, see byte 9"),
+        (b"sweeps: \xff", "is not UTF-8 text, see byte 9"),
         (b"a: " + b"[" * 100_000, "nests deeper than 50 levels"),
-        (b"sweeps: {}\nsweeps: {}\n", "the key 'sweeps' is there twice"),
+        (b"sweeps: {}\nsweeps: {}\n", "the key 'sweeps' occurs twice"),
         (b"sweeps: {}\n", "sweeps: {} is not allowed; it must have at least 1 item"),
     ],
     ids=["binary", "deep", "twice", "empty"],
@@ -303,5 +305,5 @@ def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
 
     assert done.returncode == 1
     assert done.stderr.startswith("error: t/")
-    assert ".csv: is no table (" in done.stderr
+    assert ".csv: is not a table (" in done.stderr
     assert "Traceback" not in done.stderr

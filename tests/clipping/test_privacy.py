@@ -212,7 +212,7 @@ class FailsOnNothing(Small):
 
 @pytest.mark.parametrize("samples", [40, 6])
 def test_the_loop_in_the_documents_trains_on_empty_batches_too(samples) -> None:
-    document = Path(__file__).parents[2] / "docs" / "methods.md"
+    document = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
     loop = next(block for block in blocks if "NoisyOptimizer" in block)
     torch.manual_seed(0)

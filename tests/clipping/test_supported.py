@@ -1,4 +1,4 @@
-"""The table in docs/methods.md says of each thing whether it is exact or refused, and it is."""
+"""What docs/how-to/private-training.md says is exact is, and what it says is refused is."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.spec.registry import UnsupportedError
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "methods.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
 B, T, D = 3, 4, 6
 
 

@@ -1,5 +1,5 @@
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.figures import accuracy
 from dpprof.figures.style import NothingToDrawError, method_style
@@ -9,7 +9,7 @@ HOOKS = make_experiment(method="opacus-hooks")
 
 
 def run(instrument, size, experiment=HOOKS):
-    return experiment, instrument, {"books": make_books({"parameters": size})}
+    return experiment, instrument, {"recorded": make_memory({"parameters": size})}
 
 
 def measured(peak=PEAK, experiment=HOOKS):
@@ -17,7 +17,7 @@ def measured(peak=PEAK, experiment=HOOKS):
 
 
 def marks(figure):
-    """By their size, since that is what tells a ledger from an estimate: where marks are."""
+    """By their size, since that is what tells a timeline from an estimate: where marks are."""
     lines = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
     return {
         line.get_markersize(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
@@ -27,7 +27,7 @@ def marks(figure):
 
 def test_equal_peaks_lie_on_the_line_and_others_as_far_as_they_differ(tmp_path) -> None:
     tables = tables_of_runs(
-        tmp_path, measured(), run("ledger", PEAK), run("estimate", PEAK * 101 // 100)
+        tmp_path, measured(), run("memory", PEAK), run("estimate", PEAK * 101 // 100)
     )
     figure = accuracy.draw(tables)
 
@@ -38,13 +38,13 @@ def test_equal_peaks_lie_on_the_line_and_others_as_far_as_they_differ(tmp_path) 
 
 
 def test_what_the_allocator_held_more_is_below_the_line(tmp_path) -> None:
-    figure = accuracy.draw(tables_of_runs(tmp_path, measured(), run("ledger", PEAK * 98 // 100)))
+    figure = accuracy.draw(tables_of_runs(tmp_path, measured(), run("memory", PEAK * 98 // 100)))
 
     assert marks(figure) == {4: [(200.0, pytest.approx(-2.0))]}
 
 
 def test_grey_reaches_as_far_as_a_gap_may_go(tmp_path) -> None:
-    figure = accuracy.draw(tables_of_runs(tmp_path, measured(), run("ledger", PEAK)))
+    figure = accuracy.draw(tables_of_runs(tmp_path, measured(), run("memory", PEAK)))
     (segment,) = figure.axes[0].collections[0].get_segments()
 
     assert segment.tolist() == [[200, pytest.approx(-0.1)], [200, pytest.approx(0.1)]]
@@ -56,7 +56,7 @@ def test_ticks_are_plain_numbers(tmp_path) -> None:
     runs = [
         made
         for experiment, size in zip(experiments, sizes, strict=True)
-        for made in (measured(size, experiment), run("ledger", size, experiment))
+        for made in (measured(size, experiment), run("memory", size, experiment))
     ]
     figure = accuracy.draw(tables_of_runs(tmp_path, *runs))
     figure.draw_without_rendering()
@@ -66,5 +66,5 @@ def test_ticks_are_plain_numbers(tmp_path) -> None:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path) -> None:
-    with pytest.raises(NothingToDrawError, match="could be compared"):
-        accuracy.draw(tables_of_runs(tmp_path, run("ledger", PEAK)))
+    with pytest.raises(NothingToDrawError, match="has an allocator's peak to compare with"):
+        accuracy.draw(tables_of_runs(tmp_path, run("memory", PEAK)))

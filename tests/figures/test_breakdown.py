@@ -1,5 +1,5 @@
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dpprof.figures import breakdown
@@ -13,12 +13,12 @@ PRIVATE = OWNED | {"per_sample_gradients": 60 * MIB, "unattributed": 4 * MIB, "i
 
 
 def measured(root):
-    """Standard's books are a ledger's, and another process knows its peak; hooks is estimated."""
+    """Standard is recorded, and another process knows its peak; hooks is estimated."""
     return tables_of_runs(
         root,
         (STANDARD, "phases", {"peak_allocated_bytes": 41 * MIB}),
-        (STANDARD, "ledger", {"books": make_books(OWNED)}),
-        (HOOKS, "estimate", {"books": make_books(PRIVATE)}),
+        (STANDARD, "memory", {"recorded": make_memory(OWNED)}),
+        (HOOKS, "estimate", {"recorded": make_memory(PRIVATE)}),
     )
 
 
@@ -51,18 +51,18 @@ def test_a_tick_marks_the_allocators_peak_where_it_is_known(tmp_path) -> None:
 
 def test_what_is_predicted_for_another_device_is_no_part_of_it(tmp_path) -> None:
     elsewhere = make_experiment(method="standard", device="cuda", target="l4")
-    tables = tables_of_runs(tmp_path, (elsewhere, "estimate", {"books": make_books(OWNED)}))
+    tables = tables_of_runs(tmp_path, (elsewhere, "estimate", {"recorded": make_memory(OWNED)}))
 
-    with pytest.raises(NothingToDrawError, match="for the device itself"):
+    with pytest.raises(NothingToDrawError, match="succeeded without a target"):
         breakdown.draw(tables)
 
 
 @pytest.mark.parametrize("lengths", [[4], [4, 8]])
 def test_even_with_every_component_no_legend_is_cut(lengths, tmp_path) -> None:
-    books = make_books(dict.fromkeys(COMPONENT_COLOURS, MIB))
+    recorded = make_memory(dict.fromkeys(COMPONENT_COLOURS, MIB))
     method = "opacus-fast-gradient-clipping"
     experiments = [make_experiment(method=method, seq_len=length) for length in lengths]
-    runs = [(experiment, "ledger", {"books": books}) for experiment in experiments]
+    runs = [(experiment, "memory", {"recorded": recorded}) for experiment in experiments]
     figure = breakdown.draw(tables_of_runs(tmp_path, *runs))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

@@ -47,7 +47,7 @@ def test_no_text_is_clipped_and_no_panel_empty(name, full) -> None:
 AXES = {
     # What the panels say along x and y, in turn: a quantity with its unit, or what is ticked.
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
-    "accuracy": [("peak of the allocator (MiB)", "books above the allocator (%)")],
+    "accuracy": [("allocator's peak (MiB)", "recorded minus allocator's peak (%)")],
     "bound": [("time of a traced step (ms)", METHODS)],
     "cost": [
         ("sequence length (tokens)", "MFLOP per token"),
@@ -58,7 +58,7 @@ AXES = {
     # The axes are shared: the left one says what is along y.
     "roofline": [("FLOPs per byte", "GFLOP/s"), ("FLOPs per byte", ())],
     "throughput": [("tokens/s", METHODS), ("% of the peak", ("", ""))],
-    "breakdown": [("alive at the peak (MiB)", METHODS)],
+    "breakdown": [("live memory at the peak (MiB)", METHODS)],
     "outcomes": [("runs", METHODS)],
     "phases": [("time of a step (ms)", METHODS)],
     "predicted": [("predicted peak (GiB)", METHODS)],
@@ -67,7 +67,7 @@ AXES = {
         ("sequence length (tokens)", "step time (ms)"),
     ],
     # The right panel is on the left one's scale.
-    "timeline": [("operators run", "alive (MiB)"), ("operators run", ())],
+    "timeline": [("operators run", "live memory (MiB)"), ("operators run", ())],
     "tradeoff": [("step time (ms)", "peak allocated (MiB)")],
 }
 

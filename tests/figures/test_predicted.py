@@ -1,5 +1,5 @@
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.figures import predicted
 from dpprof.figures.style import NothingToDrawError
@@ -10,8 +10,8 @@ GIB = 2**30
 
 def estimate(method="standard", size=4 * GIB, **fields):
     on = {"device": "cuda", "target": "l4"}
-    books = make_books({"parameters": size, "noise": size})
-    return make_experiment(**{"method": method, **on, **fields}), "estimate", {"books": books}
+    recorded = make_memory({"parameters": size, "noise": size})
+    return make_experiment(**{"method": method, **on, **fields}), "estimate", {"recorded": recorded}
 
 
 def test_bars_are_the_owners_in_gib_beside_the_targets_memory(tmp_path) -> None:

@@ -8,12 +8,12 @@ from matplotlib.colors import to_rgb
 
 from dpprof.figures.style import (
     BOUND_COLOURS,
-    CATEGORY_COLOURS,
     COMPONENT_COLOURS,
     HATCHES,
+    OP_KIND_COLOURS,
     PHASE_MARKERS,
 )
-from dpprof.records.result import CATEGORIES, COMPONENTS, PHASES
+from dpprof.records.result import COMPONENTS, OP_KINDS, PHASES
 
 # Machado et al. 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency".
 SIGHTS = {
@@ -54,12 +54,12 @@ def test_every_component_has_a_colour_and_what_is_no_owner_a_hatch() -> None:
 
 
 def test_every_category_has_a_colour_and_what_is_none_a_hatch() -> None:
-    assert set(CATEGORY_COLOURS) == {*CATEGORIES, "idle"}
+    assert set(OP_KIND_COLOURS) == {*OP_KINDS, "idle"}
     assert set(PHASE_MARKERS) == set(PHASES)
     assert len(set(PHASE_MARKERS.values())) == len(PHASES)
 
 
-@pytest.mark.parametrize("colours", [COMPONENT_COLOURS, CATEGORY_COLOURS, BOUND_COLOURS])
+@pytest.mark.parametrize("colours", [COMPONENT_COLOURS, OP_KIND_COLOURS, BOUND_COLOURS])
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_colours_stay_apart(sight, colours) -> None:
     """A difference of 2.3 is just noticeable side by side; these may be far from each other."""

@@ -1,5 +1,5 @@
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.figures import timeline
 
@@ -7,8 +7,8 @@ MIB = 2**20
 OWNED = {"parameters": 8 * MIB, "saved_activations": 16 * MIB}
 
 
-def kept(instrument="ledger", owned=OWNED, phase="backward", **fields):
-    return make_experiment(**fields), instrument, {"books": make_books(owned, phase=phase)}
+def kept(instrument="memory", owned=OWNED, phase="backward", **fields):
+    return make_experiment(**fields), instrument, {"recorded": make_memory(owned, phase=phase)}
 
 
 def test_areas_are_the_live_bytes_over_the_operators(tmp_path) -> None:
@@ -36,18 +36,18 @@ def test_phases_stand_on_top_and_the_peak_is_told(tmp_path) -> None:
 
 
 def test_a_phase_that_is_too_short_for_its_name_has_a_shorter_one_or_none(tmp_path) -> None:
-    books = make_books(OWNED)
-    books["memory"]["timeline"] |= {
+    recorded = make_memory(OWNED)
+    recorded["memory"]["timeline"] |= {
         "ops": [0, 9, 15, 15, 200],
         "phase": ["forward", "backward", "noise", "step", "step"],
         "components": {"parameters": [8 * MIB, 24 * MIB, 8 * MIB, 8 * MIB, 8 * MIB]},
     }
-    run = (make_experiment(), "ledger", {"books": books})
+    run = (make_experiment(), "memory", {"recorded": recorded})
     (axis,) = timeline.draw(tables_of_runs(tmp_path, run)).axes
 
     # 9 of 200 operators leave no room for "fwd", 6 none for "bwd", and noise had none.
     assert [text.get_text() for text in axis.texts][:3] == ["", "", "step"]
-    books["memory"]["timeline"]["ops"] = [0, 20, 40, 40, 200]
+    recorded["memory"]["timeline"]["ops"] = [0, 20, 40, 40, 200]
     (axis,) = timeline.draw(tables_of_runs(tmp_path, run)).axes
     assert [text.get_text() for text in axis.texts][:3] == ["fwd", "bwd", "step"]
 
@@ -70,9 +70,9 @@ TITLES = {
         ],
         "V16-d8-L1-H2, T = 4, B = 2 (estimate)",
     ),
-    "a ledger before an estimate": (
+    "a timeline before an estimate": (
         [kept(batch_size=2), kept(instrument="estimate", batch_size=9)],
-        "V16-d8-L1-H2, T = 4, B = 2 (ledger)",
+        "V16-d8-L1-H2, T = 4, B = 2 (memory)",
     ),
     "this device before a target": (
         [
@@ -90,7 +90,7 @@ TITLES = {
     ),
     "the largest": (
         [kept(batch_size=2), kept(batch_size=9)],
-        "V16-d8-L1-H2, T = 4, B = 9 (ledger)",
+        "V16-d8-L1-H2, T = 4, B = 9 (memory)",
     ),
     "a target": (
         [kept(instrument="estimate", device="cuda", target="h200")],
@@ -109,5 +109,5 @@ def test_the_setting_is_the_one_that_tells_most(case, tmp_path) -> None:
 def test_large_models_are_drawn_in_gib(tmp_path) -> None:
     (axis,) = timeline.draw(tables_of_runs(tmp_path, kept(owned={"parameters": 5 * 2**30}))).axes
 
-    assert axis.get_ylabel() == "alive (GiB)"
+    assert axis.get_ylabel() == "live memory (GiB)"
     assert axis.texts[-1].get_text() == "5.0 GiB in backward"

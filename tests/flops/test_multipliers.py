@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpprof.flops.op_costs import COUNTED
-from dpprof.instruments.memory import Bookkeeper
-from dpprof.memory.recorder import Recorder
+from dpprof.instruments.memory import TimelineRecorder
+from dpprof.memory.recorder import Op, Recorder
 from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.spec import registry
 
@@ -62,11 +62,11 @@ def make(method: str, T: int) -> tuple[TrainingStep, Batch]:
 
 
 def count(method: str, T: int) -> int:
-    """FLOPs of one step by the ledger."""
+    """FLOPs of one step by the timeline."""
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
     with recorder:
         step, batch = make(method, T)
-        ops = Bookkeeper(recorder, step, lambda _: None).run(batch, counting=True).ops
+        ops = TimelineRecorder(recorder, step, lambda _: None).run(batch, counting=True).ops
     return sum(op.cost.flops for op in ops if op.cost.family in COUNTED)
 
 
@@ -123,7 +123,7 @@ def test_where_pytorchs_counter_is_wrong_the_closed_formula_holds() -> None:
     recorder.counting = True
     with recorder:
         work()
-    costs = [payload.cost for kind, payload in recorder.events if kind.name == "RAN"]
+    costs = [event.cost for event in recorder.events if isinstance(event, Op)]
 
     assert counter.get_total_flops() == 0
     assert sum(one.flops for one in costs if one.family == "attention") == closed(q)

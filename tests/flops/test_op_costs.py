@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.op_costs import COUNTED, family_of, learn_rule
-from dpprof.instruments.memory import Bookkeeper, estimate, find_target, tracing
+from dpprof.instruments.memory import TimelineRecorder, estimate, find_target, tracing
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.memory.recorder import Kind, Recorder
+from dpprof.memory.recorder import Op, Recorder
 from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
-from dpprof.memory.timeline import Step
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch
 from dpprof.models.build import build_model
 from dpprof.spec import registry
@@ -50,8 +50,8 @@ class Linears(nn.Module):
         return self.layers(self.table(tokens))
 
 
-def count(method: str, model: nn.Module, **fields) -> Step:
-    """Keep the books of one step, operators counted."""
+def count(method: str, model: nn.Module, **fields) -> MemoryTimeline:
+    """Record one step, operators counted."""
     experiment = make_experiment(method=method, batch_size=B, noise_multiplier=0.1, **fields)
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
     with recorder:
@@ -59,10 +59,10 @@ def count(method: str, model: nn.Module, **fields) -> Step:
         step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
         tokens = torch.randint(16, (B, experiment.seq_len + 1))
         batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        return Bookkeeper(recorder, step, lambda _: None).run(batch, counting=True)
+        return TimelineRecorder(recorder, step, lambda _: None).run(batch, counting=True)
 
 
-def executed(step: Step) -> int:
+def executed(step: MemoryTimeline) -> int:
     return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
 
 
@@ -195,8 +195,8 @@ def list_products(**fields) -> dict[str, set[str]]:
         recorder.counting = True
         training.step.run(training.batch, lambda _: None)
     families: dict[str, set[str]] = {}
-    for kind, op in recorder.events:
-        if kind is Kind.RAN and CALLED_PRODUCT.search(op.cost.op):
+    for op in recorder.events:
+        if isinstance(op, Op) and CALLED_PRODUCT.search(op.cost.op):
             families.setdefault(op.cost.op, set()).add(op.cost.family)
     return families
 
@@ -286,7 +286,7 @@ def test_the_roofline_takes_what_binds() -> None:
 def test_tallies_agree_with_the_total() -> None:
     io = state_io(count("opacus-ghost", Linears(), seq_len=16), 10)
 
-    for parts in (io.by_phase, io.by_category, io.by_module, io.by_component):
+    for parts in (io.by_phase, io.by_op_kind, io.by_module, io.by_component):
         assert sum(part.read for part in parts.values()) == io.bytes_read
         assert sum(part.written for part in parts.values()) == io.bytes_written
     assert io.arithmetic_intensity == pytest.approx(10 / (io.bytes_read + io.bytes_written))

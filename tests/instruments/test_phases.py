@@ -9,7 +9,7 @@ import pytest
 from factory import make_experiment
 
 from dpprof.devices.allocations import CpuRecorder
-from dpprof.instruments.memory import Bookkeeper
+from dpprof.instruments.memory import TimelineRecorder
 from dpprof.instruments.setup import begin, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
@@ -66,23 +66,23 @@ def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured)
 
 
 def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
-    """Peaks of the first and a later step, which nothing counts, and what books say of it."""
+    """Peaks of the first and a later step, which nothing counts, and what was recorded of it."""
     experiment = make_experiment(method=method, **FIELDS)
     kind, device = begin(experiment)
-    allocator, books = CpuRecorder(), None
+    allocator, recorded = CpuRecorder(), None
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder if with_books else nullcontext():
         training = set_up(experiment, kind, device, lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training.step, lambda _: None)
+        timeline_recorder = TimelineRecorder(recorder, training.step, lambda _: None)
         for name in ("first", "between", "steady"):
             with allocator.window(name):
                 if with_books:
-                    books = bookkeeper.run(training.batch, counting=True)
+                    recorded = timeline_recorder.run(training.batch, counting=True)
                 else:
                     training.step.run(training.batch, lambda _: None)
     peaks = allocator.close().peaks
     steps = [peaks[name].allocated_bytes for name in ("first", "steady")]
-    return steps, books and books.peak_bytes
+    return steps, recorded and recorded.peak_bytes
 
 
 SCALARS = 2 * (8 + 4)
@@ -93,7 +93,9 @@ SCALARS = 2 * (8 + 4)
     "method", ["standard", "opacus-hooks", "opacus-ghost", "flash", "flash-bk", "per-layer"]
 )
 def test_neither_the_census_nor_the_ledger_changes_a_peak(method, processes, measured) -> None:
-    calls = [processes.submit(peaks_here, method, with_books=books) for books in (False, True)]
+    calls = [
+        processes.submit(peaks_here, method, with_books=recorded) for recorded in (False, True)
+    ]
     (plain, _), (watched, of_books) = (call.result() for call in calls)
     memory = measured(method)["memory"]
 

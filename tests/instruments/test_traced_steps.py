@@ -12,14 +12,14 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 
 from dpprof.instruments import kernels as kernels_module
 from dpprof.instruments.kernels import measure
-from dpprof.instruments.memory import measure as keep_books
+from dpprof.instruments.memory import measure as record_timelines
 from dpprof.launch.protocol import TRACES
 from dpprof.records.result import Kernels, Measurement
 from dpprof.spec import registry
-from dpprof.traces.files import NAME, write_trace
 from dpprof.traces.kernel_summary import state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import STEP, read_trace
+from dpprof.traces.trace_files import NAME, write_trace
 
 # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
 TRACE_EVENT_FORMAT = {
@@ -70,8 +70,8 @@ def test_times_add_up_to_the_step(ghost) -> None:
     kernels = told(ghost)
 
     assert kernels.steps == 2
-    assert sum(kernels.by_category.values()) == pytest.approx(kernels.total_s)
-    assert sum(one.seconds for one in kernels.by_phase_and_category) == pytest.approx(
+    assert sum(kernels.by_op_kind.values()) == pytest.approx(kernels.total_s)
+    assert sum(one.seconds for one in kernels.by_phase_and_op_kind) == pytest.approx(
         kernels.total_s
     )
     # On a CPU operators run one after another, so what they leave is idle.
@@ -85,26 +85,26 @@ def test_phases_and_the_search_for_norms_are_told_apart(ghost) -> None:
     assert set(kernels.by_phase) == {
         *("forward", "backward", "clip", "second_backward", "noise", "step"),
     }
-    assert {"gemm", "norm", "optimizer", "random"} <= set(kernels.by_category)
-    norms = [one for one in kernels.by_phase_and_category if one.category == "norm"]
+    assert {"gemm", "norm", "optimizer", "random"} <= set(kernels.by_op_kind)
+    norms = [one for one in kernels.by_phase_and_op_kind if one.op_kind == "norm"]
     assert {one.phase for one in norms} == {"backward", "clip"}
-    assert {one.category for one in kernels.by_phase_and_category if one.phase == "step"} == {
+    assert {one.op_kind for one in kernels.by_phase_and_op_kind if one.phase == "step"} == {
         "optimizer"
     }
 
 
 def test_the_books_know_the_same_categories(ghost) -> None:
-    """Whatever takes time in a trace has its bytes in the ledger, under the same names."""
+    """Whatever takes time in a trace has its bytes in the timeline, under the same names."""
     experiment = make_experiment(method="opacus-ghost", timed_steps=2, batch_size=4)
-    books = keep_books(experiment, lambda _: None).io
-    assert books is not None
-    work = {(one.phase, one.category): one.ops for one in books.by_phase_and_category}
+    recorded = record_timelines(experiment, lambda _: None).io
+    assert recorded is not None
+    work = {(one.phase, one.op_kind): one.ops for one in recorded.by_phase_and_op_kind}
 
-    for one in told(ghost).by_phase_and_category:
-        if one.category not in ("copy", "clip"):  # a trace sees what Python numbers become
-            assert work.get((one.phase, one.category)), (one.phase, one.category)
-    assert sum(one.read for one in books.by_phase_and_category) == books.bytes_read
-    assert sum(one.written for one in books.by_phase_and_category) == books.bytes_written
+    for one in told(ghost).by_phase_and_op_kind:
+        if one.op_kind not in ("copy", "clip"):  # a trace sees what Python numbers become
+            assert work.get((one.phase, one.op_kind)), (one.phase, one.op_kind)
+    assert sum(one.read for one in recorded.by_phase_and_op_kind) == recorded.bytes_read
+    assert sum(one.written for one in recorded.by_phase_and_op_kind) == recorded.bytes_written
 
 
 @pytest.mark.parametrize("method", registry.names("methods"))
@@ -152,7 +152,7 @@ def test_a_gpu_that_is_not_traced_has_no_kernel_times(monkeypatch, tmp_path) -> 
     measured = measure(make_experiment(), lambda _: None)
 
     assert measured.kernels is None
-    assert measured.reasons["kernels"].startswith("the trace holds no kernel of the GPU")
+    assert measured.reasons["kernels"].startswith("the trace has no GPU kernel")
     assert measured.observed.step_s > 0
     assert (tmp_path / NAME).is_file()
 
@@ -183,9 +183,9 @@ def test_tensorboards_own_reader_shows_the_run(ghost, folder) -> None:
     run = "of-a-run/r0"
     assert set(shown.Runs()) == {run}
     (step,) = shown.Scalars(run, "kernels_ms/step")
-    (gemm,) = shown.Scalars(run, "kernels_ms/category/gemm")
+    (gemm,) = shown.Scalars(run, "kernels_ms/op_kind/gemm")
     assert step.value == pytest.approx(told(ghost).step_s * 1e3)
-    assert gemm.value == pytest.approx(told(ghost).by_category["gemm"] * 1e3)
+    assert gemm.value == pytest.approx(told(ghost).by_op_kind["gemm"] * 1e3)
 
 
 def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_path) -> None:
@@ -218,6 +218,6 @@ def test_on_cuda_kernels_are_traced_with_their_launches() -> None:
     assert kernels.waiting_s is not None
     assert kernels.waiting_s <= kernels.idle_s
     assert set(kernels.by_phase) >= {"forward", "backward", "second_backward", "step"}
-    assert {"gemm", "norm", "optimizer"} <= set(kernels.by_category)
+    assert {"gemm", "norm", "optimizer"} <= set(kernels.by_op_kind)
     assert kernels.other_share < 0.05
     assert all(one.op is not None for one in kernels.largest)

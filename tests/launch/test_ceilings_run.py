@@ -34,9 +34,9 @@ def fail(_device: str) -> None:
 
 
 ENDS = {
-    leave: "the measurement's process ended with exit code 7 before it could tell",
-    kill: "the measurement's process ended with signal 9 before it could tell",
-    fail: "the measurement's process ended with exit code 1 before it could tell",
+    leave: "the measurement's process ended with exit code 7 before it could answer",
+    kill: "the measurement's process ended with signal 9 before it could answer",
+    fail: "the measurement's process ended with exit code 1 before it could answer",
     hang: "the measurement took longer than 1 s",
 }
 
@@ -65,7 +65,7 @@ def test_the_child_has_every_core_that_dpprof_may_use(tmp_path, monkeypatch) -> 
 
 def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(ceilings_run, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
-    monkeypatch.setattr(ceilings_run, "gpu_places", lambda _threads: [])
+    monkeypatch.setattr(ceilings_run, "gpu_slots", lambda _threads: [])
     ceilings = ceilings_run.measure_apart("cuda", tmp_path / "x.json")
 
     assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU"}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpprof.launch import contention
-from dpprof.launch.contention import Neighbours
+from dpprof.launch.contention import Contention
 
 SPIN = "import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
 
@@ -35,7 +35,7 @@ def machine(monkeypatch) -> SimpleNamespace:
 
 
 def test_what_the_child_used_is_taken_off_and_what_was_stolen_counts(machine) -> None:
-    watched = Neighbours()
+    watched = Contention()
     machine.now += 10
     machine.idle += 3
     machine.user += 16  # the child 12, others 4
@@ -48,7 +48,7 @@ def test_what_the_child_used_is_taken_off_and_what_was_stolen_counts(machine) ->
 def test_another_process_is_a_neighbour() -> None:
     other = spin(30)
     try:
-        watched = Neighbours()
+        watched = Contention()
         spin(1.5).wait()
         busy = watched.busy_cores()
     finally:

@@ -11,7 +11,7 @@ from factory import make_experiment
 from fresh_process import ROOT
 
 from dpprof.launch import gpu_contention, supervisor
-from dpprof.launch.device_slots import gpu_places
+from dpprof.launch.device_slots import gpu_slots
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Attempt, Failure, Others, read_result
 from dpprof.system import hardware
@@ -117,14 +117,16 @@ def test_without_nvml_they_are_null_with_a_reason(gpus, monkeypatch) -> None:
 
     monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
 
-    assert gpu_contention.look_at("GPU-a") == Others(reason="there is no NVML")
+    assert gpu_contention.look_at("GPU-a") == Others(reason="NVML is not available")
 
 
 def test_out_of_memory_says_how_much_others_held(gpus, run) -> None:
     gpus.held["GPU-a"] = 60 * GIB
     error = run("oom").error
 
-    assert error.message.endswith("memory.; others held 60.00 GiB before it and 61.00 GiB after it")
+    assert error.message.endswith(
+        "memory.; other processes held 60.00 GiB before it and 61.00 GiB after it"
+    )
     assert error.others_bytes == 61 * GIB
 
 
@@ -159,9 +161,9 @@ def test_who_waits_takes_a_gpu_that_is_idle_already(gpus, run) -> None:
 
 
 def test_only_gpus_like_the_first_are_interchangeable(gpus, monkeypatch) -> None:
-    assert [place.uuid for place in gpu_places(1)] == ["GPU-a", "GPU-c"]
+    assert [place.uuid for place in gpu_slots(1)] == ["GPU-a", "GPU-c"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,2")
-    assert [place.uuid for place in gpu_places(1)] == ["GPU-b"]
+    assert [place.uuid for place in gpu_slots(1)] == ["GPU-b"]
 
 
 def test_not_to_wait_leaves_ids_what_they_were() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from dpprof.instruments.memory import estimate, tracing
 from dpprof.memory.attention_backends import Asked, Gpu, choose_backend
-from dpprof.memory.recorder import Kind
+from dpprof.memory.recorder import Op
 from dpprof.spec import registry
 
 BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -91,7 +91,7 @@ def test_forward_saves_the_log_sums_and_backward_runs_the_same_kernel(
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         born = [one.nbytes for one in recorder.storages if one.op.endswith(op)]
         y.sum().backward()
-    ran = [one.cost for kind, one in recorder.events if kind is Kind.RAN]
+    ran = [one.cost for one in recorder.events if isinstance(one, Op)]
     costs = {one.op: one for one in ran if one.family == "attention"}
 
     name = f"_scaled_dot_product_{op}"

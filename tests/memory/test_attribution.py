@@ -10,6 +10,8 @@ from torch import nn
 from dpprof.memory.owners import Owner, find_owner
 from dpprof.memory.recorder import Storage
 from dpprof.methods.opacus_hooks import OpacusHooks
+from dpprof.methods.opacus_paths import OpacusPath
+from dpprof.records.births import components_by_code
 from dpprof.spec import registry
 
 
@@ -20,8 +22,13 @@ def storage(phase: str = "backward", **facts) -> Storage:
     return made
 
 
+def make_noise() -> None:
+    """Stands for a function that a method declares."""
+
+
 def owner(made: Storage, *, saved: bool = False, transient: bool = False) -> Owner:
-    return find_owner(made, {"lib:make_noise": "noise"}, saved=saved, transient=transient)
+    births = components_by_code({make_noise: "noise"})
+    return find_owner(made, births, saved=saved, transient=transient)
 
 
 OWNERS = {
@@ -51,19 +58,19 @@ OWNERS = {
         {},
         ("dp_activations", "identity"),
     ),
-    "a declared function": (storage(function="lib:make_noise"), {}, ("noise", "birthplace")),
+    "a declared function": (storage(code=make_noise.__code__), {}, ("noise", "birthplace")),
     "a declared function, seen in that role": (
-        storage(function="lib:make_noise", roles={"noise"}),
+        storage(code=make_noise.__code__, roles={"noise"}),
         {},
         ("noise", "identity"),
     ),
     "a square product of a norm sampler": (
-        storage(sampler="norm sampler", op="bmm", shape=(2, 5, 5)),
+        storage(sampler=OpacusPath.NORM_SAMPLER, op="bmm", shape=(2, 5, 5)),
         {},
         ("gram_matrices", "birthplace"),
     ),
     "a square copy is no Gram matrix": (
-        storage(sampler="norm sampler", op="clone", shape=(2, 5, 5)),
+        storage(sampler=OpacusPath.NORM_SAMPLER, op="clone", shape=(2, 5, 5)),
         {},
         ("workspace", "birthplace"),
     ),
@@ -92,7 +99,7 @@ def test_owners_by_hand(case) -> None:
 
 
 def test_a_wrong_label_breaks_a_known_answer(monkeypatch) -> None:
-    """Were per-sample gradients called noise, the books would still add up; this would not."""
+    """Were per-sample gradients called noise, the sum would still be right; this would not."""
     wrong = dict.fromkeys(OpacusHooks.births, "noise")
     monkeypatch.setattr(OpacusHooks, "births", wrong)
     step = keep("opacus-hooks")

@@ -1,4 +1,4 @@
-"""What flash clipping holds beside ghost clipping, by the books, at lengths that matter."""
+"""What flash clipping holds beside ghost clipping, as recorded, at lengths that matter."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from factory import make_experiment
 from torch import nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import Bookkeeper, keep_books, tracing
+from dpprof.instruments.memory import TimelineRecorder, record_timelines, tracing
 from dpprof.instruments.setup import make_batch
-from dpprof.memory.timeline import Step
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.norms.tiles import WORKSPACE_BYTES
 from dpprof.records.result import COMPONENTS
 from dpprof.spec import registry
@@ -16,18 +16,18 @@ from dpprof.spec import registry
 MIB = 2**20
 
 
-def keep(method: str, layers: list[nn.Module], B: int, T: int) -> Step:
-    """Keep the books of a step of some layers, without running it."""
+def keep(method: str, layers: list[nn.Module], B: int, T: int) -> MemoryTimeline:
+    """Record a step of some layers, without running it."""
     experiment = make_experiment(method=method, batch_size=B, seq_len=T)
     with tracing(None) as recorder:
         model = nn.Sequential(*[build() for build in layers])
         step = registry.load("methods", method)(model, experiment)
         step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
-        bookkeeper = Bookkeeper(recorder, step, lambda _: None)
-        return keep_books(bookkeeper, make_batch(model, Cpu(), B, T), 2)[1]
+        timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
+        return record_timelines(timeline_recorder, make_batch(model, Cpu(), B, T), 2)[1]
 
 
-def most(step: Step, *components: str) -> int:
+def most(step: MemoryTimeline, *components: str) -> int:
     """The most that components held together while norms were computed."""
     rows = [row for row, phase in enumerate(step.phases) if phase == "backward"]
     columns = [COMPONENTS.index(name) for name in components]

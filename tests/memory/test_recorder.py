@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.memory.recorder import Kind, Recorder
+from dpprof.memory.recorder import Born, Died, Recorder
 
 
 def make_recorder(**options) -> Recorder:
@@ -15,16 +15,19 @@ def make_recorder(**options) -> Recorder:
 
 
 def births(recorder: Recorder) -> list[int]:
-    return [recorder.storages[number].nbytes for kind, number in recorder.events if kind == 0]
+    born = [event for event in recorder.events if isinstance(event, Born)]
+    return [recorder.storages[event.number].nbytes for event in born]
 
 
 def alive(recorder: Recorder) -> int:
     """Bytes that were born and have not died."""
     total = 0
-    for kind, payload in recorder.events:
-        if kind in (Kind.BORN, Kind.DIED):
-            size = recorder.storages[payload].nbytes
-            total += size if kind is Kind.BORN else -size
+    for event in recorder.events:
+        match event:
+            case Born(number):
+                total += recorder.storages[number].nbytes
+            case Died(number):
+                total -= recorder.storages[number].nbytes
     return total
 
 

@@ -1,4 +1,4 @@
-"""The books against answers that can be worked out by hand, real and under fake tensors."""
+"""Timelines against answers that can be worked out by hand, real and under fake tensors."""
 
 import pytest
 from memory_steps import MODEL, B, D, P, T, V, at_end_of, at_peak, keep

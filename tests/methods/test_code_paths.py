@@ -1,13 +1,16 @@
-"""Code paths that make gradients are told from those that find norms."""
+"""Code paths that make gradients are told from those that find norms; others are refused."""
 
 import pytest
 
-from dpprof.clipping.engine import CROSSED, MADE, SUMMED
-from dpprof.methods.training_step import finds_norms
+from dpprof.methods.opacus_paths import OpacusPath
+from dpprof.norms.code_paths import CodePath, Way, finds_norms
 from dpprof.norms.linear import WAYS
-from dpprof.norms.plan import KEPT
 
-MAKE_GRADIENTS = ("grad sampler", "functorch", "expanded weights", KEPT, MADE)
+MAKE_GRADIENTS = (
+    *(OpacusPath.GRAD_SAMPLER, OpacusPath.FUNCTORCH, OpacusPath.EXPANDED_WEIGHTS),
+    *(Way.KEPT, Way.MADE),
+)
+FIND_NORMS = (OpacusPath.NORM_SAMPLER, Way.SUMMED, Way.CROSSED, *WAYS)
 
 
 @pytest.mark.parametrize("path", MAKE_GRADIENTS)
@@ -15,6 +18,31 @@ def test_what_makes_gradients_finds_no_norms(path) -> None:
     assert not finds_norms(path)
 
 
-@pytest.mark.parametrize("path", ["norm sampler", SUMMED, CROSSED, *WAYS])
+@pytest.mark.parametrize("path", FIND_NORMS)
 def test_what_finds_norms_makes_no_gradients(path) -> None:
     assert finds_norms(path)
+
+
+def test_every_way_is_one_of_these() -> None:
+    assert {*MAKE_GRADIENTS, *FIND_NORMS} == {*OpacusPath, *Way}
+
+
+def test_another_package_names_ways_of_its_own() -> None:
+    class Mine(CodePath):
+        SORTED = "sorted rows", "norms"
+
+    assert finds_norms(Mine.SORTED)
+    assert f"{Mine.SORTED}" == "sorted rows"
+
+
+@pytest.mark.parametrize("name", ["norm sampler", "functorch", "no such way"])
+def test_a_plain_name_is_an_error(name) -> None:
+    with pytest.raises(TypeError, match=f"the code path '{name}' does not say what it makes"):
+        finds_norms(name)
+
+
+def test_a_way_that_makes_neither_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'sums' must make one of"):
+
+        class Wrong(CodePath):
+            SUMS = "sums", "sums"

@@ -319,7 +319,7 @@ def test_a_watched_training_ends_with_the_same_parameters(method) -> None:
 
 
 def test_the_guides_example_runs(tmp_path, monkeypatch) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "example.py").write_text(code)
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,7 @@
 """What Weights & Biases keeps of a run without a network, read from its own file."""
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,17 @@ def records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+def read_history(path: Path, record_type) -> list[tuple[float, ...]]:
+    found = []
+    for data in records(path):
+        record = record_type.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+            values = map(float, (items["perf/mfu"], items["perf/carried"]))
+            found.append((record.history.step.num, *values))
+    return found
+
+
 def test_an_offline_run_keeps_what_was_logged(tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415
@@ -43,10 +55,9 @@ def test_an_offline_run_keeps_what_was_logged(tmp_path, monkeypatch) -> None:
     sink.close()
 
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    history = []
-    for data in records(path):
-        record = Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-            history.append((record.history.step.num, items["perf/mfu"], items["perf/carried"]))
-    assert [(step, *map(float, values)) for step, *values in history] == [(4, 0.5, 0), (5, 0.5, 1)]
+    for _ in range(600):  # a process of wandb's writes it, and may not be done yet
+        history = read_history(path, Record)
+        if len(history) == 2:
+            break
+        time.sleep(0.1)
+    assert history == [(4, 0.5, 0), (5, 0.5, 1)]

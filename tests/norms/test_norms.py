@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.memory.recorder import Kind, Recorder
+from dpprof.memory.recorder import Born, Recorder
+from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import WAYS, gram_tile
-from dpprof.norms.plan import KEPT, choose, price_gram, price_product
+from dpprof.norms.plan import choose, price_gram, price_product
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.table import slots_of, slotted
 from dpprof.norms.tied import inner_product
@@ -58,9 +59,9 @@ def test_workspace_is_bounded_whatever_the_shape(way, dtype, shape) -> None:
         del squares
 
     live = peak = 0
-    for kind, number in recorder.events:
-        size = recorder.storages[number].nbytes
-        live += {Kind.BORN: size, Kind.DIED: -size}.get(kind, 0)
+    for event in recorder.events:
+        size = recorder.storages[event.number].nbytes
+        live += size if isinstance(event, Born) else -size
         peak = max(peak, live)
     assert live == 0
     assert 0 < peak <= WORKSPACE_BYTES
@@ -90,8 +91,8 @@ def test_the_gram_way_leaves_half_of_the_tiles_out() -> None:
         (64, 1024, 4096, False, "tiled gram"),  # few tokens, a large matrix
         (4096, 256, 256, False, "tiled product"),  # many tokens, a small one
         (64, 1024, 4096, True, "tiled gram"),  # T (d + p) < d p
-        (4096, 256, 256, True, KEPT),
-        (50, 100, 100, True, KEPT),  # T (d + p) = d p
+        (4096, 256, 256, True, Way.KEPT),
+        (50, 100, 100, True, Way.KEPT),  # T (d + p) = d p
         (49, 100, 100, True, "tiled gram"),
     ],
 )

@@ -1,6 +1,6 @@
 """What a GPU's tensor cores and launches ask for, tried without one under fake tensors."""
 
-from unittest.mock import patch
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping.contributions import Product
-from dpprof.norms import placement
+from dpprof.norms.placement import (
+    as_if_on_cuda,
+    follows_cuda_autocast,
+    is_cuda,
+    simulates_kernels,
+)
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import SQUARED_AT_ONCE, multiply, square
 
@@ -27,7 +32,7 @@ class Names(TorchDispatchMode):
 
 def operators(run, *, on_cuda: bool) -> list[str]:
     with (
-        patch.object(placement, "is_cuda", lambda _: on_cuda),
+        as_if_on_cuda(kernels=False) if on_cuda else nullcontext(),
         FakeTensorMode(),
         Names() as names,
     ):
@@ -67,3 +72,32 @@ def test_a_scales_gradient_takes_all_tokens_at_once_on_a_gpu(on_cuda, sums) -> N
     )
 
     assert sum("aten.sum" in name for name in names) == sums
+
+
+def answers() -> tuple[bool, bool, bool]:
+    x = torch.ones(1)
+    return follows_cuda_autocast(x), is_cuda(x), simulates_kernels()
+
+
+def test_the_innermost_switch_counts_and_is_taken_back() -> None:
+    assert answers() == (False, False, False)
+    with as_if_on_cuda():
+        assert answers() == (True, True, True)
+        with as_if_on_cuda(autocast=False, kernels=False):
+            assert answers() == (False, True, False)
+        assert answers() == (True, True, True)
+    assert answers() == (False, False, False)
+
+
+def fail_on_cuda() -> None:
+    with as_if_on_cuda():
+        raise KeyError
+
+
+def test_an_exception_takes_the_switch_back() -> None:
+    with as_if_on_cuda(products=False):
+        with pytest.raises(KeyError):
+            fail_on_cuda()
+        assert answers() == (True, False, True)
+
+    assert answers() == (False, False, False)

@@ -81,8 +81,8 @@ def test_the_digest_of_ceilings_covers_every_file_that_measuring_them_really_loa
 def test_ceilings_depend_on_no_method_nor_on_the_report_and_no_experiment_on_them() -> None:
     names = {file.name for file in limiting_files()}
 
-    assert {"limits.py", "cuda.py", "measure_ceilings.py"} <= names
-    assert not names & {"planning.py", "worker.py", "clean.py", "tables.py", "transformer.py"}
+    assert {"limits.py", "cuda.py", "ceilings_run.py"} <= names
+    assert not names & {"planner.py", "worker.py", "clean.py", "tables.py", "transformer.py"}
     assert "limits.py" not in {file.name for file in measuring_files("clean", "standard")}
 
 
@@ -90,7 +90,7 @@ def test_a_verdict_depends_on_its_method_and_on_no_other_nor_on_the_report() -> 
     names = {file.name for file in verifying_files("built-in", "opacus-hooks")}
 
     assert {"opacus_hooks.py", "transformer.py", "reference.py", "microbatch.py"} <= names
-    assert not names & {"opacus_ghost.py", "planning.py", "worker.py", "clean.py", "tables.py"}
+    assert not names & {"opacus_ghost.py", "planner.py", "worker.py", "clean.py", "tables.py"}
     ghost, hooks = (verdict_digest("built-in", f"opacus-{name}") for name in ("ghost", "hooks"))
     assert ghost != hooks
 
@@ -136,8 +136,8 @@ def test_digests_differ_between_methods_and_not_between_our_models() -> None:
 def test_what_parses_options_or_tells_progress_does_not_matter() -> None:
     names = {file.name for file in measuring_files("clean", "standard")}
 
-    assert {"worker.py", "supervisor.py", "clean.py", "profile_experiment.py"} <= names
-    assert not names & {"options.py", "progress.py", "planning.py"}
+    assert {"worker.py", "supervisor.py", "clean.py"} <= names
+    assert not names & {"options.py", "profile.py", "progress.py", "planner.py"}
 
 
 def test_another_packages_model_and_target_count_by_their_source(tmp_path) -> None:

@@ -12,7 +12,7 @@ from factory import make_experiment
 from fresh_process import ROOT
 
 from dpprof.launch.device_lock import hold_one
-from dpprof.records.record import read_sealed
+from dpprof.records.record import read_record
 from dpprof.records.result import read_result
 from dpprof.records.verdict import SCHEMA_VERSION, Verdict
 
@@ -124,4 +124,4 @@ def test_a_verdict_is_on_the_method_as_it_was_when_its_turn_came(copy) -> None:
 
     assert process.returncode == 0, said
     after = digest(copy, VERIFYING)
-    assert read_sealed(copy / "x.json", Verdict, SCHEMA_VERSION).code_digest == after != before
+    assert read_record(copy / "x.json", Verdict, SCHEMA_VERSION).code_digest == after != before

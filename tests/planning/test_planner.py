@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dpprof.planning import planner
 from dpprof.planning.planner import (
     files_beyond,
     make_plan,
-    planner,
     read_manifest,
     spec_path,
     traces_path,
@@ -224,11 +224,11 @@ TARGETS = [
     ),
     (
         {"target": "h200"},
-        "sweeps.s.target: 'h200' is not allowed; the instrument clean measures what is here",
+        "sweeps.s.target: 'h200' is not allowed; the instrument clean measures this machine",
     ),
     (
         {"target": "h200", "device": "cpu", "instruments": "estimate"},
-        "sweeps.s.device: 'cpu' is not allowed; target h200 goes with cuda; leave it out",
+        "sweeps.s.device: 'cpu' is not allowed; target h200 requires cuda; leave it out",
     ),
     (
         {"target": {"memory_bytes": "1GiB"}, "instruments": "estimate"},
@@ -303,7 +303,7 @@ def test_a_damaged_manifest_is_named(folder, content: bytes) -> None:
     path = folder / "manifest-x.json"
     path.write_bytes(content)
 
-    with pytest.raises(InputError, match=r"manifest-x\.json: is no manifest"):
+    with pytest.raises(InputError, match=r"manifest-x\.json: is not a manifest"):
         read_manifest(path)
 
 

@@ -48,7 +48,7 @@ def test_a_cut_file_is_named(written, keep: float) -> None:
     [
         (b"[" * 100_000, "it is nested too deep"),
         (b'{"schema_version": ' + b"1" * 10_000 + b"}", "it holds a number of too many digits"),
-        (b'{"schema_version": 1, "a": ' + b"[" * 900 + b"]" * 900 + b"}", "was edited after it"),
+        (b'{"schema_version": 2, "a": ' + b"[" * 900 + b"]" * 900 + b"}", "was edited after it"),
     ],
     ids=["deep", "digits", "half as deep"],
 )
@@ -78,9 +78,17 @@ def test_a_smuggled_nan_is_found(written) -> None:
 
 def test_another_schema_version_is_named(written) -> None:
     _, path = written
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))
 
-    with pytest.raises(ResultError, match="has schema version 99, and this dpprof reads 1"):
+    with pytest.raises(ResultError, match="has schema version 99, and this dpprof reads 2"):
+        read_result(path)
+
+
+def test_of_a_result_with_old_names_the_new_ones_are_told(written) -> None:
+    _, path = written
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
+
+    with pytest.raises(ResultError, match=r"instrument ledger is called memory.*measures it again"):
         read_result(path)
 
 

@@ -24,7 +24,7 @@ CONFIG_SCHEMA = ROOT / "workflow" / "schemas" / "config.schema.yaml"
 
 
 def test_generated_files_are_in_step_with_the_models() -> None:
-    stale = [str(path) for path, text in generated_files().items() if path.read_text() != text]
+    stale = [str(path) for path, text in generated_files(ROOT).items() if path.read_text() != text]
 
     assert stale == [], "run: make schemas"
 

@@ -39,8 +39,8 @@ def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
     [sentence] = bullets.items
 
     assert sentence == (
-        "On h200, a could be the fastest private method for 1b at 1,024 tokens in float32, with "
-        "batches of 19 that safely fit; b and c are too close to tell apart; e does not fit at all."
+        "On h200, a could be the fastest private method for 1b at 1,024 tokens in float32; "
+        "batches of 19 safely fit; b and c are too close to rank; e does not fit at all."
     )
 
 
@@ -53,7 +53,7 @@ def test_every_setting_has_its_sentence() -> None:
     )
 
     assert tell_advice(table)[0].items[1] == (
-        "On l4 no private method that was asked about safely fits 1b at 1,024 tokens in float32."
+        "No requested private method safely fits on l4 for 1b at 1,024 tokens in float32."
     )
 
 
@@ -85,16 +85,16 @@ def test_without_ceilings_nothing_is_said_to_be_beyond() -> None:
 
     [sentence] = tell_advice(table)[0].items
 
-    assert sentence.startswith("The ceilings of this machine are not known, so nothing is ranked")
+    assert sentence.startswith("The ceilings of this machine are unknown, so methods for 1b")
 
 
 def test_what_failed_verification_is_said_whether_something_else_is_advised_or_not() -> None:
-    wrong = {"method": "w", "verdict": "wrong", "message": "not the reference's gradient"}
+    wrong = {"method": "w", "verdict": "wrong", "message": "its gradient is wrong"}
     [with_best] = tell_advice(make({"method": "a", "verdict": "first"}, wrong))[0].items
     [without] = tell_advice(make(wrong))[0].items
 
-    assert with_best.endswith("with batches of 19 that safely fit; w failed verification.")
+    assert with_best.endswith("; batches of 19 safely fit; w failed verification.")
     assert without == (
-        "On h200 no private method that was asked about safely fits 1b at 1,024 tokens in float32; "
+        "No requested private method safely fits on h200 for 1b at 1,024 tokens in float32; "
         "w failed verification."
     )

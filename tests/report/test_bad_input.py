@@ -5,9 +5,9 @@ import itertools
 import pandas as pd
 import pytest
 from factory import (
-    make_books,
     make_experiment,
     make_manifest,
+    make_memory,
     tables_of_runs,
     write_synthetic,
 )
@@ -31,7 +31,7 @@ def tables_of(root, methods=("standard", "opacus-ghost"), replicates=2, **fields
     return build_tables(collect(make_manifest(*runs), root, partial=False))
 
 
-def with_books(root, **fields):
+def with_memory(root, **fields):
     """Books of two methods, here and on a target that only one of them fits on."""
     ghost, hooks = {"parameters": 2**20}, {"per_sample_gradients": 2**40, "norm_samples": 1}
     here = {name: make_experiment(method=f"opacus-{name}") for name in ("ghost", "hooks")}
@@ -39,9 +39,9 @@ def with_books(root, **fields):
         name: make_experiment(method=f"opacus-{name}", device="cuda", target="l4") for name in here
     }
     runs = [
-        (experiments[name], instrument, {"books": make_books(owned), **fields})
+        (experiments[name], instrument, {"recorded": make_memory(owned), **fields})
         for name, owned in (("ghost", ghost), ("hooks", hooks))
-        for experiments, instrument in ((here, "ledger"), (here, "estimate"), (there, "estimate"))
+        for experiments, instrument in ((here, "memory"), (here, "estimate"), (there, "estimate"))
     ]
     return tables_of_runs(root, *runs)
 
@@ -59,19 +59,28 @@ def without_times(root):
 CASES = {
     "one method": (lambda root: tables_of(root, methods=["opacus-ghost"]), "of 1 private method,"),
     "only standard": (lambda root: tables_of(root, methods=["standard"]), "No private method"),
-    "one replicate": (lambda root: tables_of(root, replicates=1), "nothing was replicated"),
+    "one replicate": (
+        lambda root: tables_of(root, replicates=1),
+        "without replicates the noise is unknown",
+    ),
     "only failures": (lambda root: tables_of(root, outcome="oom"), "No experiment succeeded"),
     "hostile message": (
         lambda root: tables_of(root, outcome="crashed", message=HOSTILE),
         r"\input{/etc/passwd}",
     ),
-    "no times": (without_times, "peaks lowest"),
-    "nothing but books": (with_books, "in every setting opacus-ghost; in no setting opacus-hooks"),
-    "books of failures": (lambda root: with_books(root, outcome="oom"), "No experiment succeeded"),
-    "hostile names in books": (
+    "no times": (without_times, "has the lowest peak"),
+    "nothing but recorded memory": (
+        with_memory,
+        "in every setting opacus-ghost; in no setting opacus-hooks",
+    ),
+    "memory of failures": (
+        lambda root: with_memory(root, outcome="oom"),
+        "No experiment succeeded",
+    ),
+    "hostile names in memory": (
         lambda root: {
             stem: table.replace({"opacus-ghost": HOSTILE, "l4": HOSTILE})
-            for stem, table in with_books(root).items()
+            for stem, table in with_memory(root).items()
         },
         r"\input{/etc/passwd}",
     ),

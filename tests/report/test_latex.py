@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from factory import make_books, make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, make_manifest, make_memory, write_synthetic
 from pypdf import PdfReader
 
 from dpprof.analysis.collection import collect
@@ -96,10 +96,12 @@ def test_both_routes_say_the_same(tmp_path) -> None:
     write_synthetic(tmp_path, bad, outcome="crashed", message=message)
     runs = [(standard, n) for n in range(3)] + [(good, n) for n in range(3)] + [(bad, 0)]
     planned = [*make_manifest(*runs).runs]
-    books = make_books(dict.fromkeys(COMPONENTS, 2**30), op="a_rather_long_operator_of_backward")
+    recorded = make_memory(
+        dict.fromkeys(COMPONENTS, 2**30), op="a_rather_long_operator_of_backward"
+    )
     for experiment in (standard, good):
-        write_synthetic(tmp_path, experiment, instrument="ledger", books=books)
-        planned += make_manifest((experiment, 0), instrument="ledger").runs
+        write_synthetic(tmp_path, experiment, instrument="memory", recorded=recorded)
+        planned += make_manifest((experiment, 0), instrument="memory").runs
     tables = build_tables(collect(Manifest(runs=tuple(planned)), tmp_path, partial=False))
     (tmp_path / "figures").mkdir()
     draw(tables).savefig(tmp_path / "figures" / "outcomes.pdf")

@@ -1,7 +1,7 @@
-"""What the report makes of books: every number against one that was put in."""
+"""What the report makes of recorded memory: every number against one that was put in."""
 
 import pytest
-from factory import make_books, make_experiment, tables_of_runs
+from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.records.result import COMPONENTS
 from dpprof.report.content import build_document
@@ -15,8 +15,8 @@ HOOKS = make_experiment(method="opacus-hooks")
 OWNED = {"parameters": 10 * MIB, "gradients": 30 * MIB}
 
 
-def kept(experiment, instrument="ledger", owned=OWNED, **fields):
-    return experiment, instrument, {"books": make_books(owned, **fields)}
+def kept(experiment, instrument="memory", owned=OWNED, **fields):
+    return experiment, instrument, {"recorded": make_memory(owned, **fields)}
 
 
 def on(target, method, **fields):
@@ -69,7 +69,7 @@ def test_what_makes_the_peak_is_told(tmp_path) -> None:
     (row,) = table_of(document, "Memory", 1)
 
     told = [row[name] for name in ("peak (MiB)", "phase", "operator", "module", "from")]
-    assert told == ["40.0", "second backward", "bmm", "blocks.0", "ledger"]
+    assert told == ["40.0", "second backward", "bmm", "blocks.0", "memory"]
 
 
 def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) -> None:
@@ -94,13 +94,13 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
 
 
 def test_the_first_step_must_fit_too(tmp_path) -> None:
-    books = make_books({"parameters": GIB})
-    books["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
-    run = (on("l4", "standard"), "estimate", {"books": books})
+    recorded = make_memory({"parameters": GIB})
+    recorded["memory"]["first_step_peak_allocated_bytes"] = 2 * L4.memory_bytes
+    run = (on("l4", "standard"), "estimate", {"recorded": recorded})
     document = document_of(tmp_path, run)
 
     assert table_of(document, "Predicted for l4")[0]["of the memory"] == "does not fit (200%)"
-    assert "What is predicted to fit on l4: in no setting standard." in findings(document)
+    assert "Predicted to fit on l4: in no setting standard." in findings(document)
 
 
 def test_a_target_without_a_size_has_no_share_and_no_sentence(tmp_path) -> None:
@@ -124,25 +124,25 @@ def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
         kept(other, "estimate"),
         kept(on("l4", "standard"), "estimate"),
     )
-    hooks, standard, unknown = table_of(document, "How far the books close")
-    told = ["books (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
+    hooks, standard, unknown = table_of(document, "Reconciled with the allocator")
+    told = ["recorded (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
 
     assert [standard[name] for name in told] == [
-        *("40.00", "ledger", "40.00", "12", "65,536", "yes", "equal"),
+        *("40.00", "memory", "40.00", "12", "65,536", "yes", "equal"),
     ]
     gap, bound = f"{60 * MIB:,}", f"{100 * MIB // 1000:,}"
     assert [hooks[name] for name in told] == [
-        *("40.00", "ledger", "100.00", gap, bound, "no", f"+{MIB:,}"),
+        *("40.00", "memory", "100.00", gap, bound, "no", f"+{MIB:,}"),
     ]
     assert [unknown[name] for name in told] == ["40.00", "estimate", "-", "-", "-", "-", "-"]
-    assert f"{gap} bytes more than the books say" in table_of(document, "Findings")[0]["caveat"]
+    assert f"{gap} bytes more than recorded" in table_of(document, "Findings")[0]["caveat"]
 
 
 def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
-    books = make_books({"parameters": 70, "noise": 20, "unattributed": 10})
-    books["memory"]["attribution"]["evidence"] = {"identity": 70, "birthplace": 15, "phase": 5}
-    document = document_of(tmp_path, (STANDARD, "ledger", {"books": books}))
-    (row,) = table_of(document, "How far the books close", 1)
+    recorded = make_memory({"parameters": 70, "noise": 20, "unattributed": 10})
+    recorded["memory"]["attribution"]["evidence"] = {"identity": 70, "birthplace": 15, "phase": 5}
+    document = document_of(tmp_path, (STANDARD, "memory", {"recorded": recorded}))
+    (row,) = table_of(document, "Reconciled with the allocator", 1)
 
     kinds = ("identity", "birthplace", "phase", "unattributed")
     assert [row[kind] for kind in kinds] == ["70.00", "15.00", "5.00", "10.00"]
@@ -150,7 +150,7 @@ def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
 
 def test_costs_are_told_with_three_digits_and_without_what_nobody_knows(tmp_path) -> None:
     run = kept(STANDARD, model_flops=123_456_000_000, executed_flops=4_000_000)
-    run[2]["books"]["io"] |= {"bytes_read": 5 * GIB, "bytes_written": GIB // 32}
+    run[2]["recorded"]["io"] |= {"bytes_read": 5 * GIB, "bytes_written": GIB // 32}
     (row,) = table_of(document_of(tmp_path, run), "Cost")
 
     assert {name: text for name, text in row.items() if name not in ("model", "T", "B")} == {
@@ -196,8 +196,8 @@ def test_of_the_largest_setting_the_highest_peak_is_told_with_its_main_owner(tmp
     )
 
     assert findings(document)[0] == (
-        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks peaks highest by the books, at 100.0 MiB in the "
-        "phase clip; 60% of that is per sample gradients."
+        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks has the highest peak, 100.0 MiB in the "
+        "phase clip; 60% of it is per sample gradients."
     )
 
 
@@ -215,7 +215,7 @@ def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
 
     (sentences,) = findings(document)
     assert sentences == (
-        "What is predicted to fit on h200: in every setting opacus-hooks. What is predicted to fit "
+        "Predicted to fit on h200: in every setting opacus-hooks. Predicted to fit "
         "on l4: in every setting microbatch and standard; in some settings opacus-ghost; in no "
         "setting opacus-hooks."
     )
@@ -225,7 +225,7 @@ def test_without_books_there_is_no_such_section(tmp_path) -> None:
     document = document_of(tmp_path, (STANDARD, "clean", {}))
     titles = {section.title for section in document.sections}
 
-    assert not titles & {"Memory", "Cost", "How far the books close"}
+    assert not titles & {"Memory", "Cost", "Reconciled with the allocator"}
     assert not [title for title in titles if title.startswith("Predicted")]
 
 
@@ -237,7 +237,7 @@ def test_a_target_is_no_gpu_that_was_measured_on(tmp_path) -> None:
     document = document_of(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
 
     assert "Nothing here was measured on a GPU." in limits(document)
-    assert "Nothing that is predicted for l4 was compared with one." in limits(document)
+    assert "No prediction for l4 was compared with a measurement." in limits(document)
 
 
 def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
@@ -249,7 +249,7 @@ def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("figure", "title"),
-    [("predicted", "Predicted for l4"), ("accuracy", "How far the books close")],
+    [("predicted", "Predicted for l4"), ("accuracy", "Reconciled with the allocator")],
 )
 def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
     tables = tables_of_runs(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))

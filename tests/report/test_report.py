@@ -92,7 +92,7 @@ def test_a_partial_report_says_so_and_lists_the_missing(tmp_path) -> None:
 
 
 def test_a_second_attempt_is_told(tmp_path) -> None:
-    assert f"Succeeded only at the second attempt: {SLOW.id}." in render_markdown(
+    assert f"These succeeded only at the second attempt: {SLOW.id}." in render_markdown(
         document_of(tmp_path)
     ).replace("\\", "")
 
@@ -128,7 +128,7 @@ def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
     assert (ghost["peak (MiB)"], ghost["peak ratio"], ghost["n"]) == ("2.0", "2.00", "3")
     assert "covers 75% at most" in markdown
     assert "the noise floor" in markdown
-    assert "same to the byte in all processes of each of the 2 experiments" in markdown
+    assert "equal to the byte in all processes of each of the 2 replicated" in markdown
 
 
 def test_below_the_floor_it_reads_no_difference_detected(tmp_path) -> None:
@@ -162,8 +162,8 @@ def test_findings_come_first(tmp_path) -> None:
     assert document.sections[0].title == "Findings"
     found = table_of(document, "Findings")
     assert found[0]["caveat"].startswith("peak_allocated_bytes differs between processes: r0 1,048")
-    assert "1 caveat to read before the numbers, under Findings." in document.headline
-    assert "same to the byte" not in render_markdown(document)
+    assert "Read 1 caveat under Findings before the numbers." in document.headline
+    assert "equal to the byte" not in render_markdown(document)
 
 
 def test_without_caveats_there_is_no_such_table(tmp_path) -> None:

@@ -66,11 +66,11 @@ def test_numbers_are_those_of_the_files(sweep) -> None:
         fastest = min(by_method, key=lambda name: by_method[name][0])
         fastest_ms, smallest_mib = by_method[fastest][0], by_method[smallest][1]
         assert (
-            f"{smallest} peaks lowest, at {smallest_mib:.1f} MiB allocated "
+            f"{smallest} has the lowest peak, {smallest_mib:.1f} MiB allocated "
             f"({smallest_mib / base_mib:.2f} times standard)" in said[batch]
         )
         assert (
-            f"{fastest} is fastest, at {fastest_ms:.1f} ms a step "
+            f"{fastest} is fastest, at {fastest_ms:.1f} ms per step "
             f"({fastest_ms / base_ms:.2f} times standard, 95 % interval " in said[batch]
         )
         low, high = map(float, re.search(r"interval ([\d.]+) to ([\d.]+)", said[batch]).groups())
@@ -122,20 +122,20 @@ def tell(settings: pd.DataFrame) -> str:
 
 def test_a_whole_sentence() -> None:
     assert tell(row(not_slower="a b c")) == (
-        "tiny, T = 8, B = 2: of 2 private methods, opacus-ghost peaks lowest, at 1.0 MiB allocated "
-        "(1.50 times standard); opacus-hooks is fastest, at 10.0 ms a step (2.00 times standard, "
-        "95 % interval 1.90 to 2.10), not distinguishable in time from a, b and c."
+        "tiny, T = 8, B = 2: of 2 private methods, opacus-ghost has the lowest peak, 1.0 MiB "
+        "allocated (1.50 times standard); opacus-hooks is fastest, at 10.0 ms per step (2.00 times "
+        "standard, 95 % interval 1.90 to 2.10), with no detectable difference from a, b and c."
     )
 
 
 def test_no_difference_from_standard_is_said() -> None:
     text = tell(row(fastest_verdict="no difference detected"))
 
-    assert "10.0 ms a step (no difference from standard detected)." in text
+    assert "10.0 ms per step (no difference from standard detected)." in text
 
 
 def test_unknown_noise_is_said() -> None:
-    assert "nothing was replicated, so how sure that is cannot be told." in tell(
+    assert "but without replicates the noise is unknown." in tell(
         row(noise_known=False, fastest_ratio_low=None, fastest_ratio_high=None)
     )
 
@@ -144,7 +144,7 @@ def test_unknown_noise_is_said() -> None:
 def test_what_is_unknown_is_left_out(changes) -> None:
     text = tell(row(**changes))
 
-    assert ("peaks lowest" in text) == ("smallest" not in changes)
+    assert ("has the lowest peak" in text) == ("smallest" not in changes)
     assert ("is fastest" in text) == ("fastest" not in changes)
     assert "nan" not in text.lower()
 
@@ -172,14 +172,17 @@ def test_many_settings_are_counted_and_not_listed() -> None:
     (bullets,) = tell_findings(settings, methods)
 
     assert bullets.items == (
-        "The private method that peaks lowest of 9 settings: opacus-ghost in 8, microbatch in 1.",
-        "The private method that is fastest of 9 settings: opacus-hooks in 9.",
         (
-            "Times standard's peak memory, median over settings and range: "
+            "The private method with the lowest peak, over 9 settings: opacus-ghost in 8, "
+            "microbatch in 1."
+        ),
+        "The private method that is fastest, over 9 settings: opacus-hooks in 9.",
+        (
+            "Ratio to standard's peak memory, median over settings (range): "
             "opacus-ghost 2.50 (1.50 to 4.00)."
         ),
         (
-            "Times standard's step time, median over settings and range: "
+            "Ratio to standard's step time, median over settings (range): "
             "opacus-ghost 2.50 (1.50 to 4.00)."
         ),
     )

@@ -148,7 +148,7 @@ def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mix
     note = f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}"
     assert sum(note in caption for caption in captions) == 2
     assert (
-        f"By another mechanism than flat clipping: opacus-ghost; marked {DOUBLE_DAGGER}."
+        f"Other mechanisms than flat clipping: opacus-ghost; marked {DOUBLE_DAGGER}."
         in mixed.headline
     )
     assert r"\textdaggerdbl{}" in render_latex(mixed)

@@ -195,7 +195,7 @@ def test_an_edited_spec_file_is_refused(tmp_path) -> None:
     path = tmp_path / f"{make_experiment().id}.json"
     path.write_text(make_experiment(batch_size=3).canonical)
 
-    with pytest.raises(InputError, match=r"was edited, its content belongs to custom-standard-b3"):
+    with pytest.raises(InputError, match=r"was edited: its content belongs to custom-standard-b3"):
         read_spec(path)
 
 
@@ -208,6 +208,8 @@ def test_a_spec_that_is_no_spec_is_refused(tmp_path, content: bytes) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
 
-    with pytest.raises(InputError, match=r"x\.json: is no experiment's spec \(.*\)$") as caught:
+    with pytest.raises(
+        InputError, match=r"x\.json: is not the spec of an experiment \(.*\)$"
+    ) as caught:
         read_spec(path)
     assert "\n" not in str(caught.value)

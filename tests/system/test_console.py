@@ -71,6 +71,6 @@ def test_a_log_that_cannot_be_opened_is_told_and_costs_nothing(tmp_path, kind: s
     done = run(tmp_path, str(log))
 
     assert done.returncode == 0
-    assert "dpprof: no log is kept: [Errno" in done.stderr
+    assert "dpprof: no log is written: [Errno" in done.stderr
     assert str(tmp_path / "x.log") in done.stderr
     assert (tmp_path / "result.txt").read_text() == "True"

@@ -8,13 +8,13 @@ pytestmark = pytest.mark.workflow
 BAD = {
     "template": (
         b"__use_yte__: true\n__definitions__:\n  - open('pwned', 'w')\n",
-        "error: my.yaml: the key __use_yte__ is not allowed, since Snakemake executes the Python",
+        "error: my.yaml: the key __use_yte__ is not allowed, because Snakemake executes the Python",
     ),
     "twice": (
         b"sweeps:\n  one: {}\n  one: {}\n",
-        "error: my.yaml: the key 'one' is there twice in the mapping that begins in line 2",
+        "error: my.yaml: the key 'one' occurs twice in the mapping that begins in line 2",
     ),
-    "binary": (b"sweeps: \xff\n", "error: my.yaml: is no text in UTF-8, see byte 9"),
+    "binary": (b"sweeps: \xff\n", "error: my.yaml: is not UTF-8 text, see byte 9"),
     "deep": (b"a: " + b"[" * 100_000, "error: my.yaml: nests deeper than 50 levels"),
     "missing": (None, "error: [Errno 2] No such file or directory: 'my.yaml'"),
 }

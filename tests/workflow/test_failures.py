@@ -177,7 +177,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
         sleeping.snakemake("--unlock")
     said = sleeping.snakemake(TABLES)
     assert finished.items() <= contents(sleeping).items()
-    assert "was measured already, by this code; its result is kept" in said
+    assert "this code has already measured this run; its result is kept" in said
     assert "Nothing to be done" in sleeping.snakemake(TABLES)
 
 
@@ -212,10 +212,10 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
 def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> None:
     names = ("report.md", "report.tex", "report.pdf", "report.json", "summary.txt")
     report = {name: (finished.path / "results" / name).read_bytes() for name in names}
-    with (finished.path / "workflow/templates/report.md.j2").open("a") as template:
+    with (finished.path / "src/dpprof/report/templates/report.md.j2").open("a") as template:
         template.write("\n")
     stop = "open('results/reached', 'w').close(); import time; time.sleep(3600)\n\n"
-    finished.edit("workflow/scripts/build_report.py", "def main", stop + "def main")
+    finished.edit("src/dpprof/cli/report.py", "def main", stop + "def main")
     sweep = finished.start()
     wait_for((finished.path / "results" / "reached").exists)
     os.killpg(sweep.pid, signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_the_old_report_stays_until_there_is_a_new_one(finished: Checkout) -> No
 
     for name, content in report.items():
         assert (finished.path / "results" / name).read_bytes() == content
-    finished.edit("workflow/scripts/build_report.py", stop, "")
+    finished.edit("src/dpprof/cli/report.py", stop, "")
     finished.snakemake("--unlock")
     finished.snakemake()
     assert (finished.path / "results" / "report.md").read_bytes() != report["report.md"]

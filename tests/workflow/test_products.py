@@ -15,7 +15,7 @@ def test_snakemakes_own_report_carries_the_figures_with_captions(finished: Check
         names = packed.namelist()
         page = next(name for name in names if name.endswith("report.html"))
         text = packed.read(page).decode()
-    assert "Memory against time: a point per experiment, lower left is better." in text
+    assert "Peak memory over step time, one point per experiment; lower left is better." in text
     drawn = [path.name for path in (finished.path / "results" / "figures").glob("*.png")]
     assert drawn
     for figure in drawn:

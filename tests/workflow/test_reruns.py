@@ -69,7 +69,7 @@ def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None
 
 
 @pytest.mark.parametrize(
-    "file", ["workflow/templates/report.md.j2", "src/dpprof/analysis/tables.py"]
+    "file", ["src/dpprof/report/templates/report.md.j2", "src/dpprof/analysis/tables.py"]
 )
 def test_an_edited_report_or_table_runs_no_experiment(finished: Checkout, file: str) -> None:
     before = finished.results()

@@ -1,76 +1,7 @@
 """Draw one figure from tables that exist."""
 
-import argparse
-import io
-from pathlib import Path
-
 import _source_tree  # noqa: F401
-from dpprof.analysis.frames import TableFolder
-from dpprof.analysis.standings import find_marks
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
-from dpprof.figures.verification_signs import MEANINGS, mark_methods
-from dpprof.report.document import Drawing
-from dpprof.spec import registry
-from dpprof.spec.validation import one_of
-from dpprof.system.console import keep_log
-from dpprof.system.files import check_writable, write_atomically
-
-KINDS = (".png", ".pdf", ".svg", ".json")
-
-
-def drawing_path(text: str) -> Path:
-    """Read the path of a figure, whose ending says what it is."""
-    found = path(text)
-    if found.suffix not in KINDS:
-        allowed = f"its ending must be one of these; {one_of(KINDS)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; {allowed}")
-    return found
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--figure", required=True, help="which: " + ", ".join(registry.names("figures"))
-    )
-    parser.add_argument("--tables", type=path, required=True, help="the folder of the CSV tables")
-    parser.add_argument(
-        "--output",
-        type=drawing_path,
-        action="append",
-        required=True,
-        help="a .png, .pdf or .svg to write, or a .json for the caption",
-    )
-    add_log_option(parser, "what is printed")
-    arguments = parser.parse_args()
-    keep_log(arguments.log)
-    with ending_in_a_sentence():
-        registry.check("figures", arguments.figure, "--figure")
-        draw = registry.load("figures", arguments.figure)
-        for output in arguments.output:
-            check_writable(output)
-        missing = None
-        marked: dict[str, list[str]] = {}
-        try:
-            tables = TableFolder(arguments.tables)
-            figure = draw(tables)
-            marked = mark_methods(figure, find_marks(tables["verification"]))
-        except NothingToDrawError as nothing:
-            missing = str(nothing)
-            figure = say_nothing_to_draw(f"Nothing to draw: {missing}.")
-        caption = registry.caption("figures", arguments.figure)
-        for one, methods in marked.items():
-            caption += f" {one} {MEANINGS[one]}: {', '.join(methods)}."
-        drawing = Drawing(name=arguments.figure, caption=caption, missing=missing)
-        for output in arguments.output:
-            if output.suffix == ".json":
-                write_atomically(output, drawing.model_dump_json() + "\n")
-            else:
-                drawn = io.BytesIO()
-                figure.savefig(drawn, format=output.suffix.removeprefix("."))
-                write_atomically(output, drawn.getvalue())
-
+from dpprof.cli.figure import main
 
 if __name__ == "__main__":
     main()

@@ -1,10 +1,9 @@
-"""Which method to use: ranked by what each could do at a batch that safely fits.
+"""Which method to use: methods ranked by their best speed at the largest safe batch.
 
-It rests on capacity results alone. Memory is predicted storage by storage. Time is not
-predicted: the roofline says how fast a step could be at best, and methods that differ by
-less than ``CLOSE`` in that are not told apart. A method whose gradient was found to be wrong
-is never advised; one that nobody verified is, and says so, as does another mechanism than flat
-clipping.
+The ranking uses capacity results only. Memory is predicted storage by storage. Time is not
+predicted: the roofline gives the best possible speed of a step. Methods whose best speeds differ
+by less than ``CLOSE`` are called close. A method with a wrong gradient is never advised. A method
+without a verdict, or with another mechanism than flat clipping, is advised and marked as such.
 """
 
 from collections import defaultdict
@@ -23,7 +22,7 @@ from dpprof.records.verdict import Standing
 from dpprof.spec.mechanisms import NO_CLIPPING
 
 CLOSE = 1.25
-"""Kernels reach different shares of the ceilings; bounds closer than this decide nothing."""
+"""Bounds closer than this do not rank methods: kernels reach different shares of the ceilings."""
 
 Verdict = Literal[
     "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
@@ -35,31 +34,35 @@ class _Frozen(BaseModel):
 
 
 class Option(_Frozen):
-    """One method, and what the advice on it rests on."""
+    """One method, with its verdict and the numbers behind the verdict."""
 
     method: str
     verdict: Verdict
     private: bool
     mechanism: str | None = Field(
-        None, description="what makes it private; null: nobody looked at the method"
+        None, description="what makes it private; null: the method has no verdict"
     )
     verified: bool | None = Field(
-        None, description="whether its gradient is the reference's; null: nobody looked"
+        None, description="whether its gradient equals the reference's; null: not verified"
     )
-    largest_batch_size: int | None = Field(None, description="predicted to fit, by memory alone")
+    largest_batch_size: int | None = Field(
+        None, description="largest that is predicted to fit in memory"
+    )
     largest_peak_bytes: int | None = None
-    safe_batch_size: int | None = Field(None, description="with a tenth of the memory left free")
+    safe_batch_size: int | None = Field(
+        None, description="largest that leaves a tenth of the memory free"
+    )
     safe_peak_bytes: int | None = None
     tokens_per_s_at_most: float | None = Field(
-        None, description="at the safe batch, had every operator reached its ceiling"
+        None, description="at the safe batch, if every operator reached its ceiling"
     )
-    dp_flop_multiplier: float | None = Field(None, description="executed over model FLOPs")
-    limited_by: str | None = Field(None, description="memory, or the search's own end")
+    dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
+    limited_by: str | None = Field(None, description="memory, or the end of the search")
     message: str | None = Field(None, description="why it is not advised, or has no batch")
 
 
 class Advice(_Frozen):
-    """Methods for a model, a sequence length and a target, the best first."""
+    """Methods for a model, a sequence length and a target, best first."""
 
     model: str
     seq_len: int
@@ -72,17 +75,17 @@ class Advice(_Frozen):
 
     @property
     def best(self) -> Option | None:
-        """The private method that could be fastest; None where none fits."""
+        """The private method with the highest best speed; None where none fits."""
         return next((option for option in self.options if option.verdict == "first"), None)
 
 
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
-    """Rank the methods of capacity results that differ in nothing but the method.
+    """Rank the methods of capacity results that differ only in the method.
 
     Args:
-        results: At least one; failures count as options that do not work.
-        target: What the results are for, as people call it.
-        standings: What is known of the methods, by the id of the result's experiment.
+        results: At least one. A failed result becomes an option that does not work.
+        target: The target's name, for display.
+        standings: The standing of each method, by the id of the result's experiment.
     """
     experiment = results[0].experiment
     options = [
@@ -101,18 +104,18 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
         budget_bytes=budgets[0] if budgets else None,
         options=tuple(judged),
         sure_of_memory=(
-            "peaks are added up storage by storage from a traced step; equal to the byte to what "
-            "a CPU measures, and what a GPU's libraries take is modelled"
+            "peaks are sums over every storage of a traced step; on a CPU they equal the measured "
+            "peak to the byte, on a GPU the memory of libraries is modelled"
         ),
         sure_of_time=(
-            "tokens per second are upper bounds by the roofline, no predictions; methods within "
-            f"{CLOSE - 1:.0%} of the first are not told apart"
+            "tokens per second are upper bounds from the roofline, not predictions; methods within "
+            f"{CLOSE - 1:.0%} of the first are called close"
         ),
     )
 
 
 def tabulate_advice(collected: Collected) -> pd.DataFrame:
-    """Give the options of every model, sequence length and target, the best first, one a row."""
+    """Return one row per option of every model, sequence length and target, best first."""
     alike: dict[str, list[Result]] = defaultdict(list)
     for _, result in collected.found:
         if result.instrument == "capacity":
@@ -131,7 +134,7 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
 
 
 def _describe(result: Result, standing: Standing) -> Option:
-    """Say what is known of a method, and what speaks against it; speed is judged afterwards."""
+    """Return a method's option, with what speaks against it; ``_judge`` adds the speed verdict."""
     experiment, capacity, compute = result.experiment, result.capacity, result.compute
     private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
     if capacity is None or compute is None:
@@ -150,9 +153,9 @@ def _describe(result: Result, standing: Standing) -> Option:
     message = None
     if tight:
         verdict = "tight" if private else verdict
-        message = "it fits, but not with a tenth of the memory left free"
+        message = "it fits, but does not leave a tenth of the memory free"
     if private and standing.verified is False:
-        verdict, message = "wrong", f"not the reference's gradient: {standing.reason}"
+        verdict, message = "wrong", f"its gradient is wrong: {standing.reason}"
     return Option(
         method=experiment.method,
         verdict=verdict,

@@ -1,4 +1,4 @@
-"""What the devices of a config can do at most: measured, beside their data sheets."""
+"""The table ``ceilings``: what each device can do at most, measured and by its data sheet."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,11 +16,11 @@ _COLUMNS = [
 
 
 def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
-    """Give one row for each device and figure.
+    """Return one row per device and figure.
 
-    Figures are ``flops_per_s`` of each dtype, where ``size`` is the n of n x n matrices,
-    ``bytes_per_s``, where it is the bytes of the array copied, and ``launch_s``. What was not
-    measured has a ``reason``; ``source`` is whose the data sheet's figure is.
+    The figures are ``flops_per_s`` of each dtype (``size`` is the n of n x n matrices),
+    ``bytes_per_s`` (``size`` is the bytes of the copied array) and ``launch_s``. A figure that was
+    not measured has a ``reason``. ``source`` names the data sheet.
     """
     rows = [row for ceilings in known for row in _rows(ceilings)]
     return make_frame(rows, _COLUMNS).astype({"size": "Int64"})

@@ -1,4 +1,4 @@
-"""The results of one config: what exists, what is missing, what the code has outgrown."""
+"""The results of one config: which exist, which are missing, which older code measured."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dpprof.records.verdict import Standing
 from dpprof.spec.validation import InputError
 
 NO_RESULT = "no result yet"
-"""Why most runs are missing; others have one that cannot be trusted."""
+"""The reason for most missing runs; the others have a result that cannot be trusted."""
 
 
 @dataclass(frozen=True)
@@ -25,34 +25,34 @@ class Collected:
     """Runs without a result that can be trusted, each with the reason."""
 
     outdated: frozenset[tuple[str, str, int]]
-    """Runs, as (id, instrument, replicate), measured by other code than was last planned."""
+    """Runs, as (id, instrument, replicate), that other code than the last planned one measured."""
 
     standings: Mapping[str, Standing]
-    """What is known of the method of each experiment that has a result, by the experiment's id."""
+    """The standing of the method of each experiment that has a result, by the experiment's id."""
 
     ceilings: tuple[Ceilings, ...] = ()
-    """Those of the devices that the runs are on, as far as there are any."""
+    """The ceilings that exist for the devices of the runs."""
 
     damaged: tuple[ResultError, ...] = ()
-    """What is wrong with files that a partial report leaves out."""
+    """The errors of damaged files, which a partial report leaves out."""
 
 
 def collect(
     manifest: Manifest, root: Path, *, partial: bool, ceilings: Iterable[Path] = ()
 ) -> Collected:
-    """Read the results that a manifest lists, and no others, and the verdicts on their methods.
+    """Read the results that a manifest lists, the verdicts on their methods, and ceilings.
 
     Args:
         manifest: The runs of a config.
         root: The folder that holds ``results``.
-        partial: Whether files that are missing, or cannot be trusted, may be left out: results,
-            verdicts and ceilings.
-        ceilings: The files of ceilings of the devices that the runs are on.
+        partial: Whether to leave out results, verdicts and ceilings that are missing or cannot be
+            trusted.
+        ceilings: The ceilings files of the devices that the runs are on.
 
     Raises:
         ResultError: Files are cut, edited, of another version, or another run's, and ``partial``
-            is not set; names them all.
-        InputError: A result is missing, or ceilings are, and ``partial`` is not set.
+            is not set. The message names them all.
+        InputError: A result or a ceilings file is missing, and ``partial`` is not set.
     """
     found: list[tuple[PlannedRun, Result]] = []
     missing: dict[PlannedRun, str] = {}
@@ -77,7 +77,7 @@ def collect(
     if missing and not partial:
         raise InputError(
             f"{next(iter(missing)).path(root)}: is missing, and {len(missing) - 1} more; run "
-            "snakemake, or snakemake --config partial=true to report on what exists"
+            "snakemake, or snakemake --config partial=true to report on the results that exist"
         )
     if absent and not partial:
         raise InputError(f"{absent[0]}: is missing; run snakemake")
@@ -92,7 +92,7 @@ def collect(
 def _read_ceilings(
     paths: Iterable[Path], damaged: list[ResultError]
 ) -> tuple[tuple[Ceilings, ...], list[Path]]:
-    """Read those that are there; notes what is damaged, and returns what is absent too."""
+    """Return the ceilings that can be read and the absent paths; append errors to ``damaged``."""
     found: list[Ceilings] = []
     absent: list[Path] = []
     for path in paths:

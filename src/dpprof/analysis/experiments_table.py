@@ -1,4 +1,4 @@
-"""The table ``experiments``: each experiment over its processes, and against its baseline."""
+"""The table ``experiments``: each experiment over its processes, with ratios to its baseline."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -51,14 +51,14 @@ _COLUMNS = [
 def tabulate_experiments(
     groups: Sequence[Group], noise: Noise, standings: Mapping[str, Standing]
 ) -> pd.DataFrame:
-    """Reduce runs over their processes: medians over processes, never over steps.
+    """Return one row per experiment, with medians over its processes, never over steps.
 
-    Ratios are to ``standard`` with all else equal; several such baselines count as one.
+    Ratios are to ``standard`` with all else equal. Several equal baselines count as one.
 
     Args:
         groups: The experiments of a config.
         noise: How much their processes differ.
-        standings: What is known of their methods.
+        standings: The standing of each method, by the experiment's id.
     """
     baselines: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -133,7 +133,7 @@ def _compare_steps(group: Group, base: Group, noise: Noise) -> dict[str, Any]:
 
 
 def _compare_peaks(group: Group, base: Group) -> dict[str, Any]:
-    """Compare peaks of the same kind; the allocator's have no noise, so a ratio is enough."""
+    """Return the ratio of two peaks of the same kind; allocator peaks repeat exactly."""
     peaks, base_peaks = group.peaks, base.peaks
     if peaks.kind is None or peaks.kind != base_peaks.kind:
         return {}

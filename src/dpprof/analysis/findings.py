@@ -1,4 +1,4 @@
-"""What a reader must know before believing the numbers, found by looking at them."""
+"""The table ``findings``: what a reader must know before trusting the numbers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,8 @@ import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
-from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.methods.opacus_paths import OpacusPath
 from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
@@ -16,28 +17,27 @@ _COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
 Row = dict[str, str]
 
 TOLERATED_CORES = 0.25
-"""A shell, a browser and Snakemake itself together keep less than this busy."""
+"""Cores that other processes may keep busy: a shell, a browser and Snakemake use fewer."""
 
 TOLERATED_OTHER = 0.05
-"""Of a trace's time that no category is known for."""
+"""Share of a trace's time that may lack a known op kind."""
 
 
 def find(
     collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame, kernels: pd.DataFrame
 ) -> pd.DataFrame:
-    """Look for what is not as it should be, one row each.
+    """Return one row per finding.
 
-    Kinds: ``peaks-differ`` (the allocator's peak is not the same in every process, which
-    it should be, to the byte), ``fallback`` (Opacus took functorch where the method's name
-    promises another way), ``contended`` (others kept cores busy that the run computed on),
-    ``gpu-shared`` (others held memory of the GPU or computed on it before or after the run),
-    ``devices-differ`` (replicates ran on devices of different names),
-    ``books-open`` (the allocator's peak is further from the books' than it may be),
-    ``beyond-peak`` (a step computes more than the device could), ``other-kernels`` (more of a
-    trace's time than there should be is of no known category), ``ceilings-contended`` (others
-    kept cores busy while a device's ceilings were measured), ``ceilings-exceeded`` (kernels were
-    faster than the fastest product that was measured), ``nonfinite-samples`` (a method left
-    samples out, since their loss or gradient was not finite).
+    Kinds: ``peaks-differ`` (the allocator's peak differs between processes; it should be equal to
+    the byte), ``fallback`` (Opacus used functorch although the method's name says otherwise),
+    ``contended`` (other processes kept the run's cores busy), ``gpu-shared`` (other processes used
+    the GPU or held its memory before or after the run), ``devices-differ`` (replicates ran on
+    devices of different names), ``memory-unreconciled`` (the gap between the allocator's peak and
+    the recorded one exceeds its bound), ``beyond-peak`` (MFU or HFU exceeds 1), ``other-kernels``
+    (too much of a trace's time has no known op kind), ``ceilings-contended`` (other processes kept
+    cores busy while a device's ceilings were measured), ``ceilings-exceeded`` (kernels were faster
+    than the fastest measured matrix product), ``nonfinite-samples`` (a method left out samples
+    whose loss or gradient was not finite).
 
     Args:
         collected: The results of a config.
@@ -54,7 +54,7 @@ def find(
         for kind, finding in _looked_at(results):
             row = {"kind": kind, "experiment_id": name}
             rows.append(row | {"instrument": instrument, "finding": finding})
-    rows += _open_books(peaks)
+    rows += _not_reconciled(peaks)
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
@@ -88,7 +88,7 @@ def _nonfinite_samples(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     if left_out:
         yield (
             "nonfinite-samples",
-            f"{left_out:,} samples were left out, as their loss or gradient was not finite",
+            f"{left_out:,} samples were left out because their loss or gradient was not finite",
         )
 
 
@@ -98,7 +98,7 @@ def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
         for r in results
         if r.experiment.method != "opacus-functorch"
         for layer, path in (r.samplers or {}).items()
-        if "functorch" in path
+        if OpacusPath.FUNCTORCH in path
     }
     if layers:
         yield "fallback", f"Opacus fell back to functorch for {', '.join(sorted(layers))}"
@@ -115,7 +115,7 @@ def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
                 busy[r.replicate] = others
     if busy:
         listed = ", ".join(f"{cores:.1f} in r{number}" for number, cores in busy.items())
-        yield "contended", f"others kept cores busy ({listed}), so its times are too long"
+        yield "contended", f"other processes kept cores busy ({listed}), so its times are too long"
 
 
 def _shared_gpu(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
@@ -131,20 +131,21 @@ def _shared_gpu(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
             f"{memory / 2**30:.1f} GiB, busy {load:.0%} at r{number}"
             for number, (memory, load) in seen.items()
         )
-        yield "gpu-shared", f"others were on the GPU ({listed}), so its times may be too long"
+        finding = f"other processes used the GPU ({listed}), so its times may be too long"
+        yield "gpu-shared", finding
 
 
 def _unlike_devices(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     names = {r.replicate: str(r.device.get("name")) for r in results}
     if len(set(names.values())) > 1 and not {r.instrument for r in results} & set(PREDICTIONS):
         listed = ", ".join(f"r{replicate} {name}" for replicate, name in names.items())
-        yield "devices-differ", f"its replicates ran on unlike devices: {listed}"
+        yield "devices-differ", f"its replicates ran on different devices: {listed}"
 
 
 def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     shares = [r.kernels.other_share for r in results if r.kernels]
     if shares and max(shares) > TOLERATED_OTHER:
-        yield "other-kernels", f"no category is known for {max(shares):.0%} of its kernels' time"
+        yield "other-kernels", f"{max(shares):.0%} of its kernels' time has no known op kind"
 
 
 def _beyond_peak(costs: pd.DataFrame) -> Iterator[Row]:
@@ -154,8 +155,8 @@ def _beyond_peak(costs: pd.DataFrame) -> Iterator[Row]:
             "kind": "beyond-peak",
             "experiment_id": str(row["experiment_id"]),
             "instrument": str(row["instrument"]),
-            "finding": f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which cannot be: the "
-            f"peak is too low ({row['peak_source']}), or the time or a FLOP is wrong",
+            "finding": f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which is impossible: "
+            f"the peak is too low ({row['peak_source']}), or the time or the FLOPs are wrong",
         }
 
 
@@ -167,13 +168,13 @@ def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Row]:
                 "kind": "ceilings-contended",
                 "experiment_id": device_name(ceilings.device),
                 "instrument": "ceilings",
-                "finding": f"others kept {busy:.1f} cores busy while its ceilings were measured: "
-                "these are too low, and MFU and shares of them too high",
+                "finding": f"other processes kept {busy:.1f} cores busy while its ceilings were "
+                "measured: the ceilings are too low, MFU and shares of the ceilings too high",
             }
 
 
 def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Row]:
-    """Look at what computing binds; what memory binds may be faster than it, out of caches."""
+    """Check compute-bound kernels only: caches can lift memory-bound ones above bandwidth."""
     bound = kernels[kernels["bound"].eq("compute")]
     share = bound["flops_per_s"].astype(float) / bound["ceiling_flops_per_s"].astype(float)
     for device, shares in share[share > 1].groupby(bound["ceilings_of"]):
@@ -181,19 +182,19 @@ def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Row]:
             "kind": "ceilings-exceeded",
             "experiment_id": str(device),
             "instrument": "ceilings",
-            "finding": f"kernels ran at up to {shares.max():.1f} times the fastest product that "
-            "was measured, so the device was slower then than it is at times: shares of its "
+            "finding": f"kernels ran at up to {shares.max():.1f} times the fastest measured matrix "
+            "product, so the device was slower while its ceilings were measured: shares of its "
             "ceilings, MFU and HFU are too high",
         }
 
 
-def _open_books(peaks: pd.DataFrame) -> Iterator[Row]:
-    judged = peaks[peaks["instrument"].isin(KEEPERS) & peaks["valid"].eq(False)]
+def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Row]:
+    judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
     for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
         gap = int(row["gap_bytes"])
-        told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than the books say"
+        told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
         yield {
-            "kind": "books-open",
+            "kind": "memory-unreconciled",
             "experiment_id": str(row["experiment_id"]),
             "instrument": str(row["instrument"]),
             "finding": f"the allocator's peak is {told}, beyond the bound of "

@@ -1,4 +1,4 @@
-"""What all tables have in common: keys, axes, and columns that exist without rows."""
+"""What all tables share: key columns, axis columns, and columns that exist without rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,14 +13,14 @@ from dpprof.spec.validation import InputError
 _PATIENCE = {"timeout_s", "wait_for_idle_gpu_s"}
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
 AXES = [name for name in Experiment.model_fields if name not in _PATIENCE]
-"""What tells experiments apart in a table; how long to wait does not."""
+"""The columns that distinguish experiments; timeouts and waiting times do not."""
 
 BASELINE = "standard"
 NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}
-"""What the non-private step does not depend on."""
+"""The axes that the non-private step does not depend on."""
 
 SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]
-"""What experiments have in common whose methods are compared."""
+"""The axes that must be equal for methods to be compared."""
 
 _TEXTS = {
     *("experiment_id", "instrument", "sweeps", "model", "method", "dtype", "optimizer"),
@@ -30,7 +30,7 @@ _TEXTS = {
     *("snapshot", "layer", "path", "kind", "finding", "step_verdict"),
     *("op", "module", "function", "evidence", "reason", "by", "key"),
     *(
-        "category",
+        "op_kind",
         "bound",
         "trace",
         "ceilings_of",
@@ -45,15 +45,15 @@ _TEXTS = {
 
 
 def make_frame(rows: Iterable[dict[str, Any]], columns: list[str]) -> pd.DataFrame:
-    """Make a frame whose columns exist even where there are no rows."""
+    """Return a frame that has its columns even without rows."""
     return pd.DataFrame(list(rows), columns=pd.Index(columns))
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a table back as it was written: a text like ``null`` or ``12`` stays a text.
+    """Read a table from a CSV file; a text such as ``null`` or ``12`` stays a text.
 
     Raises:
-        InputError: The file is no table; names it.
+        InputError: The file is not a table; the message names it.
         OSError: It cannot be read.
     """
     try:
@@ -61,11 +61,11 @@ def read_table(path: Path) -> pd.DataFrame:
         texts = dict.fromkeys(_TEXTS.intersection(columns), str)
         return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
     except ValueError as error:
-        raise InputError(f"{path}: is no table ({error})") from None
+        raise InputError(f"{path}: is not a table ({error})") from None
 
 
 class TableFolder(Mapping[str, pd.DataFrame]):
-    """The tables of a folder of CSV files, by stem, each read when it is first asked for."""
+    """The tables of a folder of CSV files, by stem; each is read on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -84,25 +84,25 @@ class TableFolder(Mapping[str, pd.DataFrame]):
 
 
 def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
-    """List the axes, but for some, in which the experiments of a table differ."""
+    """Return the axes, except those in ``but``, in which the experiments of a table differ."""
     there = [name for name in AXES if name in experiments and name not in set(but)]
     return [name for name in there if len(set(experiments[name].map(str))) > 1]
 
 
 def key_of(run: PlannedRun) -> dict[str, Any]:
-    """Spell a run's key as columns."""
+    """Return a run's key as columns."""
     return {"experiment_id": run.id, "instrument": run.instrument, "replicate": run.replicate}
 
 
 def axes_of(experiment: Experiment) -> dict[str, Any]:
-    """Spell an experiment's axes as columns."""
+    """Return an experiment's axes as columns."""
     fields = experiment.model_dump(mode="json")
     spelled = {"model": _model_text(experiment), "target": target_text(experiment)}
     return {name: fields[name] for name in AXES} | spelled
 
 
 def target_text(experiment: Experiment) -> str | None:
-    """Name the target; a mapping is spelled by what is particular to it, ``24GiB-100TF-2TBps``."""
+    """Return the target's name; for a mapping its main figures, as ``24GiB-100TF-2TBps``."""
     target = experiment.target
     if target is None or isinstance(target, str):
         return target
@@ -112,7 +112,7 @@ def target_text(experiment: Experiment) -> str | None:
 
 
 def _model_text(experiment: Experiment) -> str:
-    """Name the model; a mapping of dimensions is spelled out, ``V1000-d64-L2-H4``."""
+    """Return the model's name; for a mapping its dimensions, as ``V1000-d64-L2-H4``."""
     model = experiment.model
     if isinstance(model, str):
         return model

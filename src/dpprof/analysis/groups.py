@@ -1,4 +1,4 @@
-"""Runs grouped into experiments, experiments into settings, and how noisy each is."""
+"""Runs grouped into experiments, experiments into settings, and the noise of each."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from dpprof.system.files import canonical_json
 
 
 class Peaks(NamedTuple):
-    """What is known of a peak, one value a process."""
+    """The peak memory of an experiment, one value per process."""
 
     kind: str | None
     sizes: Sequence[int]
@@ -28,20 +28,20 @@ class Group(NamedTuple):
 
     @property
     def step_s(self) -> list[float]:
-        """Medians of the clean processes: the only source of step times."""
+        """Median step time of each clean process; step times come from no other instrument."""
         return [r.time.median_s for r in self._ok("clean") if r.time]
 
     @property
     def timed_on(self) -> Mapping[str, Any] | None:
-        """The device of the clean processes, as they describe it; None where none succeeded.
+        """The device of the clean processes, as their results describe it; None if none succeeded.
 
-        Other results may name another: what predicts runs on the CPU, whatever it is about.
+        Other results may name another device: predictions always run on the CPU.
         """
         return next((r.device for r in self._ok("clean") if r.time), None)
 
     @property
     def peaks(self) -> Peaks:
-        """The allocator's peaks, from clean processes or else ``phases``; else resident memory."""
+        """Allocator peaks, from ``clean`` or else ``phases``; without them resident memory."""
         sources = (
             ("allocated", "clean", "peak_allocated_bytes"),
             ("allocated", "phases", "peak_allocated_bytes"),
@@ -54,7 +54,7 @@ class Group(NamedTuple):
         return Peaks(None, [])
 
     def peaks_of(self, instrument: str, figure: str) -> list[int]:
-        """One figure of ``memory``, where it is known, of the processes of an instrument."""
+        """Return the known values of one figure of ``memory``, of one instrument's processes."""
         found = (getattr(r.memory, figure) for r in self._ok(instrument) if r.memory)
         return [value for value in found if value is not None]
 
@@ -63,7 +63,7 @@ class Group(NamedTuple):
 
 
 class Noise:
-    """How much processes of the same experiment differ, by what makes experiments alike."""
+    """How much processes of the same experiment differ, for each group of similar experiments."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._step_s: dict[str, list[Sequence[float]]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Noise:
                 self._step_s[key].append(group.step_s)
 
     def compare(self, group: Group, base: Group) -> Comparison:
-        """Compare step times, by the noise floor of the most alike that were replicated."""
+        """Compare step times by the noise floor of the most similar replicated experiments."""
         counts = (len(group.step_s), len(base.step_s))
         floors = (self._floor(key, counts) for key in self._keys(group.experiment))
         floor = next((floor for floor in floors if floor is not None), None)
@@ -86,7 +86,7 @@ class Noise:
 
     @staticmethod
     def _keys(experiment: Experiment) -> tuple[str, str]:
-        """Name those with the same baseline, then those of the same model on the same device."""
+        """Return two keys: for the same baseline, and for the same model on the same device."""
         model = axes_of(experiment)["model"]
         return setting_key(experiment), f"{model} on {experiment.device}"
 
@@ -103,11 +103,11 @@ def group_runs(collected: Collected) -> list[Group]:
 
 
 def merge(groups: Sequence[Group]) -> Group:
-    """Take experiments that differ in nothing that matters to them for one."""
+    """Return one group from experiments that differ only in axes that do not affect them."""
     results = [result for group in groups for result in group.results]
     return Group(groups[0].experiment, len(results), results)
 
 
 def setting_key(experiment: Experiment) -> str:
-    """Spell what an experiment shares with its non-private baseline, and with what competes."""
+    """Return the key that an experiment shares with its baseline and with competing methods."""
     return canonical_json(experiment.model_dump(mode="json", exclude=NOT_IN_BASELINE))

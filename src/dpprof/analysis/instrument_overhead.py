@@ -1,4 +1,4 @@
-"""The table ``observer``: what each instrument costs in time and memory, against clean."""
+"""The table ``instrument_overhead``: the time and memory that each instrument adds to clean."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ _COLUMNS = [
 ]
 
 
-def tabulate_observers(groups: Sequence[Group]) -> pd.DataFrame:
-    """Compare every instrument with clean, experiment by experiment: medians over processes.
+def tabulate_instrument_overhead(groups: Sequence[Group]) -> pd.DataFrame:
+    """Return one row per experiment and instrument: medians over processes, and ratios to clean.
 
-    Experiments that clean did not watch, and instruments that run nothing, have no row.
+    Experiments without a clean run, and instruments that run nothing, have no row.
 
     Args:
         groups: The experiments of a config.

@@ -1,8 +1,9 @@
-"""Tables of traces: time by phase and category, beside the FLOPs and bytes that the books know.
+"""Tables of traces: time by phase and op kind, with recorded FLOPs and bytes.
 
-What binds a phase's category is what would take longer at the device's measured ceilings: its
-FLOPs or its bytes (Williams et al. 2009, "Roofline"). Its time counts as bound by that, however
-far from the ceiling it stays; time in which nothing runs is idle.
+Operators of one kind in a phase are compute bound if their FLOPs would take longer than their
+bytes at the device's measured ceilings, else memory bound (Williams et al. 2009, "Roofline"). All
+their time counts as bound by that, even if it is far from the ceiling. Time in which nothing runs
+is idle.
 """
 
 from collections import defaultdict
@@ -13,7 +14,7 @@ import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
-from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.records.result import Kernels, Result, Work
@@ -23,7 +24,7 @@ _KERNEL_COLUMNS = [
     *AXES,
     "parameters_total",
     "phase",
-    "category",
+    "op_kind",
     "seconds",
     "launches",
     "flops",
@@ -61,7 +62,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Roof(NamedTuple):
-    """What bounds from above, as measured on a device; None where it is not known."""
+    """The measured ceilings of a device for one dtype; None where unknown."""
 
     flops_per_s: float | None
     bytes_per_s: float | None
@@ -69,7 +70,7 @@ class Roof(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """A run that was traced, with the books of its experiment."""
+    """A traced run, with the FLOPs and bytes that were recorded for its experiment."""
 
     run: PlannedRun
     result: Result
@@ -80,10 +81,10 @@ class _Traced(NamedTuple):
 
 
 def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Build the tables of the runs that were traced.
+    """Return the tables of the traced runs.
 
     Returns:
-        ``kernels`` (one row per run, phase and category) and ``traces`` (one row per run).
+        ``kernels`` (one row per run, phase and op kind) and ``traces`` (one row per run), by name.
     """
     told = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
     return {
@@ -93,11 +94,11 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
 
 
 def _find_traced(collected: Collected) -> Iterator[_Traced]:
-    books = {
-        run.id: result.io.by_phase_and_category
-        for keeper in reversed(KEEPERS)  # the one to prefer comes last, and stays
+    recorded = {
+        run.id: result.io.by_phase_and_op_kind
+        for instrument in reversed(RECORDERS)  # the preferred one comes last and wins
         for run, result in collected.found
-        if run.instrument == keeper and result.io
+        if run.instrument == instrument and result.io
     }
     for run, result in collected.found:
         if result.kernels is not None:
@@ -106,14 +107,14 @@ def _find_traced(collected: Collected) -> Iterator[_Traced]:
                 run,
                 result,
                 result.kernels,
-                {(one.phase, one.category): one for one in books.get(run.id, [])},
+                {(one.phase, one.op_kind): one for one in recorded.get(run.id, [])},
                 find_roof(result, ceilings),
                 None if ceilings is None else ceilings.launch_latency_s,
             )
 
 
 def find_roof(result: Result, ceilings: Ceilings | None) -> Roof:
-    """Look up what was measured of the device for the experiment's dtype."""
+    """Return the device's measured ceilings for the experiment's dtype."""
     if ceilings is None:
         return Roof(None, None, None)
     products, copies = ceilings.matmul.get(result.experiment.dtype), ceilings.bandwidth
@@ -130,8 +131,8 @@ def _common(one: _Traced) -> dict[str, Any]:
 
 
 def _kernel_rows(one: _Traced) -> Rows:
-    for launched in one.kernels.by_phase_and_category:
-        work = one.work.get((launched.phase, launched.category))
+    for launched in one.kernels.by_phase_and_op_kind:
+        work = one.work.get((launched.phase, launched.op_kind))
         yield (
             _common(one)
             | launched.model_dump()
@@ -145,7 +146,7 @@ def _kernel_rows(one: _Traced) -> Rows:
 
 
 def _compare(work: Work, seconds: float, roof: Roof) -> dict[str, Any]:
-    """Say how fast work was done, and what binds it."""
+    """Return the speed of the work and what binds it."""
     moved = work.read + work.written
     return {
         "flops": work.flops,
@@ -159,7 +160,7 @@ def _compare(work: Work, seconds: float, roof: Roof) -> dict[str, Any]:
 
 
 def find_bound(work: Work, roof: Roof) -> str | None:
-    """Say what binds: ``compute`` or ``memory``; None where a ceiling is not known."""
+    """Return what binds the work: ``compute`` or ``memory``; None where a ceiling is unknown."""
     if roof.flops_per_s is None or roof.bytes_per_s is None:
         return None
     computing_s = work.flops / roof.flops_per_s
@@ -186,7 +187,7 @@ def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _bytes_of(one: _Traced, direction: str) -> float | None:
-    """Tell the bytes of a direction; on a CPU there is no other side to copy to."""
+    """Return the bytes copied in a direction; None on a CPU, which has no device to copy to."""
     if one.result.device.get("type") == "cpu":
         return None
     copied = one.kernels.copies.get(direction)

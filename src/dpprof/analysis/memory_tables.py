@@ -1,8 +1,7 @@
-"""Tables of what ledgers and estimates say: peaks, owners, timelines and costs.
+"""Tables of recorded and estimated memory: peaks, owners, timelines and costs.
 
-The allocator's peak, which closes a ledger's books and judges an estimate, comes from
-another process that measured the same experiment; for a target that is not the CPU,
-from a device that is one.
+The allocator's peak checks the recorded and the estimated peak. It comes from another process,
+which measured the same experiment. For a target, that process must have run on such a device.
 """
 
 from collections import defaultdict
@@ -18,7 +17,7 @@ from dpprof.analysis.groups import Group
 from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings
-from dpprof.records.reconciliation import bound_bytes, close_books
+from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
@@ -69,7 +68,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 class _Account(NamedTuple):
-    """A run that kept books, with its parts at hand."""
+    """A run that recorded or estimated memory, with the parts of its result."""
 
     run: PlannedRun
     result: Result
@@ -78,14 +77,14 @@ class _Account(NamedTuple):
     io: Io
 
 
-def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
-    """Build the tables of the runs that kept books.
+def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
+    """Return the tables of the runs that recorded or estimated memory.
 
     Returns:
         ``peaks`` and ``costs`` (one row per run), ``owners`` (one row per component alive
         at the peak), ``holdings`` (the largest holdings at the peak), ``timeline`` (one row
         per instant, a column for each component) and ``traffic`` (one row per phase,
-        category or component: FLOPs, and bytes read and written).
+        op kind or component: FLOPs, and bytes read and written).
     """
     accounts = list(_find_accounts(collected))
     measured = _Measured(groups)
@@ -109,13 +108,13 @@ def tabulate_books(collected: Collected, groups: Sequence[Group]) -> dict[str, p
 def _find_accounts(collected: Collected) -> Iterator[_Account]:
     for run, result in collected.found:
         memory, compute, io = result.memory, result.compute, result.io
-        # The books of a capacity are of another batch than the experiment's.
+        # The timeline of a capacity is for another batch size than the experiment's.
         if memory and memory.attribution and compute and io and not result.capacity:
             yield _Account(run, result, memory, compute, io)
 
 
 class _Measured:
-    """What was measured of experiments that ran, to be found by those that did not."""
+    """Finds measurements that a recorded or predicted peak can be compared with."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._here = {group.experiment.id: group for group in groups}
@@ -125,7 +124,7 @@ class _Measured:
                 self._elsewhere[_rest(group.experiment)].append(group)
 
     def find(self, experiment: Experiment) -> Group | None:
-        """Find what was measured of this experiment, or of its like on its target."""
+        """Return the measurements of this experiment, or of an equal one on its target's device."""
         if experiment.target is None:
             return self._here[experiment.id]
         alike = self._elsewhere[_rest(experiment)]
@@ -133,7 +132,7 @@ class _Measured:
 
 
 def _rest(experiment: Experiment) -> str:
-    """Spell an experiment but for where it is: what a prediction is joined on."""
+    """Return an experiment as JSON without device and target, to join predictions on."""
     return canonical_json(experiment.model_dump(mode="json", exclude={"device", "target"}))
 
 
@@ -145,7 +144,7 @@ def _ran_on_target(group: Group, experiment: Experiment) -> bool:
 
 
 def _target_of(experiment: Experiment) -> Target | None:
-    """Look up what a target is; None for this machine, and where there is no target."""
+    """Return an experiment's target; None for this machine, and where there is no target."""
     target = experiment.target
     if isinstance(target, str):
         found: Target | None = registry.load("targets", target)
@@ -161,9 +160,9 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
     if attribution.allocator_peak_bytes is None:
         group = measured.find(experiment)
         known = group is not None and group.peaks.kind == "allocated"
-        attribution = close_books(
+        attribution = reconcile(
             experiment,
-            attribution.ledger_peak_bytes,
+            attribution.timeline_peak_bytes,
             int(median(group.peaks.sizes)) if group is not None and known else None,
             attribution.evidence,
         )
@@ -175,7 +174,7 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
         | {
             "parameters_total": one.result.model and one.result.model.parameters_total,
             "target_memory_bytes": target and int(target.memory_bytes),
-            "peak_bytes": attribution.ledger_peak_bytes,
+            "peak_bytes": attribution.timeline_peak_bytes,
             "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
             "phase": at_peak.phase,
             "module": at_peak.module,
@@ -185,9 +184,7 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
             "gap_bytes": attribution.gap_bytes,
             "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),
             "valid": attribution.valid,
-            "reason": "nothing was measured to compare with"
-            if allocator is None
-            else attribution.reason,
+            "reason": "no measurement to compare with" if allocator is None else attribution.reason,
         }
         | {f"by_{kind}_bytes": size for kind, size in attribution.evidence.items()}
     )
@@ -224,7 +221,7 @@ def _cost_row(one: _Account, measured: _Measured, ceilings: Sequence[Ceilings]) 
 
 
 def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | None:
-    """Say why MFU is null, if it is."""
+    """Return why MFU is null; None if it is not."""
     if step_s is None:
         return NOT_TIMED
     if compute.model_flops is None:
@@ -263,7 +260,7 @@ def _traffic_rows(accounts: Iterable[_Account]) -> Rows:
     for one in accounts:
         by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
             "phase": (one.compute.flops_by_phase, one.io.by_phase),
-            "category": ({}, one.io.by_category),
+            "op_kind": ({}, one.io.by_op_kind),
             "component": (one.compute.flops_by_component, one.io.by_component),
         }
         for kind, (flops, moved) in by.items():

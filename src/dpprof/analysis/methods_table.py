@@ -1,4 +1,4 @@
-"""The table ``methods``: what each method costs over standard, over all settings."""
+"""The table ``methods``: the cost of each method relative to standard, over all settings."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ _COLUMNS = [
 
 
 def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
-    """Reduce ratios over settings: how many are known, their median, smallest and largest.
+    """Return one row per method: how many ratios are known, their median, smallest and largest.
 
-    Ratios of resident memory count only where the allocator's peak is known nowhere. A method is
-    verified where it is in every experiment, and failed where it failed in one.
+    Ratios of resident memory count only if no experiment has an allocator's peak. A method counts
+    as verified if it is in every experiment, and as failed if it failed in one.
 
     Args:
         experiments: The table ``experiments``.

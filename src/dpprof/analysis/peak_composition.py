@@ -1,4 +1,4 @@
-"""Whose books stand for an experiment, and who owned what at its peak."""
+"""Which run represents an experiment's memory, and which owners held memory at its peak."""
 
 from collections.abc import Mapping
 
@@ -7,25 +7,25 @@ import pandas as pd
 from dpprof.analysis.frames import RUN_KEY
 from dpprof.records.result import COMPONENTS
 
-KEEPERS = ("ledger", "estimate")
-"""The instruments whose books are of the experiment itself, the one to prefer first."""
+RECORDERS = ("memory", "estimate")
+"""The instruments that record the experiment's own memory timeline, the preferred one first."""
 
 
 def choose(runs: pd.DataFrame) -> pd.DataFrame:
-    """Keep one run for each experiment: its first ledger, or else its first estimate.
+    """Return one run per experiment: its first recorded one, or else its first estimate.
 
     Args:
-        runs: A table with a row for each run that kept books.
+        runs: A table with one row per run that recorded or estimated memory.
     """
-    rank = runs["instrument"].map({name: rank for rank, name in enumerate(KEEPERS)}).dropna()
+    rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
     return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
 
 
 def compose(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Join the peaks of the chosen runs with their owners: a column for each component, in bytes.
+    """Return the peaks of the chosen runs, with the bytes of each component as a column.
 
     Args:
-        tables: Of these, ``peaks`` and ``owners``.
+        tables: The tables; uses ``peaks`` and ``owners``.
     """
     owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
     by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
@@ -33,7 +33,7 @@ def compose(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
-    """Say what must fit: the peak of the steady state, or of the first step where that is higher.
+    """Return the bytes that must fit: the higher of the steady-state and the first step's peak.
 
     Args:
         peaks: Rows of the table ``peaks``.

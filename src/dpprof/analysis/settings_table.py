@@ -1,7 +1,7 @@
-"""The table ``settings``: which private method needs least memory, which is fastest, and where.
+"""The table ``settings``: which private method needs least memory and which is fastest, by setting.
 
-A setting is everything but the method and its privacy parameters: a model, a batch, a
-sequence length, and what else an experiment says.
+A setting is everything in an experiment except the method and its privacy parameters: the model,
+the batch size, the sequence length, and so on.
 """
 
 from collections import defaultdict
@@ -35,11 +35,11 @@ _COLUMNS = [
 
 
 def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
-    """Compare the private methods of every setting in which one succeeded.
+    """Return one row per setting in which a private method succeeded.
 
-    ``smallest`` and ``fastest`` go by medians over processes; ``not_slower`` names the
-    methods whose step time was not found to differ from the fastest one's; that nothing was
-    replicated says ``noise_known``. Ratios are to ``standard``.
+    ``smallest`` and ``fastest`` compare medians over processes. ``not_slower`` names the methods
+    whose step time does not detectably differ from the fastest one's. ``noise_known`` is false
+    where nothing was replicated. Ratios are to ``standard``.
 
     Args:
         groups: The experiments of a config.

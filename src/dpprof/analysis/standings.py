@@ -1,4 +1,4 @@
-"""What verdicts say about the methods of experiments."""
+"""Verification standings: the verdicts on the methods of experiments."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -13,15 +13,15 @@ from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import is_other_mechanism
 
 DAGGER = "\N{DAGGER}"
-"""Marks what is not verified, wherever a method is named beside its numbers."""
+"""Marks methods that are not verified, wherever their numbers are shown."""
 
 DOUBLE_DAGGER = "\N{DOUBLE DAGGER}"
-"""Marks what is private by another mechanism than flat clipping, likewise."""
+"""Marks methods that are private by another mechanism than flat clipping."""
 
 Marks = Mapping[str, Collection[str]]
-"""From signs to the methods that bear them."""
+"""Maps each sign to the methods that bear it."""
 
-UNKNOWN = Standing(None, "there is no verdict on it yet")
+UNKNOWN = Standing(None, "it has no verdict yet")
 _COLUMNS = ["model", "attention", "method", *Standing._fields]
 
 
@@ -31,14 +31,14 @@ def read_standings(
     digest_of: Callable[[str, str], str | None],
     damaged: list[ResultError] | None = None,
 ) -> dict[str, Standing]:
-    """Look up the verdict on every experiment's method; by the experiment's id.
+    """Return the standing of every experiment's method, by the experiment's id.
 
     Args:
         root: The folder that holds ``results``.
-        experiments: Whose methods.
-        digest_of: From a model and a method to the digest of the present code; None where that is
-            not known. A verdict on other code says nothing of the present one.
-        damaged: Where given, what is wrong with verdicts is noted there and not raised.
+        experiments: The experiments.
+        digest_of: Returns the digest of the present code for a model and a method; None where
+            unknown. A verdict on other code does not count.
+        damaged: If given, errors of verdict files are appended to it and not raised.
 
     Raises:
         ResultError: A verdict is cut, edited, of another version, or about others.
@@ -54,7 +54,7 @@ def read_standings(
                 if damaged is None:
                     raise
                 damaged.append(error)
-                known[key] = Standing(None, f"the verdict on it {error.problem}")
+                known[key] = Standing(None, f"its verdict file {error.problem}")
         standings[experiment.id] = known[key]
     return standings
 
@@ -65,14 +65,14 @@ def _read(root: Path, model: str, method: str, attention: str, digest: str | Non
     except FileNotFoundError:
         return UNKNOWN
     if digest not in (None, verdict.code_digest):
-        return Standing(None, "the verdict on it is about other code than the present")
+        return Standing(None, "its verdict is about other code than the present")
     return verdict.stands_for(attention)
 
 
 def tabulate_verification(
     experiments: Iterable[Experiment], standings: Mapping[str, Standing]
 ) -> pd.DataFrame:
-    """Give one row for each method, model and variant of attention."""
+    """Return one row per method, model and variant of attention."""
     rows = {}
     for experiment in experiments:
         axes = axes_of(experiment)
@@ -84,7 +84,7 @@ def tabulate_verification(
 
 
 def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
-    """Name the methods that are not verified everywhere, each with the reason for one place.
+    """Return the methods that are not verified everywhere, each with one of the reasons.
 
     Args:
         verification: The table ``verification``.
@@ -94,7 +94,7 @@ def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
 
 
 def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
-    """Name the methods that are private in another way than by flat clipping, each with its own.
+    """Return the methods that use another mechanism than flat clipping, with that mechanism.
 
     Args:
         verification: The table ``verification``.
@@ -104,7 +104,7 @@ def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
 
 
 def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
-    """Name the ways in which guarantees were seen to be lost, each with the methods.
+    """Return the ways in which guarantees were lost, each with the methods concerned.
 
     Args:
         verification: The table ``verification``.
@@ -118,7 +118,7 @@ def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def find_marks(verification: pd.DataFrame) -> Marks:
-    """Say which methods bear which sign beside their numbers.
+    """Return the methods that bear each sign.
 
     Args:
         verification: The table ``verification``.
@@ -130,5 +130,5 @@ def find_marks(verification: pd.DataFrame) -> Marks:
 
 
 def sign(name: str, marks: Marks) -> str:
-    """Give the signs that a method bears; empty for most."""
+    """Return the signs that a method bears; empty for most."""
     return "".join(one for one, methods in marks.items() if name in methods)

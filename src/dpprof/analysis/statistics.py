@@ -1,8 +1,8 @@
-"""What can be said from a few processes: medians, intervals, and whether two differ.
+"""Statistics over a few processes: medians, intervals, and tests for a difference.
 
-The unit is a process, which one number stands for (the median of its steps). Steps of one
-process are no independent samples: what a process got of memory layout, clocks and
-neighbours, all its steps share. So everything here resamples processes.
+The unit is a process. One number represents it: the median of its steps. Steps of one process are
+not independent samples, because they share its memory layout, clocks and load from other
+processes. So everything here resamples processes.
 """
 
 import math
@@ -16,7 +16,7 @@ from scipy import stats
 CONFIDENCE = 0.95
 _RESAMPLES = 2_000
 _SEED = 0
-"""Resampling is random, a report must not be: the same numbers give the same interval."""
+"""A fixed seed for resampling, so that the same numbers give the same interval."""
 
 NO_DIFFERENCE = "no difference detected"
 
@@ -29,27 +29,27 @@ class Interval(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two groups of processes, one over the other."""
+    """The ratio of two groups of processes."""
 
     ratio: float
     interval: Interval | None
-    """Bootstrap interval of the ratio; None where a group is of one process."""
+    """Bootstrap interval of the ratio; None where a group has one process."""
 
     p_value: float | None
-    """Mann-Whitney, two-sided; None where a group is of one process."""
+    """Two-sided Mann-Whitney p-value; None where a group has one process."""
 
     floor: float | None
-    """By how much, as a share, the ratio must differ from 1 to count; None if unknown."""
+    """The noise floor, as a share: how far from 1 the ratio must be to count; None if unknown."""
 
     verdict: str | None
-    """``larger``, ``smaller``, ``no difference detected``; None if nothing can be said."""
+    """``larger``, ``smaller`` or ``no difference detected``; None if the noise is unknown."""
 
 
 def median_interval(values: Sequence[float]) -> Interval | None:
-    """Bootstrap the median over processes (percentile method, 95 %).
+    """Return the bootstrap interval of the median over processes (percentile method, 95 %).
 
-    Up to five processes this is their range, which covers the true median with the
-    probability of ``attainable_coverage`` at most. None for fewer than two.
+    For up to five processes this is their range. It covers the true median with a probability of
+    at most ``attainable_coverage``. None for fewer than two processes.
     """
     if len(values) < 2:  # noqa: PLR2004 (one value has no spread)
         return None
@@ -57,9 +57,9 @@ def median_interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(values: Sequence[float], base: Sequence[float]) -> Interval | None:
-    """Bootstrap the ratio of two medians over processes (percentile method, 95 %).
+    """Return the bootstrap interval of the ratio of two medians (percentile method, 95 %).
 
-    None where a side is of one process, whose spread is unknown.
+    None where a side has one process, because its spread is unknown.
     """
     if min(len(values), len(base)) < 2:  # noqa: PLR2004 (one value has no spread)
         return None
@@ -70,29 +70,29 @@ def ratio_interval(values: Sequence[float], base: Sequence[float]) -> Interval |
 
 
 def attainable_coverage(count: int) -> float:
-    """Return how probably the range of so many processes covers the true median.
+    """Return the probability that the range of ``count`` processes covers the true median.
 
-    ``1 - 2^(1 - n)``: it does not only if all lie on one side. No interval from these
-    processes alone does better: 75 % from three, 94 % from five.
+    It is ``1 - 2^(1 - n)``: the range misses the median only if all processes lie on one side of
+    it. No interval from these processes does better: 75 % from three, 94 % from five.
     """
     return 1 - 2.0 ** (1 - count)
 
 
 def mann_whitney(values: Sequence[float], base: Sequence[float]) -> float:
-    """Return the two-sided p-value of the Mann-Whitney U test; exact up to eight a side."""
+    """Return the two-sided p-value of the Mann-Whitney U test; exact up to eight values a side."""
     return float(stats.mannwhitneyu(values, base, alternative="two-sided").pvalue)
 
 
 def noise_floor(groups: Iterable[Sequence[float]], counts: tuple[int, int]) -> float | None:
-    """Say how far from 1 the ratio of two medians lies although nothing differs (A/A).
+    """Return the noise floor: how far the ratio of two medians lies from 1 by noise alone (A/A).
 
-    Processes of the same group differ by noise alone, and so do logarithms of two of
-    them: by noise of twice the variance. Groups of ``counts`` processes are drawn from
-    such differences, and the floor is what 95 % of their ratios stay within.
+    Processes of one group differ by noise only. The difference of two of their logarithms has
+    twice the variance of the noise. Groups of ``counts`` processes are drawn from such
+    differences. 95 % of their ratios lie within the floor.
 
     Args:
-        groups: Numbers per process, a group for each experiment; comparable in noise.
-        counts: How many processes the two sides of the comparison have.
+        groups: One number per process, one group per experiment; groups of similar noise.
+        counts: The numbers of processes on the two sides of the comparison.
 
     Returns:
         A share, such as 0.03 for 3 %; None where no group has two processes.
@@ -109,15 +109,15 @@ def noise_floor(groups: Iterable[Sequence[float]], counts: tuple[int, int]) -> f
 
 
 def compare(values: Sequence[float], base: Sequence[float], floor: float | None) -> Comparison:
-    """Compare two groups of processes, and say only what the noise lets one say.
+    """Compare two groups of processes, with regard to the noise.
 
-    A difference is one that exceeds the noise floor and, where the groups are large
-    enough for the test to reach it, has a Mann-Whitney p-value below 5 %.
+    A difference counts if it exceeds the noise floor and has a Mann-Whitney p-value below 5 %. The
+    p-value counts only where the groups are large enough to reach 5 %.
 
     Args:
         values: One positive number per process.
-        base: The same of what it is compared with.
-        floor: What ``noise_floor`` returned for groups of these sizes.
+        base: The same for the baseline.
+        floor: The result of ``noise_floor`` for groups of these sizes.
     """
     ratio = float(np.median(values) / np.median(base))
     test = min(len(values), len(base)) > 1

@@ -1,4 +1,4 @@
-"""Tidy tables: one row per run, step, phase, snapshot ...; bytes and seconds throughout."""
+"""Tidy tables: one row per run, step, phase, snapshot ...; all in bytes and seconds."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,9 +12,9 @@ from dpprof.analysis.experiments_table import tabulate_experiments
 from dpprof.analysis.findings import find
 from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.groups import Noise, group_runs
-from dpprof.analysis.instrument_overhead import tabulate_observers
+from dpprof.analysis.instrument_overhead import tabulate_instrument_overhead
 from dpprof.analysis.kernel_tables import tabulate_kernels
-from dpprof.analysis.memory_tables import tabulate_books
+from dpprof.analysis.memory_tables import tabulate_memory
 from dpprof.analysis.methods_table import tabulate_methods
 from dpprof.analysis.settings_table import tabulate_settings
 from dpprof.analysis.standings import tabulate_verification
@@ -25,26 +25,11 @@ Rows = Iterable[dict[str, Any]]
 
 
 def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Build every table, by file stem.
-
-    Returns:
-        ``runs`` (one row per experiment, instrument and replicate), ``experiments`` (one
-        row per experiment, over its processes), ``settings`` (one row per setting in which
-        methods compete), ``methods`` and ``outcomes`` (one row per method),
-        ``steps`` (one row per step, warm-up included), ``phases`` (one row per phase of a
-        run), ``snapshots`` (one row per named snapshot), ``components`` (one row per
-        component of a snapshot), the tables of ``books`` (peaks, costs, owners, holdings,
-        timeline, traffic) and of ``kernels`` (kernels, traces), ``observer`` (one row per
-        experiment and instrument), ``advice`` (one row per method, for each setting whose
-        capacity was asked for), ``samplers`` (one row per type of layer), ``verification``
-        (one row per method, model and variant of attention), ``ceilings`` (one row per figure
-        of a device that runs are on), ``findings`` (one row per thing to know before believing
-        the numbers) and ``missing`` (one row per run without a result that can be trusted).
-    """
+    """Return every table, by file stem; ``table_names.TABLES`` lists them."""
     groups = group_runs(collected)
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise, collected.standings)
-    books, kernels = tabulate_books(collected, groups), tabulate_kernels(collected)
+    recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
     return {
         "runs": make_frame(
             (_run_row(run, result, collected) for run, result in collected.found), _RUN_COLUMNS
@@ -64,16 +49,16 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         "components": make_frame(
             _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
         ),
-        **books,
+        **recorded,
         **kernels,
-        "observer": tabulate_observers(groups),
+        "instrument_overhead": tabulate_instrument_overhead(groups),
         "advice": tabulate_advice(collected),
         "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
         "verification": tabulate_verification(
             (group.experiment for group in groups), collected.standings
         ),
         "ceilings": tabulate_ceilings(collected.ceilings),
-        "findings": find(collected, books["peaks"], books["costs"], kernels["kernels"]),
+        "findings": find(collected, recorded["peaks"], recorded["costs"], kernels["kernels"]),
         "missing": make_frame(
             (
                 key_of(run) | {"method": run.method, "reason": reason}
@@ -166,7 +151,7 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
 
 
 def _fragmentation(memory: Memory) -> float | None:
-    """Return the share of the peak reserved that the peak allocated left unused."""
+    """Return the share of the peak reserved memory that the peak allocated memory leaves unused."""
     allocated, reserved = memory.peak_allocated_bytes, memory.peak_reserved_bytes
     return 1 - allocated / reserved if allocated is not None and reserved else None
 
@@ -214,7 +199,7 @@ def _sampler_rows(collected: Collected) -> Rows:
 
 
 def _outcomes(collected: Collected) -> pd.DataFrame:
-    """Count outcomes per method; the success rate is over the runs that have a result."""
+    """Return outcome counts per method; the success rate covers the runs that have a result."""
     counts = pd.DataFrame(
         [(run.method, result.outcome) for run, result in collected.found],
         columns=pd.Index(["method", "outcome"]),

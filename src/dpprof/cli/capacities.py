@@ -1,4 +1,4 @@
-"""The capacity of several methods at once: one process each, as many as there are cores."""
+"""Finds the capacity of several methods at once: one process each, as many as there are cores."""
 
 import argparse
 import os
@@ -22,21 +22,19 @@ _FINAL = ("ok", "oom", "unsupported")
 
 
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say whose capacity is asked for."""
+    """Add the options that select the experiments whose capacity to find."""
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
     parser.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="the methods (default: all that there are)"
+        "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
     )
     parser.add_argument(
-        "--json", type=path, metavar="FILE", help="write what was found there, for programs"
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="do not use what results/capacity already tells"
+        "--again", action="store_true", help="ignore existing results in results/capacity"
     )
     add_experiment_options(parser, leave_out=("method", "batch_size"))
 
 
 def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
-    """Turn parsed options into one experiment a method.
+    """Return one experiment per method from parsed options.
 
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.
@@ -55,13 +53,13 @@ def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
 def find_capacities(
     experiments: Sequence[Experiment], root: Path, *, again: bool, tell: Callable[[Result], None]
 ) -> list[Result]:
-    """Find the capacity of each experiment, or take it from results that are still good.
+    """Find the capacity of each experiment, or read it from results that are still valid.
 
     Args:
-        experiments: Whose capacity; their batch size does not matter.
-        root: The folder that holds ``results``; every result is kept there.
-        again: Whether to find anew what is known already.
-        tell: Called with each result as it is there.
+        experiments: The experiments; their batch size does not matter.
+        root: The folder that holds ``results``, where every result is stored.
+        again: Whether to ignore existing results.
+        tell: Called with each result as soon as it exists.
     """
 
     def find(experiment: Experiment) -> Result:
@@ -76,7 +74,7 @@ def find_capacities(
     try:
         return list(pool.map(find, experiments))
     except KeyboardInterrupt:
-        # The workers die with this process; waiting for them first would be no interruption.
+        # The workers die with this process, so an interruption need not wait for them.
         os._exit(130)
 
 

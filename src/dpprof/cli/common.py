@@ -1,4 +1,4 @@
-"""What every script has in common: its parser, its paths, and how it ends when it cannot go on."""
+"""What all scripts share: the parser, path options, and the error message at the end."""
 
 import argparse
 import contextlib
@@ -13,15 +13,15 @@ from dpprof.system.console import fail, printable, shorten_lines
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints escape and cut what was given; argparse repeats it as it is."""
+    """A parser whose error messages escape and cut the user's input, unlike argparse's."""
 
     def error(self, message: str) -> NoReturn:
-        """End with the usage and a complaint."""
+        """End the process with the usage and an error message."""
         super().error(shorten_lines(printable(message)))
 
 
 def path(text: str) -> Path:
-    """Read a path; the empty one would be the working folder."""
+    """Return a path; refuse an empty one, which would be the working folder."""
     if not text:
         raise argparse.ArgumentTypeError("'' is not allowed; it must be a path")
     return Path(text)
@@ -34,7 +34,7 @@ def add_log_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 @contextlib.contextmanager
 def ending_in_a_sentence() -> Iterator[None]:
-    """End the script with one sentence where what it was given, or a file, is the problem."""
+    """End the script with one sentence where its input or a file causes an error."""
     try:
         yield
     except (InputError, ResultError, EntryPointError, OSError) as error:

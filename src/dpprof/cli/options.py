@@ -1,4 +1,4 @@
-"""An experiment from command-line options: one option for every field, no more to keep in step."""
+"""Reads an experiment from command-line options, one for every field."""
 
 import argparse
 import itertools
@@ -28,13 +28,13 @@ def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container
 
 
 def read_experiment(arguments: argparse.Namespace) -> Experiment:
-    """Turn parsed options, or the spec file that ``--spec`` names, into an experiment.
+    """Return the experiment of parsed options, or of the spec file that ``--spec`` names.
 
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.
         OSError: The spec file cannot be read.
     """
-    fields = _read_given(arguments)
+    fields = read_given(arguments)
     if arguments.spec is not None:
         if fields:
             options = ", ".join(map(option_name, fields))
@@ -43,13 +43,14 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
     return make_experiment(fields)
 
 
-def _read_given(arguments: argparse.Namespace) -> dict[str, Any]:
+def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of an experiment that were given as options."""
     given = {name: getattr(arguments, name, None) for name in Experiment.model_fields}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[Experiment]:
-    """Turn parsed options into every combination of it with the values of other fields.
+    """Return the experiment of parsed options in every combination of the values of other fields.
 
     Args:
         arguments: The parsed options.
@@ -58,7 +59,7 @@ def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[E
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.
     """
-    given = _read_given(arguments)
+    given = read_given(arguments)
     combinations = itertools.product(*axis.values())
     return [
         make_experiment(given | dict(zip(axis, values, strict=True))) for values in combinations
@@ -66,7 +67,7 @@ def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[E
 
 
 def make_experiment(fields: dict[str, Any]) -> Experiment:
-    """Make an experiment of what was given as options.
+    """Return an experiment from the fields given as options.
 
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.

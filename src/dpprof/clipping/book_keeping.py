@@ -15,18 +15,33 @@ too, until its backward is over.
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.engine import Clipping, Enter, weigh
 
 
 class BookKeeping(Clipping):
-    """One backward pass."""
+    """Flat clipping in one backward pass.
+
+    Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
+
+    Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
+    sensitivity ``max_grad_norm`` under adding or removing one sample.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> clipping = BookKeeping(model, max_grad_norm=0.5)
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))  # each gradient is (1, 1, 1)
+        >>> round(float(model.weight.grad.norm()), 4)  # two of norm 0.5, in one direction
+        1.0
+    """
 
     keeps = True
 
     def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
         super().__init__(model, max_grad_norm)
-        self._kept: list[tuple[nn.Parameter, Share]] = []
+        self._kept: list[tuple[nn.Parameter, Contribution]] = []
 
     def _clip(self, losses: Tensor, enter: Enter) -> None:
         try:
@@ -40,5 +55,5 @@ class BookKeeping(Clipping):
         finally:
             self._kept.clear()
 
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
-        self._kept.append((parameter, share))
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        self._kept.append((parameter, contribution))

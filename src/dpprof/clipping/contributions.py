@@ -149,10 +149,10 @@ class Whole(NamedTuple):
 Made = Shift | Scale | Whole
 """What is small for each sample, or has no other form: gradients are made of it."""
 
-Share = Product | Lookup | Made
+Contribution = Product | Lookup | Made
 
 
-def leave_out(share: "Share", left_out_B: Tensor) -> "Share":
+def leave_out(contribution: "Contribution", left_out_B: Tensor) -> "Contribution":
     """Put zeros where samples are that must add nothing, whatever they hold: 0 times NaN is NaN."""
 
     def fill(part: Tensor) -> Tensor:
@@ -160,13 +160,13 @@ def leave_out(share: "Share", left_out_B: Tensor) -> "Share":
 
     numbers: dict[str, Any] = {
         name: fill(part)
-        for name, part in share._asdict().items()
+        for name, part in contribution._asdict().items()
         if isinstance(part, Tensor) and part.is_floating_point()
     }
-    return share._replace(**numbers)
+    return contribution._replace(**numbers)
 
 
-def merge(shares: Sequence[Share]) -> list[Share] | None:
+def merge(contributions: Sequence[Contribution]) -> list[Contribution] | None:
     """Combine what several uses of one parameter add.
 
     Uses of a matrix, and of a table, are as one use by all their tokens; what has no such
@@ -175,13 +175,13 @@ def merge(shares: Sequence[Share]) -> list[Share] | None:
     Returns:
         A share for each kind of use; None where one cannot be combined with another.
     """
-    products = [share for share in shares if isinstance(share, Product)]
-    lookups = [share for share in shares if isinstance(share, Lookup)]
-    others = [share for share in shares if isinstance(share, Made)]
+    products = [contribution for contribution in contributions if isinstance(contribution, Product)]
+    lookups = [contribution for contribution in contributions if isinstance(contribution, Lookup)]
+    others = [contribution for contribution in contributions if isinstance(contribution, Made)]
     transposed = {product.transposed for product in products}
     if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
         return None
-    merged: list[Share] = []
+    merged: list[Contribution] = []
     if products:
         x, g = _join(p.x_BTd for p in products), _join(p.g_BTp for p in products)
         merged.append(Product(x, g, products[0].transposed))

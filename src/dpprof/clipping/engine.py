@@ -20,37 +20,38 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.check import Checked, Losses, check
-from dpprof.clipping.contributions import Lookup, Made, Product, Share, Whole, leave_out, merge
+from dpprof.clipping.contributions import (
+    Contribution,
+    Lookup,
+    Made,
+    Product,
+    Whole,
+    leave_out,
+    merge,
+)
 from dpprof.clipping.coverage import Coverage, refuse_data_parallel, refuse_wrapper, trained_in
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.in_place import put_back, put_in_place, resting
 from dpprof.clipping.layers import Added, Forward, count_uses, find_rule, refuse_mixing
 from dpprof.clipping.sums import bound_of, sum_up
+from dpprof.norms.code_paths import CodePath, Way
 from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
-from dpprof.norms.plan import KEPT, Choice, choose
+from dpprof.norms.plan import Choice, choose
 from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
 from dpprof.norms.table import slotted
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
+from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
 Enter = Callable[[Any], None]
-Watch = Callable[[nn.Module, str, Callable[..., Any], tuple[Any, ...]], Any]
+Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
 HandOver = Callable[[nn.Module, Added], None]
-
-MADE = "sample gradients"
-"""The way of what is small for each sample, or has no other: it is made."""
-
-SUMMED = "sums of rows"
-"""The way of a lookup table."""
-
-CROSSED = "cross terms"
-"""The way of a matrix that is used as a table too."""
 
 
 def _call(
-    _layer: nn.Module, _way: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+    _layer: nn.Module, _way: CodePath, sampler: Callable[..., Any], inputs: tuple[Any, ...]
 ) -> Any:
     return sampler(*inputs)
 
@@ -109,15 +110,23 @@ class Clipping(ABC):
             wrapped for data-parallel training.
         ValueError: C is not positive and finite.
 
-    Formal guarantees: each sample adds at most C to the sum, for any input, whatever is frozen,
-    and nothing where its loss or gradient is not finite; see ``norms.rounding`` for what
-    rounding adds to C. Not guaranteed: that the model handles each sample by itself. What mixes
-    samples outside of the layers, or puts another axis first, cannot be seen here; ``check``
-    finds it.
+    Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
+    (add/remove neighbouring batches): each sample adds at most C, for any input, whatever is
+    frozen; see ``norms.rounding`` for what rounding adds to C. A sample whose loss or gradient is
+    NaN or infinite adds nothing, and is counted in ``nonfinite_samples``; one whose gradient is
+    zero adds zero; a batch without samples leaves no gradient. Not guaranteed: that the model
+    handles each sample by itself. What mixes samples outside of the layers, or puts another axis
+    first, cannot be seen here; ``check`` finds it.
 
     Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping
+        >>> model = torch.nn.Linear(3, 2)
         >>> clipping = BookKeeping(model, max_grad_norm=1.0)
+        >>> losses_B = model(torch.ones(4, 3)).square().sum(1)
         >>> clipping.backward(losses_B)  # in place of losses_B.mean().backward()
+        >>> clipping.sample_norms.shape, clipping.nonfinite_samples
+        (torch.Size([4]), 0)
     """
 
     _why_once = "which reentrant checkpointing hides; checkpoint with use_reentrant=False"
@@ -158,7 +167,7 @@ class Clipping(ABC):
         self._left_out: Tensor | None = None
         self._not_finite: Tensor | None = None
         self._totals = Totals()
-        self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Share]]] = defaultdict(list)
+        self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
         self._settled: set[nn.Parameter] = set()
         runs: list[tuple[nn.Module, Forward]] = []
         for layer in model.modules():
@@ -287,7 +296,11 @@ class Clipping(ABC):
                 "place of loss.backward()"
             )
         # What was frozen after forward is trained no more.
-        trained = [(parameter, share) for parameter, share in added if parameter.requires_grad]
+        trained = [
+            (parameter, contribution)
+            for parameter, contribution in added
+            if parameter.requires_grad
+        ]
         if trained:
             self._hand_over(layer, trained)
 
@@ -350,39 +363,43 @@ class Clipping(ABC):
 
     def _find_norms(self, layer: nn.Module, added: Added) -> None:
         """Add up squared norms; gradients are left to later."""
-        for parameter, share in added:
+        for parameter, contribution in added:
             if self._may_come_again(parameter):
-                self._waiting[parameter].append((layer, share))
+                self._waiting[parameter].append((layer, contribution))
                 continue
             if parameter in self._settled:
                 raise RuntimeError(
                     f"{self.name_of(parameter)} was used more than once, {self._why_once}"
                 )
             self._settled.add(parameter)
-            self._square(layer, parameter, share)
+            self._square(layer, parameter, contribution)
 
     def _may_come_again(self, parameter: nn.Parameter) -> bool:
         return parameter in self._shared or self._uses[parameter] > 1
 
-    def _square(self, layer: nn.Module, parameter: nn.Parameter, share: Share) -> Tensor:
+    def _square(
+        self, layer: nn.Module, parameter: nn.Parameter, contribution: Contribution
+    ) -> Tensor:
         """Find the squared norms of what a share adds, and add them up; (B,)."""
-        self._check(parameter, share)
-        match share:
+        self._check(parameter, contribution)
+        match contribution:
             case Product(x_BTd, g_BTp):
                 B, T, d = x_BTd.shape
                 choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self.keeps)
                 self.plan[self.name_of(parameter)] = choice
-                if choice.way == KEPT:
-                    return self._square_made(layer, KEPT, parameter, share)
+                if choice.way is Way.KEPT:
+                    return self._square_made(layer, Way.KEPT, parameter, contribution)
                 squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
-                rounded = share.is_rounded
+                rounded = contribution.is_rounded
             case Lookup(ids_BT):
                 B, T = ids_BT.shape
-                squares = self._measure(layer, SUMMED, slotted, (ids_BT, share.trained_BTd))
+                squares = self._measure(
+                    layer, Way.SUMMED, slotted, (ids_BT, contribution.trained_BTd)
+                )
                 rounded = False
             case _:
-                return self._square_made(layer, MADE, parameter, share)
-        self._keep(parameter, share)
+                return self._square_made(layer, Way.MADE, parameter, contribution)
+        self._keep(parameter, contribution)
         assert squares.size_B is not None
         spread_B = spread(squares.size_B, B * T, is_rounded=rounded)
         # Rounding can leave a product of Gram matrices a little below zero.
@@ -391,7 +408,7 @@ class Clipping(ABC):
         return found_B
 
     def _measure(
-        self, layer: nn.Module, way: str, function: Callable[..., Squares], inputs: tuple[Any, ...]
+        self, layer: nn.Module, way: Way, function: Callable[..., Squares], inputs: tuple[Any, ...]
     ) -> Squares:
         """Find squared norms, watched, whatever precision the training's own products have."""
         with exact_products():
@@ -399,22 +416,22 @@ class Clipping(ABC):
         return found
 
     def _square_made(
-        self, layer: nn.Module, way: str, parameter: nn.Parameter, share: Product | Made
+        self, layer: nn.Module, way: Way, parameter: nn.Parameter, contribution: Product | Made
     ) -> Tensor:
-        inputs = share[:2] if isinstance(share, Product) else tuple(share)
-        gradients = self.watch(layer, way, share.make, inputs)
+        inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
+        gradients = self.watch(layer, way, contribution.make, inputs)
         self._keep(parameter, Whole(gradients))
         found_B = square(gradients)
         self._add(parameter, found_B)
         return found_B
 
     @abstractmethod
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         """Keep what the weighted sum will be made of, unless that is computed again."""
 
-    def _check(self, parameter: nn.Parameter, share: Share) -> None:
+    def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         assert self._losses is not None
-        first = share[0]
+        first = contribution[0]
         self.computes_in_16_bits |= first.dtype in (torch.bfloat16, torch.float16)
         samples = len(first)
         if samples != len(self._losses):
@@ -436,6 +453,7 @@ class Clipping(ABC):
         self.sample_norms = self._settle_norms()
         return self._scale(self.sample_norms, self.max_grad_norm)
 
+    @allocates("norm_samples")
     def _settle_norms(self) -> Tensor:
         """Tell norms that are not below the true ones but for rounding (``norms.rounding``)."""
         squares_B = self._totals.found_B
@@ -460,28 +478,33 @@ class Clipping(ABC):
             self._not_finite = _either(self._not_finite, self._left_out)
         return factors_B
 
-    def _sum_up(self, parameter: nn.Parameter, share: Share, factors_B: Tensor) -> None:
+    def _sum_up(
+        self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor
+    ) -> None:
         """Add the weighted sum of what a share adds to ``.grad``."""
         if self._left_out is not None:
-            share = leave_out(share, self._left_out)
-        sum_up(parameter, share, factors_B, self.max_grad_norm)
+            contribution = leave_out(contribution, self._left_out)
+        sum_up(parameter, contribution, factors_B, self.max_grad_norm)
 
     def _settle_shared(
-        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Share]]
+        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
     ) -> None:
-        for _, share in uses:
-            self._check(parameter, share)
+        for _, contribution in uses:
+            self._check(parameter, contribution)
         layer = uses[0][0]
-        merged = merge([share for _, share in uses])
+        merged = merge([contribution for _, contribution in uses])
         if merged is None:
             name = self.name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways that do not add up")
-        found = {type(share): self._square(layer, parameter, share) for share in merged}
+        found = {
+            type(contribution): self._square(layer, parameter, contribution)
+            for contribution in merged
+        }
         match merged:
             case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
                 e_BTd = table.trained_BTd
                 crossed = (ids_BT, e_BTd, x_BTd, g_BTp)
-                both = self._measure(layer, CROSSED, inner_product, crossed)
+                both = self._measure(layer, Way.CROSSED, inner_product, crossed)
                 assert both.slack_B is not None
                 T, S = e_BTd.shape[1], x_BTd.shape[1]
                 slack_B = (
@@ -524,6 +547,7 @@ def _refusing_wrappers(run: Forward) -> Forward:
     return forward
 
 
+@allocates("norm_samples")
 def weigh(losses_B: Tensor) -> Tensor:
     """Weights with which losses are differentiated: one each; (B,)."""
     return torch.ones_like(losses_B)

@@ -20,12 +20,13 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
-from dpprof.clipping.contributions import Lookup, Product, Scale, Share, Shift, Whole
+from dpprof.clipping.contributions import Contribution, Lookup, Product, Scale, Shift, Whole
 from dpprof.clipping.in_place import is_in_place
+from dpprof.norms import placement
 from dpprof.spec.registry import UnsupportedError
 
 Forward = Callable[..., Tensor]
-Added = Sequence[tuple[nn.Parameter, Share]]
+Added = Sequence[tuple[nn.Parameter, Contribution]]
 
 
 class Use(Protocol):
@@ -42,14 +43,10 @@ def _tokens(x: Tensor) -> Tensor:
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)  # noqa: PLR2004
 
 
-def is_cuda(x: Tensor) -> bool:
-    """Tell whether a tensor follows CUDA's rules."""
-    return x.is_cuda
-
-
 def _in_norms_precision(x: Tensor) -> Tensor:
     """Turn a normalisation's input into float32 where autocast does: on CUDA."""
-    return x.float() if is_cuda(x) and _autocast_dtype(x) is not None else x
+    casts = placement.follows_cuda_autocast(x) and _autocast_dtype(x) is not None
+    return x.float() if casts else x
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -103,7 +100,7 @@ class _Linear(torch.autograd.Function):
             matrix = ctx.weight.to(g.dtype)
             of_input = g @ (matrix.t() if ctx.transposed else matrix)
         of_tokens = _tokens(g)
-        added: list[tuple[nn.Parameter, Share]] = []
+        added: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
             added.append((ctx.weight, Product(_tokens(x.detach()), of_tokens, ctx.transposed)))
         if ctx.needs_input_grad[2]:
@@ -124,8 +121,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        share = Lookup(ids.flatten(1), _tokens(g), ctx.weight.shape[0], ctx.padding)
-        ctx.use.hand_over([(ctx.weight, share)])
+        contribution = Lookup(ids.flatten(1), _tokens(g), ctx.weight.shape[0], ctx.padding)
+        ctx.use.hand_over([(ctx.weight, contribution)])
         return None, None, None, None
 
 
@@ -158,7 +155,7 @@ class _LayerNorm(torch.autograd.Function):
             )[0]
         axes = len(ctx.shape)
         flat = [_tokens(t.flatten(-axes)) for t in (x.detach(), mean, rstd, g)]
-        added: list[tuple[nn.Parameter, Share]] = []
+        added: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
             added.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3])))
         if ctx.needs_input_grad[2]:

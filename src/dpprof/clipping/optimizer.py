@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.sums import bound_of
+from dpprof.records.births import allocates
 
 _HOOK = "_refuses_without_noise"
 
@@ -43,14 +44,23 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
     clipped; where no batch or more than one was clipped since the last step, which the accountant
     would take for one; where the bound changed in between. The model is unchanged then.
 
+    Cost: one tensor of noise at a time, of the parameter's size, beside the gradients; a pass over
+    memory to draw it and one to add it.
+
     Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping, NoisyOptimizer
+        >>> model = torch.nn.Linear(3, 1)
         >>> clipping = BookKeeping(model, max_grad_norm=1.0)
         >>> optimizer = NoisyOptimizer(
-        ...     SGD(model.parameters(), lr=0.1),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
         ...     clipping,
         ...     noise_multiplier=1.0,
-        ...     expected_batch_size=64,
+        ...     expected_batch_size=2,
         ... )
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
 
     def __init__(
@@ -211,6 +221,7 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._is_noised = False
 
 
+@allocates("noise")
 def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise of a tensor's shape, dtype and device."""
     return torch.normal(

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, Totals, weigh
 from dpprof.clipping.layers import Added
@@ -26,13 +26,27 @@ from dpprof.spec.registry import UnsupportedError
 
 
 class PerLayerClipping(Clipping):
-    """One backward pass, each layer clipped by itself.
+    """Per-layer clipping in one backward pass: another mechanism than flat clipping.
 
-    ``sample_norms`` are (B, L), layers in the order in which backward came to them. A layer's share
-    that is not finite adds nothing; where the loss is not finite, no layer's does.
+    Each of the L layers that are trained has the bound C / sqrt(L). ``sample_norms`` are (B, L),
+    layers in the order in which backward came to them. What a layer would add is left out where it
+    is not finite; where the loss is not finite, nothing of that sample is added. Arguments and
+    other errors: ``Clipping``.
 
     Raises:
         UnsupportedError: A parameter belongs to two layers.
+
+    Formal guarantees: the sum over all layers has L2 sensitivity C = ``max_grad_norm`` under adding
+    or removing one sample. The clipped gradient points elsewhere than that of flat clipping.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import PerLayerClipping
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        >>> clipping = PerLayerClipping(model, max_grad_norm=1.0)
+        >>> clipping.backward(model(torch.ones(4, 3)).squeeze(1))
+        >>> clipping.sample_norms.shape  # 4 samples, 2 layers
+        torch.Size([4, 2])
     """
 
     keeps = True
@@ -45,7 +59,7 @@ class PerLayerClipping(Clipping):
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
         self._layer_count = len(self._layers)
-        self._of_layer: dict[nn.Parameter, Share] = {}
+        self._of_layer: dict[nn.Parameter, Contribution] = {}
         self._norms: list[Tensor] = []
 
     @property
@@ -71,8 +85,8 @@ class PerLayerClipping(Clipping):
             self._norms.clear()
             self._of_layer.clear()
 
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
-        self._of_layer[parameter] = share
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        self._of_layer[parameter] = contribution
 
     def _may_come_again(self, _parameter: nn.Parameter) -> bool:
         return False

@@ -7,7 +7,7 @@ clipped sum, so each sum is marked with its version and with the bound that it w
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 
 _MARK = "_clipped"
 
@@ -24,9 +24,11 @@ def bound_of(gradient: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def sum_up(parameter: nn.Parameter, share: Share, factors_B: Tensor, bound: float) -> None:
+def sum_up(
+    parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor, bound: float
+) -> None:
     """Add the weighted sum of what a share adds to ``.grad``."""
-    found = share.sum(factors_B.to(share[0].device))
+    found = contribution.sum(factors_B.to(contribution[0].device))
     gradient = found.view_as(parameter).to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient

@@ -18,13 +18,28 @@ gradient, whichever is narrower.
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Share
+from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.engine import Clipping, Enter, weigh
 from dpprof.clipping.layers import Added
 
 
 class FlashClipping(Clipping):
-    """Two backward passes, nothing kept but the graph."""
+    """Flat clipping in two backward passes, nothing kept but the graph.
+
+    Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
+
+    Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
+    sensitivity ``max_grad_norm`` under adding or removing one sample.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import FlashClipping
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> clipping = FlashClipping(model, max_grad_norm=0.5)
+        >>> clipping.backward(model(torch.ones(2, 3)).squeeze(1))  # each gradient is (1, 1, 1)
+        >>> round(float(model.weight.grad.norm()), 4)  # two of norm 0.5, in one direction
+        1.0
+    """
 
     def _clip(self, losses: Tensor, enter: Enter) -> None:
         enter("backward")
@@ -34,12 +49,12 @@ class FlashClipping(Clipping):
         factors_B = self._settle()
 
         def add_up(_layer: nn.Module, added: Added) -> None:
-            for parameter, share in added:
-                self._sum_up(parameter, share, factors_B)
+            for parameter, contribution in added:
+                self._sum_up(parameter, contribution, factors_B)
 
         enter("second_backward")
         with self._handing_over(add_up):
             torch.autograd.backward(losses, weigh(losses))
 
-    def _keep(self, parameter: nn.Parameter, share: Share) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         pass

@@ -1,1 +1,1 @@
-"""Pictures of tables: each module draws one figure and says what question it answers."""
+"""Figures drawn from tables: each module's docstring states the question it answers."""

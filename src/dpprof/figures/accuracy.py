@@ -1,4 +1,4 @@
-"""How far are the books from what the allocator counts?"""
+"""How far is the recorded peak from the allocator's?"""
 
 import math
 from collections.abc import Mapping
@@ -10,28 +10,30 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from dpprof.analysis.frames import BASELINE
-from dpprof.analysis.peak_composition import KEEPERS
+from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
 _MIB = 2**20
 _TICKS = ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,))
-"""Within a decade, two, or more."""
+"""Tick positions for a range within one decade, two decades, or more."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """How much higher than the allocator's peak the books' is; on the line it is the same.
+    """Recorded minus allocator's peak, in percent of the latter, over the allocator's peak.
 
-    A full mark is a ledger, an empty one an estimate, for which nothing ran. The allocator's peak
-    is from another process. Grey reaches as far as a gap may go before books count as open. A
-    mark below the line says that the allocator held more.
+    Filled marks are recorded peaks, empty ones are estimated without a run. On the line both peaks
+    are equal; below it the allocator held more. A gap outside the grey bar is a finding. The
+    allocator's peak is from another process.
 
     Args:
-        tables: Of these, ``peaks``.
+        tables: The tables; uses ``peaks``.
     """
     peaks = tables["peaks"]
-    known = peaks[peaks["instrument"].isin(KEEPERS)].dropna(subset=["allocator_peak_bytes"])
+    known = peaks[peaks["instrument"].isin(RECORDERS)].dropna(subset=["allocator_peak_bytes"])
     if known.empty:
-        raise NothingToDrawError("no peak of a ledger or an estimate could be compared")
+        raise NothingToDrawError(
+            "no recorded or estimated peak has an allocator's peak to compare with"
+        )
     columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]
     allocator, bound, gap = (known[name].astype(float) for name in columns)
     figure, axes = new_figure(row_inches=3.2)
@@ -51,11 +53,11 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axis.xaxis.set_major_locator(LogLocator(subs=_TICKS[min(int(decades), 2)]))
     axis.xaxis.set_major_formatter("{x:,g}")
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("peak of the allocator (MiB)")
-    axis.set_ylabel("books above the allocator (%)")
+    axis.set_xlabel("allocator's peak (MiB)")
+    axis.set_ylabel("recorded minus allocator's peak (%)")
     axis.margins(0.1)
     handles = [
-        Line2D([], [], label=name, linestyle="", **_style("ledger", name))
+        Line2D([], [], label=name, linestyle="", **_style("memory", name))
         for name in sort_methods(known["method"])
     ]
     handles += [
@@ -68,9 +70,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _style(instrument: str, method: str) -> dict[str, Any]:
-    """Let an estimate's mark be empty and so large that a ledger's of the same peak fits in."""
+    """Return a mark's style; an estimate's mark is empty and larger than a recorded one."""
     style = method_style(method)
-    if instrument == "ledger":
+    if instrument == "memory":
         return style | {"markersize": 4}
     empty = {"fillstyle": "none", "markeredgecolor": style["color"], "markeredgewidth": 0.9}
     return style | empty | {"markersize": 8}

@@ -1,4 +1,4 @@
-"""Stacked bars, one a method, drawn alike in every figure."""
+"""Stacked bars, one per method, with the same look in every figure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +12,18 @@ from dpprof.figures.panels import Panels
 from dpprof.figures.style import HATCHES, PAGE_INCHES
 
 VISIBLE = 0.005
-"""A part of less than this share of the longest bar is no more than a line."""
+"""A part below this share of the longest bar would be invisible."""
 
 _LEGEND_ROW_INCHES = 0.17
 
 
 def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
-    """Draw a horizontal bar for each row, the first on top; invisible parts are left out.
+    """Draw a horizontal bar for each row, the first on top; leave out invisible parts.
 
     Args:
         axis: Where to draw.
-        parts: Lengths, a row a bar and a column a part.
-        colours: Of the parts, in the order in which they are stacked.
+        parts: Lengths, one row per bar and one column per part.
+        colours: The colour of each part, in stacking order.
     """
     rows = range(len(parts))
     left = pd.Series(0.0, index=parts.index)
@@ -48,16 +48,16 @@ def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
 
 
 def height_of(panels: Panels) -> float:
-    """Choose the height of a row of panels, in inches, so that their bars stand apart."""
+    """Return the height of a row of panels, in inches, that keeps their bars apart."""
     bars = max(len(panel.rows) for panel in panels.shown)
     return 0.65 + 0.17 * bars
 
 
 def bracket(axis: Axes, low: "pd.Series[float]", high: "pd.Series[float]") -> None:
-    """Draw an error bar over each bar of which is known how low and how high it could end."""
+    """Draw an error bar over each bar whose lower and upper ends are known."""
     for row, (least, most) in enumerate(zip(low, high, strict=True)):
         if pd.notna(least) and pd.notna(most):
-            # About the middle, because the bar itself may end outside.
+            # Centred between low and high, because the bar itself may end outside them.
             axis.errorbar(
                 (least + most) / 2,
                 row,
@@ -70,7 +70,7 @@ def bracket(axis: Axes, low: "pd.Series[float]", high: "pd.Series[float]") -> No
 
 
 def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:
-    """Write a text behind the end of each bar, and make room for it."""
+    """Write a text after the end of each bar, and make room for it."""
     for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
         axis.annotate(
             text,
@@ -85,7 +85,7 @@ def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> No
 
 
 def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":
-    """Write each length, by method, as a multiple of the baseline's; empty without one."""
+    """Return each length, by method, as a multiple of the baseline's; empty without a baseline."""
     if BASELINE not in lengths.index:
         return pd.Series("", index=lengths.index)
     base = float(lengths[[BASELINE]].iloc[0])
@@ -93,7 +93,7 @@ def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":
 
 
 def share_legend(figure: Figure, axes: Sequence[Axes], names: Iterable[str]) -> None:
-    """Put one legend under all panels, in the order of the names, and make room for it."""
+    """Draw one legend under all panels, in the order of the names, and make room for it."""
     found = {
         label: handle
         for axis in axes

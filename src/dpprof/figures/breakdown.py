@@ -1,4 +1,4 @@
-"""Who owns the memory at the peak, and how much more is it than non-private training needs?"""
+"""What owns the memory at the peak, and how much more is it than non-private training needs?"""
 
 from collections.abc import Mapping
 
@@ -10,19 +10,19 @@ from dpprof.figures.bars import height_of, note, over_baseline, share_legend, st
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS
 
-MISSING = "no run of the instruments ledger or estimate succeeded for the device itself"
+MISSING = "no run of the instruments memory or estimate succeeded without a target"
 
 _MIB = 2**20
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Live bytes by owner at the peak of a step in the steady state; the ratio is to standard.
+    """Live memory by owner at the peak of a steady-state step; numbers are ratios to standard.
 
-    Told by the instrument ledger, and where that did not run by estimate. A tick marks the
-    allocator's peak where another process measured it. Unattributed is what has no known owner.
+    The instrument memory recorded it, or estimate predicted it where memory did not run. The tick
+    is the allocator's peak, measured by another process. Unattributed memory has no known owner.
 
     Args:
-        tables: Of these, ``peaks`` and ``owners``.
+        tables: The tables; uses ``peaks`` and ``owners``.
     """
     told = compose(tables)
     panels = split(told[told["target"].isna()], MISSING, most=8)
@@ -34,6 +34,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
         axis.plot(measured, range(len(rows)), "|", color="black", markersize=9, markeredgewidth=1.5)
         note(axis, pd.concat([peaks, measured], axis=1).max(axis=1), over_baseline(peaks))
-        axis.set_xlabel("alive at the peak (MiB)")
+        axis.set_xlabel("live memory at the peak (MiB)")
     share_legend(figure, axes, COMPONENT_COLOURS)
     return figure

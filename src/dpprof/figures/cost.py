@@ -22,23 +22,21 @@ _COSTS = {
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """FLOPs, bytes moved and time of a token over the sequence's length, all else equal.
+    """FLOPs, bytes moved and time per token over the sequence length, all else equal.
 
-    FLOPs are of products of matrices and attention, bytes what operators must read and write.
-    Time was measured by the instrument clean; on a target, where nothing ran, it is the least
-    that the data sheet allows, drawn dashed.
+    FLOPs count matrix products and attention. Bytes are what operators must read and write. Time
+    is measured by the instrument clean. Dashed lines are lower bounds from a target's data sheet,
+    where nothing ran.
 
     Args:
-        tables: Of these, ``costs`` and ``experiments``.
+        tables: The tables; uses ``costs`` and ``experiments``.
     """
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
     known = _per_token(choose(tables["costs"]).merge(parameters, on="experiment_id"))
     here = known["target"].isna()
     panels = [*_find_panels(known[here]), *_find_panels(known[~here])][:_ROWS]
     if not panels:
-        raise NothingToDrawError(
-            f"no two experiments whose books were kept differ in {_ALONG} alone"
-        )
+        raise NothingToDrawError(f"no two experiments with counted FLOPs differ only in {_ALONG}")
     figure, axes = new_figure(len(_COSTS), len(panels), row_inches=2.2)
     for row, panel in zip(axes, panels, strict=True):
         for axis, (cost, (unit, label)) in zip(row, _COSTS.items(), strict=True):
@@ -54,7 +52,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _find_panels(rows: pd.DataFrame) -> list[Panel]:
-    """Find what differs in nothing but method and sequence length, the latter really."""
+    """Return panels of experiments that differ only in method and sequence length."""
     if rows.empty:
         return []
     every = split(rows, "", but=[_ALONG], most=len(rows)).shown

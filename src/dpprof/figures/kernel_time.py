@@ -8,49 +8,50 @@ from matplotlib.figure import Figure
 from dpprof.analysis.frames import RUN_KEY
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
-from dpprof.figures.style import BOUND_COLOURS, CATEGORY_COLOURS, NothingToDrawError
+from dpprof.figures.style import BOUND_COLOURS, OP_KIND_COLOURS, NothingToDrawError
 
 MISSING = "no run of the instrument kernels succeeded"
 
 
-def draw_categories(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Time of a step by category of kernel, or of operator on a CPU; the ratio is to standard.
+def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Time of a traced step by op kind (kind of operator); numbers are ratios to standard.
 
-    Norm is the search for norms of per-sample gradients, einsum what is contracted otherwise,
-    clip what else the phase clip does, optimizer all of the phase step. Idle is when none ran:
-    on a CPU that is Python, autograd and dispatch. The tracer's own cost is in all of it.
+    Norm computes the norms of per-sample gradients; einsum is every other contraction by einsum.
+    Clip is the rest of the phase clip, and optimizer is all of the phase step. Idle is time
+    without kernels: on a CPU it is Python, autograd and dispatch. All times include the tracer's
+    cost.
 
     Args:
-        tables: Of these, ``kernels`` and ``traces``.
+        tables: The tables; uses ``kernels`` and ``traces``.
     """
     if tables["kernels"].empty:
         raise NothingToDrawError(MISSING)
-    kernels = tables["kernels"].groupby([*RUN_KEY, "category"])["seconds"].sum()
-    by_category = kernels.unstack()  # noqa: PD010 (there is nothing to aggregate)
-    names = {category: f"{category}_s" for category in by_category}
+    kernels = tables["kernels"].groupby([*RUN_KEY, "op_kind"])["seconds"].sum()
+    by_op_kind = kernels.unstack()  # noqa: PD010 (there is nothing to aggregate)
+    names = {op_kind: f"{op_kind}_s" for op_kind in by_op_kind}
     traces = tables["traces"].merge(
-        by_category.rename(columns=names), left_on=RUN_KEY, right_index=True
+        by_op_kind.rename(columns=names), left_on=RUN_KEY, right_index=True
     )
-    parts = {name: f"{name}_s" for name in CATEGORY_COLOURS if name in {*names, "idle"}}
-    return _draw(traces, CATEGORY_COLOURS, parts)
+    parts = {name: f"{name}_s" for name in OP_KIND_COLOURS if name in {*names, "idle"}}
+    return _draw(traces, OP_KIND_COLOURS, parts)
 
 
 def draw_bound(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """What binds the time of a step: computing, moving bytes, or nothing that runs.
+    """Compute-bound, memory-bound and idle time of a traced step; numbers are ratios to standard.
 
-    The time of a phase's category of kernels counts as bound by what would take longer at the
-    ceilings measured on the device, its FLOPs or its bytes, though it may be far from either.
-    Bytes are those that operators must move, caches or not. The ratio is to standard.
+    Kernels of one op kind in a phase are compute bound if their FLOPs would take longer than
+    their bytes at the measured ceilings, else memory bound. They may still be far from both
+    ceilings. Bytes are what operators must read and write, whether or not a cache serves them.
 
     Args:
-        tables: Of these, ``traces``.
+        tables: The tables; uses ``traces``.
     """
     parts = {name: f"{name.replace(' ', '_')}_s" for name in BOUND_COLOURS}
     return _draw(tables["traces"], BOUND_COLOURS, parts)
 
 
 def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, str]) -> Figure:
-    """Stack parts of a step, medians over processes; ``parts`` has the column of each."""
+    """Draw the parts of a step as stacked medians over processes; ``parts`` names their columns."""
     columns = list(parts.values())
     over_processes = traces.groupby("experiment_id")[columns].median()
     facts = traces.drop(columns=columns).drop_duplicates("experiment_id")

@@ -1,4 +1,4 @@
-"""Which methods ran, and how did the others end?"""
+"""Which methods succeeded, and how did the others fail?"""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from dpprof.figures.style import OUTCOME_COLOURS, NothingToDrawError, new_figure
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Outcomes per method, counted over runs.
+    """Number of runs by method and outcome.
 
     Args:
-        tables: Of these, ``outcomes``.
+        tables: The tables; uses ``outcomes``.
     """
     outcomes = tables["outcomes"].set_index("method")
     if outcomes.empty:

@@ -1,4 +1,4 @@
-"""How experiments are dealt out to the panels of a figure."""
+"""How experiments are divided among the panels of a figure."""
 
 import math
 from collections.abc import Iterable
@@ -27,13 +27,13 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """The panels of a figure, and how many more there would be."""
+    """The panels of a figure, and the number of panels left out."""
 
     shown: list[Panel]
     beyond: int
 
     def lay_out(self, most: int = 2, **options: Any) -> tuple[Figure, list[Any]]:
-        """Make a figure with an axis for each panel, at most so many beside each other."""
+        """Return a figure with one axis per panel, with at most ``most`` in a row."""
         columns = min(most, len(self.shown))
         figure, axes = new_figure(columns, math.ceil(len(self.shown) / columns), **options)
         for axis in axes.flat[len(self.shown) :]:
@@ -44,7 +44,7 @@ class Panels(NamedTuple):
         return figure, list(axes.flat[: len(self.shown)])
 
     def tell_beyond(self, figure: Figure) -> None:
-        """Say above the panels of how many they are the largest."""
+        """Write above the panels how many of all settings they show."""
         if self.beyond > 0:
             count = len(self.shown)
             figure.suptitle(f"the largest {count} of {count + self.beyond:,} settings", fontsize=8)
@@ -61,14 +61,16 @@ def split(
     also: Iterable[str] = (),
     most: int = MAX_PANELS,
 ) -> Panels:
-    """Give everything in which experiments differ but the method panels of its own.
+    """Return one panel for each combination of the axes in which experiments differ.
+
+    The method and the axes in ``but`` do not separate panels.
 
     Args:
         rows: Rows with the axes of experiments as columns.
-        missing: What to say where there are no rows.
+        missing: The message where there are no rows.
         but: Axes that vary within a panel.
-        also: Other columns that may not be mixed within a panel.
-        most: How many panels there may be; the largest models and batches are kept.
+        also: Other columns that must not vary within a panel.
+        most: The largest number of panels; those of the largest models and batches are kept.
 
     Raises:
         NothingToDrawError: There are no rows.

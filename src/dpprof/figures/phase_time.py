@@ -12,14 +12,14 @@ from dpprof.figures.style import PHASE_COLOURS
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Time by phase, stacked; the number is the sum over that of standard.
+    """Time of a step by phase; numbers are ratios of the sum to standard's.
 
-    Medians over processes of medians over steps, from processes that wait for the device
-    where a phase ends. An error bar reaches from the smallest sum of a process to the largest,
-    where several processes succeeded.
+    Each part is the median over processes of medians over steps. The error bar spans the
+    smallest and the largest sum of a process. The processes wait for the device at the end of
+    each phase.
 
     Args:
-        tables: Of these, ``phases`` and ``experiments``.
+        tables: The tables; uses ``phases`` and ``experiments``.
     """
     phases = tables["phases"]
     over_processes = phases.groupby(["experiment_id", "phase"])["median_s"].median()
@@ -43,7 +43,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _reach(phases: pd.DataFrame) -> pd.DataFrame:
-    """Sum the phases of every process; of an experiment's sums, tell the least and the most."""
+    """Return, per experiment, the smallest and the largest sum of a process's phases."""
     sums = phases.groupby(RUN_KEY)["median_s"].sum().groupby("experiment_id")
     reach = pd.DataFrame({"least_s": sums.min(), "most_s": sums.max()})
     return reach[sums.count() > 1]

@@ -1,4 +1,4 @@
-"""Would it fit on a device that need not be there?"""
+"""Would a step fit on a target device?"""
 
 from collections.abc import Mapping
 
@@ -15,14 +15,13 @@ _MEMORY = "target's memory"
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Predicted live bytes by owner at the peak on a target; the ratio is to standard.
+    """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
 
-    The dashed line is what a training can allocate there. No such device was needed: the
-    instrument estimate predicts what tensors take, to which the allocator adds what it
-    reserves without need.
+    The dashed line is the memory that a training can allocate there. The instrument estimate
+    predicts the bytes of tensors without the device; the allocator may reserve more.
 
     Args:
-        tables: Of these, ``peaks`` and ``owners``.
+        tables: The tables; uses ``peaks`` and ``owners``.
     """
     told = compose(tables)
     missing = "no run of the instrument estimate succeeded for a target"

@@ -1,4 +1,4 @@
-"""How far is each part of a step from what the device could do?"""
+"""How far is each part of a step from the device's ceilings?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from dpprof.figures.panels import MAX_PANELS, split
 from dpprof.figures.style import (
-    CATEGORY_COLOURS,
+    OP_KIND_COLOURS,
     PHASE_MARKERS,
     NothingToDrawError,
     new_figure,
@@ -20,22 +20,22 @@ from dpprof.figures.style import (
 )
 
 _LEAST_SHARE = 0.01
-"""Of a step's time; less of it is no point of its own."""
+"""Parts below this share of a step's time have no point."""
 
 _AREA = 300.0
-"""Of the marker of what takes all of a step, in square points."""
+"""Area, in square points, of the marker of a part that takes the whole step."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """FLOP/s over FLOPs per byte, a point for each category of kernel in each phase.
+    """Roofline: FLOP/s over FLOPs per byte, one point per op kind and phase.
 
-    The lines are ceilings measured on the device: copy bandwidth, and products of matrices of
-    the dtype in use. A point's area is its share of the step's time; what takes less than 1 %
-    has none. FLOPs include elementwise ones. Bytes are what operators must read and write, each
-    once: what a cache serves lets a point lie above the slope.
+    The lines are the device's measured ceilings: copy bandwidth, and matrix products of the dtype
+    in use. A point's area is its share of the step's time; parts below 1 % have no point. FLOPs
+    include elementwise operators. Bytes count each read and write once, so caches can lift a point
+    above the slope.
 
     Args:
-        tables: Of these, ``kernels``.
+        tables: The tables; uses ``kernels``.
     """
     known = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]
@@ -44,7 +44,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     known = known[(known["flops"] > 0) & (of_step >= _LEAST_SHARE)]
     if known.empty:
         raise NothingToDrawError(
-            "no run of the instrument kernels has both books and measured ceilings"
+            "no run of the instrument kernels has both counted FLOPs and measured ceilings"
         )
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
@@ -79,7 +79,7 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
             point["flops_per_s"] / 1e9,
             s=max(8.0, _AREA * part),
             marker=PHASE_MARKERS[point["phase"]],
-            color=CATEGORY_COLOURS[point["category"]],
+            color=OP_KIND_COLOURS[point["op_kind"]],
             edgecolor="#333333",
             linewidth=0.5,
             alpha=0.85,
@@ -88,7 +88,7 @@ def _draw_method(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _dress(axis: Axes, rows: pd.DataFrame) -> None:
-    """Give all panels the same reach, a little beyond what any of them shows."""
+    """Give all panels the same limits, a little beyond the outermost points."""
     roof = rows[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].max()
     ridge = roof["ceiling_flops_per_s"] / roof["ceiling_bytes_per_s"]
     along = [*rows["arithmetic_intensity"], ridge]
@@ -107,8 +107,8 @@ def _explain(figure: Figure, rows: pd.DataFrame) -> None:
     there: Any = {"linestyle": "", "markeredgecolor": "#333333", "markeredgewidth": 0.4}
     handles = [
         Line2D([], [], marker="s", color=colour, label=name, **there)
-        for name, colour in CATEGORY_COLOURS.items()
-        if name in set(rows["category"])
+        for name, colour in OP_KIND_COLOURS.items()
+        if name in set(rows["op_kind"])
     ]
     handles += [
         Line2D([], [], marker=marker, color="white", label=name.replace("_", " "), **there)

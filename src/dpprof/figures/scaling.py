@@ -1,4 +1,4 @@
-"""How do memory and time grow with the batch and with the sequence?"""
+"""How do memory and time grow with batch size and sequence length?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,30 +18,30 @@ _MAX_TICKS = 6
 
 
 def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Memory and time as the batch grows, all else equal.
+    """Peak memory and step time over the batch size, all else equal.
 
-    Points are medians over processes, error bars 95 % bootstrap intervals over processes.
+    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
 
     Args:
-        tables: Of these, ``experiments``.
+        tables: The tables; uses ``experiments``.
     """
     return _draw(tables["experiments"], "batch_size")
 
 
 def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Memory and time as sequences grow longer, all else equal.
+    """Peak memory and step time over the sequence length, all else equal.
 
-    Points are medians over processes, error bars 95 % bootstrap intervals over processes.
+    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
 
     Args:
-        tables: Of these, ``experiments``.
+        tables: The tables; uses ``experiments``.
     """
     return _draw(tables["experiments"], "seq_len")
 
 
 def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     known = experiments.dropna(subset=["median_step_s", "peak_bytes"])
-    missing = f"no two experiments that succeeded differ in {along} alone"
+    missing = f"no two successful experiments differ only in {along}"
     inside = {"but": [along], "also": ["peak_kind"]}
     every = split(known, missing, **inside, most=len(known)).shown
     scaling = [panel.rows for panel in every if _varies(panel.rows, along)]
@@ -64,7 +64,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
 
 
 def _varies(rows: pd.DataFrame, along: str) -> bool:
-    """Tell whether there is a method with two different values."""
+    """Return whether a method has two different values along the axis."""
     return bool((~rows.duplicated(["method", along])).groupby(rows["method"]).sum().gt(1).any())
 
 
@@ -78,10 +78,10 @@ def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, al
 
 
 def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
-    """Give a panel its axes: values along which experiments differ, and what they cost."""
+    """Set a panel's title, scales, ticks and labels."""
     values = sorted(panel.rows[along].unique())
     if len(values) > _MAX_TICKS:
-        # The largest, and what is left of it when halved again and again.
+        # The largest value, and its repeated halves.
         values = [values[-1] // 2**halved for halved in reversed(range(_MAX_TICKS))]
         values = sorted({value for value in values if value >= panel.rows[along].min()})
     axis.set_title(panel.title)

@@ -1,4 +1,4 @@
-"""One look for every figure: colour-blind safe, a method always in the same colour."""
+"""The style of every figure: colour-blind safe, with a fixed colour for each method."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from dpprof.analysis.frames import BASELINE
 
 COLUMN_INCHES = 3.4
-"""Width of one column of a two-column paper; text stays legible at this size."""
+"""Width of one column of a two-column paper; text is legible at this size."""
 
 PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
@@ -51,14 +51,14 @@ COMPONENT_COLOURS: dict[str, str] = {
     "workspace": "#8B5A2B",
     "unattributed": "#F2F2F2",
 }
-"""Colours of components, in the order in which they are stacked.
+"""Colours of components, in stacking order.
 
-Blue is what training holds anyway, green what activations need, and red to yellow what is
-kept for each sample. They stay apart for deuteranopes and protanopes, which a test checks.
+Blue components exist in any training, green ones are activations, and red to yellow ones exist per
+sample. A test checks that deuteranopes and protanopes can distinguish them.
 """
 
 HATCHES = {"unattributed": "//////", "other": "//////", "idle": "......", "unknown": "//////"}
-"""What is no owner at all is not told by a colour alone."""
+"""Hatches, besides colours, of the parts that have no known owner or kind."""
 
 PHASE_COLOURS: dict[str, str] = {
     "forward": _PALETTE[4],
@@ -77,7 +77,7 @@ PHASE_MARKERS: dict[str, str] = {
     "noise": "v",
     "step": "P",
 }
-CATEGORY_COLOURS: dict[str, str] = {
+OP_KIND_COLOURS: dict[str, str] = {
     "gemm": _PALETTE[0],
     "attention": _PALETTE[4],
     "einsum": _PALETTE[5],
@@ -92,7 +92,7 @@ CATEGORY_COLOURS: dict[str, str] = {
     "other": "#F2F2F2",
     "idle": "#FFFFFF",
 }
-"""Colours of categories, in the order in which they are stacked; idle is none of them."""
+"""Colours of op kinds, in stacking order; idle is not an op kind."""
 
 BOUND_COLOURS: dict[str, str] = {
     "compute bound": _PALETTE[0],
@@ -111,7 +111,7 @@ OUTCOME_COLOURS: dict[str, str] = {
 
 
 class NothingToDrawError(Exception):
-    """The tables hold nothing that a figure could show; says what is missing."""
+    """The tables hold nothing that a figure could show; the message names what is missing."""
 
 
 _SETTINGS: dict[Any, Any] = {
@@ -130,15 +130,15 @@ _SETTINGS: dict[Any, Any] = {
     "legend.columnspacing": 1.2,
     "hatch.linewidth": 0.4,
     "pdf.fonttype": 42,
-    # Names come from configs: a "$" in one is a dollar sign, not mathematics.
+    # Names come from configs: a "$" in a name is a dollar sign, not mathematics.
     "text.parse_math": False,
 }
 
 
 def method_style(method: str) -> dict[str, Any]:
-    """Give a method its colour and marker as line properties, the same in every figure.
+    """Return a method's colour and marker as line properties, the same in every figure.
 
-    A method from another package gets both from a digest of its name.
+    For a method from another package both follow from a digest of its name.
     """
     if method in _METHODS:
         colour, marker = _METHODS[method]
@@ -156,20 +156,20 @@ def method_style(method: str) -> dict[str, Any]:
 
 
 def sort_methods(names: Iterable[str]) -> list[str]:
-    """Order methods as every figure does: the baseline first, then by name."""
+    """Return methods in the order of every figure: the baseline first, then by name."""
     return sorted(set(names), key=lambda name: (name != BASELINE, name))
 
 
 def new_figure(
     columns: int = 1, rows: int = 1, *, row_inches: float = 2.5, **options: Any
 ) -> tuple[Figure, Any]:
-    """Make a figure of panels, as wide as one of a paper's columns or as both.
+    """Return a figure of panels, one or two columns of a paper wide.
 
     Args:
-        columns: Panels beside each other.
-        rows: Panels above each other.
-        row_inches: Height of a row, less where the whole would be too high for a page.
-        options: Passed on to ``Figure.subplots``.
+        columns: Panels per row.
+        rows: Rows of panels.
+        row_inches: Height of a row; reduced where the figure would be too high for a page.
+        options: Passed to ``Figure.subplots``.
 
     Returns:
         The figure, and its axes as a (rows, columns) array.
@@ -183,7 +183,7 @@ def new_figure(
 
 
 def say_nothing_to_draw(reason: str) -> Figure:
-    """Make a figure that says why it is empty, instead of empty axes."""
+    """Return a figure that shows why it is empty, without axes."""
     figure, axes = new_figure()
     axes[0, 0].axis("off")
     axes[0, 0].text(0.5, 0.5, reason, ha="center", va="center", wrap=True)

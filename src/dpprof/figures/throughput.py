@@ -1,4 +1,4 @@
-"""How many tokens a second, and how much of the device does that use?"""
+"""How many tokens per second does a method reach, and what share of the device's peak is that?"""
 
 from collections.abc import Mapping
 
@@ -17,16 +17,16 @@ _HFU, _MFU = "#CCCCCC", "#444444"
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Tokens a second, and what share of the device's peak their FLOPs are.
+    """Tokens per second (left), and FLOP/s as a share of the device's peak (right).
 
-    MFU counts the FLOPs that the non-private step needs, HFU those that were executed: what
-    lies between them private training adds. MFU ranks methods as throughput does, HFU does not.
-    The peak is the dense one of the dtype in use; what is beyond it, a dashed line, is wrong.
-    Settings of which nothing of this is known are left out, unless there are no others. Error
-    bars are 95 % bootstrap intervals over processes.
+    MFU counts the FLOPs that the non-private step needs; HFU counts the executed FLOPs. Their
+    difference is what private training adds. MFU ranks methods as throughput does, HFU does not.
+    The peak is the dense peak of the dtype in use; values beyond it (dashed line) are wrong.
+    Settings without MFU and HFU are left out, unless no setting has them. Error bars are 95 %
+    bootstrap intervals over processes.
 
     Args:
-        tables: Of these, ``experiments`` and ``costs``.
+        tables: The tables; uses ``experiments`` and ``costs``.
     """
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]

@@ -1,4 +1,4 @@
-"""When in a step is which memory in use?"""
+"""Which owners hold memory at each moment of a step?"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,34 +15,32 @@ from dpprof.figures.style import COMPONENT_COLOURS, HATCHES
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20}
 _HEADROOM = 1.4
-"""Above the highest peak there is room for its size, and for the phases."""
+"""Height of the axis over the highest peak; leaves room for the peak's size and the phases."""
 
 _STRIP = 0.91
-"""Where, as a share of a panel's height, the strip of phases begins."""
+"""The height at which the strip of phases begins, as a share of a panel's height."""
 
 _LETTER = 0.009
-"""What a letter of a phase's name takes of the width of a page."""
+"""Width of a letter of a phase's name, as a share of a page's width."""
 
 _SHORT = {"forward": "fwd", "backward": "bwd", "second_backward": "bwd2"}
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Live bytes by owner over one step in the steady state, a panel a method.
+    """Memory timeline: live memory by owner over one steady-state step, one panel per method.
 
-    Drawn of the setting that most methods have books of, from the instrument ledger or else
-    estimate; of a target only where there is nothing else. A panel is as wide as its method's
-    step: it counts operators, not seconds. On top stand the phases, where there is room for
-    their names (fwd, bwd and bwd2: forward, backward and second backward). Of every 300th part
-    of a step the highest instant is drawn; owners of less than 0.5 % of the highest peak are
-    left out.
+    The horizontal axis counts operators, not seconds. The strip on top shows the phases (fwd, bwd
+    and bwd2: forward, backward and second backward). The setting is the one in which most methods
+    have a timeline, recorded by the instrument memory or else estimated. Each of 300 parts of a
+    step shows its highest instant. Owners below 0.5 % of the highest peak are left out.
 
     Args:
-        tables: Of these, ``peaks`` and ``timeline``.
+        tables: The tables; uses ``peaks`` and ``timeline``.
     """
     chosen = choose(tables["peaks"])
     here = chosen[chosen["target"].isna()]
     runs = chosen if here.empty else here
-    settings = split(runs, "no run of the instruments ledger or estimate succeeded", most=len(runs))
+    settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
     rows = focus.by_method.groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
@@ -63,16 +61,16 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         axis.locator_params(axis="y", nbins=4)
         axis.set_xlabel("operators run")
         if position % columns == 0:
-            axis.set_ylabel(f"alive ({unit})")
+            axis.set_ylabel(f"live memory ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
     share_legend(figure, axes, COMPONENT_COLOURS)
     return figure
 
 
 def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
-    """Rank a setting by its methods, by how many of them really ran, and by its size."""
+    """Return a setting's sort key: its number of methods, how many of them ran, and its size."""
     size = rows[["parameters_total", "batch_size", "seq_len"]].max()
-    real = (rows["instrument"] == "ledger").sum()
+    real = (rows["instrument"] == "memory").sum()
     return rows["method"].nunique(), real, *size
 
 
@@ -95,7 +93,7 @@ def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None
 
 
 def _mark_phases(axis: Axes, step: pd.DataFrame, columns: int) -> None:
-    """Draw a strip on top, a field a phase, with its name where that fits."""
+    """Draw a strip on top with one field per phase, and the phase's name where it fits."""
     length = step["ops"].max()
     for number, (phase, start, end) in enumerate(_phases_of(step)):
         shade = ("#EEEEEE", "#CCCCCC")[number % 2]
@@ -114,7 +112,7 @@ def _mark_phases(axis: Axes, step: pd.DataFrame, columns: int) -> None:
 
 
 def _phases_of(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
-    """Say from which operator to which a phase lasts; the next begins where it ends."""
+    """Yield each phase with its first operator and the first operator of the next phase."""
     entered = step[step["phase"] != step["phase"].shift()]
     ends = [*entered["ops"].iloc[1:], step["ops"].max()]
     for phase, start, end in zip(entered["phase"], entered["ops"], ends, strict=True):

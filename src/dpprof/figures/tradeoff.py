@@ -1,4 +1,4 @@
-"""What does a method's speed cost in memory?"""
+"""How much memory does a method need for its speed?"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,19 +14,18 @@ from dpprof.figures.style import method_style, sort_methods
 _PEAK_LABELS = {"allocated": "peak allocated (MiB)", "rss": "peak RSS (MiB)"}
 
 _MAX_SIZES = 6
-"""Of more batch sizes the legend shows the smallest and the largest."""
+"""With more batch sizes the legend shows only the smallest and the largest."""
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Memory against time: a point per experiment, lower left is better.
+    """Peak memory over step time, one point per experiment; lower left is better.
 
-    A line joins a method's batch sizes, and the larger the marker, the larger the batch;
-    what else differs between experiments has a panel of its own. A point is the median
-    over processes; error bars are 95 % bootstrap intervals over processes for time, and
-    reach from the smallest to the largest of them for memory.
+    A line joins the batch sizes of a method; larger markers are larger batches. Points are
+    medians over processes. Error bars are 95 % bootstrap intervals for time, and the smallest and
+    largest process for memory.
 
     Args:
-        tables: Of these, ``experiments``.
+        tables: The tables; uses ``experiments``.
     """
     drawn = tables["experiments"].dropna(subset=["median_step_s", "peak_bytes"])
     missing = "no experiment has both a time and a peak"
@@ -56,7 +55,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 def _marker_sizes(batches: Sequence[int]) -> dict[int, float]:
-    """Let markers grow from the smallest batch to the largest, in points."""
+    """Return marker sizes in points, growing from the smallest batch to the largest."""
     most = max(1, len(batches) - 1)
     return {batch: 3.0 + 4.0 * rank / most for rank, batch in enumerate(batches)}
 

@@ -1,4 +1,4 @@
-"""Which methods in a figure are not verified, or private by another mechanism?"""
+"""Signs in figures for methods that are not verified or use another mechanism."""
 
 from collections.abc import Mapping
 
@@ -17,18 +17,18 @@ MEANINGS: Mapping[str, str] = {
     DAGGER: "Not verified",
     DOUBLE_DAGGER: "Another mechanism than flat clipping",
 }
-"""Of the signs, as a caption says it."""
+"""The meaning of each sign, as in captions."""
 
 
 def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
-    """Put signs behind the names of methods wherever a figure has them, and say what they mean.
+    """Append signs to the names of methods in a figure, and explain the signs in its title.
 
     Args:
-        figure: As it was drawn; names are found in titles, legends and at ticks.
-        marks: Which methods bear which sign.
+        figure: The drawn figure; names are found in titles, legends and tick labels.
+        marks: The methods that bear each sign.
 
     Returns:
-        The methods that were found, by sign.
+        The methods that were marked, by sign.
     """
     marked = {name for methods in marks.values() for name in methods}
     legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes)]
@@ -42,7 +42,7 @@ def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
             labels = [label.get_text() for label in side.get_ticklabels()]
             if named := set(labels).intersection(marked):
                 there |= named
-                # Ticks are labelled anew from this list whenever the figure is drawn.
+                # Matplotlib reads tick labels from this list whenever it draws the figure.
                 side.set_ticks(side.get_ticklocs(), [_mark(label, marks) for label in labels])
     found = {one: sorted(there.intersection(methods)) for one, methods in marks.items()}
     found = {one: names for one, names in found.items() if names}

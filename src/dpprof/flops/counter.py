@@ -1,7 +1,7 @@
 """FLOPs that a stretch of somebody's training executes, and nothing else of it.
 
-A dispatch mode like the recorder, for loops that dpprof knows nothing of: it keeps no books, leaves
-compiled code compiled, and ends no training over an operator that it cannot price.
+A dispatch mode like the recorder, for loops that dpprof knows nothing of: it follows no memory,
+leaves compiled code compiled, and ends no training over an operator that it cannot price.
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
-"""What work is for: the categories by which a ledger's bytes and a trace's times are summed up.
+"""What work is for: the kinds of operators by which bytes and a trace's times are summed up.
 
 Both know the family of an operator, the phase it ran in, and the scope that it was called
-from; so both put it into the same category, and bytes can be divided by seconds.
+from; so both give it the same kind, and bytes can be divided by seconds.
 """
 
 from typing import Literal
 
-from dpprof.records.result import Category, Phase
+from dpprof.records.result import OpKind, Phase
 
 Family = Literal[
     "matmul",
@@ -27,14 +27,14 @@ Scope = Literal["norm", "einsum"]
 EINSUMS = ("einsum", "tensordot")
 """Functions of torch that contract any axes, in terms of other operators."""
 
-_ALWAYS: dict[Family, Category] = {
+_ALWAYS: dict[Family, OpKind] = {
     "norm": "norm",
     "attention": "attention",
     "matmul": "gemm",
     "indexing": "indexing",
     "random": "random",
 }
-_UNLESS_CLIPPING: dict[Family, Category] = {
+_UNLESS_CLIPPING: dict[Family, OpKind] = {
     "elementwise": "elementwise",
     "reduction": "reduce",
     "copy": "copy",
@@ -42,8 +42,8 @@ _UNLESS_CLIPPING: dict[Family, Category] = {
 }
 
 
-def categorise(family: Family, phase: Phase | None, scope: Scope | None) -> Category:
-    """Put an operator into a category.
+def kind_of_op(family: Family, phase: Phase | None, scope: Scope | None) -> OpKind:
+    """Tell the kind of an operator.
 
     What finds norms is ``norm``, whatever it is made of, and the optimizer's step likewise
     ``optimizer``; then come contractions, ``einsum``; then what the operator itself tells.

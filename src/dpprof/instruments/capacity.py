@@ -12,10 +12,10 @@ from collections.abc import Callable
 import psutil
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import Bookkeeper, find_target, state, tracing
+from dpprof.instruments.memory import TimelineRecorder, find_target, state, tracing
 from dpprof.instruments.setup import import_method, make_batch, set_up
 from dpprof.memory.summary import state_memory
-from dpprof.memory.timeline import Step
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Enter
 from dpprof.records.result import Capacity, Measurement
 from dpprof.spec.experiment import Experiment
@@ -103,21 +103,21 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     known: dict[int, int] = {}
     with tracing(target) as recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training.step, enter)
+        timeline_recorder = TimelineRecorder(recorder, training.step, enter)
 
-        def run(batch_size: int, *, counting: bool = False) -> Step:
+        def run(batch_size: int, *, counting: bool = False) -> MemoryTimeline:
             nonlocal training  # so that the last batch is gone when the next step begins
             batch = make_batch(training.step.module, device, batch_size, experiment.seq_len)
             training = training._replace(batch=batch)
-            step = bookkeeper.run(batch, counting=counting)
+            step = timeline_recorder.run(batch, counting=counting)
             # Ghost clipping keeps norms of the last batch until the next one's replace them:
             # a step is steady when it leaves as much behind as it found.
-            return step if step.is_steady else bookkeeper.run(batch, counting=counting)
+            return step if step.is_steady else timeline_recorder.run(batch, counting=counting)
 
         def peak(batch_size: int) -> int:
             return run(batch_size).peak_bytes
 
-        first = bookkeeper.run(training.batch)
+        first = timeline_recorder.run(training.batch)
         predict = _extend(peak) if method.one_at_a_time else peak
         largest = search(predict, budget, known)
         if largest is None:
@@ -141,7 +141,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     stated_as = experiment.model_copy(update={"batch_size": stated})
     memory = state_memory(stated_as, first, steady, None, real=False)
     measurement = state(
-        stated_as, training, bookkeeper.paths, steady, memory=memory, ceilings=target
+        stated_as, training, timeline_recorder.paths, steady, memory=memory, ceilings=target
     )
     return measurement.model_copy(update={"capacity": capacity})
 

@@ -19,15 +19,16 @@ from dpprof.flops.op_costs import family_of
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.launch.protocol import traces_folder
-from dpprof.methods.training_step import Enter, finds_norms
+from dpprof.methods.training_step import Enter
+from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.result import Kernels, Measurement, Observed, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from dpprof.traces.events import write_events
-from dpprof.traces.files import LIMIT_BYTES, NAME, Written, write_trace
 from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
+from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_trace
 
 TRACED_STEPS = 3
 """At most so many of the timed steps; a trace of more is larger and tells no more."""
@@ -66,7 +67,7 @@ class _Annotated:
 
 
 def _annotate(
-    _layer: nn.Module, path: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+    _layer: nn.Module, path: CodePath, sampler: Callable[..., Any], inputs: tuple[Any, ...]
 ) -> Any:
     if not finds_norms(path):
         return sampler(*inputs)

@@ -1,7 +1,7 @@
-"""Instruments ``ledger`` and ``estimate``: every byte of a step, and what operators cost.
+"""Instruments ``memory`` and ``estimate``: every byte of a step, and what operators cost.
 
-Both record from before the model exists, and keep the books of the first step and of one
-in the steady state. ``ledger`` does so while it really runs; ``estimate`` runs the same
+Both record from before the model exists, and follow the first step and one
+in the steady state. ``memory`` does so while it really runs; ``estimate`` runs the same
 under fake tensors, which takes no memory and no device, for a target that need not exist.
 """
 
@@ -21,8 +21,9 @@ from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import state_compute, state_io, state_memory
-from dpprof.memory.timeline import Step
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
+from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
 from dpprof.records.result import Measurement, Memory, Observed
 from dpprof.spec import registry
@@ -36,13 +37,13 @@ ESTIMATED_STEPS = 2
 """The second step is like every later one: gradients and optimizer state are there."""
 
 _NOT_KNOWN = {
-    "memory.peak_reserved_bytes": "the ledger sees storages, not what the allocator reserves",
+    "memory.peak_reserved_bytes": "the timeline sees storages, not what the allocator reserves",
     "memory.peak_rss_bytes": "the instrument clean tells",
     "memory.peak_device_used_bytes": "the instrument clean tells",
     "memory.alloc_retries": "the instrument clean tells",
     "memory.snapshots": "the instrument phases takes them",
-    "time": "the ledger would be in it; the instrument clean tells",
-    "throughput": "the ledger would be in it; the instrument clean tells",
+    "time": "recording would be in it; the instrument clean tells",
+    "throughput": "recording would be in it; the instrument clean tells",
     "compute.mfu": JOINED,
     "compute.hfu": JOINED,
 }
@@ -52,8 +53,8 @@ _NOT_RUN = {
 }
 
 
-class Bookkeeper:
-    """Runs a training's steps and keeps their books.
+class TimelineRecorder:
+    """Runs a training's steps and records their memory.
 
     Args:
         recorder: Active since before the training was set up.
@@ -63,11 +64,11 @@ class Bookkeeper:
 
     def __init__(self, recorder: Recorder, step: TrainingStep, enter: Enter) -> None:
         self._recorder = recorder
-        self._births = step.births
+        self._step = step
         self.paths = SamplerPaths()
         self._witness = Witness(recorder, step, enter, self.paths)
 
-    def run(self, batch: Batch, *, counting: bool = False) -> Step:
+    def run(self, batch: Batch, *, counting: bool = False) -> MemoryTimeline:
         """Run one step on a batch.
 
         Args:
@@ -79,29 +80,33 @@ class Bookkeeper:
         start = len(recorder.events)
         with self._witness.watching():
             self._witness.run(batch)
-        return Step(recorder, self._births, (start, len(recorder.events)))
+        births = components_by_code(self._step.births)
+        return MemoryTimeline(recorder, births, (start, len(recorder.events)))
 
 
-def keep_books(
-    bookkeeper: Bookkeeper, batch: Batch, steps: int, before_last: Callable[[], None] = lambda: None
-) -> tuple[Step, Step]:
-    """Run a number of steps, at least two; returns the books of the first and the last.
+def record_timelines(
+    timeline_recorder: TimelineRecorder,
+    batch: Batch,
+    steps: int,
+    before_last: Callable[[], None] = lambda: None,
+) -> tuple[MemoryTimeline, MemoryTimeline]:
+    """Run a number of steps, at least two; returns the timelines of the first and the last.
 
     Args:
-        bookkeeper: Keeps them.
+        timeline_recorder: Records them.
         batch: What each step is given.
         steps: How many.
         before_last: Called before the last step.
     """
-    first = bookkeeper.run(batch)
+    first = timeline_recorder.run(batch)
     for _ in range(steps - 2):
-        bookkeeper.run(batch)
+        timeline_recorder.run(batch)
     before_last()
-    return first, bookkeeper.run(batch, counting=True)
+    return first, timeline_recorder.run(batch, counting=True)
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
-    """Keep the books of one experiment in this process.
+    """Record the memory of one experiment in this process.
 
     Args:
         experiment: What to run.
@@ -120,9 +125,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     # On CUDA backward has a thread of its own, which no Python stack leads to.
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training.step, enter)
+        timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         steps = experiment.warmup_steps + 1
-        # The allocator's peak must be of the very step that the books are of.
+        # The allocator's peak must be of the very step that the timeline is of.
         started = 0.0
 
         def begin_last() -> None:
@@ -130,13 +135,15 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             device.reset_peaks()
             started = time.perf_counter()
 
-        first, steady = keep_books(bookkeeper, training.batch, steps, begin_last)
+        first, steady = record_timelines(timeline_recorder, training.batch, steps, begin_last)
     device.synchronize()
     counted_s = time.perf_counter() - started
     allocator_peak, resident_bytes = device.peaks().allocated_bytes, peak_rss_bytes()
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True)
-    told = state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=ceilings)
+    told = state(
+        experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=ceilings
+    )
     observed = Observed(
         step_s=counted_s,
         steps=1,
@@ -160,10 +167,12 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     target = find_target(experiment)
     with tracing(target) as recorder:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
-        bookkeeper = Bookkeeper(recorder, training.step, enter)
-        first, steady = keep_books(bookkeeper, training.batch, ESTIMATED_STEPS)
+        timeline_recorder = TimelineRecorder(recorder, training.step, enter)
+        first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
     memory = state_memory(experiment, first, steady, None, real=False)
-    return state(experiment, training, bookkeeper.paths, steady, memory=memory, ceilings=target)
+    return state(
+        experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=target
+    )
 
 
 def find_target(experiment: Experiment) -> Target | None:
@@ -227,18 +236,18 @@ def state(
     experiment: Experiment,
     training: Training,
     paths: SamplerPaths,
-    steady: Step,
+    steady: MemoryTimeline,
     *,
     memory: Memory,
     ceilings: Target | None,
 ) -> Measurement:
-    """Say what the books of a step in the steady state tell.
+    """Say what the timeline of a step in the steady state tells.
 
     Args:
         experiment: Whose step it was.
         training: What was run.
         paths: Which way its layers took.
-        steady: The books.
+        steady: The timeline.
         memory: What they say of memory.
         ceilings: The device's limits, where they are known.
     """

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from dpprof.norms.code_paths import CodePath
+
 NO_SAMPLERS = "the method asks no layer for per-sample gradients or their norms"
 
 
@@ -15,7 +17,7 @@ class SamplerPaths:
         self._seen: dict[str, set[str]] = {}
 
     def __call__(
-        self, layer: nn.Module, path: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+        self, layer: nn.Module, path: CodePath, sampler: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
         """Note the layer's path, and do what the sampler does."""
         self._seen.setdefault(type(layer).__name__, set()).add(path)

@@ -1,1 +1,1 @@
-"""One process for each measurement: locks, limits, attempts, and one record always."""
+"""Runs each measurement in its own process, with locks, limits and retries, and records it."""

@@ -1,7 +1,7 @@
-"""A question to a child process, which may crash, exit or hang over it.
+"""Calls a function in a child process, which may crash, exit or hang.
 
-The child is forked before torch is imported, so it costs no more than doing the work here
-would, and it keeps nobody waiting. Neither it nor what it starts outlives the answer.
+The child is forked before torch is imported, so it costs no more than a call in this process.
+Neither the child nor the processes that it starts outlive the answer.
 """
 
 import importlib
@@ -21,7 +21,7 @@ _POLL_S = 0.5
 
 
 class UnansweredError(Exception):
-    """A child that ended without an answer; the message says how."""
+    """A child ended without an answer; the message says how."""
 
 
 def ask_child(
@@ -33,19 +33,19 @@ def ask_child(
     lock_fd: int,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """Have a child call a function, and return what that returns.
+    """Return the result of a function called in a child process.
 
     Args:
         what: What the child does, as a noun for messages.
-        module: Where the function is; imported by the child alone.
-        function: Its name.
-        arguments: Handed to it.
-        timeout_s: Whole seconds after which the child is taken to hang.
-        lock_fd: The lock under which it works, which what the child starts must not have.
+        module: The function's module; only the child imports it.
+        function: The function's name.
+        arguments: The function's arguments.
+        timeout_s: Whole seconds after which the child counts as hung.
+        lock_fd: The lock that the child holds and that its own children must not inherit.
         environment: Variables that the child sets before it imports anything.
 
     Raises:
-        UnansweredError: The child ended before it could tell.
+        UnansweredError: The child ended without an answer.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -79,8 +79,8 @@ def ask_child(
                 child.join()
                 raise UnansweredError(_explain_end(what, child.exitcode or 0, timeout_s)) from None
             finally:
-                # It has told all that it had to; nobody waits for libraries to wind up.
-                child.kill()  # which may not lead its group yet
+                # The child has answered; do not wait until its libraries shut down.
+                child.kill()  # in case it does not lead its group yet
                 end_group(child.pid)
                 child.join()
     finally:
@@ -89,10 +89,10 @@ def ask_child(
 
 
 def _receive(receiver: Connection, child: ForkProcess) -> Any:
-    """Wait for the answer; the pipe's end is no sign, what the child started may have it too.
+    """Return the child's answer; poll the child too, as its children may hold the pipe open.
 
     Raises:
-        EOFError: The child is gone, and there is none.
+        EOFError: The child ended without an answer.
     """
     while not receiver.poll(_POLL_S):
         if not child.is_alive() and not receiver.poll():
@@ -114,7 +114,7 @@ def _answer(
     output: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Be the child; the kernel ends it when its time is over, whoever still waits for it."""
+    """Run in the child: call the function and send the answer; the kernel enforces the timeout."""
     os.setsid()
     die_with(asker_pid)
     os.close(held)
@@ -125,7 +125,7 @@ def _answer(
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(timeout_s)
     os.environ.update(environment)
-    # Looked up by name: nothing that asks may import torch before the fork.
+    # Looked up by name, because the parent must not import torch before the fork.
     sender.send(getattr(importlib.import_module(module), function)(*arguments))
 
 
@@ -133,4 +133,4 @@ def _explain_end(what: str, exit_code: int, timeout_s: int) -> str:
     if exit_code == -signal.SIGALRM:
         return f"the {what} took longer than {timeout_s} s"
     how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return f"the {what}'s process ended with {how} before it could tell"
+    return f"the {what}'s process ended with {how} before it could answer"

@@ -1,4 +1,4 @@
-"""How busy others kept the machine's cores while an experiment ran."""
+"""Measures how busy other processes kept the machine's cores while an experiment ran."""
 
 import resource
 import time
@@ -6,11 +6,11 @@ import time
 import psutil
 
 
-class Neighbours:
-    """Watches from when it is made; for one child process at a time.
+class Contention:
+    """Measures from its creation on, for one child process at a time.
 
-    What is not this process's children's is others': other programs, the kernel's own work,
-    and on a virtual machine what the hypervisor took.
+    All time that is not this process's children's counts as others': other programs, the kernel,
+    and on a virtual machine the hypervisor.
     """
 
     def __init__(self) -> None:
@@ -18,16 +18,16 @@ class Neighbours:
         self._others = _busy_s() - _children_s()
 
     def busy_cores(self) -> float:
-        """Return how many cores others kept busy since, on average; 0.01 is nothing.
+        """Return the average number of cores that others kept busy since; 0.01 is negligible.
 
-        Call it when the child has been waited for, whose time counts only then.
+        Wait for the child before the call, because its time counts only then.
         """
         elapsed_s = time.monotonic() - self._since
         return (_busy_s() - _children_s() - self._others) / elapsed_s
 
 
 def _busy_s() -> float:
-    """Add up the seconds that all cores together have not been idle since boot."""
+    """Return the busy seconds of all cores together since boot."""
     times = psutil.cpu_times()._asdict()
     # Linux counts a guest's time as user time as well.
     idle = ("idle", "iowait", "guest", "guest_nice")
@@ -35,6 +35,6 @@ def _busy_s() -> float:
 
 
 def _children_s() -> float:
-    """Add up the processor seconds of children that have ended."""
+    """Return the processor seconds of children that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

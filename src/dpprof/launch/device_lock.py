@@ -1,7 +1,7 @@
-"""One experiment at a time on a device, machine-wide, whoever starts it.
+"""A machine-wide lock that allows one experiment at a time on a device.
 
-The lock is ``flock`` on a file, held by an open descriptor that a worker inherits. It
-is free again when both are gone, however they went; what a worker starts has no part in it.
+The lock is ``flock`` on a file, held by an open descriptor that a worker inherits. It is free when
+both processes have ended, however they ended. The worker's own children do not inherit it.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ _VARIABLE = "DPPROF_LOCK_DIR"
 
 
 def lock_path(device: str) -> Path:
-    """Name the lock file of a device, such as ``/tmp/dpprof-cpu.lock``.
+    """Return the lock file of a device, such as ``/tmp/dpprof-cpu.lock``.
 
-    ``/tmp`` and not ``TMPDIR``, which may differ between users of one machine;
-    ``DPPROF_LOCK_DIR`` moves it, if it is set and not empty.
+    The folder is ``/tmp``, because ``TMPDIR`` may differ between users of one machine.
+    ``DPPROF_LOCK_DIR`` changes it, if set and not empty.
     """
     folder = Path(os.environ.get(_VARIABLE) or "/tmp")  # noqa: S108 (machine-wide on purpose)
     return folder / f"dpprof-{re.sub(r'[^A-Za-z0-9-]', '_', device)}.lock"
 
 
 def _open(path: Path) -> int:
-    """Open a lock file, which another user may own; reading is enough for ``flock``.
+    """Open a lock file, which another user may own; read access is enough for ``flock``.
 
     Raises:
-        OSError: It cannot be made; names the variable that moves it.
+        OSError: It cannot be created; the message names the variable that changes its folder.
     """
     try:
         return os.open(path, os.O_RDONLY)
@@ -41,14 +41,14 @@ def _open(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
     except OSError as error:
-        why = f"{error.strerror}; a lock must be made there, or where {_VARIABLE} says"
+        why = f"{error.strerror}; dpprof needs a lock file there, or in the folder {_VARIABLE}"
         raise OSError(error.errno, why, str(path)) from None
-    os.fchmod(descriptor, 0o644)  # whatever the umask: other users must be able to open it
+    os.fchmod(descriptor, 0o644)  # regardless of the umask, so that other users can open it
     return descriptor
 
 
 def keep_to_this_process(descriptor: int) -> None:
-    """Let no process that this one starts inherit the lock: none outlives it with that."""
+    """Prevent children of this process from inheriting the lock, since they may outlive it."""
     os.set_inheritable(descriptor, False)
     held = [descriptor]
 
@@ -60,7 +60,7 @@ def keep_to_this_process(descriptor: int) -> None:
 
 
 def who_holds(devices: Iterable[str]) -> str:
-    """Name those who hold the locks of devices, for who waits."""
+    """Return the processes that hold the locks of devices, for a message."""
     return name_holders(map(lock_path, devices))
 
 
@@ -68,15 +68,15 @@ def who_holds(devices: Iterable[str]) -> str:
 def hold_one(
     devices: Sequence[str], waiting: Callable[[], None], *, shared: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """Hold the lock of the first device that is free, waiting while none is.
+    """Hold the lock of the first free device; wait while none is free.
 
     Args:
         devices: Names of interchangeable devices, at least one.
         waiting: Called once if all of them are taken.
-        shared: Whether others that share may hold it too; whoever does not share waits.
+        shared: Whether other callers with ``shared`` may hold the lock too; callers without wait.
 
     Yields:
-        The position of the device, and the descriptor to hand to a child.
+        The position of the device, and the descriptor to pass to a child.
     """
     descriptors = [_open(lock_path(device)) for device in devices]
     try:

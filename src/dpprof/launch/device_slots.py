@@ -1,4 +1,4 @@
-"""Where a measurement can run: what to lock, what to call it, and how to make it the only one."""
+"""Devices that a measurement can run on, each with its lock, description and environment."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,32 +7,32 @@ from typing import Any, NamedTuple
 from dpprof.system.hardware import describe_cpu, describe_gpu, visible_gpus
 
 
-class Place(NamedTuple):
-    """A device, as the process around a measurement sees it."""
+class DeviceSlot(NamedTuple):
+    """A device, as the supervisor of a measurement needs it."""
 
     lock_name: str
     describe: Callable[[], dict[str, Any]]
     environment: dict[str, str]
-    """Variables of the measuring process, which leave it this device alone."""
+    """Environment variables that restrict the measuring process to this device."""
 
     uuid: str | None = None
-    """Of a GPU."""
+    """The UUID of a GPU."""
 
 
-def cpu_place(threads: int) -> Place:
-    """Return the host's processor, on so many threads."""
-    return Place("cpu", partial(describe_cpu, threads), _threads(threads))
+def cpu_slot(threads: int) -> DeviceSlot:
+    """Return the host's processor with a number of threads."""
+    return DeviceSlot("cpu", partial(describe_cpu, threads), _threads(threads))
 
 
-def gpu_places(threads: int) -> list[Place]:
-    """List the visible GPUs that are interchangeable, with so many threads on the host.
+def gpu_slots(threads: int) -> list[DeviceSlot]:
+    """Return the visible GPUs that are interchangeable, with a number of threads on the host.
 
-    They are those like the first: GPUs of another model, or with other memory, are other
-    devices, whose figures must not be mixed with its.
+    They have the same model and memory as the first GPU. Figures of other GPUs must not be mixed
+    with theirs.
     """
     visible = visible_gpus()
     return [
-        Place(
+        DeviceSlot(
             f"cuda-{gpu.uuid}",
             partial(describe_gpu, gpu),
             _threads(threads)

@@ -1,4 +1,4 @@
-"""How a process died that left no word of its own: by its exit status and what it printed last."""
+"""Judges how a process without a report ended, by its exit status and last output."""
 
 import re
 import signal
@@ -10,10 +10,10 @@ from dpprof.system.out_of_memory import requested_bytes, says_out_of_memory
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 _TOLD = re.compile(r"(?:what\(\):|(?=CUDA error:))\s*(.+)")
-"""What a C++ exception says that nobody caught, and what CUDA does."""
+"""The message of an uncaught C++ exception, or of a CUDA error."""
 
 _DUMP = "Fatal Python error: "
-"""How faulthandler begins; Python's frames and a list of extension modules follow."""
+"""The beginning of faulthandler's dump, before Python's frames and a list of extension modules."""
 
 _FRAME = re.compile(r"\(most recent call first\):\s*(File .+)")
 _NO_WORDS = re.compile(r"frame #\d|Extension modules: |\(no Python frame\)")
@@ -22,13 +22,13 @@ _NO_WORDS = re.compile(r"frame #\d|Extension modules: |\(no Python frame\)")
 def judge_death(
     returncode: int, phase: Phase, tail: str, *, limited: bool
 ) -> tuple[Outcome, Failure]:
-    """Judge a process that ended without a report.
+    """Return the outcome and failure of a process that ended without a report.
 
     Args:
-        returncode: As ``subprocess`` tells it: below zero for a signal.
-        phase: What was under way.
-        tail: The end of what it printed.
-        limited: Whether it might use only so much memory.
+        returncode: The return code from ``subprocess``: negative for a signal.
+        phase: The phase in which it ended.
+        tail: The end of its output.
+        limited: Whether it had a memory limit.
     """
     number = -returncode
     name = _signal_name(number) if number > 0 else None
@@ -53,10 +53,10 @@ def judge_death(
 
 
 def _last_words(tail: str, number: int) -> str:
-    """Find what the process itself said of its end.
+    """Return the process's own message about its end.
 
-    After a signal that is what C++ or CUDA told, or, of an abort, the last line before
-    Python's dump; a process that was cut short said nothing, so the dump has to.
+    After a signal it is the message of C++ or CUDA, or after an abort the last line before
+    Python's dump. A process that was interrupted printed none, so the dump is used.
     """
     said, dumped, dump = tail.rpartition(_DUMP)
     if not dumped:
@@ -68,7 +68,7 @@ def _last_words(tail: str, number: int) -> str:
     if lines and (not dumped or number == signal.SIGABRT):
         return lines[-1]
     if not dumped:
-        return "ended without a word"
+        return "ended without output"
     frame = _FRAME.search(dump)
     return dump.partition("\n")[0].strip() + (f", {frame.group(1).strip()}" if frame else "")
 

@@ -1,4 +1,4 @@
-"""What others hold and do on a GPU, seen while nothing of dpprof's is on it."""
+"""Measures other processes' use of a GPU while dpprof does not use it."""
 
 import time
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from dpprof.records.result import Failure, Others
 from dpprof.system.hardware import nvml
 
 SAMPLE_S = 1.0
-"""The driver's load is over the last second at most; after so long none of ours is in it."""
+"""The driver averages load over a second at most, so after this time it excludes our own load."""
 
 _POLL_S = 1.0
 _GIB = 2**30
 
 
 def look_at(uuid: str | None) -> Others:
-    """Ask the driver about a GPU that this process holds the lock of.
+    """Return the use of a GPU whose lock this process holds, as the driver reports it.
 
     Args:
-        uuid: Of the GPU; None for the host's processor.
+        uuid: The GPU's UUID; None for the host's processor.
     """
     if uuid is None:
-        return Others(reason="not on a GPU; others_busy_cores tells of the processor")
+        return Others(reason="not on a GPU; see others_busy_cores for the processor")
     with nvml() as available:
         if not available:
-            return Others(reason="there is no NVML")
+            return Others(reason="NVML is not available")
         try:
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             used = int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
@@ -37,25 +37,25 @@ def look_at(uuid: str | None) -> Others:
             processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
         try:
             load = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-        except pynvml.NVMLError as error:  # of a MIG slice there is none
+        except pynvml.NVMLError as error:  # a MIG slice has no load figure
             return Others(memory_bytes=used, processes=processes, reason=f"NVML: {error}")
         return Others(memory_bytes=used, load=load, processes=processes)
 
 
 def look_afterwards(uuid: str | None) -> Others:
-    """Do the same after a run, when its own load has passed."""
+    """Return the same after a run, once the driver's load excludes the run."""
     if uuid is not None:
         time.sleep(SAMPLE_S)
     return look_at(uuid)
 
 
 def wait_until_idle(uuid: str | None, seconds: float, waiting: Callable[[Others], None]) -> None:
-    """Wait until others have left a GPU, or so long; what is not known is not waited for.
+    """Wait until other processes have left a GPU; do not wait if their use is unknown.
 
     Args:
-        uuid: Of the GPU; None for the host's processor, which is not waited for.
-        seconds: How long at most.
-        waiting: Called once with what others do, if there is anything to wait for.
+        uuid: The GPU's UUID; None for the host's processor, which needs no wait.
+        seconds: The longest wait.
+        waiting: Called once with the use by others, if there is a wait.
     """
     until, told = time.monotonic() + seconds, False
     while seconds and (others := look_at(uuid)).matter:
@@ -68,7 +68,7 @@ def wait_until_idle(uuid: str | None, seconds: float, waiting: Callable[[Others]
 
 
 def tell_others(failure: Failure, before: Others, after: Others) -> Failure:
-    """Add to a failure for want of memory how much of the device others held."""
+    """Return an out-of-memory failure with the device memory that other processes held."""
     held = [others.memory_bytes for others in (before, after) if others.memory_bytes is not None]
     if not held:
         return failure
@@ -77,5 +77,5 @@ def tell_others(failure: Failure, before: Others, after: Others) -> Failure:
         for when, others in (("before", before), ("after", after))
         if others.memory_bytes is not None
     )
-    message = f"{failure.message}; others held {told}"
+    message = f"{failure.message}; other processes held {told}"
     return failure.model_copy(update={"message": message, "others_bytes": max(held)})

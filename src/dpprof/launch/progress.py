@@ -1,8 +1,8 @@
-"""Progress that a person can follow: experiment k of n, what runs now, time left.
+"""Prints a sweep's progress: experiment k of n, the present run, the time left.
 
-Snakemake's main process writes the list of runs to come as a sweep starts, and names
-the file in the environment. Every supervisor adds a line when its run has ended, so
-each of them knows how far the sweep has come.
+When a sweep starts, Snakemake's main process writes the list of planned runs, and names the file in
+the environment. Every supervisor appends a line when its run ends, so that all can compute the
+progress.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ _VARIABLE = "DPPROF_PROGRESS"
 
 
 class _ToCome(BaseModel):
-    """A run of the list that a progress file begins with."""
+    """A planned run in the first line of a progress file."""
 
     run: str
     kind: str
 
 
 class _Ended(BaseModel):
-    """What a progress file tells of a run that has ended."""
+    """The line of a progress file about a run that has ended."""
 
     run: str
     wall_s: float
@@ -42,7 +42,7 @@ _LIST = TypeAdapter(list[_ToCome])
 
 
 class Progress:
-    """A sweep's progress file: its first line lists the runs to come, later ones the ended."""
+    """A sweep's progress file: the first line lists planned runs, later lines list ended ones."""
 
     def __init__(self, path: Path) -> None:
         first, *others = path.read_text(encoding="utf-8").splitlines()
@@ -56,13 +56,14 @@ class Progress:
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
-        """Begin a sweep's file and name it to the processes that Snakemake starts.
+        """Write a sweep's file and name it in the environment of Snakemake's processes.
 
-        Where it cannot be written, as while a folder has its name, nobody is told of one.
+        If the file cannot be written, for example because a folder has its name, the environment
+        names none.
 
         Args:
-            path: Where the file goes.
-            runs: A unique name and the experiment of every run to come.
+            path: The file.
+            runs: A unique name and the experiment of every planned run.
         """
         to_come = [{"run": name, "kind": _kind(experiment)} for name, experiment in runs]
         os.environ.pop(_VARIABLE, None)
@@ -72,9 +73,9 @@ class Progress:
 
     @classmethod
     def current(cls) -> Self | None:
-        """Open the file of the sweep that this process belongs to, if it can be read.
+        """Return the progress of this process's sweep; None if its file cannot be read.
 
-        Progress is a courtesy: nothing about it may cost a measurement.
+        A problem with progress must never make a measurement fail.
         """
         try:
             return cls(Path(os.environ[_VARIABLE]))
@@ -82,10 +83,10 @@ class Progress:
             return None
 
     def seconds_left(self) -> float | None:
-        """Estimate the time that the runs to come will take, from those that have ended.
+        """Return the estimated time of the remaining runs, from the runs that have ended.
 
-        A run is expected to take as long as the median of its kind (model and method);
-        where none of its kind has ended, of all. None until the first has ended.
+        The estimate of a run is the median of its kind (model and method), or of all runs if none
+        of its kind has ended. None until the first run has ended.
         """
         if not self._ended:
             return None
@@ -101,7 +102,7 @@ class Progress:
         )
 
     def announce(self, name: str) -> None:
-        """Say which run starts now, which number it is, and how long the rest will take."""
+        """Print the run that starts now, its number, and the time left."""
         total = len(self._to_come)
         number = min(len(self._ended) + 1, total)
         left = self.seconds_left()
@@ -109,19 +110,19 @@ class Progress:
         say(f"[{number}/{total}] {name}{when}")
 
     def conclude(self, name: str, result: Result) -> None:
-        """Note that a run has ended, where that can be written."""
+        """Append a run that has ended, if the file can be written."""
         line = {"run": name, "wall_s": result.wall_s, "outcome": result.outcome}
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def run_name(experiment_id: str, instrument: str, replicate: int) -> str:
-    """Name a run for people and for the progress file."""
+    """Return a run's name for messages and for the progress file."""
     return f"{experiment_id} {instrument} r{replicate}"
 
 
 def tell_result(result: Result) -> None:
-    """Say in one line what came of a run."""
+    """Print the result of a run in one line."""
     text = f"{result.outcome} after {format_duration(result.wall_s)}"
     if result.time is not None:
         text += f": step {result.time.median_s * 1000:.1f} ms"
@@ -142,15 +143,15 @@ def tell_result(result: Result) -> None:
 
 
 def _tell_kernels(kernels: Kernels) -> str:
-    """Name the categories that take most of a traced step, and how much of it nothing ran."""
-    parts = sorted(kernels.by_category.items(), key=lambda part: part[1], reverse=True)[:3]
+    """Return the op kinds that take most of a traced step, and the idle share."""
+    parts = sorted(kernels.by_op_kind.items(), key=lambda part: part[1], reverse=True)[:3]
     shares = [f"{name} {seconds / kernels.step_s:.0%}" for name, seconds in parts]
     told = ", ".join([*shares, f"idle {kernels.idle_s / kernels.step_s:.0%}"])
     return f"traced step {kernels.step_s * 1000:.1f} ms, {told}"
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration as people say it: ``8 s``, ``2 min 5 s``, ``1 h 12 min``."""
+    """Return a duration as text: ``8 s``, ``2 min 5 s``, ``1 h 12 min``."""
     whole = round(seconds)
     if whole < 60:  # noqa: PLR2004 (seconds in a minute)
         return f"{whole} s"

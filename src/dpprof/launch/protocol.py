@@ -1,4 +1,4 @@
-"""What the supervisor and its worker hand each other, across the process boundary."""
+"""The data that the supervisor and its worker exchange."""
 
 import mmap
 import os
@@ -10,17 +10,17 @@ from dpprof.records.result import PHASES, Failure, Measurement, Outcome, Phase
 from dpprof.spec.experiment import Experiment
 
 TRACES = "DPPROF_TRACES"
-"""Names the environment variable that holds the folder for traces."""
+"""The environment variable that holds the folder for traces."""
 
 
 def traces_folder() -> Path | None:
-    """Tell a worker where its instrument may leave traces; None where nowhere."""
+    """Return the folder in which a worker's instrument may write traces; None if there is none."""
     folder = os.environ.get(TRACES)
     return Path(folder) if folder else None
 
 
 class Assignment(BaseModel):
-    """What a worker is told, as its one command-line argument."""
+    """A worker's assignment, its only command-line argument."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class Assignment(BaseModel):
 
 
 class Report(BaseModel):
-    """What a worker that lives to the end writes back."""
+    """The report that a worker writes at its end."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,10 +43,10 @@ class Report(BaseModel):
 
 
 class PhaseMark:
-    """One byte, shared by two processes, that says which phase is under way.
+    """One byte, shared by two processes, that holds the present phase.
 
-    Setting it is a store to memory, so it costs a timed step nothing; the file behind
-    it survives the process, so the last phase of a killed worker is known.
+    Setting it is a store to memory, so it adds no time to a step. The file behind it survives the
+    process, so the last phase of a killed worker is known.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -59,5 +59,5 @@ class PhaseMark:
         self._byte[0] = PHASES.index(phase)
 
     def read(self) -> Phase:
-        """Tell the phase marked last; ``setup`` before any was."""
+        """Return the phase marked last; ``setup`` before the first mark."""
         return PHASES[self._byte[0]]

@@ -1,6 +1,6 @@
-"""The outside of an experiment's process: lock, limits, retries, and one JSON always.
+"""Runs an experiment in a worker process, with lock, limits and retries, and writes one JSON.
 
-Imports no torch, so it starts fast and nothing that a measurement does can hurt it.
+It imports no torch, so it starts fast, and a crash of a measurement does not affect it.
 """
 
 import datetime as dt
@@ -20,9 +20,9 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from dpprof.launch.contention import Neighbours
+from dpprof.launch.contention import Contention
 from dpprof.launch.device_lock import hold_one, who_holds
-from dpprof.launch.device_slots import Place, cpu_place, gpu_places
+from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.exit_status import judge_death
 from dpprof.launch.gpu_contention import look_afterwards, look_at, tell_others, wait_until_idle
 from dpprof.launch.protocol import TRACES, Assignment, PhaseMark, Report
@@ -51,31 +51,31 @@ from dpprof.system.paths import PACKAGE
 from dpprof.system.process_groups import end_group, no_survivors
 
 MAX_ATTEMPTS = 2
-"""A crash or a kill is tried once more in a fresh process; other outcomes are final."""
+"""A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
 
 _RETRIED = ("crashed", "killed")
 
 Ended = tuple[Attempt, Measurement | None]
-"""How an attempt ended, and what was measured."""
+"""An attempt and its measurement, if there is one."""
 
 
-def _places(experiment: Experiment, instrument: str) -> list[Place]:
-    """List the interchangeable devices that this experiment could run on.
+def _slots(experiment: Experiment, instrument: str) -> list[DeviceSlot]:
+    """Return the interchangeable devices that this experiment can run on.
 
-    Predictions take the CPU, whatever they are about.
+    Predictions run on the CPU, whatever device they are for.
     """
     threads = experiment.cpu_threads or available_cores()
-    cpu = cpu_place(threads)
+    cpu = cpu_slot(threads)
     if experiment.device == "cpu" or instrument in PREDICTIONS:
         return [cpu]
-    places = gpu_places(threads) or [cpu]  # no GPU: the worker records why
+    slots = gpu_slots(threads) or [cpu]  # no GPU: the worker records why
     if experiment.wait_for_idle_gpu_s:
-        places.sort(key=lambda place: look_at(place.uuid).matter)
-    return places
+        slots.sort(key=lambda slot: look_at(slot.uuid).matter)
+    return slots
 
 
 def _look_around(run: Callable[[], Ended], uuid: str | None) -> Ended:
-    """Run one attempt, and look at what others do on the GPU before and after."""
+    """Run one attempt, and record other processes' use of the GPU before and after."""
     before = look_at(uuid)
     attempt, measurement = run()
     after = look_afterwards(uuid)
@@ -90,7 +90,7 @@ def _run_worker(
     experiment: Experiment, instrument: str, environment: dict[str, str], lock_fd: int, sink: Sink
 ) -> Ended:
     """Run one attempt in a fresh process and judge how it ended."""
-    # Files without names: nothing is left behind, whoever is killed when.
+    # Files without names disappear even if a process is killed.
     with tempfile.TemporaryFile() as phase_file, tempfile.TemporaryFile() as report_file:
         mark = PhaseMark(phase_file.fileno())
         assignment = Assignment(
@@ -101,7 +101,7 @@ def _run_worker(
             report_fd=report_file.fileno(),
             lock_fd=lock_fd,
         )
-        start, neighbours = time.monotonic(), Neighbours()
+        start, contention = time.monotonic(), Contention()
         timed_out = False
         with no_survivors():
             worker = subprocess.Popen(
@@ -122,12 +122,12 @@ def _run_worker(
             finally:
                 end_group(worker.pid)
                 worker.wait()
-        wall_s, others = time.monotonic() - start, neighbours.busy_cores()
+        wall_s, others = time.monotonic() - start, contention.busy_cores()
         tail = output.finish()
         ended = partial(Attempt, wall_s=wall_s, others_busy_cores=others)
         report_file.seek(0)
         report = _read_report(report_file.read())
-        if report is not None:  # also of a worker that hung or died after it had finished
+        if report is not None:  # even if the worker hung or died after its report
             return ended(outcome=report.outcome, error=report.error), report.measurement
         if timed_out:
             failure = Failure(
@@ -142,7 +142,7 @@ def _run_worker(
 
 
 def _read_report(content: bytes) -> Report | None:
-    """Read a worker's report; a worker that died while writing left none."""
+    """Return a worker's report; None if the worker died before it was complete."""
     try:
         return Report.model_validate_json(content)
     except ValidationError:
@@ -151,7 +151,7 @@ def _read_report(content: bytes) -> Report | None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exit that ends the worker on its way out."""
+    """Turn SIGTERM and SIGHUP into ``SystemExit``, so that the worker is ended too."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -177,31 +177,31 @@ def supervise(
     traces: Path | None = None,
     keep: bool = False,
 ) -> Result:
-    """Run one experiment to an end of any kind and leave one complete JSON.
+    """Run one experiment until it ends in any way, and write one complete JSON.
 
-    The clock starts when the device's lock is held. A crash or a kill is tried once
-    more; every attempt is in the result.
+    The clock starts when the device's lock is held. A run that crashed or was killed is tried once
+    more. The result has every attempt.
 
     Args:
-        experiment: What to run.
-        instrument: What watches it.
-        replicate: Which repetition this is.
+        experiment: The experiment.
+        instrument: The instrument to run it under.
+        replicate: The number of the replicate.
         output: The result file; written as a whole at the end.
-        log_path: Where the worker's output goes; standard error where it is None.
-        traces: A folder for what an instrument leaves beside the result; None for nowhere.
-        keep: Whether a complete result of this very run, by the code as it is, is enough:
-            one that a process left whose Snakemake had been killed.
+        log_path: The file for the worker's output; None for standard error.
+        traces: The folder for an instrument's trace files; None for none.
+        keep: Whether to return an existing complete result of this run by the present code, which
+            a process wrote after its Snakemake was killed.
 
     Raises:
-        OSError: The result cannot be written; found out before anything is measured.
+        OSError: The result cannot be written; this is checked before the measurement.
     """
     check_writable(output)
     code = CodeInUse(partial(code_digest, instrument, experiment), __file__)
-    places = _places(experiment, instrument)
+    slots = _slots(experiment, instrument)
 
     def waiting() -> None:
-        busy = "the CPU is" if places[0].lock_name == "cpu" else "every visible GPU is"
-        holders = who_holds(place.lock_name for place in places)
+        busy = "the CPU is" if slots[0].lock_name == "cpu" else "every visible GPU is"
+        holders = who_holds(slot.lock_name for slot in slots)
         say(f"{busy} taken by another experiment; waiting for {holders}")
 
     attempts: list[Attempt] = []
@@ -209,24 +209,25 @@ def supervise(
     with (
         _ended_by_signals(),
         closing(Sink(log_path)) as sink,
-        hold_one(
-            [place.lock_name for place in places], waiting, shared=instrument in PREDICTIONS
-        ) as (position, lock_fd),
+        hold_one([slot.lock_name for slot in slots], waiting, shared=instrument in PREDICTIONS) as (
+            position,
+            lock_fd,
+        ),
     ):
         if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
-            say("this run was measured already, by this code; its result is kept")
+            say("this code has already measured this run; its result is kept")
             return finished
-        place = places[position]
-        wait_until_idle(place.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
+        slot = slots[position]
+        wait_until_idle(slot.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
         code.start()
-        environment = _worker_environment(place, traces)
-        device, provenance = place.describe(), collect(experiment, environment)
+        environment = _worker_environment(slot, traces)
+        device, provenance = slot.describe(), collect(experiment, environment)
         started_at = dt.datetime.now(dt.UTC)
         start = time.monotonic()
         while len(attempts) < MAX_ATTEMPTS:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
             run = partial(_run_worker, experiment, instrument, environment, lock_fd, sink)
-            attempt, measurement = _look_around(run, place.uuid)
+            attempt, measurement = _look_around(run, slot.uuid)
             if attempt.error is not None:
                 error = attempt.error.model_copy(update={"log": log_path and str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
@@ -263,7 +264,7 @@ def supervise(
 def _read_finished(
     path: Path, experiment: Experiment, instrument: str, replicate: int
 ) -> Result | None:
-    """Read a result, if it is this run's, whole, and of the code as it is now."""
+    """Return a result if it is complete, this run's, and measured by the present code."""
     try:
         result = read_result(path)
     except (FileNotFoundError, ResultError):
@@ -278,8 +279,8 @@ def _say_busy(others: Others) -> None:
     say(f"others hold {memory / 2**30:.1f} GiB of the GPU, busy {load:.0%}; waiting for them")
 
 
-def _worker_environment(place: Place, traces: Path | None) -> dict[str, str]:
+def _worker_environment(slot: DeviceSlot, traces: Path | None) -> dict[str, str]:
     search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
     own[TRACES] = "" if traces is None else str(traces)
-    return os.environ | place.environment | own
+    return os.environ | slot.environment | own

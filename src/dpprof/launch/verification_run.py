@@ -1,4 +1,4 @@
-"""One verification in a process of its own, and one file whatever came of it."""
+"""Runs a verification in a separate process, and always writes one file."""
 
 import platform
 import time
@@ -24,15 +24,15 @@ from dpprof.system.console import say
 from dpprof.system.files import check_writable
 
 TIMEOUT_S = 300
-"""A verification takes seconds; one that takes this long is taken to hang."""
+"""A verification takes seconds; one that takes longer than this counts as hung."""
 
 _VERIFY = "dpprof.verification.verify"
 
 
 def verify_apart(model: str, method: str, output: Path) -> Verdict:
-    """Verify a method on a model and leave one complete JSON.
+    """Verify a method on a model and write one complete JSON.
 
-    It shares the CPU with predictions, and waits for a measurement to end.
+    A verification may run at the same time as predictions, but waits for measurements to end.
 
     Args:
         model: A model's name, or ``built-in``.
@@ -40,13 +40,13 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
         output: The verdict's file; written as a whole at the end.
 
     Raises:
-        OSError: The verdict cannot be written; found out before anything is computed.
+        OSError: The verdict cannot be written; this is checked before the verification.
     """
     check_writable(output)
     code = CodeInUse(partial(verdict_digest, model, method), __file__)
 
     def waiting() -> None:
-        say(f"a measurement is under way on this machine; waiting for {who_holds(['cpu'])}")
+        say(f"a measurement is running on this machine; waiting for {who_holds(['cpu'])}")
 
     with hold_one(["cpu"], waiting, shared=True) as (_, lock_fd):
         code.start()
@@ -88,7 +88,7 @@ def _largest(errors: list[float | None]) -> float | None:
 
 
 def _ask_child(model: str, method: str, lock_fd: int) -> tuple[Findings, str | None]:
-    """Have a child do it; returns what it found, or how the child ended without telling any."""
+    """Return the findings of a child, or how the child ended without an answer."""
     try:
         found: Findings = ask_child(
             "verification",

@@ -1,7 +1,7 @@
-"""The inside of an experiment's process: run one instrument, tell what came of it.
+"""The worker process of an experiment: runs one instrument and reports the result.
 
-Started by the supervisor as ``python -m dpprof.launch.worker ASSIGNMENT``. A report is written
-whenever Python lives to write it; the supervisor judges the rest by how the process died.
+The supervisor starts it as ``python -m dpprof.launch.worker ASSIGNMENT``. The worker writes a
+report unless its process dies; then the supervisor judges it by how the process ended.
 """
 
 import faulthandler
@@ -22,13 +22,13 @@ from dpprof.system.process_groups import die_with
 
 
 def _lift_memory_limit() -> None:
-    """Make room again for writing the report, once the limit has done its work."""
+    """Remove the memory limit, so that there is memory to write the report."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def _allocator_state() -> dict[str, int]:
-    """Read what the CUDA allocator holds at the time of a failure; empty without CUDA."""
+    """Return what the CUDA allocator holds at the time of a failure; empty without CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
@@ -50,7 +50,7 @@ def _describe(error: BaseException, mark: PhaseMark, *, memory: bool = False) ->
 
 
 def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
-    """Run one experiment under one instrument and tell what came of it; raises nothing."""
+    """Run one experiment under one instrument and return its report; raises nothing."""
     try:
         reason = registry.why_unsupported(experiment)
         if reason is not None:

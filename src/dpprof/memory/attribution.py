@@ -13,6 +13,7 @@ from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
 from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
+from dpprof.norms.code_paths import CodePath
 from dpprof.records.result import Phase
 
 _NAME_OF_MODEL = "(model)"
@@ -160,7 +161,11 @@ class Witness:
                     self._recorder.give_role(tensor, SAVED)
 
     def _watch_sampler(
-        self, layer: nn.Module, path: str, sampler: Callable[..., Any], inputs: tuple[Any, ...]
+        self,
+        layer: nn.Module,
+        path: CodePath,
+        sampler: Callable[..., Any],
+        inputs: tuple[Any, ...],
     ) -> Any:
         recorder = self._recorder
         for number, given in enumerate(inputs, start=1):

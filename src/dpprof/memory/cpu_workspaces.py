@@ -1,9 +1,9 @@
 """What the CPU's kernels allocate and release within one operator, by formula.
 
-The dispatcher sees none of it and the allocator all, so the books need it wherever a
+The dispatcher sees none of it and the allocator all, so the timeline needs it wherever a
 peak falls inside such an operator. t is the number of threads, f the accumulator's size.
 Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, layer_norm_kernel.cpp,
-ScatterGatherKernel.cpp) of PyTorch; tests/ledger compares with the allocator's events.
+ScatterGatherKernel.cpp) of PyTorch; tests/memory compares with the allocator's events.
 
 Left out, because it depends on the processor's instructions: what oneDNN takes for a
 bfloat16 product, up to a few hundred KiB.

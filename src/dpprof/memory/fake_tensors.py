@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.utils._per_sample_grad as per_sample_grad
@@ -25,6 +24,7 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeigh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpprof.spec.registry import UnsupportedError
+from dpprof.system.substitutes import substitute
 
 _apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
 
@@ -83,15 +83,19 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     Raises:
         UnsupportedError: Code within asked for a fake tensor's elements.
     """
+    # Every conversion of a module calls the one, call_for_per_sample_grads makes the other; neither
+    # has a hook.
     with (
         _refusing(),
         warnings.catch_warnings(),
-        patch.object(nn.Module, "_apply", _apply_to_fake),
-        patch.object(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
-        patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
+        substitute(nn.Module, "_apply", _apply_to_fake),
+        substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
         FakeTensorMode() as mode,
     ):
-        # Opacus copies gradients with deepcopy, which looks whether they have any data.
+        # Opacus copies gradients with deepcopy, which would copy this mode along; a subclass would
+        # not do, as PyTorch looks some operators up by the mode's very type.
+        mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
+        # It looks whether they have any data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield mode
 
@@ -104,5 +108,5 @@ def _refusing() -> Iterator[None]:
         what = getattr(error, "func", None) or error
         raise UnsupportedError(
             f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
-            "instrument ledger runs it"
+            "instrument memory runs it"
         ) from error

@@ -7,9 +7,11 @@ told apart so that nobody mistakes it for knowledge.
 """
 
 from collections.abc import Mapping
+from types import CodeType
 from typing import NamedTuple
 
 from dpprof.memory.recorder import Storage
+from dpprof.methods.opacus_paths import OpacusPath
 from dpprof.records.result import Component, Evidence
 
 SAVED = "saved"
@@ -51,17 +53,17 @@ class Owner(NamedTuple):
 
 
 def find_owner(
-    storage: Storage, births: Mapping[str, Component], *, saved: bool, transient: bool
+    storage: Storage, births: Mapping[CodeType, Component], *, saved: bool, transient: bool
 ) -> Owner:
     """Say who owns a storage.
 
     Args:
         storage: What is known of it.
-        births: Components by the function (``module:function``) in which they are born.
+        births: Components by the code of the function in which they are born.
         saved: Whether autograd keeps it for backward just then.
         transient: Whether it died in the phase in which it was born.
     """
-    declared = births.get(storage.function or "")
+    declared = None if storage.code is None else births.get(storage.code)
     if declared is not None:
         return Owner(declared, "identity" if declared in storage.roles else "birthplace")
     seen_as = _by_identity(storage.roles, storage.module, saved=saved)
@@ -102,7 +104,7 @@ def _by_birthplace(storage: Storage, *, transient: bool) -> Component | None:
 def _is_gram(storage: Storage) -> bool:
     shape = storage.shape
     square = len(shape) >= 3 and shape[-1] == shape[-2]  # noqa: PLR2004 (samples x T x T)
-    return storage.sampler == "norm sampler" and storage.op in _PRODUCTS and square
+    return storage.sampler is OpacusPath.NORM_SAMPLER and storage.op in _PRODUCTS and square
 
 
 def _by_phase(storage: Storage, *, transient: bool) -> Component | None:

@@ -10,7 +10,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -20,16 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.flops.op_costs import Cost, Rule, learn_rule
-from dpprof.flops.op_kinds import EINSUMS, Scope, categorise
+from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.methods.tensors import tensors_in
-from dpprof.methods.training_step import finds_norms
-from dpprof.records.result import Category, Phase
+from dpprof.norms.code_paths import CodePath, finds_norms
+from dpprof.records.result import OpKind, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
 _current_node = torch._C._current_autograd_node  # noqa: SLF001
 _TORCH = str(Path(torch.__file__).parent)
-_LEDGER = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parent)
 _NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/")
 """Parts of torch whose functions are worth a name; the rest is plumbing."""
 
@@ -38,22 +37,12 @@ _OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
 """What they come down to; to look for who called takes longer than to note the operator."""
 
 
-class Kind(IntEnum):
-    """What an event says."""
-
-    BORN = 0
-    DIED = 1
-    SAVED = 2
-    UNSAVED = 3
-    ENTERED = 4
-    RAN = 5
-
-
 class Storage:
     """One storage's birth certificate, and what is learned about it later."""
 
     __slots__ = (
         "again",
+        "code",
         "function",
         "module",
         "nbytes",
@@ -71,9 +60,10 @@ class Storage:
         self.phase = phase
         self.module = module
         self.shape: tuple[int, ...] = ()
+        self.code: CodeType | None = None
         self.function: str | None = None
         self.node: str | None = None
-        self.sampler: str | None = None
+        self.sampler: CodePath | None = None
         self.again = False
         self.roles: set[str] = set()
 
@@ -83,7 +73,7 @@ class Op(NamedTuple):
 
     phase: Phase
     module: str | None
-    category: Category
+    op_kind: OpKind
     cost: Cost
     reads: Sequence[tuple[int, int]]
     """Storage and bytes, one for each tensor; a storage that was never born is -1."""
@@ -92,8 +82,38 @@ class Op(NamedTuple):
     at_s: float
 
 
-Event = tuple[Kind, Any]
-"""A kind with a storage's number, the phase entered, or the ``Op``."""
+class Born(NamedTuple):
+    """A storage was allocated."""
+
+    number: int
+    """Its place in ``Recorder.storages``, as for the events that follow."""
+
+
+class Died(NamedTuple):
+    """A storage was freed."""
+
+    number: int
+
+
+class Saved(NamedTuple):
+    """Autograd keeps a storage for backward."""
+
+    number: int
+
+
+class Unsaved(NamedTuple):
+    """Autograd lets go of a storage, or of one of the tensors on it that it kept."""
+
+    number: int
+
+
+class Entered(NamedTuple):
+    """A phase began."""
+
+    phase: Phase
+
+
+Event = Born | Died | Saved | Unsaved | Entered | Op
 
 
 class _Death(weakref.ref[torch.UntypedStorage]):
@@ -133,7 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.modules: list[str | None] = []
         """Names of the modules whose forward is under way, innermost last."""
 
-        self.sampler: tuple[str, str] | None = None
+        self.sampler: tuple[CodePath, str] | None = None
         """Path and layer of the sampler under way: nothing tells of it but its caller."""
 
         self.notes: Mapping[str, str] = {}
@@ -159,7 +179,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter(self, phase: Phase) -> None:
         """Note that a phase begins."""
         self.phase = phase
-        self.events.append((Kind.ENTERED, phase))
+        self.events.append(Entered(phase))
 
     def find(self, tensor: Tensor) -> int | None:
         """Return the number of the storage under a tensor, or None if it is not known."""
@@ -180,11 +200,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = Storage(self._round(nbytes), op, self.phase, None)
         taken.roles.add("workspace")
         self.storages.append(taken)
-        self.events.append((Kind.BORN, len(self.storages) - 1))
+        self.events.append(Born(len(self.storages) - 1))
 
     def note_saved(self, number: int, saved: bool) -> None:
         """Note that autograd keeps a storage for backward, or lets go of it."""
-        self.events.append((Kind.SAVED if saved else Kind.UNSAVED, number))
+        self.events.append(Saved(number) if saved else Unsaved(number))
 
     def __torch_dispatch__(
         self,
@@ -218,13 +238,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = Op(
             self.phase,
             self._module(),
-            categorise(cost.family, self.phase, self._scope(rule.name)),
+            kind_of_op(cost.family, self.phase, self._scope(rule.name)),
             cost,
             [(self._number(tensor), size) for tensor, size in reads],
             [(self._number(tensor), size) for tensor, size in writes],
             time.perf_counter(),
         )
-        self.events.append((Kind.RAN, op))
+        self.events.append(op)
 
     def _number(self, tensor: Tensor) -> int:
         number = self.find(tensor)
@@ -247,18 +267,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.sampler is not None:
             path, born.module = self.sampler
             born.sampler = path
-        born.function = self._function()
+        born.code, born.function = self._function()
         node = _current_node()
         born.again = self._is_again(node)
         born.node = None if node is None or born.again else node.name()
         self.storages.append(born)
-        self.events.append((Kind.BORN, death.number))
+        self.events.append(Born(death.number))
 
     def _note_death(self, death: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(death, _Death)
         if self._alive.get(death.key) is death:
             del self._alive[death.key]
-        self.events.append((Kind.DIED, death.number))
+        self.events.append(Died(death.number))
 
     def _note_workspace(self, op: str, nbytes: int) -> None:
         if nbytes:
@@ -266,7 +286,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             taken.roles.add("workspace")
             number = len(self.storages)
             self.storages.append(taken)
-            self.events += [(Kind.BORN, number), (Kind.DIED, number)]
+            self.events += [Born(number), Died(number)]
 
     def _round(self, nbytes: int) -> int:
         return -(-nbytes // self._block) * self._block
@@ -295,8 +315,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frame = frame.f_back
         return None
 
-    def _function(self) -> str | None:
-        """Name the innermost function that is not plumbing: ``module:function``."""
+    def _function(self) -> tuple[CodeType, str] | tuple[None, None]:
+        """Find the innermost function that is not plumbing: its code, and ``module:function``."""
         frame = sys._getframe(2)  # noqa: SLF001 (the documented way to the stack)
         while frame is not None:
             code = frame.f_code
@@ -304,14 +324,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._names[code] = _name(code, frame.f_globals.get("__name__", ""))
             name = self._names[code]
             if name is not None:
-                return name
+                return code, name
             frame = frame.f_back  # type: ignore[assignment]
-        return None
+        return None, None
 
 
 def _name(code: CodeType, module: str) -> str | None:
+    """Name a function, ``module:function``; None for plumbing."""
     file = code.co_filename
-    plumbing = file.startswith((_LEDGER, "<")) or (
+    plumbing = file.startswith((_OWN, "<")) or (
         file.startswith(_TORCH) and not any(part in file for part in _NAMED_IN_TORCH)
     )
     # A comprehension or a nested function counts as the function that it is written in.

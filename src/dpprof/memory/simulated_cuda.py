@@ -2,15 +2,13 @@
 
 Fake CUDA tensors cannot be differentiated in a build without CUDA, so the training is
 traced on the CPU and everything in which a CUDA device differs is put in here, each with
-its source. docs/methodology.md says which of it was checked on a GPU.
+its source. docs/numbers/estimate.md says which of it was checked on a GPU.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from dpprof.memory import attention_backends
 from dpprof.memory.recorder import Workspace
+from dpprof.norms.placement import as_if_on_cuda
 from dpprof.records.result import Phase
+from dpprof.system.substitutes import substitute
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ class Choices(NamedTuple):
 
     kernels: bool = True
     """Find norms of flash clipping by its Triton kernels, which allocate next to nothing
-    (norms/kernels.py)."""
+    (norms/triton_kernels.py)."""
 
     workspaces: bool = True
     """Take what kernels allocate and release within an operator."""
@@ -188,21 +188,11 @@ def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterato
     optimizers = importlib.import_module("torch.optim.optimizer")
     devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
     types = [*optimizers._foreach_supported_types, FakeTensor]  # noqa: SLF001
+    # By these two alone optimizers decide whether to work on all parameters at once.
     with (
-        ExitStack() as clipping,
-        patch.object(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
-        patch.object(optimizers, "_foreach_supported_types", types),
+        as_if_on_cuda(autocast=choices.autocast, products=choices.kernels, kernels=choices.kernels),
+        substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
+        substitute(optimizers, "_foreach_supported_types", types),
         _CudaFunctions(choices, gpu, notes),
     ):
-        if choices.autocast:
-            clipping.enter_context(_patch_loaded("dpprof.clipping.layers", "is_cuda"))
-        if choices.kernels:
-            clipping.enter_context(_patch_loaded("dpprof.norms.triton_ops", "is_cuda"))
-            clipping.enter_context(_patch_loaded("dpprof.norms.placement", "is_cuda"))
         yield notes
-
-
-def _patch_loaded(module: str, name: str) -> AbstractContextManager[Any]:
-    """Have a function say yes, if what the method at hand has imported includes its module."""
-    loaded = sys.modules.get(module)
-    return nullcontext() if loaded is None else patch.object(loaded, name, lambda _: True)

@@ -1,4 +1,4 @@
-"""What a result says of a step's books: the peak, the timeline, FLOPs and bytes moved."""
+"""What a result says of a step: the peak of memory, its timeline, FLOPs and bytes moved."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -11,15 +11,14 @@ from torch import nn
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.flops.op_costs import COUNTED
 from dpprof.memory.attention_backends import LEAST
-from dpprof.memory.recorder import Kind, Op
-from dpprof.memory.timeline import Holding, Step
+from dpprof.memory.recorder import Op
+from dpprof.memory.timeline import Holding, MemoryTimeline
 from dpprof.models.build import find_dimensions
-from dpprof.records.reconciliation import close_books
+from dpprof.records.reconciliation import reconcile
 from dpprof.records.result import (
     COMPONENTS,
     EVIDENCE,
     AtPeak,
-    Category,
     Component,
     Compute,
     Evidence,
@@ -27,6 +26,7 @@ from dpprof.records.result import (
     Io,
     Memory,
     Moved,
+    OpKind,
     Phase,
     Timeline,
     Work,
@@ -44,14 +44,19 @@ OUTSIDE = "(outside the model)"
 
 
 def state_memory(
-    experiment: Experiment, first: Step, steady: Step, allocator_peak: int | None, *, real: bool
+    experiment: Experiment,
+    first: MemoryTimeline,
+    steady: MemoryTimeline,
+    allocator_peak: int | None,
+    *,
+    real: bool,
 ) -> Memory:
     """Say what was alive in a step, at its peak and over time.
 
     Args:
         experiment: Whose steps they were.
-        first: The first step's books.
-        steady: The books of a step in the steady state.
+        first: The first step.
+        steady: A step in the steady state.
         allocator_peak: The allocator's peak of that step, where this process knows it.
         real: Whether the step really ran, so that its instants mean something.
     """
@@ -60,21 +65,21 @@ def state_memory(
         first_step_peak_allocated_bytes=first.peak_bytes,
         at_peak=_at_peak(steady),
         timeline=_timeline(steady, real=real),
-        attribution=close_books(
+        attribution=reconcile(
             experiment, steady.peak_bytes, allocator_peak, _weigh_evidence(steady)
         ),
         assumed=_tell_assumed(steady),
     )
 
 
-def _tell_assumed(step: Step) -> dict[str, str]:
-    """Say what the books take for granted: choices of a device, and workspaces at their least."""
+def _tell_assumed(step: MemoryTimeline) -> dict[str, str]:
+    """Say what is taken for granted: choices of a device, and workspaces at their least."""
     ran = {op.cost.op for op in step.ops}
     least = {f"workspace of {op}": why for op, why in LEAST.items() if op in ran}
     return {**step.notes, **least}
 
 
-def _at_peak(step: Step) -> AtPeak:
+def _at_peak(step: MemoryTimeline) -> AtPeak:
     row = step.peak_row
     storage = step.peak_storage
     return AtPeak(
@@ -108,7 +113,7 @@ def _largest(holdings: Iterable[Holding]) -> list[Held]:
     return sorted(held, key=lambda one: one.bytes, reverse=True)[:LARGEST]
 
 
-def _timeline(step: Step, *, real: bool) -> Timeline:
+def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
     """Keep the instants that a picture needs: no component's maximum is lost.
 
     Those are the highest of each of equal parts of the step, each component's highest,
@@ -123,7 +128,7 @@ def _timeline(step: Step, *, real: bool) -> Timeline:
         if phases[row] != phases[row - 1]:
             kept |= {row - 1, row}
     rows = sorted(kept)
-    ran = [kind is Kind.RAN for kind, _ in step.events]
+    ran = [isinstance(event, Op) for event in step.events]
     ops = [0, *accumulate(ran)]
     return Timeline(
         ops=[ops[row] for row in rows],
@@ -137,18 +142,18 @@ def _timeline(step: Step, *, real: bool) -> Timeline:
     )
 
 
-def _elapsed_s(step: Step, rows: list[int]) -> list[float]:
+def _elapsed_s(step: MemoryTimeline, rows: list[int]) -> list[float]:
     instants = [op.at_s for op in step.ops]
     start = instants[0]
     ran = 0
     elapsed = [0.0]
-    for kind, _ in step.events:
-        ran += kind is Kind.RAN
+    for event in step.events:
+        ran += isinstance(event, Op)
         elapsed.append(instants[max(ran - 1, 0)] - start)
     return [elapsed[row] for row in rows]
 
 
-def _weigh_evidence(step: Step) -> dict[Evidence, int]:
+def _weigh_evidence(step: MemoryTimeline) -> dict[Evidence, int]:
     weights = dict.fromkeys(EVIDENCE, 0)
     for holding in step.holdings_at_peak():
         if holding.owner.evidence is not None:
@@ -157,14 +162,14 @@ def _weigh_evidence(step: Step) -> dict[Evidence, int]:
 
 
 def state_compute(
-    experiment: Experiment, module: nn.Module, step: Step, ceilings: Target | None
+    experiment: Experiment, module: nn.Module, step: MemoryTimeline, ceilings: Target | None
 ) -> Compute:
     """Say how many FLOPs a step executed, and how many it had to.
 
     Args:
         experiment: Whose step it was.
         module: The model, as the step trained it.
-        step: The books of a step in the steady state.
+        step: A step in the steady state.
         ceilings: The device's limits, where they are known.
     """
     by_phase: Counter[Phase] = Counter()
@@ -198,7 +203,9 @@ def state_compute(
     )
 
 
-def _why_unknown(model_flops: int | None, ceilings: Target | None, step: Step) -> str | None:
+def _why_unknown(
+    model_flops: int | None, ceilings: Target | None, step: MemoryTimeline
+) -> str | None:
     said = []
     counted = (op.cost for op in step.ops if op.cost.family in COUNTED)
     unpriced = sorted({cost.op for cost in counted if cost.formula_unknown})
@@ -245,13 +252,13 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
     return total
 
 
-def state_io(step: Step, executed_flops: int) -> Io:
+def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
     """Say how many bytes a step's operators had to read and write."""
-    tallies = {name: _Tally() for name in ("phase", "category", "module", "component")}
+    tallies = {name: _Tally() for name in ("phase", "op_kind", "module", "component")}
     for op in step.ops:
         keys = {
             "phase": op.phase,
-            "category": op.category,
+            "op_kind": op.op_kind,
             "module": op.module or OUTSIDE,
         }
         for way, sized in (("read", op.reads), ("written", op.writes)):
@@ -263,28 +270,28 @@ def state_io(step: Step, executed_flops: int) -> Io:
         bytes_read=read,
         bytes_written=written,
         by_phase=tallies["phase"].moved,
-        by_category=tallies["category"].moved,
+        by_op_kind=tallies["op_kind"].moved,
         by_module=tallies["module"].moved,
         by_component=tallies["component"].moved,
-        by_phase_and_category=_work(step),
+        by_phase_and_op_kind=_work(step),
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
     )
 
 
-def _work(step: Step) -> list[Work]:
-    alike: dict[tuple[Phase, Category], list[Op]] = defaultdict(list)
+def _work(step: MemoryTimeline) -> list[Work]:
+    alike: dict[tuple[Phase, OpKind], list[Op]] = defaultdict(list)
     for op in step.ops:
-        alike[op.phase, op.category].append(op)
+        alike[op.phase, op.op_kind].append(op)
     return [
         Work(
             phase=phase,
-            category=category,
+            op_kind=op_kind,
             ops=len(ops),
             flops=sum(op.cost.flops for op in ops),
             read=sum(size for op in ops for _, size in op.reads),
             written=sum(size for op in ops for _, size in op.writes),
         )
-        for (phase, category), ops in alike.items()
+        for (phase, op_kind), ops in alike.items()
     ]
 
 

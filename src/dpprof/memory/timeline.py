@@ -1,15 +1,26 @@
-"""The books: events replayed into who owned what at every instant of a step."""
+"""The memory timeline: events replayed into who owned what at every instant of a step."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from types import CodeType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dpprof.memory.owners import Owner, find_owner
-from dpprof.memory.recorder import Event, Kind, Op, Recorder, Storage
+from dpprof.memory.recorder import (
+    Born,
+    Died,
+    Entered,
+    Event,
+    Op,
+    Recorder,
+    Saved,
+    Storage,
+    Unsaved,
+)
 from dpprof.records.result import COMPONENTS, Component, Phase
 
 _COLUMN = {component: column for column, component in enumerate(COMPONENTS)}
@@ -22,17 +33,17 @@ class Holding(NamedTuple):
     owner: Owner
 
 
-class Step:
+class MemoryTimeline:
     """One step's worth of events, replayed.
 
     Args:
         recorder: What was recorded, from before the model existed.
-        births: Components by the function (``module:function``) in which they are born.
+        births: Components by the code of the function in which they are born.
         window: The step's first event, and the one after its last.
     """
 
     def __init__(
-        self, recorder: Recorder, births: Mapping[str, Component], window: tuple[int, int]
+        self, recorder: Recorder, births: Mapping[CodeType, Component], window: tuple[int, int]
     ) -> None:
         self.notes = recorder.notes
         self._storages = recorder.storages
@@ -76,10 +87,13 @@ class Step:
         return np.cumsum([before, *(self._change(event) for event in self.events)])
 
     def _change(self, event: Event) -> int:
-        kind, number = event
-        if kind is Kind.BORN:
-            return self._storages[number].nbytes
-        return -self._storages[number].nbytes if kind is Kind.DIED else 0
+        match event:
+            case Born(number):
+                return self._storages[number].nbytes
+            case Died(number):
+                return -self._storages[number].nbytes
+            case _:
+                return 0
 
     @property
     def peak_row(self) -> int:
@@ -99,11 +113,11 @@ class Step:
     @cached_property
     def phases(self) -> list[Phase]:
         """The phase of each row; before anything was entered, ``setup``."""
-        entered = [payload for kind, payload in self._before if kind is Kind.ENTERED]
+        entered = [event.phase for event in self._before if isinstance(event, Entered)]
         phase: Phase = entered[-1] if entered else "setup"
         found = [phase]
-        for kind, payload in self.events:
-            phase = payload if kind is Kind.ENTERED else phase
+        for event in self.events:
+            phase = event.phase if isinstance(event, Entered) else phase
             found.append(phase)
         return found
 
@@ -111,7 +125,11 @@ class Step:
     def peak_storage(self) -> Storage | None:
         """The storage whose birth made the peak; None if the step began with it."""
         row = self.peak_row
-        return self._storages[self.events[row - 1][1]] if row else None
+        if not row:
+            return None
+        event = self.events[row - 1]
+        assert isinstance(event, Born)  # nothing else adds to what is alive
+        return self._storages[event.number]
 
     def holdings_at_peak(self) -> list[Holding]:
         """List what was alive at the peak."""
@@ -126,7 +144,7 @@ class Step:
     @property
     def ops(self) -> list[Op]:
         """The operators that ran."""
-        return [payload for kind, payload in self.events if kind is Kind.RAN]
+        return [event for event in self.events if isinstance(event, Op)]
 
     def component_of(self, number: int) -> Component:
         """Name a storage's component over its life: the one that it has while it is saved."""
@@ -136,13 +154,13 @@ class Step:
     @cached_property
     def _ever_saved(self) -> set[int]:
         every = (*self._before, *self.events)
-        return {payload for kind, payload in every if kind is Kind.SAVED}
+        return {event.number for event in every if isinstance(event, Saved)}
 
 
 class _State:
     """What is alive, and who owns how much of it."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: MemoryTimeline) -> None:
         self._step = step
         self.alive: dict[int, Component] = {}
         self.saved: Counter[int] = Counter()
@@ -155,16 +173,22 @@ class _State:
 
     def apply(self, event: Event) -> None:
         """Apply one event."""
-        kind, number = event
-        if kind is Kind.BORN:
-            self._settle(number)
-        elif kind is Kind.DIED:
-            self._take(number)
-        elif kind is Kind.SAVED or kind is Kind.UNSAVED:
-            self.saved[number] += 1 if kind is Kind.SAVED else -1
-            if number in self.alive:
-                self._take(number)
+        match event:
+            case Born(number):
                 self._settle(number)
+            case Died(number):
+                self._take(number)
+            case Saved(number):
+                self.saved[number] += 1
+                self._settle_again(number)
+            case Unsaved(number):
+                self.saved[number] -= 1
+                self._settle_again(number)
+
+    def _settle_again(self, number: int) -> None:
+        if number in self.alive:
+            self._take(number)
+            self._settle(number)
 
     def _settle(self, number: int) -> None:
         component = self._step.owner(number, saved=self.saved[number] > 0).component
@@ -181,11 +205,12 @@ def _find_transients(events: Iterable[Event]) -> set[int]:
     born_in: dict[int, int] = {}
     transient: set[int] = set()
     phase = 0
-    for kind, payload in events:
-        if kind is Kind.ENTERED:
-            phase += 1
-        elif kind is Kind.BORN:
-            born_in[payload] = phase
-        elif kind is Kind.DIED and born_in.get(payload) == phase:
-            transient.add(payload)
+    for event in events:
+        match event:
+            case Entered():
+                phase += 1
+            case Born(number):
+                born_in[number] = phase
+            case Died(number) if born_in.get(number) == phase:
+                transient.add(number)
     return transient

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, sample_losses
 from dpprof.norms.triton_ops import tell_reasons, tell_tiles
+from dpprof.records.births import Function
 from dpprof.records.result import Component, NormChoice
 from dpprof.spec.experiment import Experiment
 
@@ -24,13 +26,8 @@ class ClippedStep(TrainingStep):
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
-    births: ClassVar[Mapping[str, Component]] = {
-        "dpprof.clipping.optimizer:draw_noise": "noise",
-        "dpprof.norms.linear:_gram_tile": "gram_matrices",
-        "dpprof.clipping.engine:weigh": "norm_samples",
-        "dpprof.clipping.engine:Clipping._settle_norms": "norm_samples",
-        "dpprof.clipping.factor:clip_factor": "norm_samples",
-    }
+    births: ClassVar[Mapping[Function, Component]] = {clip_factor: "norm_samples"}
+    """Beside what marked functions of ``dpprof.clipping`` and ``dpprof.norms`` allocate."""
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)

@@ -5,15 +5,14 @@ Cost: the FLOPs of the standard step in B small pieces, and one gradient's worth
 memory (P elements) for the running sum beside the gradient of the sample at hand.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.factor import clip_factor
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
-from dpprof.records.result import Component
+from dpprof.records.births import allocates
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 
@@ -30,10 +29,6 @@ class Microbatch(TrainingStep):
     """
 
     one_at_a_time = True
-    births: ClassVar[Mapping[str, Component]] = {
-        f"{__name__}:_start_sums": "summed_gradients",
-        f"{__name__}:_draw_noise": "noise",
-    }
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if experiment.checkpointing == "reentrant":
@@ -69,9 +64,11 @@ class Microbatch(TrainingStep):
             parameter.grad = total.div_(self.experiment.batch_size)
 
 
+@allocates("summed_gradients")
 def _start_sums(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(parameter) for parameter in parameters]
 
 
+@allocates("noise")
 def _draw_noise(like: Tensor, scale: float) -> Tensor:
     return torch.randn_like(like) * scale

@@ -17,7 +17,6 @@ B <= 10 sigma. With a noise multiplier of zero the gradient has no noise, the co
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 from opacus.utils.adaptive_clipping import DPTensorFastGradientAdaptiveClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -27,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpprof.methods.opacus_two_pass import OpacusTwoPass
 from dpprof.methods.training_step import Batch, ClipGroup, Enter
 from dpprof.spec.registry import UnsupportedError
+from dpprof.system.substitutes import substitute
 
 
 class _AdaptiveLoss(DPTensorFastGradientAdaptiveClipping):
@@ -34,9 +34,9 @@ class _AdaptiveLoss(DPTensorFastGradientAdaptiveClipping):
 
     def _update_clip_and_noise(self, per_sample_norms: Tensor) -> tuple[float, float]:
         # The noise on the count and the new bound become numbers, which decide no shape: where
-        # tensors have no elements, any numbers will do.
+        # tensors have no elements, any numbers will do. Opacus asks the tensors themselves.
         fake = isinstance(per_sample_norms, FakeTensor)
-        with patch.object(Tensor, "item", lambda _: 1.0) if fake else nullcontext():
+        with substitute(Tensor, "item", lambda _: 1.0) if fake else nullcontext():
             found: tuple[float, float] = super()._update_clip_and_noise(per_sample_norms)
         return found
 

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from opacus.grad_sample import create_or_accumulate_grad_sample
 from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _generate_noise
 from torch.optim import Optimizer
 
+from dpprof.records.births import Function
 from dpprof.records.result import Component
 from dpprof.spec.experiment import Experiment
 
@@ -17,11 +20,9 @@ ATTRIBUTES: Mapping[str, Component] = {
 }
 """Where Opacus keeps what belongs to a parameter."""
 
-BIRTHS: Mapping[str, Component] = {
-    "opacus.grad_sample.grad_sample_module:create_or_accumulate_grad_sample": (
-        "per_sample_gradients"
-    ),
-    "opacus.optimizers.optimizer:_generate_noise": "noise",
+BIRTHS: Mapping[Function, Component] = {
+    create_or_accumulate_grad_sample: "per_sample_gradients",
+    _generate_noise: "noise",
 }
 """Opacus's functions that make what may be gone before anybody looks."""
 

@@ -8,23 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
+from dpprof.methods.opacus_paths import OpacusPath
 from dpprof.methods.training_step import Watch
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
-
-
-def _replace(watching: ExitStack, owner: object, name: str, value: object) -> None:
-    """Set an attribute of this one object until the watch is over."""
-    own = vars(owner)
-    if name in own:
-        watching.callback(setattr, owner, name, own[name])
-    else:
-        watching.callback(delattr, owner, name)
-    setattr(owner, name, value)
+from dpprof.system.substitutes import substitute
 
 
 def refuse_checkpointing(experiment: Experiment) -> None:
@@ -44,29 +36,32 @@ def refuse_checkpointing(experiment: Experiment) -> None:
 def watch_hooks(module: GradSampleHooks, watch: Watch) -> Iterator[None]:
     """Watch a model with Opacus's hooks.
 
-    Code paths: a ``norm sampler`` finds norms without per-sample gradients, a ``grad sampler``
-    is Opacus's rule for a layer's per-sample gradients, ``functorch`` is what is left. The
-    last argument of each is the gradient of the layer's output.
+    The last argument of each sampler is the gradient of the layer's output. Opacus looks samplers
+    up in tables of its classes and on layers, and has no other place to watch them.
     """
 
-    def watched(path: str, sampler: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(path: OpacusPath, sampler: Callable[..., Any]) -> Callable[..., Any]:
         def sample(layer: nn.Module, *inputs: Any) -> Any:
             return watch(layer, path, lambda *given: sampler(layer, *given), inputs)
 
         return sample
 
     def watched_functorch(layer: nn.Module, sampler: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *inputs: watch(layer, "functorch", sampler, inputs)
+        return lambda *inputs: watch(layer, OpacusPath.FUNCTORCH, sampler, inputs)
 
     with ExitStack() as watching:
-        for table, path in (("GRAD_SAMPLERS", "grad sampler"), ("NORM_SAMPLERS", "norm sampler")):
-            samplers = getattr(type(module), table, {})
+        tables = {"GRAD_SAMPLERS": OpacusPath.GRAD_SAMPLER}
+        if isinstance(module, GradSampleHooksFastGradientClipping):
+            tables["NORM_SAMPLERS"] = OpacusPath.NORM_SAMPLER
+        for table, path in tables.items():
+            samplers = getattr(type(module), table)
             replaced = {kind: watched(path, sampler) for kind, sampler in samplers.items()}
-            _replace(watching, module, table, replaced)
+            watching.enter_context(substitute(module, table, replaced))
         for layer in module.modules():
             own = vars(layer).get("ft_compute_sample_grad")
             if own is not None:
-                _replace(watching, layer, "ft_compute_sample_grad", watched_functorch(layer, own))
+                replacement = watched_functorch(layer, own)
+                watching.enter_context(substitute(layer, "ft_compute_sample_grad", replacement))
         yield
 
 
@@ -76,7 +71,7 @@ def watch_expanded_weights(
 ) -> Iterator[None]:
     """Watch a model with expanded weights: who has per-sample gradients when clipping begins.
 
-    The code path is ``expanded weights``; it has no sampler of its own to call.
+    They have no sampler of their own to call, and the optimizer no hook before clipping.
     """
     clip_and_accumulate = optimizer.clip_and_accumulate
 
@@ -84,9 +79,8 @@ def watch_expanded_weights(
         for layer in module.modules():
             own = layer.parameters(recurse=False)
             if any(getattr(parameter, "grad_sample", None) is not None for parameter in own):
-                watch(layer, "expanded weights", lambda: None, ())
+                watch(layer, OpacusPath.EXPANDED_WEIGHTS, lambda: None, ())
         clip_and_accumulate()
 
-    with ExitStack() as watching:
-        _replace(watching, optimizer, "clip_and_accumulate", look_and_clip)
+    with substitute(optimizer, "clip_and_accumulate", look_and_clip):
         yield

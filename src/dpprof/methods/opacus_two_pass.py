@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample import (
+    GradSampleHooksFastGradientClipping,
+    GradSampleModuleFastGradientClipping,
+)
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
@@ -18,13 +21,13 @@ from torch.optim import Optimizer
 from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
 from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
+from dpprof.records.births import Function
 from dpprof.records.result import Component
 from dpprof.spec.experiment import Experiment
 
-_BIRTHS: Mapping[str, Component] = {
+_BIRTHS: Mapping[Function, Component] = {
     **BIRTHS,
-    "opacus.grad_sample.grad_sample_module_fast_gradient_clipping:"
-    "GradSampleHooksFastGradientClipping.get_norm_sample": "norm_samples",
+    GradSampleHooksFastGradientClipping.get_norm_sample: "norm_samples",
 }
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from dpprof.norms.code_paths import CodePath
+from dpprof.records.births import Function
 from dpprof.records.result import Component, NormChoice, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
@@ -30,24 +32,9 @@ Enter = Callable[[Phase], None]
 """Called as a phase begins; it lasts until the next one or the end of the step."""
 
 
-Watch = Callable[[nn.Module, str, Callable[..., Any], tuple[Any, ...]], Any]
+Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
 """Called with a layer, its code path, the sampler that finds the layer's per-sample gradients
 or their norms, and the sampler's arguments; must return what the sampler returns for them."""
-
-
-_MAKE_GRADIENTS = (
-    # Of Opacus, and of dpprof.clipping, which not every method should depend on.
-    *("grad sampler", "functorch", "expanded weights"),
-    *("kept product", "sample gradients"),
-)
-
-
-def finds_norms(path: str) -> bool:
-    """Tell of a sampler's code path whether it finds norms, or makes per-sample gradients.
-
-    A path that is not known here counts as a search for norms.
-    """
-    return path not in _MAKE_GRADIENTS
 
 
 class Batch(NamedTuple):
@@ -84,8 +71,9 @@ class TrainingStep(ABC):
     attributes: ClassVar[Mapping[str, Component]] = {}
     """Components by the attribute of a parameter that holds them, ``.grad`` excepted."""
 
-    births: ClassVar[Mapping[str, Component]] = {}
-    """Components by the function (``module:function``) in whose code they are born."""
+    births: ClassVar[Mapping[Function, Component]] = {}
+    """Components by the function in whose code they are allocated, beside functions that
+    ``records.births.allocates`` marks."""
 
     mechanism: ClassVar[str] = FLAT
     """What makes the step private. A method that clips in another way than all parameters as

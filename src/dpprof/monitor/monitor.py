@@ -47,6 +47,12 @@ class Monitor:
 
     Raises:
         ValueError: An argument is not allowed.
+
+    Example:
+        >>> from dpprof.monitor import Monitor
+        >>> monitor = Monitor(flops_profile_freq=10)
+        >>> monitor.metrics is None  # before the first step
+        True
     """
 
     metrics: Metrics | None

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dpprof.norms.code_paths import Way
 from dpprof.norms.rounding import Squares, depth_of_tile, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
@@ -38,11 +39,12 @@ from dpprof.norms.tiles import (
     use_up,
 )
 from dpprof.norms.triton_ops import gram_squares, is_faster, is_fused, product_squares
+from dpprof.records.births import allocates
 
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a tile."""
 
-Way = Callable[[Tensor, Tensor], Squares]
+FindSquares = Callable[[Tensor, Tensor], Squares]
 
 GRAM_TILE = 256
 """Tokens that a tile spans; half of it where there would be a single tile, and none left out."""
@@ -68,7 +70,7 @@ def gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Multiply Gram matrices tile by tile."""
     by_products = partial(_sum_gram_tiles, x_BTd, g_BTp)
-    if is_fused(x_BTd) and is_faster("tiled gram", x_BTd, g_BTp, by_products):
+    if is_fused(x_BTd) and is_faster(Way.TILED_GRAM, x_BTd, g_BTp, by_products):
         found_B, *squares = gram_squares(x_BTd, g_BTp)
         sums_5B = torch.stack([found_B, square(x_BTd), square(g_BTp), *squares])
     else:
@@ -91,6 +93,7 @@ def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return sums_5B.to(accumulator_of(x_BTd.dtype))
 
 
+@allocates("gram_matrices")
 def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Tensor:
     """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B)."""
     of_inputs = multiply(x_BTd[:, rows], x_BTd[:, columns].transpose(1, 2))
@@ -121,7 +124,7 @@ def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
     """Make the gradients tile by tile."""
     by_products = partial(_square_product_tiles, x_BTd, g_BTp)
-    if is_fused(x_BTd) and is_faster("tiled product", x_BTd, g_BTp, by_products):
+    if is_fused(x_BTd) and is_faster(Way.TILED_PRODUCT, x_BTd, g_BTp, by_products):
         squares_B = product_squares(x_BTd, g_BTp)
     else:
         squares_B = by_products()
@@ -143,9 +146,9 @@ def _square_product_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return squares_B
 
 
-WAYS: dict[str, Way] = {
-    "materialised": materialised,
-    "gram": gram,
-    "tiled gram": tiled_gram,
-    "tiled product": tiled_product,
+WAYS: dict[Way, FindSquares] = {
+    Way.MATERIALISED: materialised,
+    Way.GRAM: gram,
+    Way.TILED_GRAM: tiled_gram,
+    Way.TILED_PRODUCT: tiled_product,
 }

@@ -18,14 +18,12 @@ gradients where ``2 T^2 > d p``; counting what is kept in place of them gives T 
 
 from typing import NamedTuple
 
+from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import PRODUCT_TILE, gram_tile
 from dpprof.norms.tiles import spans
 
 FLOPS_PER_BYTE = 10
 """A round figure between a CPU's and a GPU's float32: data sheets of both give 5 to 20."""
-
-KEPT = "kept product"
-"""The way in which the per-sample gradient is made, and kept until samples are weighted."""
 
 
 class Price(NamedTuple):
@@ -43,14 +41,14 @@ class Price(NamedTuple):
 class Choice(NamedTuple):
     """The way that was chosen for a layer, and why."""
 
-    way: str
+    way: Way
     T: int
     d: int
     p: int
     flops: int
     """Products of matrices, for the norms of one sample."""
 
-    prices: dict[str, int]
+    prices: dict[Way, int]
     """By the way, what ``Price.weigh`` says; the cheapest is taken unless it is kept."""
 
 
@@ -85,9 +83,12 @@ def choose(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> Choice:
             weighted sum.
     """
     gram, product = price_gram(T, d, p), price_product(T, d, p)
-    prices = {"tiled gram": gram.weigh(itemsize), "tiled product": product.weigh(itemsize)}
+    prices = {
+        Way.TILED_GRAM: gram.weigh(itemsize),
+        Way.TILED_PRODUCT: product.weigh(itemsize),
+    }
     if keeps and d * p <= T * (d + p):
-        return Choice(KEPT, T, d, p, product.flops, prices)
+        return Choice(Way.KEPT, T, d, p, product.flops, prices)
     way = min(prices, key=lambda name: prices[name])
-    flops = gram.flops if way == "tiled gram" else product.flops
+    flops = gram.flops if way is Way.TILED_GRAM else product.flops
     return Choice(way, T, d, p, flops, prices)

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dpprof.norms.code_paths import Way
 from dpprof.norms.float32_products import name_precision
+from dpprof.norms.placement import simulates_kernels
 
-KERNELS = {"tiled gram": "gram_squares", "tiled product": "product_squares"}
+KERNELS = {Way.TILED_GRAM: "gram_squares", Way.TILED_PRODUCT: "product_squares"}
 """By the way to a norm that they are."""
 
 _tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}
@@ -56,22 +58,22 @@ def tell_reasons() -> dict[str, str]:
     return {} if reason is None else {"norm_plan.tiles": reason}
 
 
-def tell_tiles(way: str, T: int, d: int, p: int) -> dict[str, int] | None:
+def tell_tiles(way: Way, T: int, d: int, p: int) -> dict[str, int] | None:
     """Tell the configuration that tuning chose for a kernel; None where none has run."""
     return _tiles.get((KERNELS.get(way, way), T, d, p))
 
 
-def is_cuda(x: Tensor) -> bool:
+def _can_run(x: Tensor) -> bool:
     """Tell whether a tensor is where kernels run."""
-    return x.is_cuda and why_no_kernels() is None
+    return simulates_kernels() or (x.is_cuda and why_no_kernels() is None)
 
 
 def is_fused(x: Tensor) -> bool:
     """Tell whether there is a kernel for a tensor: on CUDA, with Triton, not for float64."""
-    return is_cuda(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return _can_run(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def is_faster(way: str, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], object]) -> bool:
+def is_faster(way: Way, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], object]) -> bool:
     """Tell whether a kernel is the faster way to norms of a shape; both are timed, once.
 
     Only exact products of float32 are in doubt: they take no tensor cores, and cuBLAS's reuse more

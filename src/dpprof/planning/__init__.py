@@ -1,1 +1,1 @@
-"""From a config to what must run, and on which code."""
+"""Plans a config: which runs it needs, and which code they depend on."""

@@ -1,15 +1,15 @@
-"""Which source files a number rests on, as one digest.
+"""Digests of the source files that a number depends on.
 
-The files are found by following import statements from where a measurement starts,
-without importing anything, so the list cannot go stale. What is looked up by name at
-run time (a method, an instrument) is not followed but added: that is why editing one
-method changes the digest of that method alone.
+The files are found by following import statements from a measurement's entry point, without
+importing anything, so the list is always current. Objects that are looked up by name at run time
+(a method, an instrument) are not followed but added. So an edit of one method changes the digest
+of that method only.
 """
 
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from dpprof.records.provenance import package_versions
 from dpprof.records.verdict import BUILT_IN
 from dpprof.spec import registry
 from dpprof.spec.experiment import Dimensions, Experiment
-from dpprof.system.paths import CHECKOUT, PACKAGE
+from dpprof.system.paths import PACKAGE, TEMPLATES
 
-SCRIPTS = CHECKOUT / "workflow" / "scripts"
-TEMPLATES = CHECKOUT / "workflow" / "templates"
+_COMMANDS = PACKAGE / "cli"
 
 
 def _module_files(module: str) -> list[Path]:
-    """Find the files of a dpprof module and of the packages above it."""
+    """Return the files of a dpprof module and of its parent packages."""
     parts = module.split(".")
     if parts[0] != PACKAGE.name:
         return []
@@ -36,11 +35,23 @@ def _module_files(module: str) -> list[Path]:
     return files
 
 
+def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """List the nodes of a module but those under ``if TYPE_CHECKING``, which never run."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
 @functools.cache
 def _imports(source: bytes) -> frozenset[Path]:
-    """Find the dpprof files that a file's import statements name."""
+    """Return the dpprof files that a file's import statements name."""
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _run_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.update(_module_files(alias.name))
@@ -52,7 +63,7 @@ def _imports(source: bytes) -> frozenset[Path]:
 
 
 def closure(entries: Iterable[Path]) -> list[Path]:
-    """Follow imports inside dpprof from some files to all that they reach."""
+    """Return all dpprof files that some files import, directly or indirectly."""
     reached: set[Path] = set()
     waiting = list(entries)
     while waiting:
@@ -66,27 +77,28 @@ def closure(entries: Iterable[Path]) -> list[Path]:
 def _digest(files: Iterable[Path], *facts: object) -> str:
     total = hashlib.sha256(repr(facts).encode())
     for file in files:
-        name = file.relative_to(CHECKOUT) if file.is_relative_to(CHECKOUT) else file.name
+        # The same in a checkout and in a wheel.
+        name = file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.name
         total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 
 def file_digest(file: Path) -> str:
-    """Digest a file of dpprof's with all that it imports of dpprof."""
+    """Return the digest of a dpprof file and all dpprof files that it imports."""
     return _digest(closure([file]))
 
 
 def read_anew() -> None:
-    """Let the next digests be of the files as they are then; planning has each digest once."""
+    """Clear the cached digests, so that the next ones read the files again."""
     for cached in (_code_digest, verdict_digest, ceilings_digest):
         cached.cache_clear()
 
 
 def measuring_files(instrument: str, method: str) -> list[Path]:
-    """List dpprof's own files that matter to what an instrument measures of a method.
+    """Return dpprof's own files that affect what an instrument measures of a method.
 
-    Beside what the worker loads, that is the supervisor with its limits and judgements,
-    and the measuring script; not what parses its options or tells progress.
+    These are the files that the worker loads, and the supervisor with its limits and judgements;
+    but not the code that parses options or prints progress.
     """
     entries = [PACKAGE / "launch" / "worker.py", PACKAGE / "launch" / "supervisor.py"]
     entries += sorted((PACKAGE / "models").glob("*.py"))
@@ -94,12 +106,11 @@ def measuring_files(instrument: str, method: str) -> list[Path]:
         registry.source_file("instruments", instrument),
         registry.source_file("methods", method),
     )
-    files = closure([*entries, *(file for file in named if file is not None)])
-    return [SCRIPTS / "profile_experiment.py", *files]
+    return closure([*entries, *(file for file in named if file is not None)])
 
 
 def foreign_parts(experiment: Experiment) -> tuple[tuple[registry.Group, str], ...]:
-    """List the experiment's model and target, by group and name, where others provide them."""
+    """Return the experiment's model and target, by group and name, if from other packages."""
     named: list[tuple[registry.Group, Any]] = [
         ("models", experiment.model),
         ("targets", experiment.target),
@@ -112,10 +123,10 @@ def foreign_parts(experiment: Experiment) -> tuple[tuple[registry.Group, str], .
 
 
 def code_digest(instrument: str, experiment: Experiment) -> str:
-    """Digest what a measurement depends on: its sources, torch's and Opacus's versions.
+    """Return the digest of what a measurement depends on: sources, torch's and Opacus's versions.
 
-    For what another package provides this covers its file and the version of the
-    distribution that declares it. Our own models count as one.
+    For an object of another package it covers the object's file and the version of its
+    distribution. dpprof's own models count as one.
     """
     return _code_digest(instrument, experiment.method, foreign_parts(experiment))
 
@@ -140,9 +151,9 @@ def _code_digest(
 
 @functools.cache
 def verified_as(model: str | Dimensions) -> str:
-    """Name the model that stands for another when a method is verified on it.
+    """Return the name of the model that represents a model in verification.
 
-    Every size of dpprof's own transformer has the same layers, so one stands for all.
+    Every size of dpprof's own transformer has the same layers, so one size represents all.
     """
     own_sizes = PACKAGE / "models" / "presets.py"
     if isinstance(model, str) and registry.source_file("models", model) != own_sizes:
@@ -151,27 +162,24 @@ def verified_as(model: str | Dimensions) -> str:
 
 
 def verifying_files(model: str, method: str) -> list[Path]:
-    """List the files that a verdict rests on.
+    """Return the files that a verdict depends on.
 
-    They are the method, the models, the references, and what puts them together.
+    They are the method, the models, the references, and the code that combines them.
     """
     entries = [PACKAGE / "launch" / "verification_run.py"]
     entries += [*(PACKAGE / "verification").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
     named = [registry.source_file("methods", method)]
     if model != BUILT_IN:
         named.append(registry.source_file("models", model))
-    return [
-        SCRIPTS / "verify_method.py",
-        *closure([*entries, *(file for file in named if file is not None)]),
-    ]
+    return closure([*entries, *(file for file in named if file is not None)])
 
 
 @functools.cache
 def verdict_digest(model: str, method: str) -> str:
-    """Digest what a verdict depends on: its sources, torch's and Opacus's versions.
+    """Return the digest of what a verdict depends on: sources, torch's and Opacus's versions.
 
     Args:
-        model: Of ``verified_as``.
+        model: A result of ``verified_as``.
         method: A method's name.
     """
     names: list[tuple[registry.Group, str]] = [("methods", method)]
@@ -184,31 +192,31 @@ def verdict_digest(model: str, method: str) -> str:
 
 
 def limiting_files() -> list[Path]:
-    """List the files that a device's ceilings rest on."""
+    """Return the files that a device's ceilings depend on."""
     entries = [PACKAGE / "launch" / "ceilings_run.py", PACKAGE / "devices" / "limits.py"]
-    return [SCRIPTS / "measure_ceilings.py", *closure(entries)]
+    return closure(entries)
 
 
 @functools.cache
 def ceilings_digest() -> str:
-    """Digest what ceilings depend on: their sources, and torch's version."""
+    """Return the digest of what ceilings depend on: their sources, and torch's version."""
     return _digest(limiting_files(), package_versions(("torch",)))
 
 
 def derived_digests() -> dict[str, str]:
-    """Digest what tables, each figure and the report depend on, by the name of the digest.
+    """Return the digests of what tables, each figure and the report depend on, by name.
 
-    Editing a figure changes that figure's digest alone; nothing here touches a
-    measurement.
+    An edit of a figure changes only that figure's digest. These digests do not affect
+    measurements.
     """
     figures = {
-        f"figure-{name}": _digest(closure([SCRIPTS / "draw_figure.py", *_files_of(name)]))
+        f"figure-{name}": _digest(closure([_COMMANDS / "figure.py", *_files_of(name)]))
         for name in registry.names("figures")
     }
     templates = sorted(TEMPLATES.iterdir())
     return figures | {
-        "tables": _digest(closure([SCRIPTS / "build_tables.py"])),
-        "report": _digest([*closure([SCRIPTS / "build_report.py"]), *templates]),
+        "tables": _digest(closure([_COMMANDS / "tables.py"])),
+        "report": _digest([*closure([_COMMANDS / "report.py"]), *templates]),
     }
 
 

@@ -1,4 +1,4 @@
-"""The code that something ran on, as one digest, also where somebody edited it meanwhile."""
+"""The digest of the code that ran, even if files were edited meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +12,8 @@ class CodeInUse:
     """Watches source files while they are in use.
 
     Args:
-        digest: Digests them as they are; called anew each time.
-        loaded: A module that this process has imported already, however long it waits.
+        digest: Returns the digest of the files at the time of the call.
+        loaded: A module that this process has already imported.
     """
 
     def __init__(self, digest: Callable[[], str], loaded: str) -> None:
@@ -22,19 +22,19 @@ class CodeInUse:
         self._at_start = ""
 
     def start(self) -> None:
-        """Mark the moment from which files are read that were not imported before."""
+        """Mark the moment from which files that are not yet imported may be read."""
         self._at_start = self._read(self._digest)
 
     def settle(self) -> str:
-        """Return the digest of what ran.
+        """Return the digest of the code that ran.
 
-        Where that cannot be told, because files changed while they were in use, it is the
-        digest of no code, so that what ran counts as outdated whatever the files are now.
+        If files changed while they were in use, this is unknown. The result is then a digest that
+        matches no code, so that the run counts as outdated.
         """
         imported, at_end = self._read(self._digest_of_imported), self._read(self._digest)
         if (imported, at_end) == (self._imported, self._at_start):
             return at_end
-        say("code was edited while it was in use; what it measured counts as outdated")
+        say("code was edited while it was in use; this result counts as outdated")
         return sha256_hex(f"edited: {self._imported} {self._at_start} {imported} {at_end}")
 
     def _digest_of_imported(self) -> str:
@@ -45,5 +45,5 @@ class CodeInUse:
         read_anew()
         try:
             return digest()
-        except (OSError, SyntaxError, ValueError) as error:  # half-written, or gone
+        except (OSError, SyntaxError, ValueError) as error:  # half-written or deleted
             return f"unreadable: {error}"

@@ -1,4 +1,4 @@
-"""The Python that jobs find, whether the shell has activated its environment or not."""
+"""Makes jobs find this Python, even if the shell has not activated its environment."""
 
 import os
 import shutil
@@ -9,18 +9,18 @@ from dpprof.spec.validation import InputError
 
 
 def offer_interpreter() -> None:
-    """Put the folder of this process's Python before the PATH that jobs inherit.
+    """Put the folder of this process's Python first in the PATH that jobs inherit.
 
-    Rules say ``python``, so that an environment of their own can bring one, and that one comes
-    first then.
+    Rules call ``python``, so that a rule's own environment can provide another one, which then
+    comes first.
 
     Raises:
-        InputError: There is no program of that name all the same.
+        InputError: There is still no program of that name.
     """
     folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     os.environ["PATH"] = os.pathsep.join(filter(None, folders))
     if shutil.which("python") is None:
         raise InputError(
             f"there is no program named python beside {sys.executable} or on the PATH; activate "
-            "the virtual environment, or make a link of that name"
+            "the virtual environment, or create a link of that name"
         )

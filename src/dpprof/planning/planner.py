@@ -1,8 +1,8 @@
-"""From a config to files that Snakemake can compare: specs, code digests, a manifest.
+"""Plans a config as files that Snakemake can compare: specs, code digests and a manifest.
 
-Everything is content-addressed. A spec's name ends in its digest, so the file never
-changes and any number of configs share one results folder. A manifest lists the runs
-of one config and is named by its own digest.
+All of them are content-addressed. A spec's name ends in its digest, so the file never changes, and
+any number of configs can share one results folder. A manifest lists the runs of one config and has
+its own digest in its name.
 """
 
 import datetime as dt
@@ -54,7 +54,7 @@ class PlannedRun(BaseModel):
     sweeps: tuple[str, ...]
 
     def path(self, root: Path) -> Path:
-        """Say where the run's result belongs."""
+        """Return the path of the run's result."""
         return result_path(root, self.instrument, self.id, self.replicate)
 
 
@@ -68,18 +68,18 @@ class Manifest(BaseModel):
 
     @property
     def text(self) -> str:
-        """The manifest's file content, one run a line."""
+        """The manifest's file content, one run per line."""
         lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
         return f'{{"schema_version":{self.schema_version},"runs":[\n{lines}\n]}}\n'
 
     @property
     def path(self) -> Path:
-        """Where the manifest lives, relative to the working folder."""
+        """The manifest's path, relative to the working folder."""
         return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
 
     @property
     def due_path(self) -> Path:
-        """Names the file that says when this config's tables last became due."""
+        """The path of the file that records when this config's tables last became due."""
         return self.path.with_name(self.path.stem.replace("manifest-", "due-") + ".txt")
 
 
@@ -93,30 +93,30 @@ class Plan:
 
     @property
     def devices(self) -> list[str]:
-        """The devices, by name, that measured runs are on; predictions are on none."""
+        """The names of the devices that measured runs use; predictions use none."""
         measured = (run for run in self.manifest.runs if run.instrument not in PREDICTIONS)
         kinds = {self.experiments[run.id].device for run in measured}
         return sorted(_name_here(kind) for kind in kinds)
 
     def ceilings(self, root: Path) -> list[Path]:
-        """Say where their ceilings belong."""
+        """Return the paths of the devices' ceilings."""
         return [ceilings_path(root, name) for name in self.devices]
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The models and methods to verify, each pair once, of all experiments."""
+        """The pairs of model and method to verify, for all experiments, each once."""
         return sorted({(verified_as(e.model), e.method) for e in self.experiments.values()})
 
     def verdicts(self, root: Path) -> list[Path]:
-        """Say where their verdicts belong."""
+        """Return the paths of the pairs' verdicts."""
         return [verdict_path(root, *pair) for pair in self.pairs]
 
 
 def _name_here(kind: str) -> str:
-    """Name this host's processor, or its first visible GPU.
+    """Return the name of this host's processor or of its first visible GPU.
 
-    Where none is visible, as on the head of a cluster, it is plain ``cuda``; whose the
-    ceilings are is in their file.
+    Without a visible GPU, as on the head node of a cluster, the name is ``cuda``. The ceilings
+    file itself names its device.
     """
     if kind == "cpu":
         return device_name({"type": kind, "name": cpu_name(), "cores": available_cores()})
@@ -124,28 +124,28 @@ def _name_here(kind: str) -> str:
 
 
 def spec_path(experiment_id: str) -> Path:
-    """Say where an experiment's spec lives, relative to the working folder."""
+    """Return the path of an experiment's spec, relative to the working folder."""
     return PLAN / "specs" / f"{experiment_id}.json"
 
 
 def traces_path(experiment_id: str, replicate: int) -> Path:
-    """Say where what a run leaves beside its result belongs, relative to the working folder."""
+    """Return the folder of a run's trace files, relative to the working folder."""
     return Path("results") / "traces" / experiment_id / f"r{replicate}"
 
 
 def code_path(name: str) -> Path:
-    """Say where a code digest lives: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
+    """Return the path of a code digest: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
     return PLAN / "code" / f"{name}.sha256"
 
 
 def code_name(instrument: str, experiment: Experiment) -> str:
-    """Name the digest of the code that measures an experiment under an instrument."""
+    """Return the name of the digest of the code that measures an experiment under an instrument."""
     foreign = (name for _, name in foreign_parts(experiment))
     return "-".join([instrument, experiment.method, *foreign])
 
 
 def verdict_code_name(model: str, method: str) -> str:
-    """Name the digest of the code that a verdict rests on."""
+    """Return the name of the digest of the code that a verdict depends on."""
     return "-".join(["verify", method, *([] if model == BUILT_IN else [model])])
 
 
@@ -161,14 +161,14 @@ def _check_names(config: Config) -> None:
 
 
 def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -> Plan:
-    """Resolve a config into the runs that it asks for; writes nothing.
+    """Return the runs of a config; write nothing.
 
     Args:
         raw: The config as parsed from YAML.
-        device: Resolves ``device: auto``.
+        device: Returns the device for ``device: auto``.
 
     Raises:
-        InputError: The config cannot be meant; one sentence per problem.
+        InputError: The config is not valid; the message has one sentence per problem.
     """
     config = parse_config(raw, registry.names_by_key())
     _check_names(config)
@@ -182,8 +182,8 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
         other = experiments.setdefault(run.experiment.id, run.experiment)
         if other != run.experiment:
             raise InputError(
-                f"two experiments have the id {other.id}, whose digests agree in their first "
-                "eight digits; change any value of one of them, its seed for example"
+                f"two experiments have the id {other.id}, because their digests agree in the first "
+                "eight digits; change any value of one of them, for example its seed"
             )
     planned = [
         PlannedRun(
@@ -200,7 +200,7 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
 
 
 def write_plan(plan: Plan) -> None:
-    """Write specs, code digests and the manifest, only where the content differs."""
+    """Write specs, code digests and the manifest where their content differs."""
     for experiment in plan.experiments.values():
         write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
     digests = derived_digests()
@@ -217,12 +217,12 @@ def write_plan(plan: Plan) -> None:
 
 
 def _mark_tables_due(plan: Plan) -> None:
-    """Rewrite an input of the tables when they must be made again.
+    """Rewrite an input of the tables when they must be built again.
 
-    Snakemake does not miss an intermediate file while what was made from it is there, and
-    without its own records it cannot tell whose tables those are. So a result, a verdict or
-    ceilings that were deleted, or tables of another config, would pass unnoticed. A partial
-    report is always due, since it takes what exists just now.
+    Snakemake ignores a missing intermediate file as long as its outputs exist. Without its own
+    records it does not know which config the tables belong to. So without this file it would not
+    notice a deleted result, verdict or ceilings file, or another config's tables. A partial report
+    is always due, because it uses the results that exist at the time.
     """
     manifest = plan.manifest
     files = [run.path(Path()) for run in manifest.runs]
@@ -241,20 +241,20 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest file.
 
     Raises:
-        InputError: The file is no manifest.
+        InputError: The file is not a manifest.
     """
     try:
         return Manifest.model_validate(read_json(path))
     except ValueError as error:
         why = explain(error, Manifest) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: is no manifest ({why})") from None
+        raise InputError(f"{path}: is not a manifest ({why})") from None
 
 
 def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
-    """List files of runs under ``results`` that none of the plans asks for.
+    """Return the files of runs under ``results`` that none of the plans needs.
 
-    Covers result files, traces, verdicts, ceilings, logs, specs, code digests and manifests;
-    tables, figures and the report belong to the last config and are left alone.
+    These are result files, traces, verdicts, ceilings, logs, specs, code digests and manifests.
+    Tables, figures and the report belong to the last config and are not included.
     """
     keep: set[Path] = {root / code_path(name) for name in derived_digests()}
     for plan in plans:

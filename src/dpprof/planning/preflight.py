@@ -1,7 +1,7 @@
-"""A look at the config files that ``snakemake`` was given, before Snakemake loads them.
+"""Checks the config files that ``snakemake`` was given, before Snakemake loads them.
 
-Snakemake reads the workflow's profile, ``profiles/default``, before anything else, and executes
-what is declared there; that is the only place that comes before ``--configfile``.
+Snakemake first reads the workflow's profile, ``profiles/default``, and executes what it declares.
+Only this profile comes before ``--configfile``.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from dpprof.spec.validation import InputError
 
 
 def refuse_config_files(arguments: Sequence[str]) -> None:
-    """End the process with a sentence where a config file must not be loaded.
+    """End the process with an error message if a config file must not be loaded.
 
     Args:
-        arguments: Snakemake's command line, which its own parser has accepted.
+        arguments: Snakemake's command line, already accepted by Snakemake's parser.
     """
     for path in _config_files(arguments):
         try:
@@ -31,6 +31,8 @@ def _config_files(arguments: Sequence[str]) -> list[Path]:
     parser.add_argument(
         "--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path
     )
-    parser.add_argument("--config", "-C", nargs="*")  # or it would be taken for the other's stem
+    parser.add_argument(
+        "--config", "-C", nargs="*"
+    )  # otherwise argparse would read it as --configfile abbreviated
     found: list[Path] = parser.parse_known_args(arguments)[0].configfile
     return found

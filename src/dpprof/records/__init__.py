@@ -1,1 +1,1 @@
-"""What is written down: self-checking JSON files, their schemas and their provenance."""
+"""Records: JSON files with a digest of their content, their schemas and their provenance."""

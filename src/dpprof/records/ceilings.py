@@ -1,8 +1,8 @@
-"""What a device can do at most, as measured on it: one JSON for each device.
+"""A device's ceilings, measured on it: one JSON file per device.
 
-Products of matrices, copies and launches bound every step from above (Williams et al. 2009,
-"Roofline"). A data sheet's figure cannot be reached; the fastest product that was ever seen
-can ("maximum achievable matmul FLOPS").
+The speeds of matrix products, copies and launches are upper bounds of every step (Williams et al.
+2009, "Roofline"). No program reaches a data sheet's figure. The fastest measured product can be
+reached ("maximum achievable matmul FLOPS").
 """
 
 import re
@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dpprof.records.record import Part, read_sealed, write_sealed
+from dpprof.records.record import Part, read_record, write_record
 from dpprof.spec.target import DTYPES, Dtype
 
 SCHEMA_VERSION: Literal[1] = 1
 
 CEILINGS = "ceilings"
-"""The folder of ceilings in ``results``."""
+"""The name of the folder for ceilings in ``results``."""
 
 
 class Repeated(Part):
-    """How long one thing took, over and over."""
+    """Times of one repeated operation."""
 
     seconds: float = Field(description="the fastest repeat")
     median_s: float = Field(description="the median over rounds of each round's median")
@@ -30,24 +30,26 @@ class Repeated(Part):
 
 
 class ProductSample(Repeated):
-    """Products of one size: n x n times n x n."""
+    """Matrix products of one size: n x n times n x n."""
 
     size: int = Field(description="n")
 
 
 class Matmul(Part):
-    """Products of matrices of one dtype."""
+    """Matrix products of one dtype."""
 
     flops_per_s: float = Field(description="2 n^3 over the fastest repeat of any size")
-    size: int = Field(description="the n at which that was")
-    samples: list[ProductSample] = Field(description="each size that was measured")
-    stopped: str | None = Field(description="why no larger size was; null where all were")
+    size: int = Field(description="the n of that repeat")
+    samples: list[ProductSample] = Field(description="one per measured size")
+    stopped: str | None = Field(
+        description="why larger sizes were not measured; null where all were"
+    )
 
 
 class CopySample(Repeated):
     """Copies of an array of one size."""
 
-    array_bytes: int = Field(description="of the array; a copy reads and writes as much each")
+    array_bytes: int = Field(description="size of the array; a copy reads and writes it once each")
 
 
 class Bandwidth(Part):
@@ -56,24 +58,26 @@ class Bandwidth(Part):
     bytes_per_s: float = Field(
         description="bytes read and written, twice the array, over the fastest repeat of any size"
     )
-    array_bytes: int = Field(description="the size at which that was")
-    samples: list[CopySample] = Field(description="each size that was measured")
-    stopped: str | None = Field(description="why no larger size was; null where all were")
+    array_bytes: int = Field(description="size of the array in that repeat")
+    samples: list[CopySample] = Field(description="one per measured size")
+    stopped: str | None = Field(
+        description="why larger sizes were not measured; null where all were"
+    )
 
 
 class Limits(Part):
-    """What the measuring process hands back; the rest is added outside."""
+    """The ceilings that the measuring process returns; its parent process adds the rest."""
 
     matmul: dict[Dtype, Matmul | None]
     bandwidth: Bandwidth | None
     launch_latency_s: float | None = Field(
-        description="of an operator on one element, among a thousand such; the fastest round"
+        description="time of an operator on one element, one of a thousand; the fastest round"
     )
     reasons: dict[str, str] = Field(description="why a figure is null, by dotted key")
 
 
 def nothing_measured(reason: str) -> Limits:
-    """State that no figure is known, each for the same reason."""
+    """Return ceilings in which every figure is null for the same reason."""
     keys = [*(f"matmul.{dtype}" for dtype in DTYPES), "bandwidth", "launch_latency_s"]
     return Limits(
         matmul=dict.fromkeys(DTYPES),
@@ -84,31 +88,31 @@ def nothing_measured(reason: str) -> Limits:
 
 
 class Ceilings(Limits):
-    """One JSON file per device. Every key is always present; unknown is null."""
+    """One JSON file per device. Every key is always present; unknown values are null."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
-    device: dict[str, Any] = Field(description="as in results")
-    started_at: str = Field(description="UTC, ISO 8601")
+    device: dict[str, Any] = Field(description="the device, as results describe it")
+    started_at: str = Field(description="start of the measurement: UTC, ISO 8601")
     wall_s: float
     others_busy_cores: float | None = Field(
-        description="cores that other processes kept busy meanwhile, on average"
+        description="average number of cores that other processes kept busy meanwhile"
     )
-    code_digest: str = Field(description="sha256 over the sources and versions that measured")
+    code_digest: str = Field(description="sha256 of the sources and versions that measured")
     content_digest: str = Field(description="sha256 of the canonical JSON of everything else")
     provenance: dict[str, Any]
 
 
 def device_name(description: Mapping[str, Any]) -> str:
-    """Name a device so that files can be called by it.
+    """Return a device's name for use in file names.
 
-    A CPU is named with all cores that dpprof may use, whatever number of threads an experiment
-    took: its ceilings are the whole device's.
+    A CPU's name includes all cores that dpprof may use, regardless of an experiment's threads,
+    because ceilings are for the whole device.
 
     Args:
-        description: Of a result or of ceilings: ``type``, ``name``, and a CPU's ``cores``.
+        description: The device in a result or in ceilings: ``type``, ``name``, a CPU's ``cores``.
 
     Returns:
-        ``cpu-<name>-<n>-cores``, or ``cuda-<name>``; what is unknown is left out.
+        ``cpu-<name>-<n>-cores`` or ``cuda-<name>``, without unknown parts.
     """
     parts = [str(description["type"])]
     if description.get("name"):
@@ -119,24 +123,24 @@ def device_name(description: Mapping[str, Any]) -> str:
 
 
 def _slug(name: str) -> str:
-    """Spell a name in lower-case letters, digits and single hyphens."""
+    """Return a name in lower-case letters, digits and single hyphens."""
     without_marks = re.sub(r"\((?:R|TM|C)\)", " ", name, flags=re.IGNORECASE)
     return re.sub(r"[^a-z0-9]+", "-", without_marks.lower()).strip("-")
 
 
 def ceilings_path(root: Path, name: str) -> Path:
-    """Say where a device's ceilings live: ``results/ceilings/<name>.json``."""
+    """Return the path of a device's ceilings: ``results/ceilings/<name>.json``."""
     return root / "results" / CEILINGS / f"{name}.json"
 
 
 def write_ceilings(path: Path, fields: Mapping[str, Any]) -> Ceilings:
-    """Complete ceilings with their content digest and write them as a whole.
+    """Write ceilings with their content digest, as a whole.
 
     Args:
-        path: Where they go; replaced atomically.
+        path: The file; replaced atomically.
         fields: Every field of ``Ceilings`` but ``content_digest``.
     """
-    return write_sealed(path, Ceilings, fields)
+    return write_record(path, Ceilings, fields)
 
 
 def read_ceilings(path: Path) -> Ceilings:
@@ -146,14 +150,15 @@ def read_ceilings(path: Path) -> Ceilings:
         ResultError: The file is cut, edited, or of another schema version.
         FileNotFoundError: There is no such file.
     """
-    return read_sealed(path, Ceilings, SCHEMA_VERSION)
+    return read_record(path, Ceilings, SCHEMA_VERSION)
 
 
 def find_ceilings(known: Iterable[Ceilings], description: Mapping[str, Any]) -> Ceilings | None:
-    """Find a device's ceilings by what they say they are of; None where there are none.
+    """Return a device's ceilings; None where there are none.
 
-    Not by the file's name: what plans a sweep on a cluster may see no GPU, and then asks
-    for those of ``cuda``. Of several on the same kind of device the last measured count.
+    The ceilings' own description of the device decides, not the file's name: a machine that plans
+    a sweep on a cluster may see no GPU, and then the file is named ``cuda``. Of several ceilings of
+    the same kind of device, the last measured ones count.
 
     Args:
         known: Ceilings of any devices.

@@ -1,4 +1,4 @@
-"""Where a number comes from: code, packages, machine and settings."""
+"""The provenance of a number: code, packages, machine and settings."""
 
 import importlib.metadata
 import os
@@ -14,9 +14,9 @@ import psutil
 
 from dpprof.spec.experiment import Experiment
 from dpprof.system.hardware import cpu_name, torch_build
-from dpprof.system.paths import CHECKOUT
+from dpprof.system.paths import find_checkout
 
-"""The folder that holds ``src``; a git checkout where dpprof is used as a workflow."""
+"""The folder that holds ``src``; a git checkout if dpprof is used as a workflow."""
 
 _PACKAGES = ("torch", "opacus", "numpy", "triton", "snakemake", "pydantic", "dpprof")
 
@@ -38,7 +38,7 @@ _SETTINGS = (
 
 
 def package_versions(names: tuple[str, ...] = _PACKAGES) -> dict[str, str | None]:
-    """Look up installed versions; None where a package is not installed."""
+    """Return installed versions by package; None where a package is not installed."""
     versions: dict[str, str | None] = {}
     for name in names:
         try:
@@ -49,9 +49,12 @@ def package_versions(names: tuple[str, ...] = _PACKAGES) -> dict[str, str | None
 
 
 def _git(*arguments: str) -> str | None:
+    checkout = find_checkout()
+    if checkout is None:  # git would describe whatever repository an environment lies in
+        return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(CHECKOUT), *arguments],  # noqa: S607 (git is wherever the user has it)
+            ["git", "-C", str(checkout), *arguments],  # noqa: S607 (git is wherever the user has it)
             capture_output=True,
             text=True,
             timeout=20,
@@ -63,7 +66,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def describe_git() -> dict[str, Any]:
-    """Tell the commit and whether tracked files differ from it; null with a reason."""
+    """Return the commit and whether tracked files differ from it, or null with a reason."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return {"commit": None, "dirty": None, "reason": "no git, or not a git checkout"}
@@ -72,10 +75,10 @@ def describe_git() -> dict[str, Any]:
 
 
 def collect(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Collect everything that could explain a number of an experiment.
+    """Return everything that could explain a number of an experiment.
 
     Args:
-        experiment: What will be measured.
+        experiment: The experiment to measure.
         environment: The environment variables that the measuring process will have.
     """
     asked = {"seed": experiment.seed, "spec_digest": experiment.digest}
@@ -83,7 +86,7 @@ def collect(experiment: Experiment, environment: Mapping[str, str]) -> dict[str,
 
 
 def describe_surroundings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Describe code, packages, machine and settings, without importing torch.
+    """Return a description of code, packages, machine and settings, without importing torch.
 
     Args:
         environment: The environment variables that the measuring process will have.

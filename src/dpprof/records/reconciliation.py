@@ -1,4 +1,4 @@
-"""Closing the books: the ledger's peak against the allocator's."""
+"""Reconciliation: compares the recorded peak with the allocator's."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,16 @@ from dpprof.records.result import Attribution, Evidence
 from dpprof.spec.experiment import Experiment
 
 JOINED = "joined in tables"
-"""Why a figure is null that needs the result of another process."""
+"""The reason of a null figure that needs the result of another process."""
 
 SMALL_CHANGE_BYTES = 64 * 2**10
-"""A gap of so little is no reason to distrust a ledger of any size."""
+"""A gap of this size is within bounds for a peak of any size."""
 
 
 def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
-    """Say how large a gap may be.
+    """Return the largest gap that counts as reconciled.
 
-    0.1 % of the allocator's peak; 0.5 % in bfloat16, whose products take scratch memory that
+    It is 0.1 % of the allocator's peak; 0.5 % in bfloat16, whose products need scratch memory that
     depends on the processor; 1 % on CUDA, where libraries allocate too.
     """
     share = 0.01 if experiment.device == "cuda" else 0.001
@@ -24,30 +24,30 @@ def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
     return max(SMALL_CHANGE_BYTES, int(share * allocator_peak_bytes))
 
 
-def close_books(
+def reconcile(
     experiment: Experiment,
-    ledger_peak_bytes: int,
+    timeline_peak_bytes: int,
     allocator_peak_bytes: int | None,
     evidence: Mapping[Evidence, int],
 ) -> Attribution:
-    """Compare the ledger's peak with the allocator's, where it is known."""
+    """Return how the recorded peak compares with the allocator's, if the latter is known."""
     if allocator_peak_bytes is None:
         return Attribution(
             valid=None,
-            ledger_peak_bytes=ledger_peak_bytes,
+            timeline_peak_bytes=timeline_peak_bytes,
             allocator_peak_bytes=None,
             gap_bytes=None,
             evidence=dict(evidence),
             reason=JOINED,
         )
-    gap = allocator_peak_bytes - ledger_peak_bytes
+    gap = allocator_peak_bytes - timeline_peak_bytes
     bound = bound_bytes(experiment, allocator_peak_bytes)
     valid = abs(gap) <= bound
     return Attribution(
         valid=valid,
-        ledger_peak_bytes=ledger_peak_bytes,
+        timeline_peak_bytes=timeline_peak_bytes,
         allocator_peak_bytes=allocator_peak_bytes,
         gap_bytes=gap,
         evidence=dict(evidence),
-        reason=None if valid else f"the gap of {gap:,} bytes is beyond its bound of {bound:,}",
+        reason=None if valid else f"the gap of {gap:,} bytes exceeds its bound of {bound:,}",
     )

@@ -1,6 +1,6 @@
-"""JSON files that are written as a whole and can tell when they were cut or edited.
+"""JSON files that are written as a whole, with a digest that reveals cuts and edits.
 
-Each carries the version of its schema and, as ``content_digest``, a digest of all the rest.
+Each file has the version of its schema and, as ``content_digest``, a digest of everything else.
 """
 
 import json
@@ -16,7 +16,7 @@ from dpprof.system.messages import escape_all
 
 
 class Part(BaseModel):
-    """A part of such a file: nothing in it is guessed, unknown is null."""
+    """A part of such a file: no value is guessed, unknown values are null."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -26,11 +26,11 @@ class Part(BaseModel):
     )
 
 
-Sealed = TypeVar("Sealed", bound=Part)
+Record = TypeVar("Record", bound=Part)
 
 
 class ResultError(Exception):
-    """A result file that cannot be trusted; the message names it and says what to do."""
+    """A file that cannot be trusted; the message names it and says what to do."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}; delete it and run snakemake to make it again")
@@ -50,20 +50,20 @@ def _content_digest(document: dict[str, Any]) -> str:
     return sha256_hex(canonical_json(rest))
 
 
-def write_sealed(path: Path, kind: type[Sealed], fields: Mapping[str, Any]) -> Sealed:
-    """Complete a file with its content digest and write it as a whole.
+def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> Record:
+    """Write a record with its content digest, as a whole.
 
-    Text that cannot be encoded is escaped, here and where a file is read, so that nothing
-    that is made of it fails.
+    Text that cannot be encoded is escaped, here and when a file is read, so that later uses of it
+    do not fail.
 
     Args:
-        path: Where it goes; replaced atomically.
-        kind: What the file holds; the fields that it declares itself come first.
+        path: The file; replaced atomically.
+        kind: The record's class; the fields that it declares itself come first.
         fields: Every field of it but ``content_digest``.
     """
     draft = kind.model_validate({**fields, "content_digest": ""})
     dumped = escape_all(draft.model_dump(mode="json"))
-    # Who and what first, measurements after: the order in which a person reads.
+    # Identity first, measurements after: the order in which a person reads.
     document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
     document |= dumped
     document["content_digest"] = _content_digest(document)
@@ -71,13 +71,16 @@ def write_sealed(path: Path, kind: type[Sealed], fields: Mapping[str, Any]) -> S
     return kind.model_validate(document)
 
 
-def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
-    """Read and check a file.
+def read_record(
+    path: Path, kind: type[Record], version: int, older: Mapping[object, str] | None = None
+) -> Record:
+    """Read and check a record.
 
     Args:
         path: The file.
-        kind: What it should hold.
-        version: The version of its schema that can be read.
+        kind: The record's class.
+        version: The schema version that can be read.
+        older: By older version, what has changed since.
 
     Raises:
         ResultError: The file is cut, edited, or of another schema version.
@@ -86,18 +89,21 @@ def read_sealed(path: Path, kind: type[Sealed], version: int) -> Sealed:
     try:
         document = read_json(path)
     except ValueError as error:
-        raise ResultError(path, f"is not complete JSON, it was cut or damaged ({error})") from None
+        raise ResultError(path, f"is not complete JSON: it was cut or damaged ({error})") from None
     if not isinstance(document, dict) or "schema_version" not in document:
-        raise ResultError(path, "is not a result file, it has no schema_version")
+        raise ResultError(path, "is not a result file: it has no schema_version")
     found = document["schema_version"]
     if found != version:
-        raise ResultError(path, f"has schema version {found!r}, and this dpprof reads {version}")
+        since = (older or {}).get(found if isinstance(found, int) else None)
+        told = f"; {since}" if since else ""
+        why = f"has schema version {found!r}, and this dpprof reads {version}{told}"
+        raise ResultError(path, why)
     try:
         digest = _content_digest(document)
     except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes
         digest = None
     if digest is None or document.get("content_digest") != digest:
-        raise ResultError(path, "was edited after it was written, its content digest differs")
+        raise ResultError(path, "was edited after it was written: its content digest differs")
     try:
         return kind.model_validate(escape_all(document))
     except ValidationError as error:

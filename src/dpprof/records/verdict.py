@@ -1,7 +1,7 @@
-"""Whether a method computes the reference's gradient: one JSON for a model and a method.
+"""Verdicts on whether a method computes the reference's gradient: one JSON per model and method.
 
-What a method declares is judged with it: the mechanism, and how far one sample can move the
-sum. What it does where no gradient is at stake but the guarantee is, is told as its holes.
+A verdict also covers what the method declares: its mechanism, and how far one sample can move the
+sum. Its holes are the cases beyond the gradient in which the guarantee is lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_sealed, write_sealed
+from dpprof.records.record import Part, ResultError, read_record, write_record
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 
 SCHEMA_VERSION: Literal[2] = 2
 
 TOLERANCE = 1e-9
-"""The largest relative error that is put down to rounding, in float64."""
+"""The largest relative error in float64 that counts as rounding."""
 
 BUILT_IN = "built-in"
-"""The model that stands for every size of dpprof's own transformer: the layers are the same."""
+"""The model that represents every size of dpprof's own transformer, whose layers are the same."""
 
 
 Scenario = Literal[
@@ -33,7 +33,7 @@ Scenario = Literal[
     "accumulated",
 ]
 GRADIENT_SCENARIOS: tuple[Scenario, ...] = ("plain", "ignored labels", "frozen")
-"""Those that decide whether a method passed."""
+"""The scenarios that decide whether a method passed."""
 
 HOLES: Mapping[Scenario, str] = {
     "frozen later": "parameters frozen after set-up",
@@ -42,78 +42,78 @@ HOLES: Mapping[Scenario, str] = {
     "empty": "an empty batch",
     "accumulated": "gradients that were not cleared",
 }
-"""The others, in which a guarantee can be lost, as holes name them."""
+"""The other scenarios, in which a guarantee can be lost, with their names in holes."""
 
 VERDICTS = "verify"
-"""The folder of verdicts in ``results``."""
+"""The name of the folder for verdicts in ``results``."""
 
 
 class Case(Part):
-    """One comparison: a variant of the model, a batch size, and what is particular to it."""
+    """One comparison: a variant of the model, a batch size and a scenario."""
 
-    scenario: Scenario = Field("plain", description="what is particular to the case")
+    scenario: Scenario = Field("plain", description="what distinguishes the case from a plain step")
     attention: str
     batch_size: int
     outcome: Literal["passed", "failed", "unsupported", "unknown"] = Field(
-        description="unsupported: the method refuses the case; unknown: there is no reference, "
-        "or the case was not tried"
+        description="unsupported: the method refuses the case; unknown: the case has no "
+        "reference or was not tried"
     )
     reason: str | None = Field(None, description="why it did not pass")
     max_grad_norm: float | None = Field(None, description="clipping bound of the method")
     groups: int | None = Field(
         None,
-        description="how many groups of parameters are clipped, each by its own norm; "
-        "0 where nothing is clipped",
+        description="number of parameter groups, each clipped by its own norm; 0 where nothing is "
+        "clipped",
     )
     norms_clipped: int | None = Field(
-        None, description="of batch_size x groups norms those beyond their bound"
+        None, description="how many of the batch_size x groups norms exceed their bound"
     )
     sensitivity: float | None = Field(
         None,
-        description="root of the sum of the groups' squared bounds, over the bound that the noise "
-        "is a multiple of",
+        description="square root of the sum of the groups' squared bounds, over the bound that "
+        "the noise is a multiple of",
     )
-    references: list[str] = Field(default_factory=list, description="what it was compared with")
+    references: list[str] = Field(
+        default_factory=list, description="the references it was compared with"
+    )
     max_relative_error: float | None = Field(
-        None, description="of the gradient: L2 norm of the difference over the reference's"
+        None, description="of the gradient: L2 norm of the difference over that of the reference"
     )
     max_relative_error_of_norms: float | None = Field(
         None,
-        description="of the samples' norms before clipping, over the sample's whole norm; "
-        "null where the method does not keep them",
+        description="of the per-sample norms before clipping, over the sample's whole norm; null "
+        "where the method does not store them",
     )
 
 
 class Verdict(Part):
-    """One JSON file per model and method. Every key is always present; unknown is null."""
+    """One JSON file per model and method. Every key is always present; unknown values are null."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
-    model: str = Field(description=f"a name, or {BUILT_IN}: dpprof's own transformer, any size")
+    model: str = Field(description=f"a name, or {BUILT_IN}: dpprof's own transformer of any size")
     method: str
     mechanism: str | None = Field(
         description=f"what the method declares: {FLAT}, {NO_CLIPPING}, or another; null: unknown"
     )
-    passed: bool | None = Field(description="null: it could not be found out, see reason")
+    passed: bool | None = Field(description="null: unknown, see reason")
     reason: str | None = Field(description="why it did not pass, or what it does not cover")
     tolerance: float
-    holes: list[str] = Field(
-        description="where the guarantee was seen to be lost; they do not count for passed"
-    )
+    holes: list[str] = Field(description="where the guarantee was lost; holes do not affect passed")
     max_relative_error: float | None = Field(
-        description="of gradients, over the cases that count for passed"
+        description="of gradients, over the cases that decide passed"
     )
     max_relative_error_of_norms: float | None
     references: list[str]
     cases: list[Case]
-    code_digest: str = Field(description="sha256 over the sources and versions that it is about")
+    code_digest: str = Field(description="sha256 of the sources and versions that it is about")
     content_digest: str = Field(description="sha256 of the canonical JSON of everything else")
     wall_s: float
     provenance: dict[str, Any]
 
     def stands_for(self, attention: str) -> "Standing":
-        """Say what it means for experiments with this variant of attention.
+        """Return the standing of experiments with this variant of attention.
 
-        A method that failed anywhere has failed; one that passed may refuse this variant.
+        A method that failed in any case has failed. A method that passed may refuse this variant.
         """
         passed, reason = self.passed, self.reason
         if passed:
@@ -134,7 +134,7 @@ class Verdict(Part):
 
 
 class Standing(NamedTuple):
-    """What is known of the method of an experiment."""
+    """The verification standing of an experiment's method."""
 
     verified: bool | None
     reason: str | None
@@ -145,21 +145,21 @@ class Standing(NamedTuple):
     sensitivity: float | None = None
     mechanism: str | None = None
     holes: str | None = None
-    """As a table has them, see ``split_holes``."""
+    """The holes as one text, see ``split_holes``."""
 
 
 class Findings(NamedTuple):
-    """What a verification found out."""
+    """The findings of a verification."""
 
     mechanism: str | None
     cases: list[Case]
 
 
 def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
-    """Say whether the cases amount to a pass, and why they do not or what they leave out.
+    """Return whether a method passed, and why not or what the cases leave out.
 
-    Only ``GRADIENT_SCENARIOS`` count. One failure is a failure. A case that the method refuses
-    is none, but something must have passed; a case without a reference leaves it open.
+    Only ``GRADIENT_SCENARIOS`` count. One failed case is a failure. A refused case is not, but at
+    least one case must pass. With a case without a reference the result is unknown.
     """
     cases = judged(cases)
     by = {kind: [one for one in cases if one.outcome == kind] for kind in _OUTCOMES}
@@ -175,18 +175,18 @@ _HOLE_ENDS = "; "
 
 
 def judged(cases: Sequence[Case]) -> list[Case]:
-    """Choose the cases that decide whether a method passed."""
+    """Return the cases that decide whether a method passed."""
     return [one for one in cases if one.scenario in GRADIENT_SCENARIOS]
 
 
 def name_holes(cases: Sequence[Case]) -> list[str]:
-    """Say in short sentences where the guarantee was seen to be lost."""
+    """Return short sentences on where the guarantee was lost."""
     failed = [one for one in cases if one.outcome == "failed"]
     return [f"{HOLES[one.scenario]}: {one.reason}" for one in failed if one.scenario in HOLES]
 
 
 def split_holes(holes: str) -> list[str]:
-    """Take apart what a table has in one cell."""
+    """Return the holes that a table stores in one cell."""
     return holes.split(_HOLE_ENDS)
 
 
@@ -197,18 +197,18 @@ def _spell(case: Case) -> str:
 
 
 def verdict_path(root: Path, model: str, method: str) -> Path:
-    """Say where a verdict lives: ``results/verify/<model>-<method>.json``."""
+    """Return the path of a verdict: ``results/verify/<model>-<method>.json``."""
     return root / "results" / VERDICTS / f"{model}-{method}.json"
 
 
 def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:
-    """Complete a verdict with its content digest and write it as a whole.
+    """Write a verdict with its content digest, as a whole.
 
     Args:
-        path: Where it goes; replaced atomically.
+        path: The file; replaced atomically.
         fields: Every field of ``Verdict`` but ``content_digest``.
     """
-    return write_sealed(path, Verdict, fields)
+    return write_record(path, Verdict, fields)
 
 
 def read_verdict(root: Path, model: str, method: str) -> Verdict:
@@ -219,7 +219,7 @@ def read_verdict(root: Path, model: str, method: str) -> Verdict:
         FileNotFoundError: There is no verdict yet.
     """
     path = verdict_path(root, model, method)
-    verdict = read_sealed(path, Verdict, SCHEMA_VERSION)
+    verdict = read_record(path, Verdict, SCHEMA_VERSION)
     if (verdict.model, verdict.method) != (model, method):
         raise ResultError(path, f"is about another pair, {verdict.method} on {verdict.model}")
     return verdict

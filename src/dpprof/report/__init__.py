@@ -1,1 +1,1 @@
-"""The report: content as data, laid out by templates."""
+"""The report: its content as data, and its layout by templates."""

@@ -1,4 +1,4 @@
-"""The section about what fits, and which method to use."""
+"""The section on which batches fit and which method to use."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,13 +22,13 @@ _NAMING: dict[str, Cell] = {
 
 
 def tell_advice(advice: pd.DataFrame) -> list[Bullets]:
-    """Say which method to use, a sentence for each setting; nothing if nobody asked."""
+    """Return one sentence per setting on which method to use; nothing without capacity results."""
     said = tuple(_sentences(_name_targets(advice)))
     return [Bullets(items=said)] if said else []
 
 
 def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
-    """Say how large a batch of each method fits; nothing if nobody asked."""
+    """Return the largest batch of each method that fits; nothing without capacity results."""
     if advice.empty:
         return []
     rows = _name_targets(advice)
@@ -42,11 +42,11 @@ def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
     budgets = rows.dropna(subset=["budget_bytes"]).groupby("target")["budget_bytes"].first()
     memory = ", ".join(f"{name} {size / _GIB:,.1f} GiB" for name, size in budgets.items())
     caption = (
-        "The largest batch whose predicted peak fits the memory "
-        f"({memory or 'none does'}), and a safe one, which leaves a tenth of it free. Tokens per "
-        "second are upper bounds at the safe batch, by the roofline, and no predictions of time: "
-        f"methods within {CLOSE - 1:.0%} of the first are called close. A + marks where the search "
-        "ended before the memory did; FLOPs x is executed over model FLOPs."
+        "The largest batch whose predicted peak fits in memory "
+        f"({memory or 'none does'}), and a safe batch, which leaves a tenth of the memory free. "
+        "Tokens per second are upper bounds at the safe batch, from the roofline, not predictions: "
+        f"methods within {CLOSE - 1:.0%} of the first are called close. A + marks a search that "
+        "ended before the memory was full. FLOPs x is executed FLOPs over model FLOPs."
     )
     texts = tuple(_NAMING.keys() - {"T"})
     return [tabulate(caption, columns, rows, texts, "results/tables/advice.csv")]
@@ -65,19 +65,19 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
         wrong = options.loc[options["verdict"] == "wrong", "method"]
         failed = f"; {_listed(wrong)} failed verification" if len(wrong) else ""
         if (options["verdict"] == "unranked").any():
-            yield f"The ceilings of {target} are not known, so nothing is ranked for {where}."
+            yield f"The ceilings of {target} are unknown, so methods for {where} are not ranked."
             continue
         if best.empty:
-            yield f"On {target} no private method that was asked about safely fits {where}{failed}."
+            yield f"No requested private method safely fits on {target} for {where}{failed}."
             continue
         chosen = best.iloc[0]
         said = (
             f"On {target}, {chosen['method']} could be the fastest private method for "
-            f"{where}, with batches of {chosen['safe_batch_size']:,.0f} that safely fit"
+            f"{where}; batches of {chosen['safe_batch_size']:,.0f} safely fit"
         )
         close = options.loc[options["verdict"] == "close", "method"]
         if len(close):
-            said += f"; {_listed(close)} {plural(len(close), 'is', 'are')} too close to tell apart"
+            said += f"; {_listed(close)} {plural(len(close), 'is', 'are')} too close to rank"
         beyond = options.loc[options["verdict"] == "does not fit", "method"]
         if len(beyond):
             said += f"; {_listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"

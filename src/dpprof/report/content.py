@@ -1,4 +1,4 @@
-"""What the report says, composed from the tables."""
+"""The content of the report, composed from the tables."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ from dpprof.report.document import (
     Section,
     Table,
 )
-from dpprof.report.sentences import tell_books, tell_findings
+from dpprof.report.sentences import tell_findings, tell_memory
 from dpprof.report.verification_section import TITLE as VERIFICATION
 from dpprof.report.verification_section import count_verified, mark_methods, tell_verification
 
@@ -34,20 +34,20 @@ _FIGURES_OF = {
     "Roofline": ("roofline", "bound"),
     "Cost": ("cost",),
     "Growth": ("batch-size", "seq-len"),
-    "How far the books close": ("accuracy",),
+    "Reconciled with the allocator": ("accuracy",),
     "Outcomes": ("outcomes",),
 }
-"""Where dpprof's own figures stand; another package's have a section of their own."""
+"""The section of each of dpprof's own figures; other packages' figures have their own section."""
 
 _SUMMARY = ("Findings", "Comparison", "Outcomes", "Missing results")
 
 
 def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
-    """Compose the report.
+    """Return the content of the report.
 
     Args:
         tables: The tables of ``analysis.tables``, by file stem.
-        drawings: What is known of the figures that exist.
+        drawings: The figures that exist, with captions or reasons why nothing was drawn.
     """
     experiments = tables["experiments"]
     composition, costs = compose(tables), choose(tables["costs"])
@@ -55,7 +55,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     sections: dict[str, Blocks] = {
         "Findings": [
             *tell_findings(tables["settings"], tables["methods"]),
-            *tell_books(composition),
+            *tell_memory(composition),
             *tell_advice(tables["advice"]),
             *_caveats(tables["findings"]),
         ],
@@ -66,7 +66,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             *time_sections.phases(tables["phases"], experiments),
             *kernel_sections.host_io(tables["runs"]),
         ],
-        "Kernels": [*kernel_sections.by_category(tables["kernels"], tables["traces"])],
+        "Kernels": [*kernel_sections.by_op_kind(tables["kernels"], tables["traces"])],
         "Roofline": [
             *kernel_sections.bound(tables["traces"], tables["kernels"]),
             *kernel_sections.ceilings(tables["ceilings"]),
@@ -78,9 +78,13 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
             *time_sections.compare(experiments),
         ],
         VERIFICATION: [*tell_verification(tables["verification"])],
-        "How far the books close": [*memory_sections.closing(composition, tables["peaks"])],
+        "Reconciled with the allocator": [
+            *memory_sections.reconciliation(composition, tables["peaks"])
+        ],
         "How far the figures repeat": [*time_sections.repeat(experiments)],
-        "What watching costs": [*kernel_sections.observers(tables["observer"])],
+        "What measuring costs": [
+            *kernel_sections.instrument_overhead(tables["instrument_overhead"])
+        ],
         "Code paths": [*time_sections.code_paths(tables["samplers"])],
         "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
         "Missing results": outcome_section.tell_missing(tables["missing"]),
@@ -139,13 +143,14 @@ def _headline(tables: Tables) -> tuple[str, ...]:
         )
     if caveats := len(tables["findings"]):
         said.append(
-            f"{caveats:,} {plural(caveats, 'caveat')} to read before the numbers, under Findings."
+            f"Read {caveats:,} {plural(caveats, 'caveat')} under Findings before the numbers."
         )
     outdated = int((~runs["code_is_current"].astype(bool)).sum())
     if outdated:
         said.append(
             f"{outdated:,} {plural(outdated, 'run was', 'runs were')} measured by other code than "
-            "the present; workflow/scripts/forget.py --outdated, then snakemake, measures again."
+            "the present; to measure again, run workflow/scripts/forget.py --outdated, then "
+            "snakemake."
         )
     return tuple(said)
 
@@ -161,7 +166,7 @@ def _caveats(findings: pd.DataFrame) -> list[Table | Paragraph]:
         "experiment": lambda row: f"{row['experiment_id']} {row['instrument']}",
         "caveat": column("finding"),
     }
-    caption = "What to know before believing the numbers."
+    caption = "Read these caveats before the numbers."
     source = "results/tables/findings.csv"
     return [tabulate(caption, columns, findings, tuple(columns), source)]
 
@@ -182,43 +187,43 @@ def _how(runs: pd.DataFrame) -> Blocks:
     if runs["git_dirty"].eq(True).any():
         items.append("some runs were measured with uncommitted changes in the checkout")
     method = (
-        "Every run is one fresh process under one instrument. In the instrument clean there is "
-        "nothing but the training step and a timer: warm-up steps first, then timed steps whose "
-        "raw times are in results/tables/steps.csv; step times come from there alone. The "
-        "instrument phases follows the allocator and times phases. The instrument ledger keeps "
-        "the books of every storage of a real step, who owns it and since when; estimate does so "
-        "for a step of tensors without memory, which needs no device. The instrument kernels "
-        "traces a few steps with torch.profiler. Replicates are other processes. What each "
-        "number means and does not mean is in docs/methodology.md. All numbers are in the "
-        "result files, with the full environment of each run."
+        "Every run is one fresh process under one instrument. The instrument clean runs only the "
+        "training step and a timer: first warm-up steps, then timed steps. Step times come from "
+        "clean only; the raw times are in results/tables/steps.csv. The instrument phases reads "
+        "the allocator and times phases. The instrument memory records every storage of a real "
+        "step, with its owner and lifetime; estimate does the same for a step of tensors without "
+        "memory, which needs no device. The instrument kernels traces a few steps with "
+        "torch.profiler. Each replicate is a separate process. docs/numbers explains what "
+        "each number means and does not mean. The result files hold all numbers and the full "
+        "environment of each run."
     )
     return [Paragraph(text=method), Paragraph(text=f"Measured with {'; '.join(items)}.")]
 
 
 def _limits(runs: pd.DataFrame, composition: pd.DataFrame, drawings: Sequence[Drawing]) -> Blocks:
-    """Say what must not be read into the numbers, and what is missing."""
+    """Return what the numbers do not show, and which figures are missing."""
     said = [
         (
-            "Tokens and weights are random: this is cost, not learning, and no privacy budget is "
-            "accounted for."
+            "Tokens and weights are random: the report shows cost, not learning, and computes no "
+            "privacy budget."
         ),
         (
-            "Every batch has the size that was asked for; Poisson-sampled batches vary, and memory "
-            "follows the largest."
+            "Every batch has exactly the configured size. Poisson-sampled batches vary, and the "
+            "largest decides the memory."
         ),
         (
-            "Numbers are this machine's. Ratios between methods change with the model, the batch, "
-            "the sequence length and the device."
+            "Numbers hold for this machine. Ratios between methods change with the model, the "
+            "batch, the sequence length and the device."
         ),
         (
-            "The books are of tensors, and of what libraries are known to allocate for them: what "
-            "an allocator reserves beyond that, and what fragmentation costs, is in no estimate."
+            "Timelines and estimates cover tensors and known allocations of libraries. They do not "
+            "cover what an allocator reserves beyond that, or the cost of fragmentation."
         ),
     ]
     if len(runs) and "cuda" not in set(runs.loc[runs["target"].isna(), "device"]):
         said.append("Nothing here was measured on a GPU.")
     untried = composition["target"].notna() & composition["allocator_peak_bytes"].isna()
     if targets := sorted(set(composition.loc[untried, "target"])):
-        said.append(f"Nothing that is predicted for {', '.join(targets)} was compared with one.")
+        said.append(f"No prediction for {', '.join(targets)} was compared with a measurement.")
     said += [f"There is no figure {one.name}: {one.missing}." for one in drawings if one.missing]
     return [Bullets(items=tuple(said))]

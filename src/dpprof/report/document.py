@@ -1,7 +1,7 @@
-"""The shape of a report's content: sections of blocks, every text a plain string.
+"""The structure of a report's content: sections of blocks, with every text a plain string.
 
-Templates lay this out and add nothing. No string in it is markup: each template escapes
-or quotes what it prints, so a name or a message can inject nothing.
+Templates lay this out and add no content. No string is markup: each template escapes or quotes
+what it prints, so a name or a message cannot inject markup.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from dpprof.system.files import read_json
 
 
 def _printable(text: str) -> str:
-    """Put a text on one line and make control characters visible."""
+    """Return a text on one line, with visible control characters."""
     flat = " ".join(text.split())
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in flat)
 
@@ -24,7 +24,7 @@ Text = Annotated[str, AfterValidator(_printable)]
 
 
 class Block(BaseModel):
-    """A piece of a section."""
+    """A part of a section."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class Bullets(Block):
 
 
 class Table(Block):
-    """A table of texts; numbers are formatted already."""
+    """A table of texts; numbers are already formatted."""
 
     kind: Literal["table"] = "table"
     caption: Text
@@ -63,25 +63,25 @@ class Picture(Block):
 
 
 class Drawing(BaseModel):
-    """What is known of a figure beside its files."""
+    """A figure's caption, or why nothing was drawn."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Name
     caption: Text
     missing: Text | None
-    """Why nothing could be drawn; the picture then says only that."""
+    """Why nothing was drawn; the figure then shows only this reason."""
 
 
 class Section(BaseModel):
-    """A titled run of blocks."""
+    """A title and its blocks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: Text
     blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
     in_summary: bool = False
-    """Whether the few lines for the terminal have it too."""
+    """Whether the summary for the terminal includes the section."""
 
 
 class Document(BaseModel):
@@ -91,19 +91,19 @@ class Document(BaseModel):
 
     title: Text
     headline: tuple[Text, ...]
-    """What there is to know, in a few sentences."""
+    """The main results, in a few sentences."""
 
     sections: tuple[Section, ...]
 
 
 def read_drawing(path: Path) -> Drawing:
-    """Read what is known of a figure.
+    """Read a figure's description.
 
     Raises:
-        InputError: The file tells nothing of one; names it.
+        InputError: The file does not describe a figure; the message names it.
     """
     try:
         return Drawing.model_validate(read_json(path))
     except ValueError as error:
         why = explain(error, Drawing) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: tells of no figure ({why})") from None
+        raise InputError(f"{path}: does not describe a figure ({why})") from None

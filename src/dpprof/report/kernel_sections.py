@@ -1,24 +1,24 @@
-"""The sections from traces: kernels, what binds them, and what watching costs."""
+"""The sections on traces: kernels, what binds them, and the overhead of instruments."""
 
 from typing import Any
 
 import pandas as pd
 
-from dpprof.records.result import CATEGORIES
+from dpprof.records.result import OP_KINDS
 from dpprof.report.cells import Cell, amount, column, number, percent, significant, tabulate
 from dpprof.report.document import Paragraph, Table
 from dpprof.report.naming import ORDER, name_experiments, texts
 
 _MS = 1e-3
 _MIB = 2**20
-_MOST_CATEGORIES = 8
+_MOST_OP_KINDS = 8
 """More columns do not fit a page."""
 
 Told = list[Table | Paragraph]
 
 
-def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
-    """Say which kernels take the time; nothing where no run was traced.
+def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
+    """Return the time of a step by op kind; nothing where no run was traced.
 
     Args:
         kernels: The table ``kernels``.
@@ -26,14 +26,14 @@ def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
     """
     if traces.empty:
         return []
-    sums = kernels.groupby(["experiment_id", "replicate", "category"])["seconds"].sum()
+    sums = kernels.groupby(["experiment_id", "replicate", "op_kind"])["seconds"].sum()
     spread = sums.unstack().groupby("experiment_id").median()  # noqa: PD010 (nothing to aggregate)
     # Named apart from the axes of experiments, of which one is the optimizer.
     rows = _over_processes(traces).merge(
         spread.add_suffix("_s"), left_on="experiment_id", right_index=True
     )
-    most = spread.max().nlargest(_MOST_CATEGORIES)
-    shown = [name for name in CATEGORIES if name in most]
+    most = spread.max().nlargest(_MOST_OP_KINDS)
+    shown = [name for name in OP_KINDS if name in most]
     left = [str(name) for name in spread if name not in shown]
     rows = rows.assign(rest_s=rows[[f"{name}_s" for name in left]].sum(axis=1))
     naming = name_experiments(rows)
@@ -44,13 +44,13 @@ def by_category(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
     if rows["waiting_s"].notna().any():
         columns["waiting"] = amount("waiting_s", _MS)
     caption = (
-        "Milliseconds of a traced step by category of kernel, or of operator on a CPU, and when "
-        "none ran. Categories go by the operator that launched a kernel: norm is the search for "
-        "norms of per-sample gradients, einsum any other contraction by einsum, optimizer all of "
-        "the phase step, clip what is left of the phase clip. Other is the share of the kernels' "
-        "time that no category is known for."
+        "Milliseconds of a traced step by op kind (kind of operator); idle is time without "
+        "kernels. The operator that launched a kernel decides its op kind: norm computes the norms "
+        "of per-sample gradients, einsum is any other contraction by einsum, optimizer is all of "
+        "the phase step, clip is the rest of the phase clip. Other is the share of the kernels' "
+        "time whose op kind is unknown."
         + (" Waiting is the part of idle in which nothing was launched." * ("waiting" in columns))
-        + (f" Rest are {', '.join(left)}." if left else "")
+        + (f" Rest sums {', '.join(left)}." if left else "")
     )
     text = (*texts(naming), "other")
     return [
@@ -66,9 +66,8 @@ def _tell_files(traces: pd.DataFrame) -> list[Paragraph]:
     size = f"{kept['trace_bytes'].max() / _MIB:.1f} MiB"
     return [
         Paragraph(
-            text=f"The traces, of {size} at most, are in results/traces: Perfetto "
-            "(ui.perfetto.dev) opens each, and tensorboard --logdir results/traces shows them "
-            "beside one another."
+            text=f"The traces, of {size} at most, are in results/traces. Open one in Perfetto "
+            "(ui.perfetto.dev), or compare all with tensorboard --logdir results/traces."
         )
     ]
 
@@ -82,7 +81,7 @@ def _over_processes(traces: pd.DataFrame) -> pd.DataFrame:
 
 
 def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
-    """Say what binds a step, and how fast bytes move; nothing where ceilings are not known.
+    """Return what binds a step, and how fast bytes move; nothing where ceilings are unknown.
 
     Args:
         traces: The table ``traces``.
@@ -104,17 +103,18 @@ def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
         "GB/s": lambda row: significant(row["memory_bytes_per_s"], 1e9),
     }
     caption = (
-        "Shares of a traced step by what binds it at the ceilings measured on the device: of each "
-        "phase's category of kernels, its FLOPs or its bytes, whichever would take longer. Then "
-        "how near to the ceilings that was: of what computing binds its FLOP/s, of what memory "
-        "binds its bytes per second. Caches can lift these above the bandwidth of memory."
+        "Shares of a traced step that are compute bound, memory bound and idle. Kernels of one op "
+        "kind in a phase are compute bound if their FLOPs would take longer than their bytes at "
+        "the device's measured ceilings, else memory bound. Of peak FLOP/s is the speed of "
+        "compute-bound kernels, of bandwidth and GB/s that of memory-bound ones. Caches can lift "
+        "these above the memory's bandwidth."
     )
     text = (*texts(naming), *list(columns)[len(naming) : -1])
     return [tabulate(caption, columns, rows, text, "results/tables/kernels.csv")]
 
 
 def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Sum FLOPs, bytes and seconds up by what binds them, and divide."""
+    """Return the speed of compute-bound and of memory-bound kernels, by experiment."""
     moved = kernels["read_bytes"] + kernels["written_bytes"]
     sums = kernels.assign(moved=moved).groupby(["experiment_id", "bound"])[
         ["flops", "moved", "seconds"]
@@ -149,7 +149,7 @@ _CEILINGS = {
 
 
 def ceilings(table: pd.DataFrame) -> Told:
-    """Say what the devices do at most; nothing where nobody measured.
+    """Return the ceilings of the devices; nothing where none were measured.
 
     Args:
         table: The table ``ceilings``.
@@ -164,8 +164,9 @@ def ceilings(table: pd.DataFrame) -> Told:
         "unit": lambda row: _CEILINGS[row["figure"]][0],
     }
     caption = (
-        "What a device does at most: the fastest product of matrices over sizes for each dtype, "
-        "the fastest copy (bytes read and written), and an operator on one element."
+        "The measured ceilings of each device: the fastest matrix product of any size for each "
+        "dtype, the fastest copy (bytes read and written), and the time of an operator on one "
+        "element (launch)."
     )
     text = ("device", "figure", "unit")
     return [tabulate(caption, columns, table, text, "results/tables/ceilings.csv")]
@@ -178,11 +179,11 @@ def _name_figure(row: Any) -> str:
     return _FIGURES.get(row["figure"]) or f"{row['dtype']} products"
 
 
-def observers(table: pd.DataFrame) -> Told:
-    """Say what each instrument costs; nothing where no experiment had one beside clean.
+def instrument_overhead(table: pd.DataFrame) -> Told:
+    """Return the overhead of each instrument; nothing where no experiment has one besides clean.
 
     Args:
-        table: The table ``observer``.
+        table: The table ``instrument_overhead``.
     """
     if table.empty:
         return []
@@ -205,15 +206,19 @@ def observers(table: pd.DataFrame) -> Told:
         if summed[f"{figure}_median"].notna().any():
             columns[heading] = _ratio(figure)
     caption = (
-        "What watching costs: with the instrument in the process over clean, the same experiments; "
-        "the median and, in brackets, from the smallest to the largest. Clean numbers come from "
-        "processes without any instrument. Phases is as it times phases, waiting for the device "
-        "at each; ledger as it counts every operator; kernels under torch.profiler. Resident "
-        "memory includes what an instrument notes down, and differs between equal processes too."
+        "Overhead of measuring: ratios of a process with the instrument to one under clean, for "
+        "the same experiments; the median and, in brackets, the range. Clean numbers come from "
+        "processes without any instrument. Phases waits for the device at the end of each phase, "
+        "memory records every operator, and kernels runs torch.profiler. Resident memory includes "
+        "what an instrument records, and differs between equal processes too."
     )
     return [
         tabulate(
-            caption, columns, summed.reset_index(), tuple(columns), "results/tables/observer.csv"
+            caption,
+            columns,
+            summed.reset_index(),
+            tuple(columns),
+            "results/tables/instrument_overhead.csv",
         )
     ]
 
@@ -230,7 +235,7 @@ def _ratio(figure: str) -> Cell:
 
 
 def host_io(runs: pd.DataFrame) -> Told:
-    """Say what processes read and wrote in their timed steps, and what energy a step took.
+    """Return the bytes that processes read and wrote in timed steps, and the energy of a step.
 
     Args:
         runs: The table ``runs``.
@@ -243,9 +248,9 @@ def host_io(runs: pd.DataFrame) -> Told:
         written = (known["host_written_bytes"] / steps).max()
         told.append(
             Paragraph(
-                text="Files are no part of this: the batch stays on the device, and in the timed "
-                f"steps no process read more than {read:,.0f} bytes a step or wrote more than "
-                f"{written:,.0f}, the page cache included."
+                text="Step times include no file access: the batch stays on the device. In the "
+                f"timed steps no process read more than {read:,.0f} bytes per step or wrote more "
+                f"than {written:,.0f}, including the page cache."
             )
         )
     joules = runs.dropna(subset=["joules_per_step"])
@@ -253,7 +258,7 @@ def host_io(runs: pd.DataFrame) -> Told:
         rows = joules.sort_values([*ORDER, "method"])
         naming = name_experiments(rows)
         columns = naming | {"J per step": lambda row: significant(row["joules_per_step"])}
-        caption = "Energy of a step, idle power included, by the driver's counter."
+        caption = "Energy of a step from the driver's counter, including idle power."
         source = "results/tables/runs.csv"
         told.append(tabulate(caption, columns, rows, texts(naming), source))
     return told

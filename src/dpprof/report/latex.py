@@ -1,4 +1,4 @@
-"""From content to LaTeX, and from LaTeX to PDF where TeX is installed."""
+"""Renders content as LaTeX, and compiles it to PDF where TeX is installed."""
 
 import re
 import shutil
@@ -10,9 +10,9 @@ from typing import Any
 
 import jinja2
 
-from dpprof.planning.code_digest import TEMPLATES
 from dpprof.report.document import Document, Table
 from dpprof.system.files import write_atomically
+from dpprof.system.paths import TEMPLATES
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -27,45 +27,45 @@ _SPECIAL = {
     "'": r"\textquotesingle{}",
     "\N{DAGGER}": r"\textdagger{}",
     "\N{DOUBLE DAGGER}": r"\textdaggerdbl{}",
-    # After the end of a row these would be read as its arguments.
+    # After the end of a row LaTeX would read these as its arguments.
     **{character: f"{{{character}}}" for character in "[]*"},
 }
 _LIGATURE = re.compile(r"([-,])(?=\1)")
-"""Two of these would become a dash, or a quotation mark."""
+"""LaTeX would turn two of these into a dash or a quotation mark."""
 
 _LONG = 30
-"""A column of longer texts is broken into lines."""
+"""A column with texts of more letters is broken into lines."""
 
 _TEXT_MM = 174
-"""What a line of text takes of an A4 page."""
+"""Width of a line of text on an A4 page."""
 
 _GAP_MM = 2.1
-"""Between two columns."""
+"""Gap between two columns."""
 
 _LETTER_MM = {"scriptsize": 1.3, "tiny": 1.08}
-"""What a letter takes of it on average, by the size that a table is set in."""
+"""Average width of a letter, by the font size of a table."""
 
 _ROOM_MM = 60
-"""So much is left to long columns, or the table is set in the smaller size."""
+"""If less width is left for long columns, the table is set in the smaller size."""
 
 _LEAST_ROOM_MM = 30
-"""What long columns have in the smaller size, come what may."""
+"""The least width of long columns in the smaller size."""
 
 _TIMEOUT_S = 300
 
 
 class LatexError(Exception):
-    """LaTeX made no PDF; says what it complained about."""
+    """LaTeX made no PDF; the message is LaTeX's complaint."""
 
 
 class _Markup(str):
-    """Text that is LaTeX already."""
+    """Text that is already LaTeX."""
 
     __slots__ = ()
 
 
 def escape_latex(value: Any) -> str:
-    """Make a text mean itself in LaTeX; what its fonts lack is spelled as a code point."""
+    """Return a text escaped for LaTeX; characters that its fonts lack become code points."""
     if isinstance(value, _Markup):
         return value
     text = "".join(_SPECIAL.get(character, _known(character)) for character in str(value))
@@ -78,7 +78,7 @@ def _known(character: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape a cell's text, which may be broken within long names and paths."""
+    """Return a cell's escaped text, which may break within long names and paths."""
     return re.sub(r"(\\_|[-/.])", r"\1\\allowbreak{}", escape_latex(text))
 
 
@@ -87,7 +87,7 @@ def _row(cells: Iterable[str]) -> _Markup:
 
 
 def _header(table: Table) -> _Markup:
-    """Break a heading that is longer than what stands below it into a stack of words."""
+    """Return a table's header; a heading longer than its column's cells is stacked word by word."""
     cells = []
     for text, longest, numeric in zip(table.header, _longest(table), table.numeric, strict=True):
         stacked = r"\\".join(map(_cell, text.split()))
@@ -98,7 +98,7 @@ def _header(table: Table) -> _Markup:
 
 
 def _longest(table: Table) -> list[int]:
-    """Say how many letters a column must have room for, of its cells and its heading's words."""
+    """Return the most letters of a cell or of a word of the heading, for each column."""
     return [
         min(120, max(map(len, [*heading.split(), *(row[column] for row in table.rows)])))
         for column, heading in enumerate(table.header)
@@ -106,24 +106,24 @@ def _longest(table: Table) -> list[int]:
 
 
 def _path(picture: str) -> _Markup:
-    """Name a picture's file; such names hold nothing that LaTeX could interpret."""
+    """Return the path of a figure's file; such names hold nothing that LaTeX could interpret."""
     return _Markup(f"figures/{picture}.pdf")
 
 
 def _left_mm(table: Table, size: str) -> float:
-    """Say what is left of a line to the long columns, once the others have what they need."""
+    """Return the width that the other columns leave for the long ones."""
     short = [length for length in _longest(table) if length <= _LONG]
     return _TEXT_MM - _GAP_MM * len(table.header) - _LETTER_MM[size] * sum(short)
 
 
 def _size(table: Table) -> _Markup:
-    """Choose the size of a table's letters: so small that it fits the page."""
+    """Return the font size of a table that fits the page."""
     needed = _ROOM_MM if max(_longest(table)) > _LONG else 0
     return _Markup("scriptsize" if _left_mm(table, "scriptsize") >= needed else "tiny")
 
 
 def _columns(table: Table) -> _Markup:
-    """Choose the columns: long texts in paragraphs, by length, the rest as wide as they need."""
+    """Return the column types: paragraphs for long texts, natural width for the rest."""
     longest = _longest(table)
     size = _size(table)
     shared = sum(length for length in longest if length > _LONG)
@@ -139,7 +139,7 @@ def _columns(table: Table) -> _Markup:
 
 
 def render_latex(document: Document) -> str:
-    """Lay the content out as LaTeX; figures are included as PDF."""
+    """Return the content as LaTeX; figures are included as PDF."""
     environment = jinja2.Environment(  # noqa: S701 (finalize escapes, for LaTeX)
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -160,19 +160,19 @@ def render_latex(document: Document) -> str:
 
 
 def has_latex() -> bool:
-    """Tell whether the PDF can be made by LaTeX here."""
+    """Return whether LaTeX can make the PDF here."""
     return all(shutil.which(program) for program in ("latexmk", "pdflatex"))
 
 
 def compile_latex(source: Path, output: Path) -> None:
-    """Make the PDF of a LaTeX file.
+    """Write the PDF of a LaTeX file.
 
     Args:
         source: The file; figures are looked up in ``figures/`` beside it.
         output: The PDF to write.
 
     Raises:
-        LatexError: It could not be made.
+        LatexError: LaTeX made no PDF.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = ["latexmk", "-pdf", "-norc", "-interaction=nonstopmode", "-halt-on-error"]

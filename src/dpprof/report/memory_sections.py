@@ -1,4 +1,4 @@
-"""The sections from the books: who owns the peak, how far that is known, what a step costs."""
+"""The sections on memory: owners at the peak, reconciliation, and the cost of a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,16 +24,16 @@ from dpprof.report.naming import ORDER, name_experiments, texts
 _MIB = 2**20
 _GIB = 2**30
 _LEAST_SHARE = 0.01
-"""An owner of less of every peak has no column of its own."""
+"""An owner below this share of every peak has no column."""
 
 _MOST_OWNERS = 8
-"""More columns do not fit a page."""
+"""More columns do not fit on a page."""
 
 Told = list[Table | Paragraph]
 
 
 def owners(composition: pd.DataFrame) -> Told:
-    """Say who owns the memory at the peak, and what makes it; nothing where nobody kept books.
+    """Return the owners at the peak, and what causes it; nothing where no memory was recorded.
 
     Args:
         composition: Of ``analysis.peak_composition``.
@@ -49,9 +49,9 @@ def owners(composition: pd.DataFrame) -> Told:
     columns = naming | {"peak": amount("peak_bytes", _MIB)}
     columns |= {name.replace("_", " "): amount(name, _MIB) for name in [*shown, "other"]}
     caption = (
-        "MiB by owner at the peak of a step in the steady state, from the ledger where it ran, "
-        "else from the estimate. Beyond the eight that own most somewhere, and below 1 % of every "
-        "peak, owners are summed up as other."
+        "MiB by owner at the peak of a steady-state step, from the instrument memory where it ran, "
+        "else from estimate. Other sums up the owners below 1 % of every peak, and those beyond "
+        "the eight largest."
     )
     causes = naming | {
         "peak (MiB)": amount("peak_bytes", _MIB),
@@ -61,7 +61,7 @@ def owners(composition: pd.DataFrame) -> Told:
         "from": column("instrument"),
     }
     text = (*texts(naming), "phase", "operator", "module", "from")
-    explained = "What makes the peak: the operator that allocates last, in its phase and module."
+    explained = "What causes the peak: the last operator that allocates, in its phase and module."
     return [
         tabulate(caption, columns, rows, texts(naming), "results/tables/owners.csv"),
         tabulate(explained, causes, rows, text, "results/tables/peaks.csv"),
@@ -69,12 +69,12 @@ def owners(composition: pd.DataFrame) -> Told:
 
 
 def _here(composition: pd.DataFrame) -> pd.DataFrame:
-    """Leave out what is predicted for somewhere else."""
+    """Return the rows without a target."""
     return composition[composition["target"].isna()].sort_values([*ORDER, "method"])
 
 
 def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
-    """Say what is predicted for targets; nothing where there is none.
+    """Return the predictions for targets; nothing where there are none.
 
     Args:
         composition: Of ``analysis.peak_composition``.
@@ -101,11 +101,11 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
         "tokens/s at most": _most_tokens,
     }
     caption = (
-        "Nothing of this was run. The peak is of a step in the steady state, its ratio to "
-        "standard with all else equal; what must fit is the first step too, and what allocators "
-        "reserve comes on top. The multiplier is of executed to model FLOPs. The least step time "
-        "is a bound by the target's data sheet and no prediction: each operator at its ceiling, "
-        "one after another. So are the tokens."
+        "Predictions; nothing here ran. The peak is that of a steady-state step, its ratio is to "
+        "standard with all else equal. The share of the memory covers the first step too, but not "
+        "what allocators reserve beyond tensors. The multiplier is executed FLOPs over model "
+        "FLOPs. The least step time is a bound from the target's data sheet, not a prediction: "
+        "each operator at its ceiling, one after another. The tokens follow from it."
     )
     text = (*texts(naming), "of the memory")
     return [tabulate(caption, columns, rows, text, "results/tables/peaks.csv and costs.csv")]
@@ -121,8 +121,8 @@ def _most_tokens(row: Any) -> str:
     return significant(row["batch_size"] * row["seq_len"] / least_s) if least_s else "-"
 
 
-def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
-    """Say how far books and allocator agree, and how owners are known; nothing without books.
+def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
+    """Return the gaps between recorded and allocator's peaks, and how owners were identified.
 
     Args:
         composition: Of ``analysis.peak_composition``.
@@ -136,18 +136,18 @@ def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
     rows = rows.assign(estimated=rows["experiment_id"].map(estimated.first()))
     naming = name_experiments(rows)
     columns = naming | {
-        "books (MiB)": amount("peak_bytes", _MIB, 2),
+        "recorded (MiB)": amount("peak_bytes", _MIB, 2),
         "from": column("instrument"),
         "allocator (MiB)": amount("allocator_peak_bytes", _MIB, 2),
         "gap": amount("gap_bytes", digits=0),
         "bound": amount("bound_bytes", digits=0),
         "closed": lambda row: _VERDICTS.get(row["valid"], "-"),
-        "estimate": _estimate_against_ledger,
+        "estimate": _estimate_against_memory,
     }
     caption = (
-        "Peaks of the books against the allocator's, from another process. The gap is the "
-        "allocator's less the books', in bytes, as is the bound that it may not exceed. Last, "
-        "how the estimate's peak differs from the ledger's, in bytes."
+        "Recorded peaks and the allocator's peaks from another process. The gap is the allocator's "
+        "minus the recorded peak, in bytes; it is closed if it is within the bound. Estimate is "
+        "the difference of the estimated from the recorded peak, in bytes."
     )
     grades = [*(f"by_{kind}_bytes" for kind in EVIDENCE), "unattributed_bytes"]
     shares = rows.assign(**{name: rows[name] / rows["peak_bytes"] for name in grades})
@@ -155,8 +155,8 @@ def closing(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
         name.removeprefix("by_").removesuffix("_bytes"): _percent_of(name) for name in grades
     }
     graded = (
-        "What owners at the peak are known from, in percent of it: an attribute that leads to "
-        "the tensor, the operator and module that made it, or only the phase."
+        "How owners at the peak were identified, in percent of the peak: by an attribute that "
+        "refers to the tensor, by the operator and module that created it, or only by the phase."
     )
     text = (*texts(naming), "from", "closed")
     source = "results/tables/peaks.csv"
@@ -173,8 +173,8 @@ def _percent_of(name: str) -> Cell:
     return lambda row: number(row[name], 0.01, 2)
 
 
-def _estimate_against_ledger(row: Any) -> str:
-    if row["instrument"] != "ledger" or pd.isna(row["estimated"]):
+def _estimate_against_memory(row: Any) -> str:
+    if row["instrument"] != "memory" or pd.isna(row["estimated"]):
         return "-"
     more = int(row["estimated"] - row["peak_bytes"])
     return f"{more:+,}" if more else "equal"
@@ -194,26 +194,26 @@ _COSTS = {
 
 
 def costs(costs: pd.DataFrame) -> Told:
-    """Say what a step computes and moves, here and on targets; nothing where nobody kept books.
+    """Return what a step computes and moves, here and on targets; nothing without records.
 
     Args:
         costs: The table ``costs``, one row for each experiment.
     """
     caption = (
-        "What a step computes and moves. FLOPs are of products of matrices and attention; model "
-        "FLOPs are what the non-private step needs, and the multiplier is of executed to those. "
-        "Bytes are what operators must read and write, each once. MFU and HFU are model and "
-        "executed FLOPs over what the device could compute in the measured step; the least step "
-        "time is a bound by its data sheet. What nothing is known of has no column."
+        "What a step computes and moves. FLOPs count matrix products and attention. Model FLOPs "
+        "are what the non-private step needs; the multiplier is executed FLOPs over model FLOPs. "
+        "Bytes count each read and write of an operator once. MFU and HFU are model and executed "
+        "FLOPs over what the device could compute in the measured step. The least step time is a "
+        "bound from its data sheet. Unknown figures have no column."
     )
     elsewhere = costs["target"].notna()
-    told = {caption: costs[~elsewhere], "The same on targets, as predicted.": costs[elsewhere]}
+    told = {caption: costs[~elsewhere], "The same for targets, predicted.": costs[elsewhere]}
     tables = [_tell_costs(text, rows) for text, rows in told.items() if len(rows)]
     return [*tables, *_tell_peaks(costs)]
 
 
 def _tell_peaks(costs: pd.DataFrame) -> list[Paragraph]:
-    """Say what utilisation is against, or why there is none."""
+    """Return the peaks that MFU and HFU are shares of, or why there are none."""
     used = costs[costs["hfu"].notna()]
     said = [
         f"The peak of {dtype} is {significant(peak, 1e12)} TFLOP/s: {source}."
@@ -222,7 +222,10 @@ def _tell_peaks(costs: pd.DataFrame) -> list[Paragraph]:
         )
     ]
     missing = costs[costs["mfu"].isna() & costs["target"].isna()]
-    said += [f"No MFU where {why}." for why in sorted(set(missing["utilisation_reason"].dropna()))]
+    said += [
+        f"MFU is unknown where {why}."
+        for why in sorted(set(missing["utilisation_reason"].dropna()))
+    ]
     return [Paragraph(text=" ".join(said))] if said else []
 
 

@@ -11,7 +11,7 @@ ORDER = ["model", "seq_len", "batch_size"]
 
 
 def name_experiments(rows: pd.DataFrame) -> dict[str, Cell]:
-    """Make the columns that name an experiment, the axes that vary among them."""
+    """Return the columns that name an experiment: the axes that vary among the rows."""
     varying = varying_axes(rows, but=("model", "method", "batch_size", "seq_len"))
     return (
         {"model": column("model")}
@@ -25,5 +25,5 @@ def _axis(name: str) -> Cell:
 
 
 def texts(naming: Mapping[str, Cell]) -> tuple[str, ...]:
-    """List those columns that are no numbers."""
+    """Return the naming columns that are not numbers."""
     return tuple(name for name in naming if name not in ("T", "B"))

@@ -1,4 +1,4 @@
-"""How runs ended: counts, what went wrong and where to read more, what is missing."""
+"""The sections on outcomes: counts, failures with their logs, and missing runs."""
 
 import pandas as pd
 
@@ -12,7 +12,7 @@ _FAILURE = ["method", "outcome", "error_kind", "error_phase"]
 
 
 def tell_outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Blocks:
-    """Count outcomes by method, then tell every failure, or the kinds of failures if many."""
+    """Return outcome counts by method, then every failure, or the kinds of failures if many."""
     columns: dict[str, Cell] = {"method": column("method"), "runs": column("runs")}
     columns |= {outcome: column(outcome) for outcome in OUTCOMES}
     columns["success"] = lambda row: (
@@ -29,7 +29,7 @@ def tell_outcomes(outcomes: pd.DataFrame, runs: pd.DataFrame) -> Blocks:
     if len(again):
         names = sorted(set(again["experiment_id"]))
         told = ", ".join(names) if len(names) <= MAX_ROWS else f"{len(names):,} experiments"
-        blocks.append(Paragraph(text=f"Succeeded only at the second attempt: {told}."))
+        blocks.append(Paragraph(text=f"These succeeded only at the second attempt: {told}."))
     return blocks
 
 
@@ -42,12 +42,12 @@ def _failures(failed: pd.DataFrame) -> Table | Paragraph:
         "message": lambda row: text_of(row["error_message"])[:200],
         "log": lambda row: text_of(row["error_log"]),
     }
-    caption = "What went wrong, and where to read more."
+    caption = "Failed runs, with their log files."
     return tabulate(caption, columns, failed, tuple(columns), "results/tables/runs.csv")
 
 
 def _kinds(failed: pd.DataFrame) -> Table | Paragraph:
-    """Count failures that are alike, with the message of one of them."""
+    """Return counts of equal failures, each with one message as an example."""
     alike = failed.fillna(dict.fromkeys(_FAILURE, "-")).groupby(_FAILURE)
     counted = alike.agg(runs=("replicate", "size"), message=("error_message", "first"))
     counted = counted.reset_index().sort_values("runs", ascending=False)
@@ -59,13 +59,13 @@ def _kinds(failed: pd.DataFrame) -> Table | Paragraph:
         "runs": column("runs"),
         "for example": lambda row: text_of(row["message"])[:200],
     }
-    caption = "What went wrong, by kind; every single one is in results/tables/runs.csv."
+    caption = "Failed runs by kind; results/tables/runs.csv lists every run."
     text = tuple(name for name in columns if name != "runs")
     return tabulate(caption, columns, counted, text, "results/tables/runs.csv")
 
 
 def tell_missing(missing: pd.DataFrame) -> Blocks:
-    """List the runs without a result, or count them by method if many."""
+    """Return the runs without a result, or their counts by method if many."""
     if missing.empty:
         return []
     if len(missing) <= MAX_ROWS:
@@ -76,5 +76,5 @@ def tell_missing(missing: pd.DataFrame) -> Blocks:
     else:
         counts = missing["method"].value_counts()
         items = [f"{method}: {count:,}" for method, count in counts.items()]
-        items.append("Every single one is in results/tables/missing.csv.")
+        items.append("results/tables/missing.csv lists every run.")
     return [Bullets(items=tuple(items))]

@@ -1,4 +1,4 @@
-"""From content to files: Markdown and plain text, LaTeX, and a PDF by one of two routes."""
+"""Writes content to files: Markdown, plain text, LaTeX, and a PDF by LaTeX or Typst."""
 
 import re
 import textwrap
@@ -8,29 +8,29 @@ from typing import Any
 import jinja2
 import typst
 
-from dpprof.planning.code_digest import TEMPLATES
 from dpprof.report.document import Document, Table
 from dpprof.report.latex import LatexError, compile_latex, has_latex, render_latex
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
+from dpprof.system.paths import TEMPLATES
 
 ROUTES = ("latex", "typst")
 
 CELL_WIDTH = 64
-"""The most that a table cell may take of a terminal's line."""
+"""The most characters of a table cell in a terminal."""
 
 SUMMARY_WIDTH = 100
-"""Where running text is broken for a terminal."""
+"""The line width of running text in a terminal."""
 
 
 def escape_markdown(value: Any) -> str:
-    """Make a text mean itself in Markdown: no markup, no HTML, no mathematics."""
+    """Return a text escaped for Markdown: no markup, no HTML, no mathematics."""
     text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_{}\[\]|#$~!])", r"\\\1", text)
 
 
 def _environment(**options: Any) -> jinja2.Environment:
-    """Make an environment in which every printed value goes through ``finalize``."""
+    """Return a Jinja environment in which every printed value goes through ``finalize``."""
     return jinja2.Environment(  # noqa: S701 (finalize escapes, for Markdown)
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -42,13 +42,13 @@ def _environment(**options: Any) -> jinja2.Environment:
 
 
 def render_markdown(document: Document) -> str:
-    """Lay the content out as Markdown; figures are linked as PNG."""
+    """Return the content as Markdown; figures are linked as PNG."""
     template = _environment(finalize=escape_markdown).get_template("report.md.j2")
     return template.render(document=document)
 
 
 def render_summary(document: Document) -> str:
-    """Lay out for a terminal what was found, and the tables that it rests on."""
+    """Return the summary for a terminal: the main results and their tables."""
     environment = _environment()
     environment.filters["aligned"] = align
     environment.filters["wrapped"] = wrap
@@ -56,7 +56,7 @@ def render_summary(document: Document) -> str:
 
 
 def align(table: Table) -> list[str]:
-    """Format a table as lines of equal columns; a long text is cut, the report has it whole."""
+    """Return a table as aligned lines; long texts are cut here, but not in the report."""
     cells = [tuple(_cut(text) for text in row) for row in (table.header, *table.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(table.header))]
 
@@ -71,7 +71,7 @@ def align(table: Table) -> list[str]:
 
 
 def wrap(text: str, mark: str = "") -> str:
-    """Break a text into lines; the first begins with the mark, the others below its text."""
+    """Return a text as lines; the first begins with the mark, the others are indented alike."""
     return textwrap.fill(
         text,
         SUMMARY_WIDTH,
@@ -87,10 +87,10 @@ def _cut(text: str) -> str:
 
 
 def render_pdf(content: Path, output: Path) -> None:
-    """Compile the PDF from a content file.
+    """Write the PDF of a content file with Typst.
 
-    The template is fixed and reads the content as JSON, so no text of it is ever parsed
-    as markup.
+    The template is fixed and reads the content as JSON, so Typst never parses any of its text as
+    markup.
 
     Args:
         content: ``report.json``; figures are looked up in ``figures/`` beside it.
@@ -109,12 +109,12 @@ def write_report(document: Document, folder: Path, pdf: str = "auto") -> None:
 
     Args:
         document: What to write.
-        folder: Where to; figures are in ``figures/`` in it.
-        pdf: What makes the PDF, of ``ROUTES``; ``auto`` is latex where it is installed and
-            works, else typst. Both lay out the same content.
+        folder: The folder to write to; its ``figures/`` holds the figures.
+        pdf: The program that makes the PDF, one of ``ROUTES``; ``auto`` is latex where it is
+            installed and works, else typst. Both lay out the same content.
 
     Raises:
-        LatexError: ``latex`` was asked for and made no PDF.
+        LatexError: ``pdf`` is ``latex``, and LaTeX made no PDF.
     """
     content, source, output = (folder / f"report.{kind}" for kind in ("json", "tex", "pdf"))
     write_atomically(content, document.model_dump_json(indent=1) + "\n")
@@ -127,7 +127,7 @@ def write_report(document: Document, folder: Path, pdf: str = "auto") -> None:
         except LatexError as error:
             if pdf == "latex":
                 raise
-            say(f"LaTeX made no PDF ({error}); typst makes it")
+            say(f"LaTeX made no PDF ({error}); using typst instead")
         else:
             return
     render_pdf(content, output)

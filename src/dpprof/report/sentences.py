@@ -1,4 +1,4 @@
-"""What was found, in sentences: which method needs least, which is fastest, by how much."""
+"""Findings in sentences: which method needs least memory, which is fastest, and by how much."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from dpprof.report.cells import number, plural, span
 from dpprof.report.document import Bullets, Paragraph
 
 MAX_SETTINGS = 8
-"""With more settings, the findings count over all of them instead of telling each."""
+"""With more settings, the findings summarise all instead of listing each."""
 
 _SHORT = {"seq_len": "T", "batch_size": "B"}
 _PEAKS = {"allocated": "allocated", "rss": "resident, libraries included"}
 
 
 def tell_findings(settings: pd.DataFrame, methods: pd.DataFrame) -> list[Bullets | Paragraph]:
-    """Say what the settings and the methods of the tables amount to.
+    """Return the findings about settings and methods as sentences.
 
     Args:
         settings: The table ``settings``.
@@ -50,7 +50,7 @@ def _smallest(row: Any) -> str | None:
         return None
     ratio = _ratio(row["smallest_ratio"])
     peak = number(row["smallest_peak_bytes"], 2**20)
-    return f"{row['smallest']} peaks lowest, at {peak} MiB {_PEAKS[row['peak_kind']]}{ratio}"
+    return f"{row['smallest']} has the lowest peak, {peak} MiB {_PEAKS[row['peak_kind']]}{ratio}"
 
 
 def _ratio(ratio: float, interval: str = "-") -> str:
@@ -67,16 +67,17 @@ def _fastest(row: Any) -> str | None:
     ratio = _ratio(row["fastest_ratio"], interval)
     if row["fastest_verdict"] == NO_DIFFERENCE:
         ratio = " (no difference from standard detected)"
-    said = f"{row['fastest']} is fastest, at {number(row['fastest_step_s'], 1e-3)} ms a step{ratio}"
+    step = f"{number(row['fastest_step_s'], 1e-3)} ms per step"
+    said = f"{row['fastest']} is fastest, at {step}{ratio}"
     if not row["noise_known"]:
-        return f"{said}, but nothing was replicated, so how sure that is cannot be told"
+        return f"{said}, but without replicates the noise is unknown"
     if pd.isna(row["not_slower"]):
         return said
-    return f"{said}, not distinguishable in time from {_listed(row['not_slower'].split())}"
+    return f"{said}, with no detectable difference from {_listed(row['not_slower'].split())}"
 
 
-def tell_books(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
-    """Say what owns most of the highest peak of the largest setting, and what fits on targets.
+def tell_memory(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
+    """Return the main owner of the largest setting's highest peak, and what fits on targets.
 
     Args:
         composition: Of ``analysis.peak_composition``.
@@ -96,9 +97,9 @@ def _highest_peak(rows: pd.DataFrame) -> str:
     owner = max(COMPONENTS, key=lambda name: row[name])
     where = f"{row['model']}, T = {row['seq_len']}, B = {row['batch_size']}"
     return (
-        f"{where}: {row['method']} peaks highest by the books, at "
+        f"{where}: {row['method']} has the highest peak, "
         f"{number(row['peak_bytes'], 2**20)} MiB in the phase {_plain(row['phase'])}; "
-        f"{row[owner] / row['peak_bytes']:.0%} of that is {_plain(owner)}."
+        f"{row[owner] / row['peak_bytes']:.0%} of it is {_plain(owner)}."
     )
 
 
@@ -107,7 +108,7 @@ def _plain(name: str) -> str:
 
 
 def _fitting(target: str, rows: pd.DataFrame) -> str:
-    """Say which methods fit on a target in every setting, which in some, and which in none."""
+    """Return which methods fit on a target in every setting, in some and in none."""
     fits = needed_bytes(rows) <= rows["target_memory_bytes"]
     share = fits.groupby(rows["method"]).mean()
     groups = {
@@ -116,7 +117,7 @@ def _fitting(target: str, rows: pd.DataFrame) -> str:
         "in no setting": share.index[share == 0],
     }
     said = [f"{where} {_listed(list(names))}" for where, names in groups.items() if len(names)]
-    return f"What is predicted to fit on {target}: {'; '.join(said)}."
+    return f"Predicted to fit on {target}: {'; '.join(said)}."
 
 
 def _listed(names: list[str]) -> str:
@@ -125,12 +126,12 @@ def _listed(names: list[str]) -> str:
 
 def _all(settings: pd.DataFrame, methods: pd.DataFrame) -> list[str]:
     said = []
-    for column, what in (("smallest", "peaks lowest"), ("fastest", "is fastest")):
+    for column, what in (("smallest", "with the lowest peak"), ("fastest", "that is fastest")):
         counts = settings[column].value_counts()
         known = int(counts.sum())
         shares = [f"{name} in {count:,}" for name, count in counts.items()]
         if shares:
-            said.append(f"The private method that {what} of {known:,} settings: {_comma(shares)}.")
+            said.append(f"The private method {what}, over {known:,} settings: {_comma(shares)}.")
     for ratio, what in (("peak_ratio", "peak memory"), ("step_ratio", "step time")):
         private = methods[(methods["method"] != BASELINE) & (methods[f"{ratio}_count"] > 0)]
         shares = [
@@ -140,7 +141,7 @@ def _all(settings: pd.DataFrame, methods: pd.DataFrame) -> list[str]:
         ]
         if shares:
             said.append(
-                f"Times standard's {what}, median over settings and range: {_comma(shares)}."
+                f"Ratio to standard's {what}, median over settings (range): {_comma(shares)}."
             )
     return said
 

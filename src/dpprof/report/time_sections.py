@@ -1,4 +1,4 @@
-"""The sections about what was measured: time, growth, code paths, repeatability."""
+"""The sections on measurements: time, comparison, code paths and repeatability."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ Told = list[Table | Paragraph]
 
 
 def compare(experiments: pd.DataFrame) -> Told:
-    """Compare experiments by time and peak."""
+    """Return the comparison of experiments by time and peak."""
     known = experiments[experiments["processes"] + experiments["peak_processes"] > 0]
     if known.empty:
         return [Paragraph(text="No experiment succeeded, so there is nothing to compare.")]
@@ -44,38 +44,38 @@ def _time_ratio(row: Any) -> str:
 
 
 def _explain(rows: pd.DataFrame) -> str:
-    """Say what the numbers of the comparison are, and how far they carry."""
-    said = ["Step time is the median over processes of each process's median, n their number."]
+    """Return the caption of the comparison: what the numbers mean and how certain they are."""
+    said = ["Step time is the median over the n processes of each process's median."]
     said.append("Intervals are 95 % bootstrap intervals over processes.")
     counts = rows["processes"][rows["processes"] > 1]
     if len(counts):
         best = attainable_coverage(int(counts.min()))
         if best < CONFIDENCE:
-            said.append(f"From {counts.min()} processes an interval covers {best:.0%} at most.")
+            said.append(f"An interval from {counts.min()} processes covers {best:.0%} at most.")
     said.append("Ratios are to standard with all else equal.")
     floors = rows["step_floor"].dropna()
     if len(floors):
         said.append(
-            "A time ratio counts where it exceeds the noise floor, which is what 95 % of "
-            f"comparisons of equal experiments stay within: {_percent(floors)} here."
+            "A time ratio counts if it exceeds the noise floor. 95 % of comparisons of equal "
+            f"experiments stay within the floor, which is {_percent(floors)} here."
         )
     else:
-        said.append("Nothing was replicated, so the noise is unknown and time ratios are bare.")
+        said.append("Nothing was replicated, so the noise of time ratios is unknown.")
     kinds = set(rows["peak_kind"].dropna())
     if "allocated" in kinds:
-        said.append("Peak is the allocator's, in the steady state.")
+        said.append("Peak is the allocator's steady-state peak.")
         exact = rows[(rows["peak_kind"] == "allocated") & (rows["peak_processes"] > 1)]
         if len(exact) and (exact["peak_min_bytes"] == exact["peak_max_bytes"]).all():
             said.append(
-                f"It was the same to the byte in all processes of each of the {len(exact)} "
-                "experiments that were replicated."
+                f"It is equal to the byte in all processes of each of the {len(exact)} replicated "
+                "experiments."
             )
     if "rss" in kinds:
-        where = "Where the allocator's is not known, peak" if "allocated" in kinds else "Peak"
+        where = "Where the allocator's is unknown, peak" if "allocated" in kinds else "Peak"
         said.append(
-            f"{where} is the process's resident high-water mark, which includes Python and the "
-            "libraries: most of it for a small model, and more where Opacus is imported. The "
-            "instrument phases finds the allocator's."
+            f"{where} is the process's largest resident memory. It includes Python and the "
+            "libraries, which dominate for a small model and grow where Opacus is imported. The "
+            "instrument phases measures the allocator's peak."
         )
     return " ".join(said)
 
@@ -86,10 +86,10 @@ def _percent(floors: "pd.Series[float]") -> str:
 
 
 def by_method(methods: pd.DataFrame) -> Told:
-    """Summarise what each method costs over all settings."""
+    """Return a summary of each method's cost over all settings."""
     known = methods[methods["step_ratio_count"] + methods["peak_ratio_count"] > 0]
     if known.empty or known["experiments"].max() == 1:
-        return []  # the comparison itself says it all
+        return []  # the comparison already shows it
     columns: dict[str, Cell] = {
         "method": column("method"),
         "experiments": column("experiments"),
@@ -99,14 +99,14 @@ def by_method(methods: pd.DataFrame) -> Told:
         "peak, range": lambda row: span(row["peak_ratio_min"], row["peak_ratio_max"], digits=2),
     }
     caption = (
-        "Ratios to standard over all settings: the median, and from the smallest to the largest. "
-        "Whether a single ratio exceeds the noise is told where experiments are compared."
+        "Ratios to standard over all settings: the median and the range. The comparison of "
+        "experiments shows whether a single ratio exceeds the noise."
     )
     return [tabulate(caption, columns, known, ("method",), "results/tables/methods.csv")]
 
 
 def repeat(experiments: pd.DataFrame) -> Told:
-    """Say how far figures repeat between processes; nothing where nothing was replicated."""
+    """Return how well figures repeat between processes; nothing without replicates."""
     most = experiments[["processes", "peak_processes"]].max(axis=1)
     rows = experiments[most > 1].sort_values([*ORDER, "method"])
     if rows.empty:
@@ -119,8 +119,8 @@ def repeat(experiments: pd.DataFrame) -> Told:
         "RSS (MiB)": lambda row: _range(row, "rss"),
     }
     caption = (
-        "From the smallest to the largest of the processes of an experiment; for the step the "
-        "interval. Allocated bytes must repeat exactly, reserved and resident ones need not."
+        "The range over the processes of an experiment; for the step its interval. Allocated bytes "
+        "must be equal in all processes; reserved and resident bytes may differ."
     )
     text = (*texts(naming), "step (ms)", "allocated", "reserved (MiB)", "RSS (MiB)")
     return [tabulate(caption, columns, rows, text, "results/tables/experiments.csv")]
@@ -139,7 +139,7 @@ def _range(row: Any, kind: str) -> str:
 
 
 def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Told:
-    """Say where the time goes; nothing where no run told."""
+    """Return the time by phase; nothing without runs of the instrument phases."""
     if table.empty:
         return []
     medians = table.groupby(["experiment_id", "phase"])["median_s"].median()
@@ -150,22 +150,22 @@ def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Told:
     naming = name_experiments(rows)
     columns = naming | {phase.replace("_", " "): amount(phase, _MS) for phase in (*shown, "sum")}
     caption = (
-        "Milliseconds by phase, medians over steps and processes, from processes that wait for "
-        "the device where a phase ends. Their sum is therefore not the step time that is compared."
+        "Milliseconds by phase, medians over steps and processes. These processes wait for the "
+        "device at the end of each phase, so the sum differs from the step time of clean runs."
     )
     return [tabulate(caption, columns, rows, texts(naming), "results/tables/phases.csv")]
 
 
 def code_paths(samplers: pd.DataFrame) -> Told:
-    """Say which way each type of layer took; nothing where no run told."""
+    """Return how each type of layer was computed; nothing where no run recorded it."""
     if samplers.empty:
         return []
     seen = samplers[["method", "layer", "path"]].drop_duplicates()
     seen = seen.sort_values(["method", "layer", "path"])
     columns: dict[str, Cell] = {name: column(name) for name in ("method", "layer", "path")}
     caption = (
-        "The way each type of layer really took: a norm sampler finds norms without per-sample "
-        "gradients, a grad sampler is Opacus's rule for per-sample gradients, functorch is what "
-        "is left where there is no rule."
+        "The code path that each type of layer took. A norm sampler computes norms without "
+        "per-sample gradients, a grad sampler is Opacus's rule for per-sample gradients, and "
+        "functorch is the fallback without a rule."
     )
     return [tabulate(caption, columns, seen, tuple(columns), "results/tables/samplers.csv")]

@@ -1,4 +1,4 @@
-"""What is known of the methods' gradients: told in a section, and marked everywhere else."""
+"""The section on verification, and the signs that mark methods in other sections."""
 
 import re
 from collections.abc import Mapping
@@ -30,9 +30,9 @@ _VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
 
 
 def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bullets]:
-    """Say how far each gradient is from the reference's, and what guarantees are lost.
+    """Return the error of each method's gradient against the reference, and lost guarantees.
 
-    Nothing without methods.
+    The result is empty without methods.
 
     Args:
         verification: The table ``verification``.
@@ -55,11 +55,12 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bu
     if name_unverified(verification):
         columns["why"] = lambda row: text_of(row["reason"])[:200]
     caption = (
-        "The largest relative errors of clipped gradients, and of the samples' norms where a "
-        "method keeps them: in float64 without noise, on a small model of the same layers, with "
-        "every variant of attention and batches of 1 and 4, some samples clipped and some not. "
-        f"What is within {TOLERANCE:.0e} is put down to rounding. A method that clips nothing is "
-        "compared with the mean gradient, one that clips in groups with the same groups."
+        "The largest relative errors of clipped gradients, and of per-sample norms where a method "
+        "stores them. Verification uses float64, no noise, a small model of the same layers, every "
+        "variant of attention, and batches of 1 and 4 with some samples clipped and some not. "
+        f"Errors within {TOLERANCE:.0e} count as rounding. A method without clipping is compared "
+        "with the mean gradient, a method that clips in groups with a reference that clips the "
+        "same groups."
     )
     text = tuple(name for name in columns if name not in ("error of gradients", "of norms"))
     table = tabulate(caption, columns, verification, text, "results/tables/verification.csv")
@@ -67,14 +68,15 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bu
 
 
 def _tell_holes(verification: pd.DataFrame) -> list[Paragraph | Bullets]:
-    """Say where guarantees were seen to be lost; nothing where none was."""
+    """Return where guarantees were lost; nothing where none was."""
     holes = name_holes(verification)
     if not holes:
         return []
     said = (
-        "A right gradient is no guarantee yet. Methods were tried with parameters frozen and a "
-        "layer thawed after set-up, a sample that is not finite, an empty batch and gradients that "
-        "were not cleared. To refuse is right; these went on otherwise than by the definition:"
+        "A correct gradient alone does not guarantee privacy. Verification also tries parameters "
+        "frozen and a layer thawed after set-up, a non-finite sample, an empty batch and gradients "
+        "that were not cleared. A method may refuse these. The following methods continued with a "
+        "result that differs from the definition:"
     )
     items = tuple(f"{hole} ({', '.join(methods)})" for hole, methods in holes.items())
     return [Paragraph(text=said), Bullets(items=items)]
@@ -85,7 +87,7 @@ def _error(name: str) -> Cell:
 
 
 def _clips(row: Any) -> str:
-    """Say what is clipped together; and how far the sum can move, if not as by one bound C."""
+    """Return what is clipped together, and how far one sample can move the sum if not by C."""
     if pd.isna(row["groups"]):
         return "-"
     groups, share = int(row["groups"]), row["sensitivity"]
@@ -96,7 +98,7 @@ def _clips(row: Any) -> str:
 
 
 def count_verified(verification: pd.DataFrame) -> list[str]:
-    """Say in one sentence how many methods are verified, and which are not."""
+    """Return sentences on how many methods are verified, which are not, and which differ."""
     total = verification["method"].nunique()
     if not total:
         return []
@@ -111,22 +113,22 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     told = [f"{said}; marked {DAGGER}." if unverified else f"{said}."]
     if others := sorted(name_other_mechanisms(verification)):
         told.append(
-            f"By another mechanism than flat clipping: {', '.join(others)}; marked {DOUBLE_DAGGER}."
+            f"Other mechanisms than flat clipping: {', '.join(others)}; marked {DOUBLE_DAGGER}."
         )
     return told
 
 
 def mark_methods(document: Document, marks: Marks) -> Document:
-    """Put signs behind methods' names, in tables and in what was found.
+    """Return the report with signs after methods' names, in tables and in findings.
 
     Args:
-        document: The report; the section that tells the verdicts is left as it is.
-        marks: Which methods bear which sign.
+        document: The report; its verification section stays unchanged.
+        marks: The methods that bear each sign.
     """
     names = {name for methods in marks.values() for name in methods}
     if not names:
         return document
-    # The longest first: a method's name may begin with another's.
+    # The longest first, because a method's name may begin with another's.
     either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     sections = (

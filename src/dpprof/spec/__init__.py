@@ -1,1 +1,1 @@
-"""What a config asks for: experiments, sweeps, targets, and the names that exist."""
+"""What a config specifies: experiments, sweeps, targets, and the names that exist."""

@@ -1,4 +1,4 @@
-"""Config files: YAML or JSON, read as they are meant or refused in one sentence."""
+"""Reads config files in YAML or JSON, or refuses them in one sentence."""
 
 import json
 import re
@@ -13,28 +13,29 @@ from dpprof.system.console import printable
 
 MAX_BYTES = 16 * 2**20
 MAX_VALUES = 100_000
-"""A config may ask for no more runs than that, so no list needs more."""
+"""A config may have no more runs than that, so no list needs more values."""
 
 MAX_DEPTH = 50
-"""Configs nest five deep. Readers call themselves for every level, and Python ends that."""
+"""Configs nest five levels deep. Readers recurse per level, and Python limits recursion."""
 
 TEMPLATE_KEY = "__use_yte__"
-"""Has Snakemake take a config for a template, whose expressions it executes."""
+"""The key that makes Snakemake treat a config as a template, whose expressions it executes."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-"""What YAML 1.1 takes for octal, or for minutes and seconds: 010 is 8, and 4:00 is 240."""
+"""Numbers that YAML 1.1 reads as octal, or as minutes and seconds: 010 is 8, 4:00 is 240."""
 
 
 def read_config_file(path: Path) -> Any:
     """Read a config file.
 
     Raises:
-        InputError: As ``parse_config``, or the file is no text, or far too large; names it.
-        OSError: It cannot be read.
+        InputError: As ``parse_config_text``, or the file is not text or too large; the message
+            names the file.
+        OSError: The file cannot be read.
     """
     size_bytes = path.stat().st_size
     if not path.is_file():  # reading a pipe would wait for ever
@@ -44,17 +45,17 @@ def read_config_file(path: Path) -> Any:
     try:
         return parse_config_text(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: is no text in UTF-8, see byte {error.start + 1:,}") from None
+        raise InputError(f"{path}: is not UTF-8 text, see byte {error.start + 1:,}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
 
 def parse_config_text(text: str) -> Any:
-    """Parse JSON or YAML as Snakemake does, but for what could be misread or executed.
+    """Parse JSON or YAML as Snakemake does; refuse what it could misread or execute.
 
     Raises:
-        InputError: It is neither, has a key twice, nests too deep, holds too many values or a
-            number that YAML reads otherwise than people do, or is a template.
+        InputError: The text is neither, has a key twice, nests too deep, holds too many values or
+            a number that YAML and people read differently, or is a template.
     """
     try:
         value = _parse(text)
@@ -67,10 +68,10 @@ def parse_config_text(text: str) -> Any:
         raise InputError(f"is not YAML: {printable(str(error.problem))}{line}") from None
     except (yaml.YAMLError, ValueError) as error:
         told = printable(" ".join(str(error).split()))
-        raise InputError(f"holds what cannot be read: {told[:200]}") from None
+        raise InputError(f"holds a value that cannot be read: {told[:200]}") from None
     if isinstance(value, dict) and TEMPLATE_KEY in value:
         raise InputError(
-            f"the key {TEMPLATE_KEY} is not allowed, since Snakemake executes the Python in such "
+            f"the key {TEMPLATE_KEY} is not allowed, because Snakemake executes the Python in such "
             "a file; leave it out"
         )
     return value
@@ -82,7 +83,7 @@ def _parse(text: str) -> Any:
             value = json.loads(text, object_pairs_hook=_mapping_of)
         except InputError:
             raise
-        except ValueError:  # no JSON; a mapping in YAML may begin so too
+        except ValueError:  # not JSON; a mapping in YAML may begin the same way
             pass
         else:
             _measure_json(value)
@@ -100,7 +101,7 @@ def _parse(text: str) -> Any:
 
 
 def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a mapping of JSON's pairs, each key once."""
+    """Return a mapping from JSON's pairs; refuse a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         _refuse_twice(key for key, _ in pairs)
@@ -108,17 +109,17 @@ def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_twice(keys: Iterable[str], line: int | None = None) -> None:
-    """Refuse the first key that comes twice in a mapping; the last would count in silence."""
+    """Refuse the first key that occurs twice in a mapping; parsers would silently use the last."""
     seen: set[str] = set()
     for key in keys:
         if key in seen:
             where = "a mapping" if line is None else f"the mapping that begins in line {line}"
-            raise InputError(f"the key {ascii(key)[:80]} is there twice in {where}; write it once")
+            raise InputError(f"the key {ascii(key)[:80]} occurs twice in {where}; write it once")
         seen.add(key)
 
 
 def _measure_json(value: Any) -> None:
-    """Refuse depth and length, which are those of the text: JSON has no aliases."""
+    """Refuse JSON that is too deep or too long; JSON has no aliases."""
     waiting, values = [(value, 1)], 0
     while waiting:
         one, depth = waiting.pop()
@@ -132,7 +133,7 @@ def _measure_json(value: Any) -> None:
 
 
 def _measure_text(text: str) -> None:
-    """Refuse depth and length before anything is made of them."""
+    """Refuse YAML that is too deep or too long before it is constructed."""
     depth = values = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, _OPENING) - isinstance(event, _CLOSING)
@@ -144,11 +145,11 @@ def _measure_text(text: str) -> None:
 
 
 def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
-    """Count the values below a node, those of aliases as often as they are named.
+    """Return the number of values below a node, counting aliases at each use.
 
-    Refuses what comes of it, keys that come twice, and numbers that are misread.
+    Refuses too many values, keys that occur twice, and numbers that YAML misreads.
     """
-    if depth > MAX_DEPTH:  # an alias may even stand for what it is in
+    if depth > MAX_DEPTH:  # an alias may even contain itself
         raise _refuse_depth()
     if id(node) not in known:
         below = 1
@@ -180,7 +181,7 @@ def _refuse_odd_number(node: yaml.ScalarNode) -> None:
 
 
 def _refuse_depth() -> InputError:
-    return InputError(f"nests deeper than {MAX_DEPTH} levels, or is part of itself")
+    return InputError(f"nests deeper than {MAX_DEPTH} levels, or contains itself")
 
 
 def _refuse_length() -> InputError:

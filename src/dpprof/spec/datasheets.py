@@ -1,16 +1,16 @@
-"""Devices that an estimate can be for, whether they are here or not.
+"""The devices that an estimate can be for; they need not be present.
 
-Memory is what PyTorch reports as the device's total, as seen in public logs (the least where
-drivers differ), less what a CUDA context with its libraries takes; compute and bandwidth are
-the data sheets' dense figures: those of sparse matrices, twice as high, are nobody's training.
-A test computes the peaks again from processors and clocks, which a sparse one fails.
+Memory is the device's total that PyTorch reports in public logs (the least where drivers differ),
+minus the memory of a CUDA context and its libraries. Compute and bandwidth are the data sheets'
+dense figures, because training does not use the sparse ones, which are twice as high. A test
+computes the peaks again from processors and clocks; a sparse figure fails it.
 """
 
 from dpprof.spec.target import Dtype, Target
 
 _CONTEXT = 600 * 2**20
-"""A CUDA context with cuBLAS and cuDNN loaded: 300 to 450 MiB are reported for the bare
-context (pytorch#109888, unsloth-zoo#1053), and kernels of libraries come on top."""
+"""Memory of a CUDA context with cuBLAS and cuDNN loaded: reports give 300 to 450 MiB for the bare
+context (pytorch#109888, unsloth-zoo#1053), and the libraries' kernels add to that."""
 
 
 def _gpu(
@@ -105,7 +105,7 @@ RTX_4090 = _gpu(
 )
 
 CPU = None
-"""This machine: there is nothing to model, and no data sheet."""
+"""This machine: it needs no model of libraries and has no data sheet."""
 
 _BY_DEVICE_NAME = {
     "NVIDIA H200": H200,
@@ -123,5 +123,5 @@ _BY_DEVICE_NAME = {
 
 
 def find_by_device_name(name: str | None) -> Target | None:
-    """Return what a driver's name for a GPU stands for; None for variants unknown here."""
+    """Return the target of a driver's name for a GPU; None for unknown variants."""
     return _BY_DEVICE_NAME.get(name or "")

@@ -1,4 +1,4 @@
-"""One point of a sweep: frozen, validated, and named by its own content."""
+"""One point of a sweep: frozen, validated, and named by a digest of its content."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -22,7 +22,7 @@ from dpprof.spec.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputEr
 from dpprof.system.files import canonical_json, read_json, sha256_hex
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
-"""What a model, method or instrument may be called: safe in a path, a shell and a report."""
+"""Allowed names of models, methods and instruments: safe in a path, a shell and a report."""
 
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
@@ -49,7 +49,7 @@ class Dimensions(BaseModel):
 
 
 def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | None]:
-    """Tell a name from a mapping, for a union; the tags are no part of a key."""
+    """Return a function that tags a value as a name or a mapping; tags are not part of a key."""
 
     def kind(value: Any) -> str | None:
         if isinstance(value, str):
@@ -78,19 +78,19 @@ For = Annotated[
     ),
 ]
 CPU_TARGET = "cpu"
-"""The target that is this machine: nothing of CUDA is modelled."""
+"""The target for this machine: an estimate for it models no CUDA libraries."""
 
 
 def device_of(target: "str | Target") -> Literal["cpu", "cuda"]:
-    """Say on which kind of device a target's experiments run."""
+    """Return the kind of device that a target's experiments run on."""
     return "cpu" if target == CPU_TARGET else "cuda"
 
 
 class Experiment(BaseModel):
-    """What is measured, complete enough to run from this alone.
+    """A complete description of what is measured.
 
-    The canonical JSON of these fields is the spec; its sha256 is the spec digest,
-    and the id is a readable stem with the digest's first eight hex digits.
+    The canonical JSON of these fields is the spec. Its sha256 is the spec digest. The id is a
+    readable stem with the digest's first eight hex digits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,7 +107,7 @@ class Experiment(BaseModel):
         "(autocast, parameters stay float32); float64",
     )
     optimizer: Literal["adamw", "sgd"] = Field(
-        "adamw", description="the optimizer that consumes the gradient"
+        "adamw", description="the optimizer that applies the gradient"
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",
@@ -116,15 +116,15 @@ class Experiment(BaseModel):
     )
     checkpointing: Literal["none", "non-reentrant", "reentrant"] = Field(
         "none",
-        description="none; non-reentrant or reentrant (each block keeps its input alone, and is "
-        "computed again in backward, by PyTorch's newer or older implementation)",
+        description="none; non-reentrant or reentrant (each block stores only its input and is "
+        "computed again in backward, with PyTorch's newer or older implementation)",
     )
     device: Literal["cpu", "cuda"] = Field(description="where the experiment runs")
     target: For | None = Field(
         None,
-        description="what the instrument estimate predicts for: a target's name, cpu (this "
-        "machine), or a mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s; null: "
-        "the device",
+        description="the device that the instrument estimate predicts for: a target's name, cpu "
+        "(this machine), or a mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s; "
+        "null: the device of this experiment",
     )
     max_grad_norm: Positive = Field(1.0, description="clipping bound C of a sample's gradient")
     noise_multiplier: NotNegative = Field(
@@ -132,32 +132,32 @@ class Experiment(BaseModel):
     )
     learning_rate: Positive = Field(1e-3, description="the optimizer's learning rate")
     seed: Seed = Field(0, description="seed of weights, tokens and noise")
-    warmup_steps: Count = Field(3, description="steps before the timed ones; kept apart")
+    warmup_steps: Count = Field(3, description="steps before the timed ones; reported separately")
     timed_steps: Count = Field(10, description="steps whose times are reported")
     cpu_threads: Count | None = Field(
-        None, description="threads PyTorch computes with; null: every core it may use"
+        None, description="number of PyTorch's threads; null: every core it may use"
     )
     timeout_s: Positive = Field(
-        900.0, description="seconds after which an attempt is ended and recorded as timeout"
+        900.0, description="seconds after which an attempt ends with outcome timeout"
     )
     memory_limit_bytes: Size | None = Field(
         None,
-        description="memory the experiment may use, such as 4GiB; beyond it is oom. On cpu: "
-        "private writable memory of the process; on cuda: the allocator's share of the device",
+        description="memory the experiment may use, such as 4GiB; more ends with outcome oom. On "
+        "cpu: private writable memory of the process; on cuda: the allocator's share of the device",
     )
 
     wait_for_idle_gpu_s: NotNegative = Field(
         0.0,
-        description="seconds to wait at most, before it starts, until others have left the GPU; "
-        "0 does not wait",
+        description="longest wait, in seconds, for other processes to leave the GPU before the "
+        "experiment starts; 0: do not wait",
     )
 
     @model_validator(mode="after")
     def _refuse_other_device(self) -> Self:
         if self.target is not None and self.device != device_of(self.target):
             raise ValueError(
-                f"target {_spell(self.target)} goes with device {device_of(self.target)}, "
-                f"and device is {self.device}"
+                f"target {_spell(self.target)} requires device {device_of(self.target)}, "
+                f"but device is {self.device}"
             )
         return self
 
@@ -165,7 +165,7 @@ class Experiment(BaseModel):
     def canonical(self) -> str:
         """The spec: these fields as canonical JSON.
 
-        Waiting is in it only where it was asked for, so that ids without it stay what they were.
+        It includes ``wait_for_idle_gpu_s`` only if that is not 0, so that older ids stay the same.
         """
         waits = self.wait_for_idle_gpu_s > 0
         left_out = set() if waits else {"wait_for_idle_gpu_s"}
@@ -178,7 +178,7 @@ class Experiment(BaseModel):
 
     @cached_property
     def id(self) -> str:
-        """A name for files: ``small-opacus-ghost-b4-t256-3f9a1c02``."""
+        """The name in files: ``small-opacus-ghost-b4-t256-3f9a1c02``."""
         return (
             f"{self.model_name}-{self.method}-b{self.batch_size}-t{self.seq_len}-{self.digest[:8]}"
         )
@@ -190,22 +190,22 @@ class Experiment(BaseModel):
 
 
 def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
-    """Replace ``device: auto``, or none, by the target's kind of device or by the one here.
+    """Return fields with a missing or ``auto`` device set to the target's kind or this machine's.
 
     Args:
-        fields: What was given of an experiment.
-        auto: Says which device is here.
-        key: What the user calls the device, for the refusal.
+        fields: The given fields of an experiment.
+        auto: Returns this machine's device.
+        key: The user's name for the device, for the error message.
 
     Raises:
-        InputError: The device that was given is not the target's kind.
+        InputError: The given device is not the target's kind.
     """
     target, device = fields.get("target"), fields.get("device", "auto")
     if device == "auto":
         device = auto() if target is None else device_of(target)
     elif target is not None and device != device_of(target):
         raise refuse(
-            key, device, f"target {_spell(target)} goes with {device_of(target)}; leave it out"
+            key, device, f"target {_spell(target)} requires {device_of(target)}; leave it out"
         )
     return fields | {"device": device}
 
@@ -218,13 +218,13 @@ def read_spec(path: Path) -> Experiment:
     """Read a spec file.
 
     Raises:
-        InputError: The file is no valid spec, or its content is not what its name says.
+        InputError: The file is not a valid spec, or its content does not match its name.
     """
     try:
         experiment = Experiment.model_validate(read_json(path))
     except ValueError as error:
         why = explain(error, Experiment) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: is no experiment's spec ({why})") from None
+        raise InputError(f"{path}: is not the spec of an experiment ({why})") from None
     if path.stem != experiment.id:
-        raise InputError(f"{path}: was edited, its content belongs to {experiment.id}")
+        raise InputError(f"{path}: was edited: its content belongs to {experiment.id}")
     return experiment

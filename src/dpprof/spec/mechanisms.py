@@ -1,12 +1,12 @@
-"""What makes a method private, by name: what methods declare and verdicts hold them to."""
+"""Names of mechanisms: what makes a method private, as methods declare it and verdicts check it."""
 
 FLAT = "flat clipping"
-"""All parameters as one, to one bound: what a method does unless it declares another."""
+"""Clips all parameters together to one bound; the mechanism of methods that declare none."""
 
 NO_CLIPPING = "none"
 """The mechanism of a method that is not private."""
 
 
 def is_other_mechanism(mechanism: object) -> bool:
-    """Tell whether a method is private in another way than by flat clipping."""
+    """Return whether a mechanism is private but not flat clipping."""
     return isinstance(mechanism, str) and mechanism not in (FLAT, NO_CLIPPING)

@@ -1,4 +1,4 @@
-"""Kinds of numbers that a config may give, and what is allowed of them."""
+"""The kinds of numbers in a config, with their allowed ranges."""
 
 import re
 from typing import Annotated, Any
@@ -15,22 +15,22 @@ from pydantic import (
 
 
 def refuse_bool(value: Any) -> Any:
-    """YAML's ``true`` is no number, although Python would count it as 1."""
+    """Refuse YAML's ``true`` and ``false``, which Python would accept as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("it must be a number, not true or false")  # noqa: TRY004 (pydantic's way)
     return value
 
 
 _SIZE = r"\s*([0-9]+(\.0+)?\s*[A-Za-z]*|[0-9]*\.[0-9]+\s*(?![Bb]\s*$)[A-Za-z]+)\s*"
-"""A whole size as text. pydantic reads the beginning of a text alone, 4 bytes of
-``4,000MiB``, and cuts what is no whole byte."""
+"""A whole size as text. pydantic alone would read only the beginning of a text, 4 bytes of
+``4,000MiB``, and would cut fractions of a byte."""
 
 _MAX_SIZE = 2**63 - 1
-"""The most that a resource limit or a tensor's size can be."""
+"""The largest resource limit or tensor size."""
 
 
 def _read_size(value: Any, parse: ValidatorFunctionWrapHandler) -> ByteSize:
-    """Read a number of bytes, or a number with a unit, as a whole."""
+    """Return the bytes of a number, or of a whole text with a number and a unit."""
     size = ByteSize(0)
     cut = isinstance(value, float) and not value.is_integer()
     if not cut and not (isinstance(value, str) and not re.fullmatch(_SIZE, value)):
@@ -45,7 +45,7 @@ def _read_size(value: Any, parse: ValidatorFunctionWrapHandler) -> ByteSize:
     return size
 
 
-# The bound stands before the validator: pydantic publishes it in the JSON schema only so.
+# The bound comes before the validator, because only then pydantic puts it into the JSON schema.
 Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(refuse_bool)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]

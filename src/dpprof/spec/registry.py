@@ -1,8 +1,7 @@
-"""The names that exist: models, methods, instruments, targets and figures, by entry point.
+"""The registry of names: models, methods, instruments, targets and figures, by entry point.
 
-dpprof declares its own in its pyproject.toml, exactly as another package would
-declare more. Looking names up imports nothing that they name, so planning needs
-no torch.
+dpprof declares its own names in its pyproject.toml, exactly as other packages declare more. A
+look-up imports nothing that the names refer to, so planning needs no torch.
 """
 
 import ast
@@ -17,14 +16,14 @@ from typing import Any, Literal
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.validation import one_of, refuse
 from dpprof.system.hardware import why_no_cuda
-from dpprof.system.paths import CHECKOUT
+from dpprof.system.paths import find_checkout
 
 PREDICTIONS = ("estimate", "capacity")
-"""Instruments that run nothing: they need no device, and may run beside one another."""
+"""Instruments that run nothing: they need no device, and several may run at once."""
 
 
 class UnsupportedError(Exception):
-    """A combination of valid values that cannot run, here or at all; says why."""
+    """A combination of valid values that cannot run, here or anywhere; the message says why."""
 
 
 Group = Literal["models", "methods", "instruments", "figures", "targets"]
@@ -36,16 +35,20 @@ NAMING: dict[str, Group] = {
     "target": "targets",
     "instruments": "instruments",
 }
-"""Keys whose values name something that the registry must know."""
+"""Keys whose values must be names in the registry, with the group of each."""
+
+
+RENAMED: dict[tuple[Group, str], str] = {("instruments", "ledger"): "memory"}
+"""Old names, with the new names that replace them."""
 
 
 class EntryPointError(ImportError):
-    """What a name stands for is not there, or is not what its group asks for.
+    """An entry point's object does not exist, or is not what its group requires.
 
     Args:
-        group: Where the name is declared.
+        group: The group in which the name is declared.
         name: The name.
-        problem: What is wrong, in words that follow "which".
+        problem: What is wrong, as words that follow "which".
     """
 
     def __init__(self, group: Group, name: str, problem: str) -> None:
@@ -58,20 +61,19 @@ class EntryPointError(ImportError):
 
 @functools.cache
 def _entries(group: Group) -> dict[str, EntryPoint]:
-    """Collect the entry points of a group; in a checkout its pyproject.toml is the truth.
+    """Return the entry points of a group; in a checkout dpprof's own come from its pyproject.toml.
 
-    Reading the file, and not only the installed metadata, lets scripts run from a
-    checkout that was never installed, and makes a new line count at once.
+    Because the file is read, and not only the installed metadata, scripts run from a checkout that
+    was never installed, and a new line counts at once.
     """
     full = f"dpprof.{group}"
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=full)}
-    declaration = CHECKOUT / "pyproject.toml"
-    if declaration.is_file():
-        project = tomllib.loads(declaration.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == "dpprof":
-            entries = {name: entry for name, entry in entries.items() if not _declared_here(entry)}
-            own = project.get("entry-points", {}).get(full, {})
-            entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
+    checkout = find_checkout()
+    if checkout is not None:
+        text = (checkout / "pyproject.toml").read_text(encoding="utf-8")
+        own = tomllib.loads(text)["project"].get("entry-points", {}).get(full, {})
+        entries = {name: entry for name, entry in entries.items() if not _declared_here(entry)}
+        entries |= {name: EntryPoint(name, target, full) for name, target in own.items()}
     return entries
 
 
@@ -80,50 +82,53 @@ def _declared_here(entry: EntryPoint) -> bool:
 
 
 def is_own(group: Group, name: str) -> bool:
-    """Tell whether a name is dpprof's own and not another package's."""
+    """Return whether a name is dpprof's own and not another package's."""
     return _declared_here(_entries(group)[name])
 
 
 def names(group: Group) -> list[str]:
-    """List what a group offers."""
+    """Return the names of a group, sorted."""
     return sorted(_entries(group))
 
 
 def names_by_key() -> dict[str, list[str]]:
-    """List, by a config's or an experiment's key, the names that its values may be."""
+    """Return the allowed names by key of a config or an experiment."""
     return {key: names(group) for key, group in NAMING.items()}
 
 
 def check(group: Group, name: str, key: str) -> None:
-    """Refuse a name that nobody declares.
+    """Refuse a name that no package declares.
 
     Raises:
-        InputError: Names the key, the value and the names that exist.
+        InputError: The name does not exist; the message names key, value and existing names.
     """
+    if (group, name) in RENAMED:
+        raise refuse(key, name, f"it is called {RENAMED[group, name]} now")
     if name not in _entries(group):
         raise refuse(key, name, one_of(names(group), name))
 
 
 def refuse_target(experiment: Experiment, instrument: str, key: str) -> None:
-    """Refuse a target for an instrument that measures what is there.
+    """Refuse a target for an instrument that measures this machine.
 
     Raises:
-        InputError: Names the key, the target, and the instruments that take one.
+        InputError: The instrument takes no target; the message names key, target and the
+            instruments that take one.
     """
     if experiment.target is not None and instrument not in PREDICTIONS:
         allowed = (
-            f"the instrument {instrument} measures what is here, and a target need not be; "
+            f"the instrument {instrument} measures this machine and takes no target; "
             f"instruments with a target: {', '.join(PREDICTIONS)}"
         )
         raise refuse(key, experiment.target, allowed)
 
 
 def load(group: Group, name: str) -> Any:
-    """Import what a name stands for.
+    """Return the object that a name refers to, after importing it.
 
     Raises:
-        EntryPointError: It cannot be imported; says whose it is and why.
-        UnsupportedError: So it says itself, as it is imported.
+        EntryPointError: It cannot be imported; the message names its package and the reason.
+        UnsupportedError: The imported module raises it.
     """
     entry = _entries(group)[name]
     try:
@@ -136,10 +141,10 @@ def load(group: Group, name: str) -> Any:
 
 
 def source_file(group: Group, name: str) -> Path | None:
-    """Find the file that a name's module lives in, without importing it.
+    """Return the file of a name's module, without importing it.
 
     Returns:
-        None where the module is no plain Python file, or is not installed.
+        The path; None where the module is not a plain Python file or is not installed.
     """
     top, *rest = _entries(group)[name].module.split(".")
     found = importlib.util.find_spec(top)
@@ -153,7 +158,7 @@ def source_file(group: Group, name: str) -> Path | None:
 
 
 def caption(group: Group, name: str) -> str:
-    """Read the docstring of what a name stands for, up to its arguments, without importing it."""
+    """Return the docstring of a name's object, up to its arguments, without importing it."""
     file = source_file(group, name)
     if file is None:
         return name
@@ -166,15 +171,15 @@ def caption(group: Group, name: str) -> str:
 
 
 def distribution_of(group: Group, name: str) -> str:
-    """Name the distribution and version that declares a name, ``dpprof`` for our own."""
+    """Return the distribution and version that declare a name; ``dpprof`` for its own."""
     distribution = _entries(group)[name].dist
     return f"{distribution.name} {distribution.version}" if distribution else "dpprof"
 
 
 def why_unsupported(experiment: Experiment) -> str | None:
-    """Say why a combination of valid values cannot run, or return None where it can.
+    """Return why a combination of valid values cannot run; None where it can.
 
-    Knows what holds for every method; a method that has limits of its own raises
+    This checks what holds for every method. A method with limits of its own raises
     ``UnsupportedError`` when it is built.
     """
     if experiment.dtype == "tf32" and experiment.device != "cuda":

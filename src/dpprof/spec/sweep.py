@@ -1,4 +1,4 @@
-"""From a config file to runs: grids multiply, defaults fill, excludes drop."""
+"""Expands a config into runs: multiplies grids, fills in defaults and drops exclusions."""
 
 import functools
 import itertools
@@ -16,11 +16,11 @@ from dpprof.spec.quantities import Replicates
 from dpprof.spec.validation import InputError, explain, refuse
 
 MAX_RUNS = 100_000
-"""A config that asks for more runs than this is taken for a slip of the pen."""
+"""A config with more runs than this counts as a mistake."""
 
 
 class Run(NamedTuple):
-    """One process and one JSON: an experiment under an instrument, once."""
+    """One replicate of an experiment under an instrument: one process and one JSON."""
 
     experiment: Experiment
     instrument: str
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 class _OneOrMany:
-    """Schema of a key whose value may be written as a scalar or as a list."""
+    """Schema of a key whose value may be a scalar or a list."""
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -46,7 +46,7 @@ def _one_or_many(item: Any) -> Any:
 
 
 def _grid_fields() -> dict[str, Any]:
-    """Every field of an experiment, as a key that takes one value or a list of them."""
+    """Return every field of an experiment as a key that takes one value or a list of values."""
     fields: dict[str, Any] = {}
     for name, info in Experiment.model_fields.items():
         item = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
@@ -61,11 +61,11 @@ def _grid_fields() -> dict[str, Any]:
 _WATCH_FIELDS: dict[str, Any] = {
     "instruments": (
         _one_or_many(Name),
-        Field(None, description="what watches each experiment, one process each"),
+        Field(None, description="the instruments to run each experiment under, one process each"),
     ),
     "replicates": (
         Replicates,
-        Field(None, description="fresh processes for each experiment and instrument"),
+        Field(None, description="number of fresh processes for each experiment and instrument"),
     ),
 }
 
@@ -76,7 +76,7 @@ Exclude = cast(
     create_model(
         "Exclude",
         __config__=_STRICT,
-        __doc__="Combinations to drop: all keys named here must match.",
+        __doc__="Combinations to drop: an experiment matches if all keys given here match.",
         **_grid_fields(),
     ),
 )
@@ -85,7 +85,7 @@ Sweep = cast(
     create_model(
         "Sweep",
         __config__=_STRICT,
-        __doc__="A grid of experiments: keys with lists multiply.",
+        __doc__="A grid of experiments: every combination of the values in lists.",
         **_grid_fields(),
         **_WATCH_FIELDS,
     ),
@@ -100,7 +100,7 @@ class Config(BaseModel):
     model_config = _STRICT
 
     defaults: Sweep = Field(  # type: ignore[valid-type]
-        default_factory=Sweep, description="values for the keys that a sweep leaves out"
+        default_factory=Sweep, description="values for keys that a sweep leaves out"
     )
     sweeps: dict[SweepName, Sweep] = Field(  # type: ignore[valid-type]
         min_length=1, description="sweeps by name; each is a grid of experiments"
@@ -110,7 +110,7 @@ class Config(BaseModel):
     )
     partial: bool = Field(
         False,
-        description="report on the results that exist, list what is missing and run nothing",
+        description="report on the results that exist, list missing ones and run nothing",
     )
 
 
@@ -119,10 +119,11 @@ def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None 
 
     Args:
         raw: The config as parsed from YAML.
-        names: By key, the names that exist, for a message about one that cannot.
+        names: The names that exist, by key, for the message about a name that does not.
 
     Raises:
-        InputError: One sentence per problem, naming key, value and what is allowed.
+        InputError: The config is not valid; the message has one sentence per problem, with key,
+            value and what is allowed.
     """
     try:
         return Config.model_validate(raw)
@@ -131,22 +132,22 @@ def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None 
 
 
 def given(grid: BaseModel) -> dict[str, Any]:
-    """Return the keys that a grid really has, lists already made of scalars."""
+    """Return the keys that are set in a grid, each with a list of values."""
     return {name: getattr(grid, name) for name in grid.model_fields_set}
 
 
 def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[Run]]:
-    """Multiply every sweep out into its runs.
+    """Return the runs of every sweep.
 
     Args:
         config: A validated config.
-        resolve_device: Says what ``device: auto`` means here; called once, if at all.
+        resolve_device: Returns the device for ``device: auto``; called at most once.
 
     Returns:
         The runs of each sweep, by sweep name. The same run may be in several sweeps.
 
     Raises:
-        InputError: A sweep leaves out a required key, or asks for too many runs.
+        InputError: A sweep leaves out a required key, or has too many runs.
     """
 
     @functools.cache
@@ -199,7 +200,7 @@ def _refuse_missing(sweeps: dict[str, dict[str, Any]]) -> None:
 
 
 def _refuse_too_many(sweeps: dict[str, dict[str, Any]]) -> None:
-    """Count before multiplying, so that a slip costs nothing."""
+    """Refuse too many runs, counted before grids are expanded."""
     total = 0
     for name, keys in sweeps.items():
         lengths = [len(value) for value in keys.values() if isinstance(value, list)]
@@ -207,6 +208,6 @@ def _refuse_too_many(sweeps: dict[str, dict[str, Any]]) -> None:
         total += count
         if total > MAX_RUNS:
             raise InputError(
-                f"sweeps.{name}: {count:,} runs are not allowed; a config may ask for at most "
+                f"sweeps.{name}: {count:,} runs are not allowed; a config may have at most "
                 f"{MAX_RUNS:,} in all, so shorten a list or lower replicates"
             )

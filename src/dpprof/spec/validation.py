@@ -1,4 +1,4 @@
-"""Bad input in one sentence: which key, which value, what is allowed."""
+"""Error messages for bad input: one sentence with the key, the value and what is allowed."""
 
 import difflib
 import math
@@ -11,26 +11,26 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
-"""How the ways to write a model or a target are told apart; pydantic puts them into locations."""
+"""Tags for the ways to write a model or a target; pydantic puts them into error locations."""
 
 _NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, "[key]")
 
 MAX_SENTENCES = 10
-"""Of more problems than these only the number is told."""
+"""Beyond this number of problems, a message only counts them."""
 
 _MAX_LENGTH = 80
-"""The most letters that a key or a value may take of a message."""
+"""The most letters of a key or a value in a message."""
 
 
 class _Short(reprlib.Repr):
-    """Spells a value in a few letters, escaped, whatever it is."""
+    """Spells any value in a few escaped letters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = _MAX_LENGTH
 
     def repr_int(self, x: int, level: int) -> str:
-        """Spell an integer; Python itself refuses to spell one of thousands of digits."""
+        """Return an integer as text; Python itself refuses integers of thousands of digits."""
         digits = int(x.bit_length() * math.log10(2)) + 1
         if digits <= self.maxlong:
             return super().repr_int(x, level)
@@ -41,19 +41,19 @@ _repr = _Short()
 
 
 class InputError(ValueError):
-    """Something the user wrote cannot be meant; the message says what is allowed."""
+    """Something that the user wrote is not valid; the message says what is allowed."""
 
 
 def refuse(key: str, value: Any, allowed: str) -> InputError:
-    """Make the one sentence that every refusal has.
+    """Return the error that refuses a value, with the message that all refusals share.
 
-    Control characters in the value are escaped, so it cannot disturb a terminal.
+    Control characters in the value are escaped, so that it cannot disturb a terminal.
     """
     return InputError(f"{key}: {_repr.repr(value)} is not allowed; {allowed}")
 
 
 def one_of(names: Iterable[str], value: Any = None) -> str:
-    """List what is allowed, with the nearest name first where a typo is likely."""
+    """Return the list of allowed names, and a suggestion where a typo is likely."""
     ordered = sorted(names)
     text = f"allowed: {', '.join(ordered)}" if ordered else "nothing is allowed here"
     near = difflib.get_close_matches(value, ordered, n=1) if isinstance(value, str) else []
@@ -61,12 +61,12 @@ def one_of(names: Iterable[str], value: Any = None) -> str:
 
 
 def _keys(location: Sequence[int | str]) -> list[str]:
-    """Pick the keys of a pydantic location, without list positions and union tags."""
+    """Return the keys of a pydantic location, without list positions and union tags."""
     return [part for part in location if isinstance(part, str) and part not in _NOT_KEYS]
 
 
 def _key(location: Sequence[int | str]) -> str:
-    """Join a pydantic location into a dotted key."""
+    """Return a pydantic location as a dotted key."""
     return ".".join(_cut(ascii(part)[1:-1]) for part in _keys(location))
 
 
@@ -75,7 +75,7 @@ def _cut(text: str) -> str:
 
 
 def _allowed_keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Find the keys that the mapping at a location may have."""
+    """Return the keys that the mapping at a location may have."""
     current: Any = model
     for part in location:
         if isinstance(part, int) or part in _NOT_KEYS:
@@ -90,7 +90,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _inner_model(annotation: Any) -> Any:
-    """Find the model inside ``Model``, ``list[Model]``, ``dict[str, Model]`` or a union."""
+    """Return the model inside ``Model``, ``list[Model]``, ``dict[str, Model]`` or a union."""
     if _is_model(annotation):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
@@ -107,13 +107,13 @@ def explain(
     options: bool = False,
     names: Mapping[str, Sequence[str]] | None = None,
 ) -> InputError:
-    """Turn pydantic's report into one sentence per problem, and the number of those beyond ten.
+    """Return one sentence per problem that pydantic found, and the number of problems beyond ten.
 
     Args:
-        error: What pydantic found.
-        model: The model that was validated, for the keys it allows.
-        options: Spell keys as command-line options, ``--batch-size`` for ``batch_size``.
-        names: By key, the names that exist, for a value that could not be one.
+        error: The pydantic error.
+        model: The model that was validated, for its allowed keys.
+        options: Whether to spell keys as command-line options, ``--batch-size`` for ``batch_size``.
+        names: The names that exist, by key, for the message about a value that cannot be one.
     """
     missing: dict[str, list[str]] = {}
     sentences: dict[str, None] = {}
@@ -134,7 +134,7 @@ def explain(
 
 
 def shorten(lines: Sequence[str]) -> Sequence[str]:
-    """Cut a list of problems where nobody would read on, and say how many more there are."""
+    """Return the first problems, and the number of the others."""
     beyond = len(lines) - MAX_SENTENCES
     return [*lines[:MAX_SENTENCES], f"and {beyond:,} more"] if beyond > 0 else lines
 
@@ -145,7 +145,7 @@ def _sentence(
     options: bool,
     names: Mapping[str, Sequence[str]],
 ) -> str:
-    """Say what is wrong with one key's value, or with a key itself."""
+    """Return a sentence on what is wrong with one key's value, or with a key itself."""
     location, value = problem["loc"], problem["input"]
     key = _key(location)
     if problem["type"] == "extra_forbidden":
@@ -167,6 +167,6 @@ def _sentence(
 
 
 def option_name(key: str) -> str:
-    """Spell a key as a command-line option; only its first part is one."""
+    """Return a key as a command-line option; only its first part becomes an option."""
     first, dot, rest = key.partition(".")
     return f"--{first.replace('_', '-')}{dot}{rest}"

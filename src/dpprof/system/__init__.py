@@ -1,1 +1,1 @@
-"""The machine below: files, the terminal, processes, hardware."""
+"""The operating system: files, the terminal, processes, hardware."""

@@ -1,4 +1,4 @@
-"""What a process prints: passed on while it is not too much, and its end remembered."""
+"""A child process's output: forwarded up to a limit, with its end kept for messages."""
 
 import codecs
 import contextlib
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import IO
 
 HEAD_BYTES = 4 * 2**20
-"""So much of a process's output is passed on as it comes."""
+"""The bytes of a process's output that are forwarded immediately."""
 
 TAIL_BYTES = 2**20
-"""Of what goes beyond that, so much is kept from the end."""
+"""The bytes kept from the end of the output beyond that."""
 
 _CHUNK_BYTES = 2**16
 _PATIENCE_S = 5
 
 
 class Sink:
-    """Where output goes: a file, or standard error. Writing never fails.
+    """The destination of output: a file or standard error. Writing never fails.
 
-    Unbuffered, so that nothing is left to write when a full disk has refused once.
+    It is unbuffered, so that no data is left to write after a full disk has refused once.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -45,11 +45,11 @@ class Sink:
 
 
 class Output:
-    """Follows what one process prints, in memory that does not grow with it.
+    """Forwards the output of one process, in memory of constant size.
 
     Args:
         stream: The reading end of its pipe; closed at the end.
-        sink: Where it is passed on to.
+        sink: The destination.
     """
 
     def __init__(self, stream: IO[bytes], sink: Sink) -> None:
@@ -79,7 +79,7 @@ class Output:
             del self._end[:-TAIL_BYTES]
 
     def finish(self) -> str:
-        """Wait for the end of the output, for a while, pass on what is left, return its tail."""
+        """Return the output's tail, after waiting a while for its end and forwarding the rest."""
         self._thread.join(timeout=_PATIENCE_S)
         with self._turn:
             self._finished = True
@@ -87,8 +87,8 @@ class Output:
             kept = min(beyond, TAIL_BYTES)
             if beyond > kept:
                 self._sink.write(
-                    f"\ndpprof: {beyond - kept:,} bytes of output are left out here; a process's "
-                    f"first {HEAD_BYTES:,} and last {TAIL_BYTES:,} are kept\n"
+                    f"\ndpprof: {beyond - kept:,} bytes of output are left out here; dpprof keeps "
+                    f"the first {HEAD_BYTES:,} and last {TAIL_BYTES:,} bytes of a process\n"
                 )
             tail = bytes(self._end)
         if kept:

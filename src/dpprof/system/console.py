@@ -1,6 +1,6 @@
-"""Lines for the person at the terminal, and a log of whatever else is printed.
+"""Lines for the user's terminal, and a log of all other output.
 
-Neither can fail what is being done: the terminal may be closed, the log's disk full.
+Neither makes a command fail, even if the terminal is closed or the log's disk is full.
 """
 
 import io
@@ -11,34 +11,34 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 _WIDEST = 1000
-"""Letters of a line."""
+"""The most letters of a line."""
 
 
 class _Unfailing(io.FileIO):
-    """A descriptor that takes everything; what it cannot write is lost."""
+    """A file that accepts all writes; it drops what it cannot write."""
 
     def write(self, data: Any) -> int:
-        """Write bytes, or lose them."""
+        """Write bytes, or drop them."""
         with suppress(OSError):
             super().write(data)
         return len(data)
 
 
 class _Terminal:
-    """Where lines go beside standard error, while that is a log."""
+    """The second destination of lines, while standard error is a log."""
 
     stream: TextIO | None = None
 
 
 def printable(text: str) -> str:
-    """Escape what could disturb a terminal: control characters but line breaks, and the like."""
+    """Return a text without what could disturb a terminal: control characters, except newlines."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
     )
 
 
 def shorten_lines(text: str) -> str:
-    """Cut lines that nobody would read to their end."""
+    """Return a text with its overlong lines cut."""
     cut = (
         line if len(line) <= _WIDEST else f"{line[: _WIDEST - 3]}..." for line in text.split("\n")
     )
@@ -46,33 +46,33 @@ def shorten_lines(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line to standard error; a terminal that is gone fails nothing, now or at exit."""
+    """Print a line to standard error; a closed terminal causes no error, now or at exit."""
     _tell("dpprof: " + text.replace("\n", "\\n"))
 
 
 def fail(problem: object) -> NoReturn:
-    """End the process with a sentence and the exit status 1."""
+    """Print an error and end the process with exit status 1."""
     _tell(f"error: {problem}")
     sys.exit(1)
 
 
 def keep_log(path: Path | None) -> None:
-    """Send what this process and its children print to a file; lines reach the terminal too.
+    """Write the output of this process and its children to a file; lines go to the terminal too.
 
     Args:
-        path: The log, which begins anew; None for none. Either way, no file that is opened
-            later takes the place of a stream that was closed.
+        path: The log, which is overwritten; None for no log. In both cases, no file opened later
+            takes the descriptor of a closed standard stream.
     """
     _occupy_standard_descriptors()
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without waiting, in case it is a pipe that nobody reads.
+        # Non-blocking, in case the path is a pipe without a reader.
         kind = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
         log = os.open(path, kind, 0o644)
     except OSError as error:
-        say(f"no log is kept: {error}")
+        say(f"no log is written: {error}")
         return
     _Terminal.stream = _open(os.dup(2))
     for descriptor in (1, 2):
@@ -91,7 +91,7 @@ def _tell(line: str) -> None:
 
 
 def _occupy_standard_descriptors() -> None:
-    """Fill the places of streams that were closed: the next file opened would be one of them."""
+    """Reopen closed standard streams, because the next opened file would take their descriptors."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:  # noqa: PLR2004 (input, output, errors)
         os.set_inheritable(descriptor, True)

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and JSON that has one spelling."""
+"""Atomic writes of files, and JSON with one spelling."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def canonical_json(value: Any) -> str:
-    """Spell a JSON value in exactly one way: sorted keys, no spaces, no NaN."""
+    """Return the only spelling of a JSON value: sorted keys, no spaces, no NaN."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
@@ -25,12 +25,12 @@ def sha256_hex(text: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of JSON.
+    """Read a JSON file.
 
     Raises:
-        ValueError: It is none, or not one that dpprof could have written: it was cut, is
-            nested too deep, or holds a number of thousands of digits.
-        OSError: It cannot be read.
+        ValueError: The file is not JSON, or dpprof cannot have written it: it was cut, is nested
+            too deep, or holds a number of thousands of digits.
+        OSError: The file cannot be read.
     """
     if path.exists() and not path.is_file():  # reading a pipe would wait for ever
         raise ValueError("it is not a file")
@@ -45,13 +45,13 @@ def read_json(path: Path) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file as a whole: a reader sees the old content or the new, never a part.
+    """Write a file as a whole: a reader sees the old content or the new, never a part.
 
-    The bytes are on disk (fsync) before the name changes, so a crash or a full
-    disk leaves the previous file. A link stays, and what it leads to is replaced.
+    The bytes are on disk (fsync) before the name changes, so a crash or a full disk leaves the
+    previous file. A link stays, and its target is replaced.
 
     Raises:
-        OSError: As ``check_writable``, or the disk is full; names the path.
+        OSError: As ``check_writable``, or the disk is full; the message names the path.
     """
     file_path = _file_to_replace(path)
     _make_folder(file_path.parent)
@@ -73,11 +73,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Make sure that a file can be written, before the work that will fill it.
+    """Check that a file can be written, before the work that produces its content.
 
     Raises:
-        OSError: It cannot: no file can be made there, or what is there is a folder, a device,
-            a pipe or a link to nothing, which a file would replace. Names the path.
+        OSError: The file cannot be created, or a folder, a device, a pipe or a broken link has
+            its name. The message names the path.
     """
     file_path = _file_to_replace(path)
     _make_folder(file_path.parent)
@@ -86,7 +86,7 @@ def check_writable(path: Path) -> None:
 
 
 def _file_to_replace(path: Path) -> Path:
-    """Follow links to the file that writing replaces, which is a regular one or not there."""
+    """Return the file that a write replaces, after following links: a regular file or none."""
     with _naming(path):
         try:
             mode = path.stat().st_mode
@@ -103,7 +103,7 @@ def _file_to_replace(path: Path) -> Path:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it; names the one of them that cannot be."""
+    """Create a folder and its parents; an error names the one that cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -118,7 +118,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file that was asked for in errors that name another, or none."""
+    """Name the given path in errors that name another path, or none."""
     try:
         yield
     except OSError as error:
@@ -128,7 +128,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def write_if_changed(path: Path, text: str) -> bool:
-    """Write a file only where its content differs, so that its age means something.
+    """Write a file only if its content differs, so that its age shows when it last changed.
 
     Returns:
         Whether the file was written.

@@ -1,4 +1,4 @@
-"""What this machine is, told without importing torch."""
+"""Describes this machine's processor and GPUs without importing torch."""
 
 import contextlib
 import importlib.util
@@ -24,14 +24,14 @@ class Gpu(NamedTuple):
 
 
 def available_cores() -> int:
-    """Count the cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """Name the processor as the operating system does."""
+    """Return the operating system's name of the processor."""
     with contextlib.suppress(OSError):
         found = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -43,7 +43,7 @@ def cpu_name() -> str:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[bool]:
-    """Open NVML where there is a driver; yields whether there is one."""
+    """Open NVML if there is a driver; yield whether there is one."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -60,9 +60,9 @@ def _text(value: str | bytes) -> str:
 
 
 def _installed_gpus() -> list[Gpu]:
-    """List every GPU that the driver shows to this process, in PCI order."""
+    """Return every GPU that the driver shows to this process, in PCI order."""
     gpus: list[Gpu] = []
-    # Within a container the driver may be there and still refuse to tell.
+    # In a container the driver may exist and still refuse queries.
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -78,11 +78,10 @@ def _installed_gpus() -> list[Gpu]:
 
 
 def visible_gpus() -> list[Gpu]:
-    """List the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
+    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process.
 
-    Entries may be indices (in PCI order) or UUIDs, as CUDA takes them; like CUDA,
-    the list ends at the first entry that names nothing. A MIG slice is passed on by
-    its UUID, with name and memory unknown.
+    As in CUDA, entries are indices (in PCI order) or UUIDs, and the list ends at the first entry
+    that names no GPU. A MIG slice is listed by its UUID, without name and memory.
     """
     installed = _installed_gpus()
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -102,11 +101,11 @@ def visible_gpus() -> list[Gpu]:
 
 
 def torch_build() -> tuple[str | None, str | None]:
-    """Read the installed torch's version and CUDA version without importing it.
+    """Return the installed torch's version and CUDA version, without importing torch.
 
     Returns:
-        ``(version, cuda)``; ``cuda`` is None for a build without CUDA, both are None
-        where torch is not installed.
+        ``(version, cuda)``; ``cuda`` is None for a build without CUDA; both are None if torch is
+        not installed.
     """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
@@ -118,14 +117,14 @@ def torch_build() -> tuple[str | None, str | None]:
 
 
 _DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""The oldest driver for Linux on which every CUDA of a major version runs.
+"""The oldest Linux driver that runs every CUDA of a major version.
 
 NVIDIA, "CUDA Compatibility", minor version compatibility.
 """
 
 
 def _driver() -> tuple[str, int, int] | None:
-    """Read the driver's version and the CUDA version it is made for; None where unknown."""
+    """Return the driver's version and its CUDA version; None where unknown."""
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         if available:
             cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
@@ -135,7 +134,7 @@ def _driver() -> tuple[str, int, int] | None:
 
 
 def _why_driver_is_too_old(version: str, cuda: str) -> str | None:
-    """Compare the driver with what torch was built for: it may be newer, or of the same major."""
+    """Return why torch cannot use the driver; None if it is newer or of the same major version."""
     driver, built_for = _driver(), int(cuda.partition(".")[0])
     if driver is None or driver[1] >= built_for:
         return None
@@ -149,7 +148,7 @@ def _why_driver_is_too_old(version: str, cuda: str) -> str | None:
 
 
 def why_no_cuda() -> str | None:
-    """Say in a few words why CUDA cannot be used here, or return None where it can."""
+    """Return in a few words why CUDA cannot be used here; None where it can."""
     version, cuda = torch_build()
     if version is None:
         return "torch is not installed"
@@ -163,7 +162,7 @@ def why_no_cuda() -> str | None:
 
 
 def resolve_device() -> Literal["cpu", "cuda"]:
-    """Decide what ``device: auto`` means here, and say so where it means the CPU."""
+    """Return the device for ``device: auto``; print a line where it is the CPU."""
     reason = why_no_cuda()
     if reason is None:
         return "cuda"
@@ -172,7 +171,7 @@ def resolve_device() -> Literal["cpu", "cuda"]:
 
 
 def describe_cpu(threads: int) -> dict[str, Any]:
-    """Describe the host as the device of a CPU experiment."""
+    """Return a description of the host as the device of a CPU experiment."""
     return {
         "type": "cpu",
         "name": cpu_name(),
@@ -184,7 +183,7 @@ def describe_cpu(threads: int) -> dict[str, Any]:
 
 
 def describe_gpu(gpu: Gpu) -> dict[str, Any]:
-    """Describe a GPU with its driver, clocks, power and temperature of this moment."""
+    """Return a description of a GPU: its driver, and its present clocks, power and temperature."""
     facts: dict[str, Any] = {
         "type": "cuda",
         "name": gpu.name,

@@ -1,4 +1,4 @@
-"""Who holds a lock, for those who wait for it."""
+"""Finds the processes that hold a lock, for messages to those that wait."""
 
 import datetime as dt
 import os
@@ -16,23 +16,23 @@ _COMMAND_LIMIT = 160
 
 
 def name_holders(paths: Iterable[Path]) -> str:
-    """Name the processes that hold ``flock`` on files, their commands and since when they run.
+    """Return the processes that hold ``flock`` on files, with their commands and start times.
 
-    Where nobody can be named, as in another container, the text says so.
+    If no process is visible, as in another container, the text says so.
     """
     holders = {process.pid: process for path in paths for process in _find(path)}
     return " and ".join(map(_tell, holders.values())) or "a process that cannot be seen from here"
 
 
 def _find(path: Path) -> Iterator[psutil.Process]:
-    """Find those that took the lock, or where they are gone, those that have it from them."""
+    """Yield the processes that took the lock; if they are gone, those that inherited it."""
     try:
         file = path.stat()
         held = (_PROC / "locks").read_text(encoding="ascii")
     except OSError:
         return
     number = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
-    # Another's request, which has to wait, has an arrow before it.
+    # A waiting request has an arrow before it and does not match.
     takers = re.findall(rf"^\d+: FLOCK +\w+ +\w+ +(\d+) {number} ", held, re.MULTILINE)
     alive = [int(pid) for pid in takers if psutil.pid_exists(int(pid))]
     for pid in alive or _heirs(path):
@@ -41,7 +41,7 @@ def _find(path: Path) -> Iterator[psutil.Process]:
 
 
 def _heirs(path: Path) -> Iterator[int]:
-    """Find the processes whose descriptor of the file carries a lock."""
+    """Yield the processes whose descriptor of the file has a lock."""
     for link in _PROC.glob("[0-9]*/fd/*"):
         with suppress(OSError):
             if link.readlink() == path:

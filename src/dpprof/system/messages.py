@@ -1,29 +1,29 @@
-"""What others said, made fit to keep: of bounded length, and text that can be encoded."""
+"""Cuts and escapes messages of other programs, so that they can be stored."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 LIMIT = 2_000
-"""Characters of a message that are kept: of what a failure says, the beginning tells it."""
+"""The number of characters kept of a message, from its beginning."""
 
 KIND_LIMIT = 200
-"""Characters of an exception's type that are kept; nobody means a longer name."""
+"""The number of characters kept of an exception's type."""
 
 
 def shorten(text: str, limit: int = LIMIT) -> str:
-    """Keep the beginning of a message, and say where that is not all of it."""
+    """Return the beginning of a message, with its full length if it is cut."""
     if len(text) <= limit:
         return escape(text)
     return f"{escape(text[:limit])} ... ({len(text):,} characters)"
 
 
 def escape(text: str) -> str:
-    r"""Spell what has no encoding, a lone surrogate, as Python does: ``\ud800``."""
+    r"""Return a text with lone surrogates, which have no encoding, spelled as ``\ud800``."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def escape_all(value: Any) -> Any:
-    """Escape every text, keys included, of a value made of mappings and lists."""
+    """Return a value of mappings and lists with every text escaped, including keys."""
     if isinstance(value, str):
         return escape(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Memory exhaustion, told from other failures by an exception's type and by what was said."""
+"""Distinguishes out-of-memory errors from other failures, by exception type and message."""
 
 import errno
 import re
@@ -7,23 +7,23 @@ _OUT_OF_MEMORY = re.compile(
     r"out[ _]of[ _]memory|can't allocate memory|cannot allocate memory|not enough memory"
     # cuBLAS, cuDNN, cuSOLVER, cuSPARSE and cuRAND, each in its own spelling.
     r"|std::bad_alloc|\w_ALLOC(?:ATION)?_FAILED"
-    # cuBLAS asks for its workspace as it starts.
+    # cuBLAS allocates its workspace when it starts.
     r"|CUBLAS_STATUS_NOT_INITIALIZED\b.*\bcublasCreate",
     re.IGNORECASE | re.DOTALL,
 )
 _UNDER_A_LIMIT = re.compile(r"could not (?:create|execute) a (?:primitive|memory)(?! descriptor)")
-"""What oneDNN says of every allocation that fails it, and of other things."""
+"""oneDNN's message for every failed allocation; it has other causes too."""
 
 _REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
-    """Tell memory exhaustion from other failures, by type first and by message second.
+    """Return whether an error means that memory ran out, by its type or else its message.
 
     Args:
-        error: What was raised.
-        limited: Whether the process may use only so much memory.
+        error: The raised exception.
+        limited: Whether the process has a memory limit.
     """
     if isinstance(error, MemoryError):
         return True
@@ -35,11 +35,11 @@ def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
 
 
 def says_out_of_memory(text: str, *, limited: bool = False) -> bool:
-    """Tell whether a library's words mean that memory ran out."""
+    """Return whether a library's message means that memory ran out."""
     return bool(_OUT_OF_MEMORY.search(text) or (limited and _UNDER_A_LIMIT.search(text)))
 
 
 def requested_bytes(message: str) -> int | None:
-    """Read the size of the failed allocation out of an allocator's message."""
+    """Return the size of the failed allocation in an allocator's message."""
     found = _REQUESTED.search(message)
     return int(float(found.group(1)) * _UNITS[found.group(2).lower()]) if found else None

@@ -1,4 +1,4 @@
-"""Processes that end together, whoever is killed when (Linux; elsewhere a child may live on)."""
+"""Ends a process and its descendants together (Linux; elsewhere a child may survive)."""
 
 import ctypes
 import os
@@ -21,19 +21,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies."""
+    """Make the kernel kill this process when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the supervisor is gone")
 
 
 def end_group_with(lifeline: int) -> None:
-    """Have a process of this group kill the group once the other end of a pipe is closed.
+    """Start a process of this group that kills the group when the other end of a pipe closes.
 
-    The kernel kills this process with its parent, but not what it has started by then.
+    The kernel kills this process with its parent, but not the processes that it has started.
 
     Args:
-        lifeline: The reading end of a pipe whose other end the parent alone has.
+        lifeline: The reading end of a pipe whose other end only the parent has.
     """
     if os.fork():
         return
@@ -48,18 +48,18 @@ def end_group_with(lifeline: int) -> None:
 
 
 def end_group(leader_pid: int) -> None:
-    """Kill what is left of the group that a process leads, or led."""
+    """Kill the remaining processes of the group that a process leads or led."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader_pid, signal.SIGKILL)
 
 
 @contextmanager
 def no_survivors() -> Iterator[None]:
-    """Kill what is left of a child's descendants, wherever they have hidden.
+    """Kill all remaining descendants of a child, including those outside its group.
 
-    Within, what loses its parent is handed to this process, so what escaped the child's group
-    is found when the child is gone. In the main thread only: those who ask from another may
-    have started children meanwhile.
+    Inside the context, orphans become children of this process, so descendants that left the
+    child's group are found when the child is gone. This works in the main thread only, because
+    callers in other threads may have started children meanwhile.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

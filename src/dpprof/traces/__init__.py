@@ -1,1 +1,1 @@
-"""Reading traces of torch.profiler: whose time is it, and when does nothing run?"""
+"""Reads traces of torch.profiler: the time of each operator, and the time in which nothing runs."""

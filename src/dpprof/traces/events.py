@@ -1,4 +1,4 @@
-"""The numbers of a trace as TensorBoard reads them."""
+"""Writes the numbers of a trace for TensorBoard."""
 
 from pathlib import Path
 
@@ -7,16 +7,16 @@ from dpprof.traces.tensorboard_events import TensorBoard
 
 
 def write_events(folder: Path, kernels: Kernels) -> None:
-    """Write milliseconds of a step, by category and by phase, in place of what was there.
+    """Write milliseconds of a step, by op kind and by phase; replace existing events.
 
     Args:
-        folder: A run, in TensorBoard's sense.
-        kernels: What the trace told.
+        folder: The folder of a run, in TensorBoard's sense.
+        kernels: The summary of the trace.
     """
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     seconds = {"step": kernels.step_s, "idle": kernels.idle_s, "total": kernels.total_s}
-    seconds |= {f"category/{name}": value for name, value in kernels.by_category.items()}
+    seconds |= {f"op_kind/{name}": value for name, value in kernels.by_op_kind.items()}
     seconds |= {f"phase/{name}": value for name, value in kernels.by_phase.items()}
     board = TensorBoard(folder)
     board(0, {f"kernels_ms/{name}": value * 1e3 for name, value in seconds.items()})

@@ -1,59 +1,59 @@
-"""What a result says of a trace: time by category and phase, and when nothing ran."""
+"""Summarises a trace for a result: time by op kind and phase, and idle time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpprof.records.result import CATEGORIES, PHASES, Copied, Kernel, Launched
+from dpprof.records.result import OP_KINDS, PHASES, Copied, Kernel, Launched
 from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
 from dpprof.traces.spans import Trace, cover_s
 
 LARGEST = 15
-"""So many kernels are listed one by one."""
+"""The number of kernels that are listed individually."""
 
 
 class NoKernelsError(ValueError):
-    """The trace of a GPU's work shows none of it."""
+    """The trace of a GPU's work has no kernels."""
 
 
 def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
-    """Sum up what ran in the traced steps.
+    """Return the summed times of the kernels in the traced steps.
 
     Args:
-        trace: Of steps each of which waits at its end for what it launched.
-        family_of: Tells what an operator does by its name.
-        on_cuda: Whether the work was a GPU's.
+        trace: The spans; each step waits at its end for the kernels that it launched.
+        family_of: Returns an operator's family by its name.
+        on_cuda: Whether a GPU did the work.
 
     Returns:
-        The fields of ``Kernels`` but for those about the trace's file.
+        The fields of ``Kernels``, except those about the trace's file.
 
     Raises:
-        NoKernelsError: No kernel of a GPU is in the steps: its tracer, CUPTI, told of none.
-        ValueError: There is no step in the trace, or nothing ran in it.
+        NoKernelsError: The steps have no GPU kernel, because the tracer, CUPTI, recorded none.
+        ValueError: The trace has no step, or nothing ran in its steps.
     """
     steps = find_steps(trace)
     found = attribute(trace, family_of, on_cuda=on_cuda)
     ran = [one for one in found if _is_within(one.launched_s, steps)]
     if steps and on_cuda and not ran:
         raise NoKernelsError(
-            "the trace holds no kernel of the GPU; where CUPTI may not trace (its counters kept to "
-            "administrators, another tracer at work), PyTorch's profiler sees the host alone"
+            "the trace has no GPU kernel; PyTorch's profiler sees only the host where CUPTI cannot "
+            "trace (because only administrators may use it, or because another tracer is running)"
         )
     if not ran:
         raise ValueError("the trace shows no step in which anything ran")
     count = len(steps)
     total_s = _seconds(ran) / count
-    by_category = _sum_by(ran, count, lambda one: one.category)
+    by_op_kind = _sum_by(ran, count, lambda one: one.op_kind)
     by_phase = _sum_by(ran, count, lambda one: one.phase)
     idle_s = [end - start - _busy_s(ran, start, end) for start, end in steps]
     return {
         "steps": count,
         "step_s": sum(end - start for start, end in steps) / count,
         "total_s": total_s,
-        "by_category": {name: by_category[name] for name in CATEGORIES if name in by_category},
+        "by_op_kind": {name: by_op_kind[name] for name in OP_KINDS if name in by_op_kind},
         "by_phase": {name: by_phase[name] for name in PHASES if name in by_phase},
-        "by_phase_and_category": _launched(ran, count),
-        "other_share": by_category.get("other", 0.0) / total_s,
+        "by_phase_and_op_kind": _launched(ran, count),
+        "other_share": by_op_kind.get("other", 0.0) / total_s,
         "idle_s": sum(idle_s) / count,
         "waiting_s": _waiting_s(ran, steps) / count if on_cuda else None,
         "largest": _largest(ran, count),
@@ -71,7 +71,7 @@ def _busy_s(ran: Sequence[Ran], start_s: float, end_s: float) -> float:
 
 
 def _waiting_s(ran: Sequence[Ran], steps: Sequence[tuple[float, float]]) -> float:
-    """Add up the gaps that the host caused: what came next was launched only within them."""
+    """Return the sum of the gaps that the host caused by launching the next kernel too late."""
     waited = 0.0
     for start, end in steps:
         until = start
@@ -101,32 +101,32 @@ def _launched(ran: Sequence[Ran], steps: int) -> list[Launched]:
     return [
         Launched(
             phase=phase,
-            category=category,
+            op_kind=op_kind,
             seconds=_seconds(some) / steps,
             launches=len(some) / steps,
         )
-        for (phase, category), some in _group(ran, lambda one: (one.phase, one.category)).items()
+        for (phase, op_kind), some in _group(ran, lambda one: (one.phase, one.op_kind)).items()
     ]
 
 
 def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
-    alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.category))
+    alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.op_kind))
     kernels = [
         Kernel(
             name=name,
             op=op,
             phase=phase,
-            category=category,
+            op_kind=op_kind,
             seconds=_seconds(some) / steps,
             launches=len(some) / steps,
         )
-        for (name, op, phase, category), some in alike.items()
+        for (name, op, phase, op_kind), some in alike.items()
     ]
     return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST]
 
 
 def _copies(ran: Sequence[Ran], steps: int) -> dict[str, Copied]:
-    """Sum up copies by direction, such as ``HtoD`` of ``Memcpy HtoD (Pageable -> Device)``."""
+    """Return copies by direction, such as ``HtoD`` of ``Memcpy HtoD (Pageable -> Device)``."""
     copies = [one for one in ran if one.name.startswith("Memcpy ")]
     return {
         direction: Copied(

@@ -1,10 +1,10 @@
-"""Whose time is it: each kernel, or CPU operator, with the operator that launched it.
+"""Assigns each kernel, or CPU operator, to the operator that launched it.
 
-The launching operator decides the category, and a kernel's own name only where no operator
-is known. Of operators within one another the outermost that does work itself decides: a copy
-that a lookup makes is the lookup's. What an operator launches that does no work by its nature, as
-a view or a look at a number, is that operator's, in the category that the kernel's name tells. On
-a CPU the operators that do work are what runs.
+The launching operator decides the op kind; the kernel's own name decides only where no operator is
+known. Of nested operators, the outermost one that does work decides: a copy within a lookup is the
+lookup's. Some operators do no work of their own, such as a view or reading a number. A kernel that
+they launch is theirs, with the op kind of the kernel's name. On a CPU, the operators that do work
+take the place of kernels.
 """
 
 import re
@@ -13,15 +13,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from dpprof.flops.op_kinds import EINSUMS, Family, Scope, categorise
-from dpprof.records.result import PHASES, Category, Phase
+from dpprof.flops.op_kinds import EINSUMS, Family, Scope, kind_of_op
+from dpprof.records.result import PHASES, OpKind, Phase
 from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
 
 FamilyOf = Callable[[str], Family | None]
-"""From an operator's name to its family; None for what does no work of its own."""
+"""Returns an operator's family by its name; None for operators that do no work of their own."""
 
 _OPERATOR = re.compile(r"\w+::\w+")
-"""How a trace spells an operator."""
+"""The pattern of an operator's name in a trace."""
 
 _EINSUMS = tuple(f"aten::{name}" for name in EINSUMS)
 
@@ -35,7 +35,7 @@ _BY_KERNEL: tuple[tuple[str, Family], ...] = (
     (r"gather|scatter|index|embedding|grad_weight|sort|unique", "indexing"),
     (r"elementwise|vectorized|unrolled|multi_tensor_apply", "elementwise"),
 )
-"""What the names of CUDA kernels tell, for those that no operator launched."""
+"""Families by name of CUDA kernels, for kernels that no operator launched."""
 
 
 class Ran(NamedTuple):
@@ -43,7 +43,7 @@ class Ran(NamedTuple):
 
     name: str
     op: str | None
-    category: Category
+    op_kind: OpKind
     phase: Phase | None
     start_s: float
     end_s: float
@@ -54,17 +54,17 @@ class Ran(NamedTuple):
 
 
 class _Caller(NamedTuple):
-    """What was under way on the host."""
+    """The operator, family and scope that were active on the host."""
 
     op: str | None = None
-    """The operator that does the work; while there is none, the innermost of those around."""
+    """The operator that does the work; if there is none, the innermost active operator."""
 
     family: Family | None = None
     scope: Scope | None = None
 
 
 class Phases:
-    """Which phase was under way when."""
+    """The phases of a trace by time."""
 
     def __init__(self, host: Iterable[Span]) -> None:
         spans = sorted((one for one in host if one.name.startswith(PHASE)), key=_start)
@@ -72,7 +72,7 @@ class Phases:
         self._starts = [one.start_s for one in self._spans]
 
     def at(self, instant_s: float) -> Phase | None:
-        """Name the phase of an instant; None between phases."""
+        """Return the phase of an instant; None between phases."""
         position = bisect_right(self._starts, instant_s) - 1
         if position < 0 or instant_s > self._spans[position].end_s:
             return None
@@ -81,25 +81,25 @@ class Phases:
 
 
 def _start(span: Span) -> tuple[float, float]:
-    """Sort key: what begins first, and of those the one that lasts longer."""
+    """Return a sort key: earlier start first, then longer duration."""
     return span.start_s, -span.end_s
 
 
 def find_steps(trace: Trace) -> list[tuple[float, float]]:
-    """Return when each step began and ended, in order."""
+    """Return the start and end of each step, in order."""
     return sorted((one.start_s, one.end_s) for one in trace.host if one.name == STEP)
 
 
 def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
-    """Find what ran and what for, in the order in which it began.
+    """Return the kernels or operators that ran, with their op kinds, in order of start.
 
     Args:
         trace: The spans.
-        family_of: Tells what an operator does by its name.
-        on_cuda: Whether the work was a GPU's; what the host did meanwhile is then none of it.
+        family_of: Returns an operator's family by its name.
+        on_cuda: Whether a GPU did the work; operators on the host then do not count.
 
     Returns:
-        Kernels of a GPU, none where the tracer was told of none; else operators of the CPU.
+        Kernels of a GPU, empty if the tracer recorded none; else operators of the CPU.
     """
     phases = Phases(trace.host)
     launches: dict[int, tuple[_Caller, float]] = {}
@@ -121,10 +121,10 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
 
 
 def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _Caller, bool]]:
-    """Go through one thread's spans, in their order.
+    """Walk through one thread's spans in order.
 
     Yields:
-        A span, what is under way with it, and whether it is the operator that does the work.
+        A span, the active operator, and whether the span is the operator that does the work.
     """
     stack: list[tuple[float, _Caller]] = []
     for span in spans:
@@ -149,7 +149,7 @@ def _settle(span: Span, caller: _Caller, launched_s: float, phases: Phases) -> R
     return Ran(
         name=span.name,
         op=caller.op,
-        category=categorise(family, phase, caller.scope),
+        op_kind=kind_of_op(family, phase, caller.scope),
         phase=phase,
         start_s=span.start_s,
         end_s=span.end_s,
@@ -159,7 +159,7 @@ def _settle(span: Span, caller: _Caller, launched_s: float, phases: Phases) -> R
 
 
 def family_by_kernel(name: str) -> Family:
-    """Guess what a kernel does by its name."""
+    """Return a kernel's family, guessed from its name."""
     for pattern, family in _BY_KERNEL:
         if re.search(pattern, name, re.IGNORECASE):
             return family

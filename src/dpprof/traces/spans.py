@@ -1,4 +1,4 @@
-"""What a Chrome trace of torch.profiler holds: spans on the host, kernels, and their launches.
+"""Parses a Chrome trace of torch.profiler: spans on the host, kernels, and their launches.
 
 The fields are those that Kineto writes into ``traceEvents``: complete events (``ph: X``) with
 ``ts`` and ``dur`` in microseconds. A kernel and the call that launched it carry the same
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 STEP = "dpprof step"
 PHASE = "dpprof phase: "
 NORMS = "dpprof norms"
-"""Names of the spans that dpprof puts into a trace."""
+"""Names of the spans that dpprof adds to a trace."""
 
 _HOST = ("cpu_op", "user_annotation")
 _CALLS = ("cuda_runtime", "cuda_driver")
@@ -23,24 +23,24 @@ _NO_NUMBER = re.compile(rb'("\s*:\s*)-?(?:nan|inf|NaN|Infinity)(?=\s*[,}])')
 
 
 class Span(NamedTuple):
-    """Something that lasted, in seconds since any instant."""
+    """An event with a duration, in seconds since an arbitrary instant."""
 
     name: str
     start_s: float
     end_s: float
     thread: Any
     correlation: int | None
-    """Of a kernel and of the call that launched it."""
+    """The number shared by a kernel and the call that launched it."""
 
     bytes: int
-    """That a copy moved."""
+    """The bytes that a copy moved."""
 
 
 class Trace(NamedTuple):
-    """The spans of a trace, by where they are."""
+    """The spans of a trace, by place."""
 
     host: list[Span]
-    """Operators and what was annotated."""
+    """Operators and annotations."""
 
     calls: list[Span]
     """Calls of the driver."""
@@ -50,20 +50,20 @@ class Trace(NamedTuple):
 
 
 def parse_trace(content: bytes) -> dict[str, Any]:
-    """Parse what ``export_chrome_trace`` writes; what is no number becomes null.
+    """Return the parsed JSON of ``export_chrome_trace``, with null for ``nan`` and ``inf``.
 
-    Kineto writes ``nan`` and ``inf`` where it divides by what it does not know of a device, and
-    neither JSON nor Perfetto has them.
+    Kineto writes these where it divides by an unknown property of a device. Neither JSON nor
+    Perfetto accepts them.
     """
     document: dict[str, Any] = json.loads(_NO_NUMBER.sub(rb"\1null", content))
     return document
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:
-    """Sort out the events of a trace.
+    """Return the spans of a trace, by place.
 
     Args:
-        document: As parsed from the JSON that ``export_chrome_trace`` writes.
+        document: The parsed JSON of ``export_chrome_trace``.
     """
     trace = Trace([], [], [])
     for event in document["traceEvents"]:
@@ -96,7 +96,7 @@ def _read(event: Mapping[str, Any]) -> Span:
 
 
 def cover_s(spans: "list[tuple[float, float]]") -> float:
-    """Return the seconds in which at least one of the spans, sorted by start, was under way."""
+    """Return the seconds in which at least one of the spans, sorted by start, was active."""
     covered, until = 0.0, float("-inf")
     for start, end in spans:
         covered += max(0.0, end - max(start, until))

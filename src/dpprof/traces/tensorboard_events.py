@@ -1,4 +1,4 @@
-"""Values by step, in files that TensorBoard reads."""
+"""Writes values by step to files that TensorBoard reads."""
 
 import math
 import os
@@ -8,24 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FLUSH_S = 30.0
-"""So long a viewer may have to wait for values."""
+"""The longest delay until a viewer sees values."""
 
 
 class TensorBoard:
     """Writes the values of a step as one event to a file of TensorBoard's format.
 
-    It writes within the step. TensorBoard's own writer hands events to a thread, which took more
-    than twice the CPU time, because it competes with the training for the interpreter.
+    It writes within the step. TensorBoard's own writer passes events to a thread. That took more
+    than twice the CPU time, because the thread competes with training for the interpreter.
 
     Args:
-        directory: Where the file goes; made where it is missing.
+        directory: The folder for the file; created if missing.
 
     Raises:
         OSError: The directory cannot be written to.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        # Importing it takes a while, which is for those who write there.
+        # The import is slow, so it happens only where a file is written.
         from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
         from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
 
@@ -41,8 +41,8 @@ class TensorBoard:
         self._flushed_s = -math.inf
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values."""
-        if values != self._values:  # carried values are most of all
+        """Write the values of a step."""
+        if values != self._values:  # most values are carried over unchanged
             self._values = dict(values)
             self._event = self._make_event()
             for name, value in values.items():
@@ -55,5 +55,5 @@ class TensorBoard:
             self._flushed_s = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write remaining events, and close the file."""
         self._file.close()

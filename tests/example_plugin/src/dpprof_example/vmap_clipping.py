@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 
 from dpprof.clipping.factor import clip_factor
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
+from dpprof.records.births import allocates
 from dpprof.records.result import Component
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -18,11 +19,6 @@ class VmapClipping(TrainingStep):
     """Flat clipping: L2 sensitivity ``max_grad_norm`` under adding or removing one sample."""
 
     attributes: ClassVar[Mapping[str, Component]] = {"sample_gradients": "per_sample_gradients"}
-    births: ClassVar[Mapping[str, Component]] = {
-        f"{__name__}:find_norms": "norm_samples",
-        f"{__name__}:sum_clipped": "summed_gradients",
-        f"{__name__}:draw_noise": "noise",
-    }
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if next(model.buffers(), None) is not None:
@@ -54,11 +50,13 @@ class VmapClipping(TrainingStep):
         return mean_loss(logits_1TV, labels_T[None])
 
 
+@allocates("norm_samples")
 def find_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Find each sample's norm over all parameters; (B,)."""
     return torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
 
 
+@allocates("summed_gradients")
 def sum_clipped(gradients: Tensor, factors_B: Tensor) -> Tensor:
     """Sum one parameter's gradients over samples, each scaled by its factor.
 
@@ -70,6 +68,7 @@ def sum_clipped(gradients: Tensor, factors_B: Tensor) -> Tensor:
     return summed
 
 
+@allocates("noise")
 def draw_noise(like: Tensor, std: float) -> Tensor:
     """Draw Gaussian noise of a tensor's shape."""
     return torch.randn_like(like) * std

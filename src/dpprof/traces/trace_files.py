@@ -1,4 +1,4 @@
-"""The files of a trace: for Perfetto, and for TensorBoard."""
+"""Writes the files of a trace, for Perfetto and TensorBoard."""
 
 import gzip
 import json
@@ -11,16 +11,16 @@ from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import read_trace
 
 LIMIT_BYTES = 32 * 2**20
-"""No trace's file is larger."""
+"""The largest size of a trace's file."""
 
 NAME = "dpprof.pt.trace.json.gz"
-"""What Perfetto opens, and how TensorBoard's profiler plug-in wants a trace to be called."""
+"""The name that TensorBoard's profiler plug-in requires of a trace; Perfetto opens it too."""
 
 _US = 1e6
 
 
 class Written(NamedTuple):
-    """A trace's file."""
+    """A trace's file: its size and its number of steps."""
 
     bytes: int
     steps: int
@@ -29,15 +29,15 @@ class Written(NamedTuple):
 def write_trace(
     folder: Path, document: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES
 ) -> Written | None:
-    """Write a trace, cut to its first step where it would be larger than the limit.
+    """Write a trace; cut it to its first step if the file would exceed the limit.
 
     Args:
-        folder: Where the file goes, under the name ``NAME``.
-        document: As parsed from the JSON that ``export_chrome_trace`` writes.
-        limit_bytes: The most that the compressed file may have.
+        folder: The folder for the file, whose name is ``NAME``.
+        document: The parsed JSON of ``export_chrome_trace``.
+        limit_bytes: The largest size of the compressed file.
 
     Returns:
-        None if even one step is larger; no file is left then.
+        The written file; None, without a file, if even one step exceeds the limit.
     """
     path = folder / NAME
     path.unlink(missing_ok=True)
@@ -54,6 +54,6 @@ def write_trace(
 
 
 def _cut(document: Mapping[str, Any], end_s: float) -> dict[str, Any]:
-    """Leave out what began later, but for what names processes and threads."""
+    """Return a trace without later events, except those that name processes and threads."""
     kept = [e for e in document["traceEvents"] if e["ph"] == "M" or e["ts"] <= end_s * _US]
     return {**document, "traceEvents": kept}

@@ -1,4 +1,4 @@
-"""What private training costs on a GPU, by the books: the figures that users choose by."""
+"""What private training costs on a GPU, predicted: the figures that users choose by."""
 
 import pytest
 from factory import make_experiment

@@ -1,0 +1,54 @@
+"""Measure what a device can do at most, and leave one JSON file.
+
+The exit status is 0 whenever the JSON was written: what could not be measured is null in it,
+with the reason.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.launch.ceilings_run import measure_apart
+from dpprof.records.ceilings import Ceilings, device_name
+from dpprof.system.console import keep_log, say
+
+
+def make_parser() -> Parser:
+    """Make the options."""
+    parser = Parser(prog="dpprof ceilings", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
+    )
+    parser.add_argument("--output", type=path, required=True, help="the ceilings' file to write")
+    add_log_option(parser, "what else is printed")
+    return parser
+
+
+def tell(ceilings: Ceilings) -> str:
+    """Say the figures in one line."""
+    figures: dict[str, str] = {
+        dtype: f"{product.flops_per_s / 1e9:,.0f} GFLOP/s"
+        for dtype, product in ceilings.matmul.items()
+        if product is not None
+    }
+    if ceilings.bandwidth is not None:
+        figures["copies"] = f"{ceilings.bandwidth.bytes_per_s / 1e9:,.1f} GB/s"
+    if ceilings.launch_latency_s is not None:
+        figures["a launch"] = f"{ceilings.launch_latency_s * 1e6:.2f} us"
+    said = ", ".join(f"{name} {figure}" for name, figure in figures.items())
+    why = "; ".join(dict.fromkeys(ceilings.reasons.values()))
+    told = said or f"not measured: {why[:300]}"
+    return f"ceilings of {device_name(ceilings.device)} after {ceilings.wall_s:.0f} s: {told}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args(argv)
+    keep_log(arguments.log)
+    try:
+        with ending_in_a_sentence():
+            ceilings = measure_apart(arguments.device, arguments.output)
+    except KeyboardInterrupt:
+        say("interrupted; no ceilings were written")
+        sys.exit(130)
+    say(tell(ceilings))

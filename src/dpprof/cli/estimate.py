@@ -1,0 +1,81 @@
+"""Predict the memory, FLOPs and least time of one experiment, without running it."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.cli.options import add_experiment_options, make_experiment, read_given
+from dpprof.launch.progress import tell_result
+from dpprof.launch.supervisor import supervise
+from dpprof.records.result import Result, result_path
+from dpprof.system.console import printable, say
+from dpprof.system.files import check_writable
+
+INSTRUMENT = "estimate"
+_GIB, _MOST = 2**30, 8
+
+
+def make_parser() -> Parser:
+    """Make the options: one for every field of an experiment."""
+    parser = Parser(
+        prog="dpprof estimate",
+        description=__doc__,
+        epilog="example: dpprof estimate --model 1b --method flash-bk --batch-size 4 "
+        "--seq-len 2048 --dtype bfloat16 --target h100",
+    )
+    parser.add_argument(
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="the result file to write (default: results/estimate/ID.r0.json)",
+    )
+    add_experiment_options(parser)
+    return parser
+
+
+def describe(result: Result) -> str:
+    """Return what was predicted, for people.
+
+    Args:
+        result: Of the instrument ``estimate``, with outcome ``ok``.
+    """
+    experiment, memory, compute = result.experiment, result.memory, result.compute
+    assert memory is not None
+    assert memory.at_peak is not None
+    assert memory.peak_allocated_bytes is not None
+    peak = memory.at_peak
+    lines = [f"peak    {memory.peak_allocated_bytes / _GIB:.2f} GiB allocated, in {peak.phase}"]
+    owned = sorted(peak.components.items(), key=lambda one: one[1], reverse=True)
+    lines += [
+        f"        {size / _GIB:8.2f} GiB  {name.replace('_', ' ')}"
+        for name, size in owned[:_MOST]
+        if size >= memory.peak_allocated_bytes / 1000
+    ]
+    if compute is not None:
+        times = compute.dp_flop_multiplier
+        over = "" if times is None else f", {times:.2f} times what the model needs"
+        lines.append(f"FLOPs   {compute.executed_flops / 1e12:.2f} TFLOP a step{over}")
+        if compute.roofline_step_s is not None:
+            bound = f"{compute.roofline_step_s * 1e3:,.1f} ms a step by the roofline"
+            lines.append(f"time    at least {bound}; kernels and launches add to it")
+    where = f"{experiment.batch_size:,} x {experiment.seq_len:,} tokens, {experiment.dtype}"
+    return "\n".join([f"{experiment.method}, {where}", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line; the exit status is 1 where nothing could be predicted."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        with ending_in_a_sentence():
+            experiment = make_experiment(read_given(arguments))
+            output = arguments.output or result_path(Path(), INSTRUMENT, experiment.id, 0)
+            check_writable(output)
+            result = supervise(experiment, INSTRUMENT, 0, output, keep=True)
+    except KeyboardInterrupt:
+        say("interrupted; no result was written")
+        sys.exit(130)
+    tell_result(result)
+    if result.outcome != "ok":
+        sys.exit(1)
+    print(printable(describe(result)))

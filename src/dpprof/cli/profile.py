@@ -1,0 +1,77 @@
+"""Measure one experiment in a process of its own and leave one JSON file.
+
+The experiment is either a spec file (``--spec``) or given by options; every option of
+an experiment is a key of the config file. The exit status is 0 whenever the JSON was
+written, out of memory and crashes included: what came of the experiment is in it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.cli.options import add_experiment_options, read_experiment
+from dpprof.launch.progress import Progress, run_name, tell_result
+from dpprof.launch.supervisor import supervise
+from dpprof.spec import registry
+from dpprof.system.console import keep_log, say
+from dpprof.system.files import check_writable
+
+
+def make_parser() -> Parser:
+    """Make the options: the run's own, then one for every field of an experiment."""
+    parser = Parser(prog="dpprof profile", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--spec", type=path, help="spec file, instead of the options below")
+    parser.add_argument("--instrument", default="clean", help="what watches (default: clean)")
+    parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")
+    parser.add_argument("--output", type=path, required=True, help="the result file to write")
+    parser.add_argument("--log", type=path, help="where the worker's output goes (default: here)")
+    parser.add_argument(
+        "--traces", type=path, help="folder for traces (default: beside OUTPUT, NAME.traces)"
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="measure nothing where OUTPUT is this run's complete result by the present code",
+    )
+    add_experiment_options(parser)
+    return parser
+
+
+def natural(text: str) -> int:
+    """Read a number from 0 up."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args(argv)
+    keep_log(None)  # the supervisor keeps it
+    with ending_in_a_sentence():
+        experiment = read_experiment(arguments)
+        registry.check("instruments", arguments.instrument, "--instrument")
+        registry.refuse_target(experiment, arguments.instrument, "--target")
+    name = run_name(experiment.id, arguments.instrument, arguments.replicate)
+    progress = Progress.current()
+    if progress is not None:
+        progress.announce(name)
+    try:
+        with ending_in_a_sentence():
+            check_writable(arguments.output)
+            result = supervise(
+                experiment,
+                arguments.instrument,
+                arguments.replicate,
+                arguments.output,
+                arguments.log,
+                traces=arguments.traces or arguments.output.with_suffix(".traces"),
+                keep=arguments.keep,
+            )
+    except KeyboardInterrupt:
+        say("interrupted; no result was written")
+        sys.exit(130)
+    if progress is not None:
+        progress.conclude(name, result)
+    tell_result(result)

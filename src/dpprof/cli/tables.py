@@ -1,0 +1,37 @@
+"""Read the results that a manifest lists and write tidy CSV tables."""
+
+from collections.abc import Sequence
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.planning.planner import read_manifest
+from dpprof.system.console import keep_log, say
+from dpprof.system.files import write_atomically
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = Parser(prog="dpprof tables", description=__doc__)
+    parser.add_argument("--manifest", type=path, required=True, help="the list of runs to tabulate")
+    parser.add_argument("--output-dir", type=path, required=True, help="where the tables go")
+    parser.add_argument(
+        "--ceilings", type=path, nargs="*", default=[], help="ceilings of devices to tabulate"
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="leave out what is missing or damaged, and list it"
+    )
+    add_log_option(parser, "what is printed")
+    arguments = parser.parse_args(argv)
+    keep_log(arguments.log)
+    with ending_in_a_sentence():
+        manifest = read_manifest(arguments.manifest)
+        # The manifest lies in results/plan, beside the results that it lists. Links are not
+        # followed: results may be one, to a folder of another name.
+        root = arguments.manifest.absolute().parents[2]
+        collected = collect(manifest, root, partial=arguments.partial, ceilings=arguments.ceilings)
+        for error in collected.damaged:
+            say(f"{error}; it is left out, since the report is partial")
+        for name, table in build_tables(collected).items():
+            write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
+        write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")

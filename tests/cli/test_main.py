@@ -1,0 +1,74 @@
+"""The command ``dpprof``: what it lists, what it refuses, and one subcommand of each sort."""
+
+import importlib
+import json
+
+import pytest
+
+from dpprof.cli.main import COMMANDS, main
+
+
+def test_help_lists_every_subcommand_and_each_has_its_own(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    listed = capsys.readouterr().out
+
+    for name in COMMANDS:
+        assert f"  {name} " in listed
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"dpprof.cli.{name}").main(["--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: dpprof {name} ")
+
+
+def test_without_a_subcommand_the_usage_is_an_error(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+
+    assert ended.value.code == 2
+    assert capsys.readouterr().out.startswith("usage: dpprof COMMAND")
+
+
+def test_an_unknown_subcommand_is_one_sentence_with_the_nearest(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["estimat\x1b[31m"])
+
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert "did you mean 'estimate'?" in said
+    assert said.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package(capsys) -> None:
+    main(["--version"])
+
+    assert capsys.readouterr().out.startswith("dpprof 0.")
+
+
+def test_an_estimate_is_told_and_kept(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
+    given = ["--model", model, "--method", "flash-bk", "--batch-size=3", "--seq-len=4"]
+
+    main(["estimate", *given, "--target=h100", "--device=cuda"])
+
+    said = capsys.readouterr().out
+    (path,) = (tmp_path / "results" / "estimate").glob("*.r0.json")
+    found = json.loads(path.read_text())
+    peak = found["memory"]["peak_allocated_bytes"]
+    assert said.startswith("flash-bk, 3 x 4 tokens, float32\n")
+    assert f"peak    {peak / 2**30:.2f} GiB allocated, in " in said
+    assert f"{found['compute']['dp_flop_multiplier']:.2f} times what the model needs" in said
+    assert f"at least {found['compute']['roofline_step_s'] * 1e3:,.1f} ms a step" in said
+
+
+def test_an_estimate_that_cannot_be_made_says_why(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--dtype=tf32"]
+    with pytest.raises(SystemExit) as ended:
+        main(["estimate", *given, "--device=cpu"])
+
+    assert ended.value.code == 1
+    assert "tf32 is a mode of CUDA" in capsys.readouterr().err

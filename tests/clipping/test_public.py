@@ -1,0 +1,55 @@
+"""What is said to be public can be imported, is documented, and its examples run."""
+
+import doctest
+import inspect
+import sys
+
+import pytest
+from fresh_process import run_fresh
+
+import dpprof.clipping
+import dpprof.monitor
+
+PUBLIC = [
+    *((dpprof.clipping, name) for name in dpprof.clipping.__all__),
+    *((dpprof.monitor, name) for name in dpprof.monitor.__all__ if name != "Sink"),  # a type
+]
+GUARANTEED = ["BookKeeping", "Clipping", "FlashClipping", "NoisyOptimizer", "PerLayerClipping"]
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=lambda one: getattr(one, "__name__", one))
+def test_public_names_are_documented(package, name) -> None:
+    assert inspect.getdoc(getattr(package, name))
+
+
+@pytest.mark.parametrize("name", [*GUARANTEED, "Monitor"])
+def test_examples_run(name) -> None:
+    package = dpprof.monitor if name == "Monitor" else dpprof.clipping
+    one = getattr(package, name)
+    module = sys.modules[one.__module__]
+    (test,) = doctest.DocTestFinder(recurse=False).find(one, name, module=module, globs={})
+
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.parametrize("name", GUARANTEED)
+def test_guarantees_are_stated(name) -> None:
+    assert "Formal guarantees:" in inspect.getdoc(getattr(dpprof.clipping, name))
+
+
+def test_an_unknown_name_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'NoSuch'"):
+        _ = dpprof.clipping.NoSuch
+
+
+def test_clipping_and_monitor_need_none_of_the_extras() -> None:
+    code = """
+import sys
+import dpprof.clipping, dpprof.monitor
+for name in dpprof.clipping.__all__:
+    getattr(dpprof.clipping, name)
+extras = {"snakemake", "matplotlib", "typst", "jinja2", "tensorboard", "pandas"}
+print(sorted(extras & set(sys.modules)))
+"""
+    assert run_fresh(code) == "[]"

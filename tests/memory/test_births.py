@@ -1,0 +1,92 @@
+"""Functions are known by themselves: what they allocate is found under whatever name."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from memory_steps import keep
+from torch import Tensor
+
+from dpprof.memory.recorder import Recorder
+from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
+from dpprof.records.result import COMPONENTS
+from dpprof.spec import registry
+
+
+@pytest.fixture
+def marked(monkeypatch) -> None:
+    """Forget the marks of a test."""
+    monkeypatch.setattr("dpprof.records.births.MARKED", dict(MARKED))
+
+
+def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
+    """Whatever Opacus or this repository stops calling would be attributed to others."""
+    methods = registry.names("methods")
+    declared = {one for name in methods for one in registry.load("methods", name).births}
+    # Few tokens have flash clipping multiply Gram matrices.
+    steps = [*(keep(name) for name in methods), keep("flash", seq_len=4)]
+    seen = {storage.code for step in steps for storage in step._storages}
+    own = {function for function in MARKED if function.__module__.startswith("dpprof.")}
+
+    assert len(own) >= 6
+    assert len(declared) >= 4
+    assert [one for one in own | declared if seen.isdisjoint(codes_of(one))] == []
+
+
+def test_components_of_marks_exist() -> None:
+    of_methods = [registry.load("methods", name).births for name in registry.names("methods")]
+
+    assert {c for births in (MARKED, *of_methods) for c in births.values()} <= set(COMPONENTS)
+
+
+def owners_of(run: Callable[[], object], births: dict) -> list[str | None]:
+    with Recorder(is_there=lambda *_: True) as recorder:
+        run()
+    codes = components_by_code(births)
+    return [codes.get(storage.code) for storage in recorder.storages]
+
+
+def draw() -> list[Tensor]:
+    return [torch.ones(2) for _ in range(2)]
+
+
+def test_a_renamed_function_keeps_what_it_allocates() -> None:
+    renamed = draw
+    renamed.__name__ = renamed.__qualname__ = "made_otherwise"
+
+    assert owners_of(renamed, {renamed: "noise"}) == ["noise", "noise"]
+    assert owners_of(draw, {}) == [None, None]
+
+
+def test_functions_written_within_count_and_functions_called_do_not(marked) -> None:
+    @allocates("noise")
+    def outer() -> list[Tensor]:
+        def inner() -> Tensor:
+            return torch.ones(2)
+
+        return [inner(), *draw()]
+
+    assert owners_of(outer, {}) == ["noise", None, None]
+
+
+def test_a_decorated_function_is_marked_through_its_wrapper(marked) -> None:
+    @allocates("noise")
+    @torch.no_grad()
+    def wrapped() -> Tensor:
+        return torch.ones(2)
+
+    assert owners_of(wrapped, {}) == ["noise"]
+
+
+def test_what_a_method_declares_comes_before_marks(marked) -> None:
+    @allocates("noise")
+    def both() -> Tensor:
+        return torch.ones(2)
+
+    assert owners_of(both, {both: "norm_samples"}) == ["norm_samples"]
+
+
+@pytest.mark.parametrize("name", ["dpprof.clipping.optimizer:draw_noise", len, None])
+def test_what_is_no_function_of_python_is_an_error(name) -> None:
+    with pytest.raises(TypeError, match="births must name functions written in Python"):
+        components_by_code({name: "noise"})
