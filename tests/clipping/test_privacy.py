@@ -134,6 +134,22 @@ def test_a_gradient_is_the_sum_with_opacus_noise_over_the_batch_size_expected(
         torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
+    """Noise below the smallest number of 16 bits still decides how a sum is rounded."""
+    _, optimizer = private(BookKeeping, build())
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    optimizer.expected_batch_size = size = 2**16
+    optimizer.noise_multiplier = size * step / 8 / C
+    summed = torch.full((10_000,), size * step / 2, dtype=dtype)  # half a step, once divided
+
+    optimizer._make_noisy(summed)
+
+    up = (summed > 0).double().mean()
+    assert set(summed.tolist()) == {0.0, step}
+    assert float(up) == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(10_000))
+
+
 @pytest.mark.parametrize("accountant_type", [RDPAccountant, PRVAccountant])
 def test_epsilon_is_opacus_for_the_same_schedule(accountant_type) -> None:
     loader = DPDataLoader.from_data_loader(DataLoader(data(40), batch_size=4))

@@ -223,9 +223,13 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
 
 @allocates("noise")
 def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw Gaussian noise of a tensor's shape, dtype and device."""
+    """Draw Gaussian noise of a tensor's shape and device, in float32 at least.
+
+    In 16 bits noise that is small beside the sum could be rounded away before it is added.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.normal(
-        0.0, std, like.shape, generator=generator, dtype=like.dtype, device=like.device
+        0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device
     )
 
 
