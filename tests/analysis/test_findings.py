@@ -123,7 +123,7 @@ def test_others_on_the_gpu_are_a_finding(tmp_path, others, told) -> None:
     ("recorded", "told"),
     [(9 * 2**20, "1,048,576 bytes more"), (11 * 2**20, "1,048,576 bytes less")],
 )
-def test_books_that_stay_open_are_a_finding(recorded, told, tmp_path) -> None:
+def test_memory_that_is_not_reconciled_is_a_finding(recorded, told, tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
@@ -141,7 +141,7 @@ def test_books_that_stay_open_are_a_finding(recorded, told, tmp_path) -> None:
     ]
 
 
-def test_books_of_another_batch_than_the_experiments_are_none(tmp_path) -> None:
+def test_memory_of_another_batch_than_the_experiments_is_no_finding(tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
@@ -151,7 +151,7 @@ def test_books_of_another_batch_than_the_experiments_are_none(tmp_path) -> None:
     assert tables["findings"].empty
 
 
-def test_books_that_nothing_was_measured_to_compare_with_are_none(tmp_path) -> None:
+def test_memory_that_nothing_was_measured_to_compare_with_is_no_finding(tmp_path) -> None:
     run = (GHOST, "memory", {"recorded": make_memory({"parameters": 2**30})})
 
     assert tables_of_runs(tmp_path, run)["findings"].empty

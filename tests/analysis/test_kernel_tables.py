@@ -75,7 +75,7 @@ def test_a_dtype_without_ceilings_says_why(tmp_path) -> None:
     assert row["utilisation_reason"].endswith("it took too long")
 
 
-def test_kernels_of_no_category_are_a_finding(tmp_path) -> None:
+def test_kernels_of_no_known_kind_are_a_finding(tmp_path) -> None:
     other = {("forward", "gemm"): 9.0, ("forward", "other"): 1.0}
     run = EXPERIMENT, "kernels", {"kernels": make_kernels(other)}
     findings = tables_of_runs(tmp_path, run)["findings"].query("kind == 'other-kernels'")

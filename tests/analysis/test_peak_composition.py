@@ -29,7 +29,7 @@ def tables(tmp_path):
     return tables_of_runs(tmp_path, *runs)
 
 
-def test_a_ledger_stands_for_its_experiment_before_an_estimate(tables) -> None:
+def test_recorded_memory_stands_for_its_experiment_before_an_estimate(tables) -> None:
     told = compose(tables).set_index("experiment_id")
 
     assert told.loc[GHOST.id, ["instrument", "parameters"]].tolist() == ["memory", 200]
@@ -58,5 +58,5 @@ def test_the_memory_of_a_target_is_told_where_it_has_one(tables) -> None:
     assert memory[[GHOST.id, HOOKS.id, ON_CPU.id]].isna().all()
 
 
-def test_no_books_make_no_rows(tables) -> None:
+def test_no_recorded_memory_makes_no_rows(tables) -> None:
     assert compose({stem: table.head(0) for stem, table in tables.items()}).empty

@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import re
 
 import pytest
+from fresh_process import run_fresh
 
-from dpprof.cli.main import COMMANDS, main
+from dpprof.cli.main import COMMANDS, EXTRAS, main
 
 
 def test_help_lists_every_subcommand_and_each_has_its_own(capsys) -> None:
@@ -39,6 +41,25 @@ def test_an_unknown_subcommand_is_one_sentence_with_the_nearest(capsys) -> None:
     assert "\x1b" not in said
     assert "did you mean 'estimate'?" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_missing_extra_is_one_sentence(name) -> None:
+    code = """
+import contextlib, io, sys
+sys.modules |= {"matplotlib": None, "jinja2": None}  # what an import finds that is not installed
+from dpprof.cli.main import main
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    try:
+        main([sys.argv[1], "--help"])
+    except SystemExit as ended:
+        print(ended.code, said.getvalue(), end="")
+"""
+    assert re.fullmatch(
+        rf"1 dpprof {name}: error: (matplotlib|jinja2)\S* is not installed; "
+        r"pip install 'dpprof\[report\]'",
+        run_fresh(code, name),
+    )
 
 
 def test_the_version_is_that_of_the_package(capsys) -> None:

@@ -53,7 +53,7 @@ def test_every_component_has_a_colour_and_what_is_no_owner_a_hatch() -> None:
     assert set(HATCHES) == {"unattributed", "other", "unknown", "idle"}
 
 
-def test_every_category_has_a_colour_and_what_is_none_a_hatch() -> None:
+def test_every_op_kind_has_a_colour_and_what_is_none_a_hatch() -> None:
     assert set(OP_KIND_COLOURS) == {*OP_KINDS, "idle"}
     assert set(PHASE_MARKERS) == set(PHASES)
     assert len(set(PHASE_MARKERS.values())) == len(PHASES)

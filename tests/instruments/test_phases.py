@@ -92,7 +92,7 @@ SCALARS = 2 * (8 + 4)
 @pytest.mark.parametrize(
     "method", ["standard", "opacus-hooks", "opacus-ghost", "flash", "flash-bk", "per-layer"]
 )
-def test_neither_the_census_nor_the_ledger_changes_a_peak(method, processes, measured) -> None:
+def test_neither_the_census_nor_recording_changes_a_peak(method, processes, measured) -> None:
     calls = [
         processes.submit(peaks_here, method, with_books=recorded) for recorded in (False, True)
     ]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import sys
 from functools import partial
 
 import jsonschema
@@ -93,7 +94,7 @@ def test_phases_and_the_search_for_norms_are_told_apart(ghost) -> None:
     }
 
 
-def test_the_books_know_the_same_categories(ghost) -> None:
+def test_recorded_operators_have_the_same_kinds(ghost) -> None:
     """Whatever takes time in a trace has its bytes in the timeline, under the same names."""
     experiment = make_experiment(method="opacus-ghost", timed_steps=2, batch_size=4)
     recorded = record_timelines(experiment, lambda _: None).io
@@ -108,7 +109,7 @@ def test_the_books_know_the_same_categories(ghost) -> None:
 
 
 @pytest.mark.parametrize("method", registry.names("methods"))
-def test_next_to_nothing_has_no_category(method) -> None:
+def test_next_to_nothing_has_no_known_kind(method) -> None:
     experiment = make_experiment(
         method=method, model="tiny", seq_len=32, timed_steps=1, noise_multiplier=0.1
     )
@@ -142,6 +143,16 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_alone(monkeypatch, tmp_
     assert told(measured).total_s > 0
     assert told(measured).trace is None
     assert measured.reasons["kernels.trace"].startswith("it could not be written: ")
+
+
+def test_without_tensorboard_its_events_alone_are_left_out(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    monkeypatch.setenv(TRACES, str(tmp_path))
+    measured = measure(make_experiment(), lambda _: None)
+
+    assert told(measured).trace is not None
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert "pip install 'dpprof[monitor]'" in capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_traced_has_no_kernel_times(monkeypatch, tmp_path) -> None:

@@ -34,7 +34,7 @@ def make(method: str, **fields):
 
 
 @pytest.mark.parametrize(("method", "fields"), CASES, ids=str)
-def test_an_estimate_equals_the_ledger(method, fields) -> None:
+def test_an_estimate_equals_what_is_recorded(method, fields) -> None:
     experiment = make(method, **fields)
     real = measure(experiment, lambda _: None)
     fake = estimate(experiment, lambda _: None)
@@ -124,7 +124,7 @@ def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", registry.names("methods"))
-def test_on_cuda_the_books_close_and_the_estimate_is_near(method) -> None:
+def test_on_cuda_memory_is_reconciled_and_the_estimate_is_near(method) -> None:
     fields = {"model": "small", "method": method, "batch_size": 4, "seq_len": 256}
     experiment = make_experiment(**fields, noise_multiplier=0.1, device="cuda")
     real = measure(experiment, lambda _: None).memory

@@ -39,7 +39,7 @@ def test_the_gradient_is_the_same(method, checkpointing) -> None:
 
 
 @pytest.mark.parametrize(("method", "checkpointing"), CASES)
-def test_books_know_what_is_computed_again(method, checkpointing) -> None:
+def test_the_timeline_has_what_is_computed_again(method, checkpointing) -> None:
     fields = FIELDS | {"method": method}
     plain = estimate(make_experiment(**fields), lambda _: None)
     experiment = make_experiment(checkpointing=checkpointing, **fields)

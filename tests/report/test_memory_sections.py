@@ -221,7 +221,7 @@ def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
     )
 
 
-def test_without_books_there_is_no_such_section(tmp_path) -> None:
+def test_without_recorded_memory_there_is_no_such_section(tmp_path) -> None:
     document = document_of(tmp_path, (STANDARD, "clean", {}))
     titles = {section.title for section in document.sections}
 

@@ -67,7 +67,7 @@ _TIMELINE_COLUMNS = [*RUN_KEY, "ops", "elapsed_s", "phase", *COMPONENTS]
 Rows = Iterator[dict[str, Any]]
 
 
-class _Account(NamedTuple):
+class _Recorded(NamedTuple):
     """A run that recorded or estimated memory, with the parts of its result."""
 
     run: PlannedRun
@@ -86,31 +86,31 @@ def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, 
         per instant, a column for each component) and ``traffic`` (one row per phase,
         op kind or component: FLOPs, and bytes read and written).
     """
-    accounts = list(_find_accounts(collected))
+    recorded = list(_find_recorded(collected))
     measured = _Measured(groups)
     return {
-        "peaks": make_frame((_peak_row(one, measured) for one in accounts), _PEAK_COLUMNS),
+        "peaks": make_frame((_peak_row(one, measured) for one in recorded), _PEAK_COLUMNS),
         "costs": make_frame(
-            (_cost_row(one, measured, collected.ceilings) for one in accounts), _COST_COLUMNS
+            (_cost_row(one, measured, collected.ceilings) for one in recorded), _COST_COLUMNS
         ),
-        "owners": make_frame(_owner_rows(accounts), [*RUN_KEY, "component", "bytes"]),
+        "owners": make_frame(_owner_rows(recorded), [*RUN_KEY, "component", "bytes"]),
         "holdings": make_frame(
-            _holding_rows(accounts),
+            _holding_rows(recorded),
             [*RUN_KEY, *Held.model_fields],
         ),
-        "timeline": make_frame(_instants(accounts), _TIMELINE_COLUMNS),
+        "timeline": make_frame(_instants(recorded), _TIMELINE_COLUMNS),
         "traffic": make_frame(
-            _traffic_rows(accounts), [*RUN_KEY, "by", "key", "flops", "read_bytes", "written_bytes"]
+            _traffic_rows(recorded), [*RUN_KEY, "by", "key", "flops", "read_bytes", "written_bytes"]
         ),
     }
 
 
-def _find_accounts(collected: Collected) -> Iterator[_Account]:
+def _find_recorded(collected: Collected) -> Iterator[_Recorded]:
     for run, result in collected.found:
         memory, compute, io = result.memory, result.compute, result.io
         # The timeline of a capacity is for another batch size than the experiment's.
         if memory and memory.attribution and compute and io and not result.capacity:
-            yield _Account(run, result, memory, compute, io)
+            yield _Recorded(run, result, memory, compute, io)
 
 
 class _Measured:
@@ -152,7 +152,7 @@ def _target_of(experiment: Experiment) -> Target | None:
     return target
 
 
-def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
+def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
     experiment, attribution = one.result.experiment, one.memory.attribution
     at_peak = one.memory.at_peak
     assert attribution is not None
@@ -190,7 +190,7 @@ def _peak_row(one: _Account, measured: _Measured) -> dict[str, Any]:
     )
 
 
-def _cost_row(one: _Account, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
+def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
     compute, io, experiment = one.compute, one.io, one.result.experiment
     group = measured.find(experiment)
     step_s = median(group.step_s) if group is not None and group.step_s else None
@@ -229,22 +229,22 @@ def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | No
     return peak.reason
 
 
-def _owner_rows(accounts: Iterable[_Account]) -> Rows:
-    for one in accounts:
+def _owner_rows(recorded: Iterable[_Recorded]) -> Rows:
+    for one in recorded:
         assert one.memory.at_peak is not None
         for component, size in one.memory.at_peak.components.items():
             yield key_of(one.run) | {"component": component, "bytes": size}
 
 
-def _holding_rows(accounts: Iterable[_Account]) -> Rows:
-    for one in accounts:
+def _holding_rows(recorded: Iterable[_Recorded]) -> Rows:
+    for one in recorded:
         assert one.memory.at_peak is not None
         for held in one.memory.at_peak.largest:
             yield key_of(one.run) | held.model_dump()
 
 
-def _instants(accounts: Iterable[_Account]) -> Rows:
-    for one in accounts:
+def _instants(recorded: Iterable[_Recorded]) -> Rows:
+    for one in recorded:
         line = one.memory.timeline
         assert line is not None
         for row, (ops, phase) in enumerate(zip(line.ops, line.phase, strict=True)):
@@ -256,8 +256,8 @@ def _instants(accounts: Iterable[_Account]) -> Rows:
             )
 
 
-def _traffic_rows(accounts: Iterable[_Account]) -> Rows:
-    for one in accounts:
+def _traffic_rows(recorded: Iterable[_Recorded]) -> Rows:
+    for one in recorded:
         by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
             "phase": (one.compute.flops_by_phase, one.io.by_phase),
             "op_kind": ({}, one.io.by_op_kind),

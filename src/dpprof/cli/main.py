@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from dpprof.spec.validation import one_of
 from dpprof.system.console import printable
@@ -24,6 +25,10 @@ COMMANDS: Mapping[str, str] = {
 """Subcommands, each a module of this package that is imported only where it is asked for."""
 
 
+EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report"}
+"""Subcommands that need more than the package alone, and the extra that has it."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand.
 
@@ -38,11 +43,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(usage())
             sys.exit(0 if given else 2)
         case [name, *rest] if name in COMMANDS:
-            importlib.import_module(f"dpprof.cli.{name}").main(rest)
+            _import(name).main(rest)
         case [name, *_]:
             told = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
             print(printable(f"dpprof: error: {told}"), file=sys.stderr)
             sys.exit(2)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(f"dpprof.cli.{name}")
+    except ModuleNotFoundError as error:
+        if name not in EXTRAS:
+            raise
+        told = f"{error.name} is not installed; pip install 'dpprof[{EXTRAS[name]}]'"
+        print(f"dpprof {name}: error: {told}", file=sys.stderr)
+        sys.exit(1)
 
 
 def usage() -> str:

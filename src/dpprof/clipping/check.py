@@ -2,7 +2,7 @@
 
 A clipping sees the layers of a model and not what happens between them. Samples that are mixed or
 permuted there, a first axis that is not the batch's but as long, a loss that looks at its
-neighbours: each makes norms those of something else. One batch shows it.
+other samples: each makes norms those of something else. One batch shows it.
 
 Shape legend: B samples.
 """

@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 from dpprof.clipping.contributions import Contribution, Lookup, Product, Scale, Shift, Whole
+from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.in_place import is_in_place
 from dpprof.norms import placement
 from dpprof.spec.registry import UnsupportedError
@@ -60,13 +61,7 @@ def count_uses(losses: Tensor) -> Counter[nn.Parameter]:
     What reentrant checkpointing hides is not counted.
     """
     uses: Counter[nn.Parameter] = Counter()
-    waiting, seen = [losses.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+    for node in nodes_behind(losses):
         if isinstance(node, BackwardCFunction):
             uses.update(getattr(node, "clipped", ()))
     return uses

@@ -228,9 +228,7 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
     In 16 bits noise that is small beside the sum could be rounded away before it is added.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.normal(
-        0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device
-    )
+    return torch.normal(0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device)
 
 
 def _replace_hook(optimizer: Optimizer, hook: Any) -> None:

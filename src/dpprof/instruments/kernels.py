@@ -131,7 +131,7 @@ def _leave_events(folder: Path | None, kernels: Kernels) -> None:
         return
     try:
         write_events(folder, kernels)
-    except OSError as error:
+    except (OSError, ImportError) as error:
         say(f"TensorBoard's events could not be written: {error}")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import module as every_module
 
+from dpprof.clipping.graph import nodes_behind
 from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
 from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
@@ -149,13 +150,7 @@ class Witness:
 
     def _see_what_functions_keep(self, output: Tensor) -> None:
         """Note what Python's autograd functions keep on themselves, past autograd's hooks."""
-        waiting, seen = [output.grad_fn], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
+        for node in nodes_behind(output):
             if isinstance(node, BackwardCFunction):
                 for tensor in tensors_in(vars(node)):
                     self._recorder.give_role(tensor, SAVED)

@@ -102,9 +102,9 @@ def check(group: Group, name: str, key: str) -> None:
     Raises:
         InputError: The name does not exist; the message names key, value and existing names.
     """
-    if (group, name) in RENAMED:
-        raise refuse(key, name, f"it is called {RENAMED[group, name]} now")
     if name not in _entries(group):
+        if (group, name) in RENAMED:
+            raise refuse(key, name, f"it is called {RENAMED[group, name]} now")
         raise refuse(key, name, one_of(names(group), name))
 
 

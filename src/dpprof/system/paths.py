@@ -1,5 +1,6 @@
 """The paths of dpprof itself."""
 
+import functools
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ TEMPLATES = PACKAGE / "report" / "templates"
 """The folder of what lays out reports."""
 
 
+@functools.cache
 def find_checkout() -> Path | None:
     """Return the folder of the repository; None where the package was installed from a wheel."""
     folder = PACKAGE.parents[1]

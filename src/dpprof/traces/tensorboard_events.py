@@ -22,12 +22,18 @@ class TensorBoard:
 
     Raises:
         OSError: The directory cannot be written to.
+        ImportError: TensorBoard is not installed.
     """
 
     def __init__(self, directory: str | Path) -> None:
         # The import is slow, so it happens only where a file is written.
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
-        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+            from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard is not installed; pip install 'dpprof[monitor]'"
+            ) from error
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
