@@ -35,6 +35,30 @@ def test_phases_stand_on_top_and_the_peak_is_told(tmp_path) -> None:
     assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([4], [24.0])
 
 
+@pytest.mark.parametrize("at", [0, 1, 5, 6, 9])
+def test_what_is_said_of_the_peak_stays_within_its_panel(tmp_path, at) -> None:
+    recorded = make_memory({"parameters": 888 * MIB}, phase="second_backward")
+    recorded["memory"]["timeline"] |= {
+        "ops": list(range(10)),
+        "phase": ["second_backward"] * 10,
+        "components": {"parameters": [(888 if op == at else 8) * MIB for op in range(10)]},
+    }
+    runs = [
+        (make_experiment(method=method), "memory", {"recorded": recorded})
+        for method in ("standard", "flash", "flash-bk")
+    ]
+    figure = timeline.draw(tables_of_runs(tmp_path, *runs))
+    figure.canvas.draw()
+
+    panels = [axis for axis in figure.axes if axis.get_title()]
+    assert len(panels) == 3
+    for axis in panels:
+        (text,) = [one for one in axis.texts if " in second backward" in one.get_text()]
+        panel, told = axis.get_window_extent(), text.get_window_extent()
+        assert panel.x0 <= told.x0
+        assert told.x1 <= panel.x1
+
+
 def test_a_phase_that_is_too_short_for_its_name_has_a_shorter_one_or_none(tmp_path) -> None:
     recorded = make_memory(OWNED)
     recorded["memory"]["timeline"] |= {

@@ -54,7 +54,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         step = instants.loc[[tuple(run[RUN_KEY])]]
         _draw_areas(axis, step, _UNITS[unit], highest * VISIBLE)
         _mark_phases(axis, step, columns)
-        _mark_peak(axis, step, run, unit)
+        _mark_peak(axis, step, run, unit, columns)
         axis.set_ylim(0, highest / _UNITS[unit] * _HEADROOM)
         axis.set_xlim(0, step["ops"].max())
         axis.grid(visible=False)
@@ -120,16 +120,20 @@ def _phases_of(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
             yield str(phase), start, end
 
 
-def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str) -> None:
+def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str, columns: int) -> None:
     total = step[list(COMPONENT_COLOURS)].sum(axis=1)
     op = step["ops"].iloc[int(total.to_numpy().argmax())]
     peak = run["peak_bytes"] / _UNITS[unit]
     axis.plot(op, peak, "o", color="black", markersize=2.5)
+    text = f"{peak:,.1f} {unit} in {str(run['phase']).replace('_', ' ')}"
+    # Above the peak, but no further out than the panel has room for the text.
+    length = step["ops"].max()
+    half = min(1.0, _LETTER * 6.5 / 5.5 * columns * len(text)) / 2
     axis.annotate(
-        f"{peak:,.1f} {unit} in {str(run['phase']).replace('_', ' ')}",
+        text,
         (op, peak),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="left" if op < step["ops"].max() / 2 else "right",
+        xytext=(min(max(op, half * length), (1 - half) * length), 3),
+        textcoords=("data", "offset points"),
+        ha="center",
         fontsize=6.5,
     )
