@@ -22,6 +22,7 @@ from dpprof.flops.op_costs import Cost, Rule, learn_rule
 from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms.code_paths import CodePath, finds_norms
+from dpprof.records.births import HELPERS
 from dpprof.records.result import OpKind, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -332,8 +333,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _name(code: CodeType, module: str) -> str | None:
     """Name a function, ``module:function``; None for plumbing."""
     file = code.co_filename
-    plumbing = file.startswith((_OWN, "<")) or (
-        file.startswith(_TORCH) and not any(part in file for part in _NAMED_IN_TORCH)
+    plumbing = (
+        code in HELPERS
+        or file.startswith((_OWN, "<"))
+        or (file.startswith(_TORCH) and not any(part in file for part in _NAMED_IN_TORCH))
     )
     # A comprehension or a nested function counts as the function that it is written in.
     return None if plumbing else f"{module}:{code.co_qualname.partition('.<locals>')[0]}"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dpprof.norms import placement
+from dpprof.records.births import allocates_for_its_caller
 
 WORKSPACE_BYTES = 8 * 2**20
 """What the norm of a matrix may take beside its arguments and its result, at most, however many
@@ -40,6 +41,7 @@ def spans(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(total, start + size))
 
 
+@allocates_for_its_caller
 def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
     """Multiply matrices of each sample; (B, M, K) and (B, K, N) to (B, M, N).
 

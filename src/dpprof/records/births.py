@@ -23,7 +23,7 @@ MARKED: "dict[Function, Component]" = {}
 def allocates(component: "Component") -> Callable[[_F], _F]:
     """Mark a function: what is allocated in its own code belongs to a component.
 
-    What functions that it calls allocate is theirs.
+    What functions that it calls allocate is theirs, unless they allocate for their caller.
 
     Args:
         component: To whom it belongs, whatever the method.
@@ -34,6 +34,16 @@ def allocates(component: "Component") -> Callable[[_F], _F]:
         return function
 
     return mark
+
+
+HELPERS: set[CodeType] = set()
+"""The code of every function that allocates for whoever calls it."""
+
+
+def allocates_for_its_caller(function: _F) -> _F:
+    """Mark a helper: what is allocated in its code counts as allocated by its caller."""
+    HELPERS.update(codes_of(function))
+    return function
 
 
 def components_by_code(births: "Mapping[Function, Component]") -> "dict[CodeType, Component]":
