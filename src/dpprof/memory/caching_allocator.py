@@ -1,0 +1,382 @@
+"""PyTorch's CUDA caching allocator, simulated: how many bytes it would allocate and reserve.
+
+Follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are rounded up
+to 512 bytes. Small requests (at most 1 MiB) and large ones have a pool each. The allocator takes
+the smallest free block that is large enough and splits it; neighbouring free blocks merge. Where
+no block fits, it reserves a segment. Where that exceeds the device's memory, it releases the
+segments that nothing uses, and tries once more: a retry.
+
+Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``, several streams, CUDA graphs.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+MIB = 2**20
+MIN_BLOCK = 512
+SMALL = MIB
+"""The largest request of the small pool."""
+
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+MIN_LARGE = 10 * MIB
+"""A request of this size or more gets a segment of its own size, in multiples of 2 MiB."""
+
+ROUND_LARGE = 2 * MIB
+_ADDRESSES = 2**50
+"""So many addresses a segment may take, where the device's memory is not known."""
+
+
+class Settings(NamedTuple):
+    """What the environment variable ``PYTORCH_ALLOC_CONF`` can change."""
+
+    expandable_segments: bool = False
+    """Give each pool one range of addresses, and back it with memory page by page."""
+
+    garbage_collection_threshold: float = 0.0
+    """Share of the limit above which segments that nothing uses are released; 0 for never."""
+
+
+DEFAULT = Settings()
+EXPANDABLE = Settings(expandable_segments=True)
+
+
+class OutOfMemoryError(MemoryError):
+    """The request does not fit, even after the cache was released."""
+
+
+class Peaks(NamedTuple):
+    """The largest values of the allocator's counters since ``reset_peaks``; bytes."""
+
+    requested_bytes: int
+    """Sizes as requested (``requested_bytes.all.peak`` of ``torch.cuda.memory_stats``)."""
+
+    allocated_bytes: int
+    """Whole blocks (``torch.cuda.max_memory_allocated``)."""
+
+    reserved_bytes: int
+    """Segments (``torch.cuda.max_memory_reserved``)."""
+
+
+def round_size(nbytes: int) -> int:
+    """Return the least size of the block that holds a request; bytes."""
+    return max(MIN_BLOCK, _round_up(nbytes, MIN_BLOCK))
+
+
+def segment_size(size: int) -> int:
+    """Return the size of the segment that is reserved for a rounded request; bytes."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
+
+
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+class _Block:
+    """A range of addresses, and its neighbours in the segment."""
+
+    __slots__ = ("address", "born", "free", "mapped", "next", "pool", "previous", "size")
+
+    def __init__(self, pool: "_Pool", address: int, size: int, *, mapped: bool = True) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.mapped = mapped
+        """Whether memory backs it; always, but for expandable segments."""
+
+        self.free = True
+        self.born = 0
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+
+    def cut(self, size: int) -> "_Block":
+        """Cut the block to a size; return the rest as the next block."""
+        rest = _Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
+        rest.previous, rest.next = self, self.next
+        if self.next is not None:
+            self.next.previous = rest
+        self.next = rest
+        self.size = size
+        return rest
+
+
+class _Pool:
+    """The free blocks of small or of large requests, by size and address."""
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
+        self.free: list[tuple[int, int, _Block]] = []
+        self.unmapped: list[tuple[int, _Block]] = []
+        self.searches = 0
+
+    def insert(self, block: _Block) -> None:
+        if block.mapped:
+            block.born = self.searches
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: _Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def find(self, size: int) -> _Block | None:
+        """Return the best fit among the free blocks."""
+        self.searches += 1
+        at = bisect_left(self.free, (size,))
+        if at == len(self.free):
+            return None
+        best = self.free[at][2]
+        for _, _, other in self.free[at + 1 :] if self._room(best) > best.size else ():
+            # A block that can grow counts as large as it can become.
+            if self._room(other) >= self._room(best):
+                break
+            best = other
+        return best
+
+    @staticmethod
+    def _room(block: _Block) -> int:
+        grows = block.next is not None and not block.next.mapped
+        return block.size + (block.next.size if grows and block.next else 0)
+
+
+class CachingAllocator:
+    """Allocates and frees as PyTorch does on a CUDA device.
+
+    Args:
+        limit_bytes: What the device can give; None for no limit.
+        settings: As ``PYTORCH_ALLOC_CONF`` has them.
+
+    Example:
+        >>> allocator = CachingAllocator()
+        >>> allocator.allocate("weights", 25_000_000)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        (25165824, 25165824)
+        >>> allocator.free("weights")
+        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        (0, 25165824)
+    """
+
+    def __init__(self, limit_bytes: int | None = None, settings: Settings = DEFAULT) -> None:
+        self.requested_bytes = 0
+        self.allocated_bytes = 0
+        self.reserved_bytes = 0
+        self.retries = 0
+        """How often the cache was released to make room (``num_alloc_retries``)."""
+
+        self.segments: list[int] = []
+        """Size of each segment in the order in which they were reserved; of expandable segments
+        what was mapped at once."""
+
+        self.peaks = Peaks(0, 0, 0)
+        self._limit = limit_bytes
+        self._settings = settings
+        self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
+        self._live: dict[Hashable, tuple[_Block, int]] = {}
+        self._top = LARGE_SEGMENT
+
+    def allocate(self, key: Hashable, nbytes: int) -> None:
+        """Allocate a number of bytes under a key; nothing for none.
+
+        Raises:
+            OutOfMemoryError: They do not fit.
+            ValueError: The key is in use.
+        """
+        if key in self._live:
+            raise ValueError(f"{key!r} is allocated already")
+        if nbytes == 0:
+            return
+        size = round_size(nbytes)
+        pool = self._small if size <= SMALL else self._large
+        block = pool.find(size)
+        if block is None:
+            self._collect_garbage()
+            block = self._reserve(pool, size) or self._retry(pool, size)
+        else:
+            pool.remove(block)
+        if block is None:
+            raise OutOfMemoryError(
+                f"tried to allocate {nbytes:,} bytes; {self.allocated_bytes:,} are allocated and "
+                f"{self.reserved_bytes:,} reserved of {self._limit:,}"
+            )
+        if self._is_split(block, size):
+            pool.insert(block.cut(size))
+        block.free = False
+        self._live[key] = block, nbytes
+        self.allocated_bytes += block.size
+        self.requested_bytes += nbytes
+        self._note_peaks()
+
+    def free(self, key: Hashable) -> None:
+        """Free what was allocated under a key; nothing where nothing was.
+
+        The block is kept for later requests: what is reserved stays reserved.
+        """
+        if key not in self._live:
+            return
+        block, nbytes = self._live.pop(key)
+        self.allocated_bytes -= block.size
+        self.requested_bytes -= nbytes
+        block.free = True
+        self._insert_merged(block)
+
+    def release_cache(self) -> None:
+        """Give back to the device what nothing uses, as ``torch.cuda.empty_cache`` does."""
+        for pool in (self._large, self._small):
+            for _, _, block in list(pool.free):
+                if self._settings.expandable_segments:
+                    self._unmap(block)
+                elif block.previous is None and block.next is None:
+                    self._release(block)
+
+    def reset_peaks(self) -> None:
+        """Let peaks start from what is allocated now."""
+        self.peaks = Peaks(0, 0, 0)
+        self._note_peaks()
+
+    def live_blocks(self) -> Iterator[tuple[Hashable, int, int]]:
+        """Yield key, requested bytes and bytes of the block of all that is allocated."""
+        for key, (block, nbytes) in self._live.items():
+            yield key, nbytes, block.size
+
+    def _note_peaks(self) -> None:
+        now = self.requested_bytes, self.allocated_bytes, self.reserved_bytes
+        self.peaks = Peaks(*map(max, self.peaks, now))
+
+    def _is_split(self, block: _Block, size: int) -> bool:
+        rest = block.size - size
+        if block.pool.is_small or self._settings.expandable_segments:
+            return rest >= MIN_BLOCK
+        return rest > SMALL
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._limit is None or self.reserved_bytes + nbytes <= self._limit
+
+    def _retry(self, pool: _Pool, size: int) -> _Block | None:
+        self.retries += 1
+        self.release_cache()
+        return self._reserve(pool, size)
+
+    def _reserve(self, pool: _Pool, size: int) -> _Block | None:
+        if self._settings.expandable_segments:
+            return self._expand(pool, size)
+        total = segment_size(size)
+        if not self._fits(total):
+            return None
+        self._grow(total)
+        return _Block(pool, self._take_addresses(total), total)
+
+    def _grow(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self.segments.append(nbytes)
+
+    def _take_addresses(self, nbytes: int) -> int:
+        """Return the address of a new segment: aligned to pages, and next to no other."""
+        address = self._top
+        self._top += _round_up(nbytes + 1, LARGE_SEGMENT)
+        return address
+
+    def _release(self, block: _Block) -> None:
+        block.pool.remove(block)
+        self.reserved_bytes -= block.size
+
+    def _insert_merged(self, block: _Block) -> None:
+        """Merge a free block with free neighbours that are mapped as it is, and insert it."""
+        for neighbour in (block.previous, block.next):
+            if neighbour is None or not neighbour.free or neighbour.mapped != block.mapped:
+                continue
+            block.pool.remove(neighbour)
+            first, second = sorted((block, neighbour), key=lambda one: one.address)
+            first.size += second.size
+            first.next = second.next
+            if second.next is not None:
+                second.next.previous = first
+            block = first
+        block.pool.insert(block)
+
+    def _collect_garbage(self) -> None:
+        """Release whole segments, those unused longest first, until enough is free."""
+        if self._limit is None or not self._settings.garbage_collection_threshold:
+            return
+        excess = self.reserved_bytes - int(
+            self._settings.garbage_collection_threshold * self._limit
+        )
+        pool = self._large
+        whole = [b for _, _, b in pool.free if b.previous is None and b.next is None]
+        while excess > 0 and whole and not self._settings.expandable_segments:
+            ages = {block: pool.searches - block.born for block in whole}
+            average = sum(ages.values()) / len(whole)
+            for block in [block for block in whole if ages[block] >= average]:
+                if excess > 0:
+                    excess -= block.size
+                    self._release(block)
+                    whole.remove(block)
+
+    def _expand(self, pool: _Pool, size: int) -> _Block | None:
+        """Map pages after a free block until it is large enough; None where memory ends."""
+        block = self._find_expandable(pool, size)
+        while not block.mapped or block.size < size:
+            unmapped = block if not block.mapped else block.next
+            assert unmapped is not None
+            missing = size if unmapped is block else size - block.size
+            mapped = self._map(unmapped, min(missing, unmapped.size))
+            if mapped is None:
+                return None
+            block = mapped
+        pool.remove(block)
+        return block
+
+    def _find_expandable(self, pool: _Pool, size: int) -> _Block:
+        """Return the first block of a run, free or unmapped, that can hold a request."""
+        for _, block in pool.unmapped:
+            before = block.previous
+            first = before if before is not None and before.free else block
+            room, one = 0, first
+            while one is not None and one.free and room < size:
+                room += one.size
+                one = one.next  # type: ignore[assignment]
+            if room >= size:
+                return first
+        addresses = _ADDRESSES if self._limit is None else self._limit + self._limit // 8
+        total = _round_up(max(addresses, size), pool.page)
+        block = _Block(pool, self._take_addresses(total), total, mapped=False)
+        pool.insert(block)
+        return block
+
+    def _map(self, block: _Block, nbytes: int) -> _Block | None:
+        """Back the start of an unmapped block with whole pages; return the free block there."""
+        size = _round_up(nbytes, block.pool.page)
+        if not self._fits(size):
+            return None
+        block.pool.remove(block)
+        if size < block.size:
+            block.pool.insert(block.cut(size))
+        block.mapped = True
+        self._grow(size)
+        before = block.previous
+        merges = before is not None and before.free and before.mapped
+        self._insert_merged(block)
+        return before if merges else block
+
+    def _unmap(self, block: _Block) -> None:
+        """Take the whole pages of a free block away."""
+        pool = block.pool
+        start = _round_up(block.address, pool.page)
+        end = (block.address + block.size) // pool.page * pool.page
+        if start >= end:
+            return
+        pool.remove(block)
+        if end < block.address + block.size:
+            pool.insert(block.cut(end - block.address))
+        if block.address < start:
+            head, block = block, block.cut(start - block.address)
+            pool.insert(head)
+        block.mapped = False
+        self.reserved_bytes -= block.size
+        self._insert_merged(block)
