@@ -1,0 +1,111 @@
+"""Recorded allocations, placed by the simulated caching allocator from the first one on.
+
+The last step is repeated until the allocator reserves nothing more for it. That is the pattern
+that a long training shows.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from dpprof.memory.caching_allocator import DEFAULT, CachingAllocator, Peaks, Settings
+from dpprof.memory.recorder import Born, Died, Event
+
+MOST_STEPS = 10
+"""The last step is repeated this often at most."""
+
+
+class Placement(NamedTuple):
+    """How the allocator places a training."""
+
+    peaks: Peaks
+    """Of the last step that was played."""
+
+    retries: int
+    """How often the allocator released its cache to make room, in all steps together."""
+
+    retries_in_last_step: int
+    """The same in the last step alone: what every later step costs."""
+
+    steps: int
+    """How many times the last step was played until its pattern repeated."""
+
+
+def place(
+    before: Iterable[Event],
+    step: Sequence[Event],
+    size_of: Callable[[int], int],
+    limit_bytes: int | None = None,
+    settings: Settings = DEFAULT,
+) -> Placement:
+    """Play a training's events into a new allocator.
+
+    Args:
+        before: What was recorded from the first allocation up to the last step.
+        step: What was recorded of the last step.
+        size_of: The bytes that a storage requested, by its number.
+        limit_bytes: What the device can give; None for no limit.
+        settings: Of the allocator.
+
+    Raises:
+        OutOfMemoryError: The allocator finds no room for a request.
+    """
+    allocator = CachingAllocator(limit_bytes, settings)
+    player = _Player(allocator, size_of)
+    player.play(before, {})
+    predecessors = _match(step, size_of)
+    steps, retries = 0, 0
+    while steps < MOST_STEPS:
+        reserved, retries = allocator.reserved_bytes, allocator.retries
+        allocator.reset_peaks()
+        keys = player.keys
+        player.play(step, {n: keys[left] for n, left in predecessors.items() if left in keys})
+        steps += 1
+        if steps > 1 and (allocator.reserved_bytes, allocator.retries) == (reserved, retries):
+            break
+    return Placement(allocator.peaks, allocator.retries, allocator.retries - retries, steps)
+
+
+class _Player:
+    """Plays events; a storage that is born again gets a key of its own."""
+
+    def __init__(self, allocator: CachingAllocator, size_of: Callable[[int], int]) -> None:
+        self.keys: dict[int, tuple[int, int]] = {}
+        """The allocator's key of each storage that was born last under its number."""
+
+        self._allocator = allocator
+        self._size_of = size_of
+        self._turn = 0
+
+    def play(self, events: Iterable[Event], inherited: Mapping[int, tuple[int, int]]) -> None:
+        """Play events once; what was left behind by the turn before is freed in place of others."""
+        self._turn += 1
+        for event in events:
+            match event:
+                case Born(number):
+                    self.keys[number] = self._turn, number
+                    self._allocator.allocate(self.keys[number], self._size_of(number))
+                case Died(number):
+                    key = inherited.get(number) or self.keys.get(number)
+                    if key is not None:
+                        self._allocator.free(key)
+
+
+def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, int]:
+    """Pair what a step frees of the step before with what it leaves behind itself, by size."""
+    left = {event.number: None for event in step if isinstance(event, Born)}
+    freed = []
+    for event in step:
+        if isinstance(event, Died):
+            if event.number in left:
+                del left[event.number]
+            else:
+                freed.append(event.number)
+    by_size: defaultdict[int, deque[int]] = defaultdict(deque)
+    for number in left:
+        by_size[size_of(number)].append(number)
+    return {
+        number: by_size[size_of(number)].popleft()
+        for number in sorted(freed)
+        if by_size[size_of(number)]
+    }
