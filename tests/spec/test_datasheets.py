@@ -28,8 +28,10 @@ PROCESSORS = {
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_no_peak_is_that_of_sparse_matrices(name: str) -> None:
     processors, flops_per_clock, mhz = PROCESSORS[name]
-    peaks = find_by_device_name(name).flops_per_s
+    gpu = find_by_device_name(name)
+    peaks = gpu.flops_per_s
 
+    assert gpu.multiprocessors == processors
     assert peaks["bfloat16"] == pytest.approx(processors * flops_per_clock * mhz * 1e6, rel=0.05)
     assert peaks["tf32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.05)
 

@@ -13,8 +13,13 @@ _CONTEXT = 600 * 2**20
 context (pytorch#109888, unsloth-zoo#1053), and the libraries' kernels add to that."""
 
 
-def _gpu(
-    total_bytes: float, tflops: tuple[float, float, float, float], gb_per_s: float, cc: str, at: str
+def _gpu(  # noqa: PLR0917 (a row of a table)
+    total_bytes: float,
+    tflops: tuple[float, float, float, float],
+    gb_per_s: float,
+    cc: str,
+    multiprocessors: int,
+    at: str,
 ) -> Target:
     dtypes: tuple[Dtype, ...] = ("float64", "float32", "tf32", "bfloat16")
     return Target(
@@ -22,6 +27,7 @@ def _gpu(
         flops_per_s={name: value * 1e12 for name, value in zip(dtypes, tflops, strict=True)},
         bandwidth_bytes_per_s=gb_per_s * 1e9,
         compute_capability=cc,
+        multiprocessors=multiprocessors,
         source=at,
     )
 
@@ -31,6 +37,7 @@ H200 = _gpu(
     (67, 67, 494.7, 989.4),
     4800,
     "9.0",
+    132,
     "NVIDIA H200 Tensor Core GPU data sheet, SXM, without sparsity",
 )
 H100 = _gpu(
@@ -38,6 +45,7 @@ H100 = _gpu(
     (67, 67, 494.7, 989.4),
     3350,
     "9.0",
+    132,
     "NVIDIA H100 Tensor Core GPU data sheet, SXM5 80 GB, without sparsity",
 )
 H100_PCIE = _gpu(
@@ -45,6 +53,7 @@ H100_PCIE = _gpu(
     (51, 51, 378, 756),
     2000,
     "9.0",
+    114,
     "NVIDIA H100 Tensor Core GPU architecture white paper, PCIe 80 GB, without sparsity",
 )
 H100_NVL = _gpu(
@@ -52,6 +61,7 @@ H100_NVL = _gpu(
     (60, 60, 417.5, 835),
     3900,
     "9.0",
+    132,
     "NVIDIA H100 Tensor Core GPU data sheet, NVL 94 GB, without sparsity",
 )
 A100 = _gpu(
@@ -59,6 +69,7 @@ A100 = _gpu(
     (19.5, 19.5, 156, 312),
     2039,
     "8.0",
+    108,
     "NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB, without sparsity",
 )
 A100_PCIE = _gpu(
@@ -66,6 +77,7 @@ A100_PCIE = _gpu(
     (19.5, 19.5, 156, 312),
     1935,
     "8.0",
+    108,
     "NVIDIA A100 Tensor Core GPU data sheet, PCIe 80 GB, without sparsity",
 )
 A100_40GB = _gpu(
@@ -73,6 +85,7 @@ A100_40GB = _gpu(
     (19.5, 19.5, 156, 312),
     1555,
     "8.0",
+    108,
     "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB, without sparsity",
 )
 B200 = _gpu(
@@ -80,6 +93,7 @@ B200 = _gpu(
     (37, 75, 1100, 2250),
     7700,
     "10.0",
+    148,
     "NVIDIA Blackwell data sheet, HGX B200, without sparsity",
 )
 L40S = _gpu(
@@ -87,6 +101,7 @@ L40S = _gpu(
     (1.43, 91.6, 183, 362),
     864,
     "8.9",
+    142,
     "NVIDIA L40S data sheet, without sparsity",
 )
 L4 = _gpu(
@@ -94,6 +109,7 @@ L4 = _gpu(
     (0.47, 30.3, 60, 121),
     300,
     "8.9",
+    58,
     "NVIDIA L4 Tensor Core GPU data sheet, without sparsity",
 )
 RTX_4090 = _gpu(
@@ -101,6 +117,7 @@ RTX_4090 = _gpu(
     (1.29, 82.6, 82.6, 165.2),
     1008,
     "8.9",
+    128,
     "NVIDIA Ada GPU architecture white paper, appendix on the RTX 4090, without sparsity",
 )
 

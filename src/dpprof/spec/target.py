@@ -32,6 +32,11 @@ class Target(BaseModel):
     compute_capability: Annotated[str, Field(pattern=r"^[0-9]{1,2}\.[0-9]$")] = Field(
         "8.0", description="of the CUDA device; decides how much memory libraries allocate"
     )
+    multiprocessors: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None,
+        description="of the CUDA device; decides what reductions allocate while they run, which is "
+        "left out where this is not given",
+    )
     source: str = Field("the config", description="source of the figures")
 
     def __hash__(self) -> int:
