@@ -8,7 +8,7 @@ from dpprof.instruments.setup import set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.timeline import MemoryTimeline
-from dpprof.records.result import COMPONENTS, Component
+from dpprof.records.terms import COMPONENTS, Component
 from dpprof.spec import registry
 
 B, T, V, D = 3, 32, 50, 16

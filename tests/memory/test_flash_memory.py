@@ -10,7 +10,7 @@ from dpprof.instruments.memory import TimelineRecorder, record_timelines, tracin
 from dpprof.instruments.setup import make_batch
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.norms.tiles import WORKSPACE_BYTES
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
 
 MIB = 2**20

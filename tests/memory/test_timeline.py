@@ -3,7 +3,7 @@
 import pytest
 from memory_steps import MODEL, B, D, P, T, V, at_end_of, at_peak, keep
 
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
 
 SUMS = B * 4

@@ -6,7 +6,7 @@ from; so both give it the same kind, and bytes can be divided by seconds.
 
 from typing import Literal
 
-from dpprof.records.result import OpKind, Phase
+from dpprof.records.terms import OpKind, Phase
 
 Family = Literal[
     "matmul",

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch
-from dpprof.records.result import Component
+from dpprof.records.terms import Component
 
 _OF_PARAMETERS: tuple[Component, ...] = (
     "per_sample_gradients",

@@ -19,7 +19,8 @@ from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.training_step import Enter
-from dpprof.records.result import Energy, Measurement, Memory, Observed, Throughput, Time
+from dpprof.records.result import Energy, Measurement, Observed, Throughput, Time
+from dpprof.records.step_costs import Memory
 from dpprof.spec.experiment import Experiment
 
 

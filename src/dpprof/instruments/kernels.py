@@ -21,7 +21,8 @@ from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.launch.protocol import traces_folder
 from dpprof.methods.training_step import Enter
 from dpprof.norms.code_paths import CodePath, finds_norms
-from dpprof.records.result import Kernels, Measurement, Observed, Phase
+from dpprof.records.result import Kernels, Measurement, Observed
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from dpprof.traces.events import write_events

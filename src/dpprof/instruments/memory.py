@@ -25,7 +25,8 @@ from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.result import Measurement, Memory, Observed
+from dpprof.records.result import Measurement, Observed
+from dpprof.records.step_costs import Memory
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment

@@ -16,7 +16,9 @@ from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.training_step import Enter
-from dpprof.records.result import Measurement, Memory, Observed, Phase, Snapshot, Time
+from dpprof.records.result import Measurement, Observed, Time
+from dpprof.records.step_costs import Memory, Snapshot
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 
 _ELSEWHERE = "this instrument would be in it; the instrument clean tells"

@@ -7,7 +7,8 @@ from dpprof.devices.device import Counters
 from dpprof.instruments.census import Holdings
 from dpprof.instruments.setup import Training
 from dpprof.methods.training_step import Enter
-from dpprof.records.result import Phase, Snapshot
+from dpprof.records.step_costs import Snapshot
+from dpprof.records.terms import Phase
 
 _AFTER: dict[Phase, str] = {
     "forward": "after_forward",

@@ -15,7 +15,7 @@ from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
 from dpprof.norms.code_paths import CodePath
-from dpprof.records.result import Phase
+from dpprof.records.terms import Phase
 
 _NAME_OF_MODEL = "(model)"
 _WRAPPER = "_module."

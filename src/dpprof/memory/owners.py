@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dpprof.memory.recorder import Storage
 from dpprof.methods.opacus_paths import OpacusPath
-from dpprof.records.result import Component, Evidence
+from dpprof.records.terms import Component, Evidence
 
 SAVED = "saved"
 LOGITS = "logits"

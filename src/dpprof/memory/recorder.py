@@ -23,7 +23,7 @@ from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
-from dpprof.records.result import OpKind, Phase
+from dpprof.records.terms import OpKind, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)

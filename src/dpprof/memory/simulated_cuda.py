@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from dpprof.memory import attention_backends
 from dpprof.memory.recorder import Workspace
 from dpprof.norms.placement import as_if_on_cuda
-from dpprof.records.result import Phase
+from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
 
 aten = torch.ops.aten

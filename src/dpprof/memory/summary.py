@@ -15,22 +15,8 @@ from dpprof.memory.recorder import Op
 from dpprof.memory.timeline import Holding, MemoryTimeline
 from dpprof.models.build import find_dimensions
 from dpprof.records.reconciliation import reconcile
-from dpprof.records.result import (
-    COMPONENTS,
-    EVIDENCE,
-    AtPeak,
-    Component,
-    Compute,
-    Evidence,
-    Held,
-    Io,
-    Memory,
-    Moved,
-    OpKind,
-    Phase,
-    Timeline,
-    Work,
-)
+from dpprof.records.step_costs import AtPeak, Compute, Held, Io, Memory, Moved, Timeline, Work
+from dpprof.records.terms import COMPONENTS, EVIDENCE, Component, Evidence, OpKind, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
 

@@ -21,7 +21,7 @@ from dpprof.memory.recorder import (
     Storage,
     Unsaved,
 )
-from dpprof.records.result import COMPONENTS, Component, Phase
+from dpprof.records.terms import COMPONENTS, Component, Phase
 
 _COLUMN = {component: column for column, component in enumerate(COMPONENTS)}
 
