@@ -34,7 +34,7 @@ def test_a_later_step_leaves_as_much_as_it_found(method) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_evidence_by_phase_alone_is_rare(method) -> None:
-    holdings = keep(method).holdings_at_peak()
+    holdings = keep(method).live_storages_at_peak()
     guessed = sum(h.storage.nbytes for h in holdings if h.owner.evidence == "phase")
 
     assert guessed <= 0.1 * sum(h.storage.nbytes for h in holdings)

@@ -19,7 +19,7 @@ class Snapshot(Part):
     )
 
 
-class Held(Part):
+class LiveAllocation(Part):
     """Storages alive at the peak that have the same owner and the same origin."""
 
     component: Component
@@ -39,7 +39,7 @@ class AtPeak(Part):
     phase: Phase
     module: str | None
     op: str | None
-    largest: list[Held] = Field(description="the largest holdings, largest first")
+    largest: list[LiveAllocation] = Field(description="the largest holdings, largest first")
 
 
 class Timeline(Part):
