@@ -1,4 +1,6 @@
-"""The memory of a small model's step, followed."""
+"""The recorded memory of a small model's step."""
+
+import functools
 
 from factory import make_experiment
 
@@ -34,6 +36,10 @@ def keep(method: str, **fields) -> MemoryTimeline:
         training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, lambda _: None)
         return record_timelines(timeline_recorder, training.batch, 3)[1]
+
+
+keep_once = functools.cache(keep)
+"""As ``keep``, recorded once for all tests that change nothing."""
 
 
 def at_peak(step: MemoryTimeline) -> dict[Component, int]:
