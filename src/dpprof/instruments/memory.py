@@ -22,7 +22,7 @@ from dpprof.memory.cuda_workspaces import cuda_workspaces
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.reduction_buffers import Processors
-from dpprof.memory.summary import state_compute, state_io, state_memory
+from dpprof.memory.summary import simulate_allocator, state_compute, state_io, state_memory
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
@@ -40,7 +40,8 @@ ESTIMATED_STEPS = 2
 """The second step is like every later one: gradients and optimizer state exist."""
 
 _NOT_KNOWN = {
-    "memory.peak_reserved_bytes": "the timeline sees storages, not what the allocator reserves",
+    "memory.peak_reserved_bytes": "the instrument clean measures it",
+    "memory.allocator": "PyTorch's CPU allocator has no pool of blocks",
     "memory.peak_rss_bytes": "the instrument clean measures it",
     "memory.peak_device_used_bytes": "the instrument clean measures it",
     "memory.alloc_retries": "the instrument clean measures it",
@@ -129,7 +130,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     counted_s = time.perf_counter() - started
     allocator_peak, resident_bytes = device.peaks().allocated_bytes, peak_rss_bytes()
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
-    memory = state_memory(experiment, first, steady, allocator_peak, real=True)
+    total = int(torch.cuda.get_device_properties().total_memory) if on_cuda else None
+    allocator = simulate_allocator(steady, total) if on_cuda else None
+    memory = state_memory(experiment, first, steady, allocator_peak, real=True, allocator=allocator)
     told = state(
         experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=ceilings
     )
@@ -179,7 +182,8 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
-    memory = state_memory(experiment, first, steady, None, real=False)
+    allocator = simulate_allocator(steady, int(target.memory_bytes)) if target else None
+    memory = state_memory(experiment, first, steady, None, real=False, allocator=allocator)
     return state(
         experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=target
     )
@@ -262,6 +266,8 @@ def state(
     compute = state_compute(experiment, training.step.module, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
+    predicted = {f"memory.{name}" for name, value in memory if value is not None}
+    unknown = {name: why for name, why in _NOT_KNOWN.items() if name not in predicted}
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -270,5 +276,5 @@ def state(
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),
-        reasons=_NOT_KNOWN | not_run | paths.reasons | training.step.reasons,
+        reasons=unknown | not_run | paths.reasons | training.step.reasons,
     )
