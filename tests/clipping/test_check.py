@@ -4,21 +4,12 @@ import copy
 
 import pytest
 import torch
-from small_models import KINDS, Small, draw
+from small_models import EVERY, FLAT, KINDS, build, draw
 from torch import nn
 from torch.nn import functional
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.check import WrongGradientError
-from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
-
-EVERY = [FlashClipping, BookKeeping, PerLayerClipping]
-
-
-def build(kind: str = "layer norm", *, bias: bool = True) -> Small:
-    torch.manual_seed(0)
-    return Small(kind, 6, 9, bias=bias).double()
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -36,7 +27,7 @@ def test_right_models_pass(kind, bias, way) -> None:
     assert checked.max_relative_error < 1e-8
 
 
-@pytest.mark.parametrize("way", [FlashClipping, BookKeeping])
+@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", ["tied", "used twice", "norm used twice"])
 def test_shared_and_reused_layers_pass(kind, way) -> None:
     model = build(kind, bias=False)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import KINDS, Conv1D, Small, draw, one_by_one
+from small_models import EVERY, FLAT, KINDS, Conv1D, Small, batch, build, draw, one_by_one
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -12,19 +12,6 @@ from dpprof.clipping.contributions import Lookup, Product
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.spec.registry import UnsupportedError
-
-FLAT = [FlashClipping, BookKeeping]
-EVERY = [*FLAT, PerLayerClipping]
-
-
-def build(kind: str = "linear", *, bias: bool = True, variant: str = "plain") -> Small:
-    torch.manual_seed(0)
-    return Small(kind, 6, 9, bias=bias, variant=variant).double()
-
-
-def batch(B: int = 4, T: int = 7):
-    ids, labels, weights = draw(B, T)
-    return ids, labels, weights.double()
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
@@ -46,7 +33,7 @@ def test_forward_is_what_it_was(way, kind, bias) -> None:
 
 @pytest.mark.parametrize("way", FLAT)
 def test_after_removal_gradients_are_autograds(way) -> None:
-    model = build()
+    model = build("linear")
     model.losses(*batch()).sum().backward()
     before = gradients(model)
     model.zero_grad()
@@ -59,7 +46,7 @@ def test_after_removal_gradients_are_autograds(way) -> None:
 @pytest.mark.parametrize("way", EVERY)
 def test_parts_of_a_batch_add_up(way) -> None:
     parts = [tuple(part[some] for part in batch()) for some in (slice(0, 1), slice(1, 4))]
-    whole, halves = build(), build()
+    whole, halves = build("linear"), build("linear")
     one = way(whole, 0.5)
     one.backward(whole.losses(*batch()))
     other = way(halves, 0.5)
@@ -71,7 +58,7 @@ def test_parts_of_a_batch_add_up(way) -> None:
 
 @pytest.mark.parametrize("way", EVERY)
 def test_a_batch_without_samples_adds_nothing(way) -> None:
-    model = build()
+    model = build("linear")
     clipping = way(model, 0.5)
     clipping.backward(torch.zeros(0, dtype=torch.float64, requires_grad=True))
 
@@ -81,9 +68,9 @@ def test_a_batch_without_samples_adds_nothing(way) -> None:
 
 @pytest.mark.parametrize("way", FLAT)
 def test_reentrant_checkpointing_is_exact_too(way) -> None:
-    expected = build()
+    expected = build("linear")
     norms, total, bound = one_by_one(expected, batch(), None)
-    model = build(variant="reentrant checkpoint")
+    model = build("linear", variant="reentrant checkpoint")
     clipping = way(model, bound)
     clipping.backward(model.losses(*batch()))
 
@@ -110,7 +97,7 @@ def test_a_second_batch_knows_nothing_of_the_first(way) -> None:
 
 @pytest.mark.parametrize("way", FLAT)
 def test_nothing_is_kept_after_a_step(way) -> None:
-    model = build()
+    model = build("linear")
     clipping = way(model, 0.5)
     losses = model.losses(*batch())
     graph = losses.grad_fn
@@ -126,10 +113,10 @@ def test_nothing_is_kept_after_a_step(way) -> None:
 @pytest.mark.parametrize("way", FLAT)
 def test_autocast_is_exact_to_bfloat16s_precision(way) -> None:
     ids, labels, weights = draw(4, 7)
-    exact = build().float()
+    exact = build("linear").float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         norms, total, bound = one_by_one(exact, (ids, labels, weights), None)
-    model = build().float()
+    model = build("linear").float()
     clipping = way(model, bound)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = model.losses(ids, labels, weights)
@@ -142,7 +129,7 @@ def test_autocast_is_exact_to_bfloat16s_precision(way) -> None:
 
 
 def test_per_layer_clips_each_layer_by_itself() -> None:
-    model = build()
+    model = build("linear")
     layers = [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
     bound = 0.8 / len(layers) ** 0.5
     samples = []
@@ -176,7 +163,7 @@ def test_per_layer_refuses_a_parameter_of_two_layers() -> None:
 
 @pytest.mark.parametrize("way", EVERY)
 def test_an_ordinary_backward_is_refused(way) -> None:
-    model = build()
+    model = build("linear")
     way(model, 1.0)
 
     with pytest.raises(RuntimeError, match=r"call backward\(losses\) of its Clipping"):
@@ -185,7 +172,7 @@ def test_an_ordinary_backward_is_refused(way) -> None:
 
 @pytest.mark.parametrize("way", EVERY)
 def test_losses_must_be_one_for_each_sample(way) -> None:
-    model = build()
+    model = build("linear")
     clipping = way(model, 1.0)
 
     with pytest.raises(ValueError, match=r"one for each sample.*shape \(\)"):
@@ -316,7 +303,7 @@ def test_per_layer_refuses_a_layer_that_is_used_twice() -> None:
 
 
 def test_a_model_has_one_clipping_at_a_time() -> None:
-    model = build()
+    model = build("linear")
     first = FlashClipping(model, 1.0)
     with pytest.raises(UnsupportedError, match=r"Embedding is run by something else.*remove\(\)"):
         BookKeeping(model, 1.0)

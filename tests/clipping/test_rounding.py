@@ -2,17 +2,15 @@
 
 import pytest
 import torch
+from small_models import FLAT
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.contributions import Lookup, Whole, merge
-from dpprof.clipping.two_pass import FlashClipping
 from dpprof.norms.linear import WAYS
 from dpprof.norms.rounding import TOLERATED
 from dpprof.norms.tiles import square
 
-FLAT = [FlashClipping, BookKeeping]
 C = 1.0
 
 

@@ -31,8 +31,9 @@ from dpprof.clipping.contributions import (
 )
 from dpprof.clipping.coverage import Coverage, refuse_data_parallel, refuse_wrapper, trained_in
 from dpprof.clipping.factor import clip_factor
-from dpprof.clipping.in_place import put_back, put_in_place, resting
-from dpprof.clipping.layers import Added, Forward, count_uses, find_rule, refuse_mixing
+from dpprof.clipping.layers import Added, Forward, count_uses
+from dpprof.clipping.patching import put_back, put_in_place, resting
+from dpprof.clipping.rules import find_rule, refuse_mixing
 from dpprof.clipping.sums import bound_of, sum_up
 from dpprof.norms.code_paths import CodePath, Way
 from dpprof.norms.float32_products import exact_products
