@@ -153,7 +153,7 @@ def test_statistics_of_inputs_are_refused() -> None:
 def test_ids_of_one_axis_are_refused() -> None:
     model = nn.Embedding(5, 3)
     BookKeeping(model, 1.0)
-    with pytest.raises(ValueError, match=r"ids of shape \(4,\), of which no axis"):
+    with pytest.raises(ValueError, match=r"ids of shape \(4,\), which may have no batch axis"):
         model(torch.arange(4))
     with torch.no_grad():
         assert model(torch.arange(4)).shape == (4, 3)

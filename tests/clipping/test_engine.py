@@ -103,7 +103,8 @@ def test_nothing_is_kept_after_a_step(way) -> None:
     graph = losses.grad_fn
     clipping.backward(losses)
 
-    assert not clipping._waiting
+    kept = [name for name, value in vars(clipping).items() if isinstance(value, torch.Tensor)]
+    assert kept == ["sample_norms"]
     assert not getattr(clipping, "_kept", None)
     with pytest.raises(RuntimeError, match="second time"):
         graph(torch.ones_like(losses))
@@ -177,7 +178,7 @@ def test_losses_must_be_one_for_each_sample(way) -> None:
 
     with pytest.raises(ValueError, match=r"one for each sample.*shape \(\)"):
         clipping.backward(model.losses(*batch()).sum())
-    with pytest.raises(ValueError, match=r"saw 4 samples where there are 2 losses"):
+    with pytest.raises(ValueError, match=r"saw 4 samples, and there are 2 losses"):
         clipping.backward(model.losses(*batch()).view(2, 2).sum(1))
     with pytest.raises(ValueError, match=r"float32 or float64, and are torch\.bfloat16"):
         clipping.backward(model.losses(*batch()).bfloat16())
@@ -208,7 +209,7 @@ def test_a_parameter_used_past_its_layer_is_named(way) -> None:
     model = Past("layer norm", 6, 9, bias=True)
     clipping = way(model, 1.0)
 
-    with pytest.raises(RuntimeError, match=r"head\.weight was used past its layer"):
+    with pytest.raises(RuntimeError, match=r"head\.weight was used outside of its layer"):
         clipping.backward(model.losses(*draw(4, 7)))
 
 
@@ -243,7 +244,7 @@ class Beside(nn.Module):
         (nn.Embedding(6, 6, max_norm=1.0), "embedding with max_norm"),
         (nn.Embedding(6, 6, sparse=True), "embedding with sparse"),
         (nn.Embedding(6, 6, scale_grad_by_freq=True), "embedding with scale_grad_by_freq"),
-        (Beside(), "Beside has parameters of its own beside the layers in it"),
+        (Beside(), "Beside has parameters of its own beside those of the layers in it"),
     ],
 )
 def test_layers_without_an_exact_gradient_are_refused(layer, message) -> None:
@@ -257,7 +258,7 @@ def test_a_matrix_tied_to_its_own_transpose_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6, bias=False), Conv1D(6, 6))
     model[1].weight = model[0].weight
     clipping = FlashClipping(model, 1.0)
-    with pytest.raises(UnsupportedError, match=r"0\.weight is used in ways that do not add up"):
+    with pytest.raises(UnsupportedError, match=r"0\.weight is used in ways whose"):
         clipping.backward(model(torch.randn(3, 2, 6)).sum((1, 2)))
 
 
@@ -305,7 +306,7 @@ def test_per_layer_refuses_a_layer_that_is_used_twice() -> None:
 def test_a_model_has_one_clipping_at_a_time() -> None:
     model = build("linear")
     first = FlashClipping(model, 1.0)
-    with pytest.raises(UnsupportedError, match=r"Embedding is run by something else.*remove\(\)"):
+    with pytest.raises(UnsupportedError, match=r"Embedding is already replaced.*remove\(\)"):
         BookKeeping(model, 1.0)
     first.remove()
     BookKeeping(model, 1.0)

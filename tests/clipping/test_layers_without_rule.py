@@ -32,7 +32,7 @@ def test_a_layer_without_a_rule_trains_and_evaluates_as_it_is_told(made_in) -> N
     model.train()
     assert not torch.equal(model(x), model(x))
     model.zero_grad()
-    with pytest.raises(UnsupportedError, match="Dropping draws random numbers and has no rule"):
+    with pytest.raises(UnsupportedError, match="Dropping has no rule and draws random numbers"):
         clipping.backward(model(x).sum((1, 2)))
 
 
@@ -46,5 +46,5 @@ def test_a_layer_without_a_rule_takes_keywords() -> None:
     clipping.backward(layer(x, shift=1.5, by=by).square().sum((1, 2)))
 
     torch.testing.assert_close(clipping.sample_norms, torch.stack(norms))
-    with pytest.raises(ValueError, match=r"Dropping has no rule.*given \(3, 5, 4\), \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"Dropping has no rule.*got \(3, 5, 4\), \(5, 4\)"):
         layer(x, by=by[0])

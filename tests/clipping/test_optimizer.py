@@ -60,7 +60,7 @@ def test_a_step_without_zero_grad_is_refused(way) -> None:
     clipping.backward(model.losses(*batch()))
     optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"has a gradient that is no sum.*zero_grad"):
+    with pytest.raises(RuntimeError, match=r"has a gradient that is not a sum.*zero_grad"):
         clipping.backward(model.losses(*batch()))
     optimizer.zero_grad(set_to_none=False)  # zeros are as good as none
     clipping.backward(model.losses(*batch()))

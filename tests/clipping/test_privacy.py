@@ -141,7 +141,7 @@ def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
     optimizer.noise_multiplier = size * step / 8 / C
     summed = torch.full((10_000,), size * step / 2, dtype=dtype)  # half a step, once divided
 
-    optimizer._make_noisy(summed)
+    optimizer._add_noise_to(summed)
 
     up = (summed > 0).double().mean()
     assert set(summed.tolist()) == {0.0, step}

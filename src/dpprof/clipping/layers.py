@@ -1,9 +1,9 @@
-"""The layers that clipping knows: how each is run, and what it adds to a gradient.
+"""Rules of the layer types that clipping knows: how each runs, and what it contributes.
 
-Each is an autograd function of its own. Its backward computes the gradient of the layer's
-input, as autograd would, and hands over what the gradients of the parameters are made of
-in place of computing them. What it needs is what it saved, so activation checkpointing
-works as with any function, and no hook has to match calls with gradients.
+Each rule is an autograd function. Its backward computes the gradient of the layer's input as
+autograd would. In place of the parameters' gradients it passes on contributions: the tensors that
+determine the per-sample gradients. It needs only the tensors that it saved, so activation
+checkpointing works, and no hook has to match forward calls with gradients.
 
 Shape legend: B samples, T tokens (all axes between the first and the last), d width of an
 input, p width of an output.
@@ -11,7 +11,7 @@ input, p width of an output.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,41 +21,35 @@ from torch.nn import functional
 from dpprof.clipping.contributions import Contribution, Lookup, Product, Scale, Shift
 from dpprof.clipping.graph import nodes_behind
 from dpprof.norms import placement
-from dpprof.spec.registry import UnsupportedError
 
-Forward = Callable[..., Tensor]
-Added = Sequence[tuple[nn.Parameter, Contribution]]
-
-
-class Use(Protocol):
-    """A layer's connection to the clipping under way."""
-
-    def hand_over(self, added: Added) -> None:
-        """Take what a layer adds to its parameters' gradients."""
+Contributions = Sequence[tuple[nn.Parameter, Contribution]]
+Receive = Callable[[Contributions], None]
+"""Takes the contributions of one use of a layer, in backward."""
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """See an input as (B, T, width)."""
+def _flatten(x: Tensor) -> Tensor:
+    """Reshape an input to (B, T, width)."""
     if x.dim() < 2:  # noqa: PLR2004
         raise ValueError("an input of a single axis has no samples; give it a batch axis")
     return x[:, None] if x.dim() == 2 else x.flatten(1, -2)  # noqa: PLR2004
 
 
-def _in_norms_precision(x: Tensor) -> Tensor:
-    """Turn a normalisation's input into float32 where autocast does: on CUDA."""
-    casts = placement.follows_cuda_autocast(x) and _autocast_dtype(x) is not None
+def _cast_for_normalisation(x: Tensor) -> Tensor:
+    """Cast a normalisation's input to float32 where autocast does: on CUDA."""
+    casts = placement.follows_cuda_autocast(x) and autocast_dtype(x) is not None
     return x.float() if casts else x
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast on a tensor's device, None where autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def count_uses(losses: Tensor) -> Counter[nn.Parameter]:
-    """Count how often losses depend on each parameter through a layer that is run here.
+    """Count how often the losses depend on each parameter through a patched layer.
 
-    What reentrant checkpointing hides is not counted.
+    Uses inside of reentrant checkpointing are not seen.
     """
     uses: Counter[nn.Parameter] = Counter()
     for node in nodes_behind(losses):
@@ -64,8 +58,9 @@ def count_uses(losses: Tensor) -> Counter[nn.Parameter]:
     return uses
 
 
-def _apply(function: Any, *given: Any) -> Tensor:
-    y: Tensor = function.apply(*given)
+def apply(function: Any, *arguments: Any) -> Tensor:
+    """Apply an autograd function."""
+    y: Tensor = function.apply(*arguments)
     return y
 
 
@@ -74,10 +69,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 (autograd passes them so)
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, use: Use
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, receive: Receive
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.transposed, ctx.use = weight, bias, transposed, use
+        ctx.weight, ctx.bias, ctx.transposed, ctx.receive = weight, bias, transposed, receive
         ctx.clipped = [weight] if bias is None else [weight, bias]
         matrix = weight.to(x.dtype)
         return functional.linear(
@@ -87,34 +82,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        of_input = None
+        input_gradient = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.weight.to(g.dtype)
-            of_input = g @ (matrix.t() if ctx.transposed else matrix)
-        of_tokens = _tokens(g)
-        added: list[tuple[nn.Parameter, Contribution]] = []
+            input_gradient = g @ (matrix.t() if ctx.transposed else matrix)
+        g_BTp = _flatten(g)
+        contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
-            added.append((ctx.weight, Product(_tokens(x.detach()), of_tokens, ctx.transposed)))
+            contributions.append((ctx.weight, Product(_flatten(x.detach()), g_BTp, ctx.transposed)))
         if ctx.needs_input_grad[2]:
-            added.append((ctx.bias, Shift(of_tokens)))
-        ctx.use.hand_over(added)
-        return of_input, None, None, None, None
+            contributions.append((ctx.bias, Shift(g_BTp)))
+        ctx.receive(contributions)
+        return input_gradient, None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
     """Rows of a table."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, use: Use) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, receive: Receive) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding, ctx.use, ctx.clipped = weight, padding, use, [weight]
+        ctx.weight, ctx.padding, ctx.receive, ctx.clipped = weight, padding, receive, [weight]
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        contribution = Lookup(ids.flatten(1), _tokens(g), ctx.weight.shape[0], ctx.padding)
-        ctx.use.hand_over([(ctx.weight, contribution)])
+        contribution = Lookup(ids.flatten(1), _flatten(g), ctx.weight.shape[0], ctx.padding)
+        ctx.receive([(ctx.weight, contribution)])
         return None, None, None, None
 
 
@@ -128,121 +123,97 @@ class _LayerNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         layer: nn.LayerNorm,
-        use: Use,
+        receive: Receive,
     ) -> Tensor:
         shape = list(layer.normalized_shape)
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, layer.eps)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias, ctx.shape, ctx.use = weight, bias, shape, use
+        ctx.weight, ctx.bias, ctx.shape, ctx.receive = weight, bias, shape, receive
         ctx.clipped = [one for one in (weight, bias) if one is not None]
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, mean, rstd = ctx.saved_tensors
-        of_input = None
+        input_gradient = None
         if ctx.needs_input_grad[0]:
-            of_input = torch.ops.aten.native_layer_norm_backward(
+            input_gradient = torch.ops.aten.native_layer_norm_backward(
                 g, x, ctx.shape, mean, rstd, ctx.weight, ctx.bias, [True, False, False]
             )[0]
         axes = len(ctx.shape)
-        flat = [_tokens(t.flatten(-axes)) for t in (x.detach(), mean, rstd, g)]
-        added: list[tuple[nn.Parameter, Contribution]] = []
+        flat = [_flatten(t.flatten(-axes)) for t in (x.detach(), mean, rstd, g)]
+        contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
-            added.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3])))
+            contributions.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3])))
         if ctx.needs_input_grad[2]:
-            added.append((ctx.bias, Shift(flat[3])))
-        ctx.use.hand_over(added)
-        return of_input, None, None, None, None
+            contributions.append((ctx.bias, Shift(flat[3])))
+        ctx.receive(contributions)
+        return input_gradient, None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
     """Divide the last axes by their root mean square, and scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.RMSNorm, use: Use) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.RMSNorm, receive: Receive) -> Tensor:
         axes = list(range(-len(layer.normalized_shape), 0))
         exact = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
         rstd = exact.square().mean(axes, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, rstd)
-        ctx.weight, ctx.axes, ctx.use, ctx.clipped = weight, axes, use, [weight]
+        ctx.weight, ctx.axes, ctx.receive, ctx.clipped = weight, axes, receive, [weight]
         return (exact * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, rstd = ctx.saved_tensors
-        of_input = None
+        input_gradient = None
         if ctx.needs_input_grad[0]:
             scaled = g * ctx.weight
             normal = x * rstd
             common = (scaled * normal).mean(ctx.axes, keepdim=True)
-            of_input = scaled.sub_(normal.mul_(common)).mul_(rstd).to(x.dtype)
+            input_gradient = scaled.sub_(normal.mul_(common)).mul_(rstd).to(x.dtype)
         if ctx.needs_input_grad[1]:
             axes = len(ctx.axes)
-            flat_x, flat_rstd, flat_g = (_tokens(t.flatten(-axes)) for t in (x.detach(), rstd, g))
-            ctx.use.hand_over([(ctx.weight, Scale(flat_x, None, flat_rstd, flat_g))])
-        return of_input, None, None, None
+            flat_x, flat_rstd, flat_g = (_flatten(t.flatten(-axes)) for t in (x.detach(), rstd, g))
+            ctx.receive([(ctx.weight, Scale(flat_x, None, flat_rstd, flat_g))])
+        return input_gradient, None, None, None
 
 
-def run_linear(layer: nn.Linear, use: Use) -> Forward:
-    """Run a linear layer; under autocast in its dtype, as PyTorch does."""
-
-    def forward(input: Tensor) -> Tensor:  # noqa: A002 (the layer's own keyword)
-        dtype = _autocast_dtype(input)
-        x = input if dtype is None else input.to(dtype)
-        return _apply(_Linear, x, layer.weight, layer.bias, False, use)
-
-    return forward
+def run_linear(layer: nn.Linear, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002 (torch's)
+    """Run a linear layer, in autocast's dtype under autocast."""
+    return _multiply(layer, receive, input, transposed=False)
 
 
-def run_conv1d(layer: Any, use: Use) -> Forward:
+def run_conv1d(layer: nn.Module, receive: Receive, x: Tensor) -> Tensor:
     """Run GPT-2's Conv1D, a linear layer whose weight is (d, p)."""
-
-    def forward(x: Tensor) -> Tensor:
-        dtype = _autocast_dtype(x)
-        x = x if dtype is None else x.to(dtype)
-        return _apply(_Linear, x, layer.weight, layer.bias, True, use)
-
-    return forward
+    return _multiply(layer, receive, x, transposed=True)
 
 
-def run_embedding(layer: nn.Embedding, use: Use) -> Forward:
-    """Run a lookup.
+def _multiply(layer: Any, receive: Receive, x: Tensor, *, transposed: bool) -> Tensor:
+    dtype = autocast_dtype(x)
+    x = x if dtype is None else x.to(dtype)
+    return apply(_Linear, x, layer.weight, layer.bias, transposed, receive)
 
-    Raises:
-        UnsupportedError: The layer changes its table in forward, or mixes samples.
-    """
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(layer, option):
-            raise UnsupportedError(f"an embedding with {option} has no exact per-sample gradient")
+
+def run_embedding(layer: nn.Embedding, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
+    """Run a lookup."""
+    if input.dim() < 2 and torch.is_grad_enabled():  # noqa: PLR2004
+        # The positions of one sample and one id of each sample have the same shape.
+        raise ValueError(
+            f"an embedding got ids of shape {tuple(input.shape)}, which may have no batch axis; "
+            "pass (B, T), one row for each sample"
+        )
     padding = -1 if layer.padding_idx is None else layer.padding_idx
-
-    def forward(input: Tensor) -> Tensor:  # noqa: A002
-        if input.dim() < 2 and torch.is_grad_enabled():  # noqa: PLR2004
-            # Positions of one sample, or one id for each sample? They look the same.
-            raise ValueError(
-                f"an embedding looked up ids of shape {tuple(input.shape)}, of which no axis is "
-                "known to be the batch's; give it (B, T), with a row for each sample"
-            )
-        return _apply(_Embedding, input, layer.weight, padding, use)
-
-    return forward
+    return apply(_Embedding, input, layer.weight, padding, receive)
 
 
-def run_layer_norm(layer: nn.LayerNorm, use: Use) -> Forward:
-    """Run a layer norm; under CUDA's autocast in float32, as PyTorch does."""
-
-    def forward(input: Tensor) -> Tensor:  # noqa: A002
-        return _apply(_LayerNorm, _in_norms_precision(input), layer.weight, layer.bias, layer, use)
-
-    return forward
+def run_layer_norm(layer: nn.LayerNorm, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
+    """Run a layer norm, in float32 under CUDA's autocast."""
+    x = _cast_for_normalisation(input)
+    return apply(_LayerNorm, x, layer.weight, layer.bias, layer, receive)
 
 
-def run_rms_norm(layer: nn.RMSNorm, use: Use) -> Forward:
-    """Run an RMS norm; under CUDA's autocast in float32, as PyTorch does."""
-
-    def forward(x: Tensor) -> Tensor:
-        return _apply(_RMSNorm, _in_norms_precision(x), layer.weight, layer, use)
-
-    return forward
+def run_rms_norm(layer: nn.RMSNorm, receive: Receive, x: Tensor) -> Tensor:
+    """Run an RMS norm, in float32 under CUDA's autocast."""
+    return apply(_RMSNorm, _cast_for_normalisation(x), layer.weight, layer, receive)

@@ -1,4 +1,4 @@
-"""Layers without a rule: ``torch.func`` computes their per-sample gradients."""
+"""Layers without a rule: ``torch.func`` computes their per-sample gradients, as in Opacus."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,67 +7,70 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpprof.clipping.contributions import Whole
-from dpprof.clipping.layers import Forward, Use, _apply, _autocast_dtype
+from dpprof.clipping.contributions import SampleGradients
+from dpprof.clipping.layers import Receive, apply, autocast_dtype
+from dpprof.clipping.patching import PatchedLayer
 from dpprof.spec.registry import UnsupportedError
 
 
 class _Call(NamedTuple):
-    """A call of a layer without a rule."""
+    """One call of a layer, to be repeated with other tensors."""
 
     layer: nn.Module
-    run: Callable[..., Any]
-    """The layer's own ``forward``, as a function of the layer and its arguments."""
+    forward: Callable[..., Any]
+    """The layer's original ``forward``, as a function of the layer and its arguments."""
 
     names: Sequence[str]
     """Of its parameters."""
 
     arguments: Sequence[Any]
-    """Positional and named ones, flat; tensors are filled in."""
+    """Positional and keyword arguments, flattened; None in place of each tensor."""
 
     structure: Any
+    """How to unflatten ``arguments``."""
+
     places: Sequence[int]
-    """Where in ``arguments`` tensors go."""
+    """Indices of the tensors in ``arguments``."""
 
     autocast: torch.dtype | None
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the layer on the tensors given."""
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the layer on other tensors."""
         flat = list(self.arguments)
         for place, tensor in zip(self.places, tensors, strict=True):
             flat[place] = tensor
         inputs, named = pytree.tree_unflatten(flat, self.structure)
-        return self.run(self.layer, *inputs, **named)
+        return self.forward(self.layer, *inputs, **named)
 
-    def with_parameters(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-        """Run the layer with other parameters than its own."""
+    def run_with(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """Run it with other parameters too."""
         state = {f"layer.{name}": one for name, one in zip(self.names, parameters, strict=True)}
         return torch.func.functional_call(_Caller(self), state, (tensors,))
 
 
 class _Caller(nn.Module):
-    """Calls a layer past the rule that is in place; ``functional_call`` wants a module."""
+    """A call as a module, which ``functional_call`` needs."""
 
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self.layer, self._call = call.layer, call
 
     def forward(self, tensors: Sequence[Tensor]) -> Any:
-        return self._call.with_tensors(tensors)
+        return self._call.run(tensors)
 
 
-class _Other(torch.autograd.Function):
-    """Any layer, whose per-sample gradients ``torch.func`` makes."""
+class _AnyLayer(torch.autograd.Function):
+    """Any layer; its backward materialises the per-sample gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, use: Use, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, receive: Receive, *tensors: Tensor) -> Any:
         count = len(call.names)
         ctx.save_for_backward(*tensors[count:])
-        ctx.clipped, ctx.call, ctx.use = tensors[:count], call, use
-        y = call.with_tensors(tensors[count:])
+        ctx.clipped, ctx.call, ctx.receive = tensors[:count], call, receive
+        y = call.run(tensors[count:])
         if not isinstance(y, Tensor):
             name = type(call.layer).__name__
-            raise UnsupportedError(f"{name} returns no tensor, and has no rule")
+            raise UnsupportedError(f"{name} has no rule and does not return a tensor")
         return y
 
     @staticmethod
@@ -77,29 +80,28 @@ class _Other(torch.autograd.Function):
         inputs = ctx.saved_tensors
         needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i]]
 
-        def of_sample(*given: Tensor) -> Any:
-            *xs, g_b = given
+        def differentiate(*sample: Tensor) -> Any:
+            *xs, g_b = sample
 
             def run(parameters: Sequence[Tensor], differentiated: Sequence[Tensor]) -> Tensor:
-                whole = [x[None] for x in xs]
+                batch = [x[None] for x in xs]
                 for i, x in zip(needed, differentiated, strict=True):
-                    whole[i] = x[None]
-                y: Tensor = call.with_parameters(parameters, whole)
+                    batch[i] = x[None]
+                y: Tensor = call.run_with(parameters, batch)
                 return y[0]
 
-            pulled = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
-            y, pull_back = pulled[0], pulled[1]
+            y, pull_back, *_ = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
             return pull_back(g_b.to(y.dtype))
 
         with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):
-            parts = [_in_order(part) for part in (*inputs, g)]
+            parts = [_make_contiguous(part) for part in (*inputs, g)]
             if call.autocast is not None:
-                # Beside float32 weights vmap of a group norm's backward takes no other inputs.
+                # vmap of a group norm's backward with float32 weights accepts no other inputs.
                 parts = [part.float() if part.dtype == call.autocast else part for part in parts]
-            of_parameters, of_inputs = _for_each_sample(of_sample, call.layer, *parts)
-        ctx.use.hand_over(
+            of_parameters, of_inputs = _map_over_samples(differentiate, call.layer, *parts)
+        ctx.receive(
             [
-                (parameter, Whole(gradients))
+                (parameter, SampleGradients(gradients))
                 for parameter, gradients in zip(ctx.clipped, of_parameters, strict=True)
                 if parameter.requires_grad
             ]
@@ -108,46 +110,47 @@ class _Other(torch.autograd.Function):
         return None, None, *[None] * count, *[found.get(i) for i in range(len(inputs))]
 
 
-def _in_order(x: Tensor) -> Tensor:
-    """Have the strides that the shape alone says: vmap of a convolution insists, for one token."""
-    plain = torch.empty(x.shape, device="meta").stride()
-    return x if x.stride() == plain else x.clone(memory_format=torch.contiguous_format)
+def _make_contiguous(x: Tensor) -> Tensor:
+    """Give a tensor the strides of its shape: vmap of a convolution of one token requires them."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
 
 
-def _for_each_sample(of_sample: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Any:
+def _map_over_samples(function: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Any:
     try:
-        return torch.func.vmap(of_sample)(*tensors)
+        return torch.func.vmap(function)(*tensors)
     except RuntimeError as error:
         if "randomness" not in str(error):
             raise
         raise UnsupportedError(
-            f"{type(layer).__name__} draws random numbers and has no rule, so its gradient cannot "
-            "be computed again for each sample; put what is random into a layer without parameters"
+            f"{type(layer).__name__} has no rule and draws random numbers, which differ when its "
+            "per-sample gradients are computed; move them to a layer without parameters"
         ) from error
 
 
-def run_other(layer: nn.Module, use: Use) -> Forward:
-    """Run a layer that has no rule; each sample's gradient is made, as Opacus's functorch does."""
-    run = type(layer).forward
+def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
+    """Run a patched layer that has no rule.
+
+    Raises:
+        UnsupportedError: It gets no tensor, or returns something else than one.
+        ValueError: Its tensors disagree in the length of their first axis.
+    """
+    arguments, structure = pytree.tree_flatten((inputs, named))
+    places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
+    tensors = [arguments[at] for at in places]
     name = type(layer).__name__
-
-    def forward(*inputs: Any, **named: Any) -> Tensor:
-        arguments, structure = pytree.tree_flatten((inputs, named))
-        places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
-        tensors = [arguments[at] for at in places]
-        if not tensors:
-            raise UnsupportedError(f"{name} is given no tensor, so it has no samples to tell apart")
-        if len({one.shape[:1] for one in tensors}) > 1 or not tensors[0].dim():
-            shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
-            raise ValueError(
-                f"{name} has no rule, so the first axis of each tensor that it is given must be "
-                f"the batch; it was given {shapes}"
-            )
-        parameters = dict(layer.named_parameters())
-        rest = [None if isinstance(one, Tensor) else one for one in arguments]
-        call = _Call(
-            layer, run, list(parameters), rest, structure, places, _autocast_dtype(tensors[0])
+    if not tensors:
+        raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
+    if len({one.shape[:1] for one in tensors}) > 1 or not tensors[0].dim():
+        shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
+        raise ValueError(
+            f"{name} has no rule, so the first axis of each tensor that it gets must be the batch; "
+            f"it got {shapes}"
         )
-        return _apply(_Other, call, use, *parameters.values(), *tensors)
-
-    return forward
+    parameters = dict(layer.named_parameters())
+    rest = [None if isinstance(one, Tensor) else one for one in arguments]
+    assert isinstance(layer, PatchedLayer)
+    forward = layer.original.forward
+    autocast = autocast_dtype(tensors[0])
+    call = _Call(layer, forward, list(parameters), rest, structure, places, autocast)
+    return apply(_AnyLayer, call, receive, *parameters.values(), *tensors)

@@ -1,9 +1,8 @@
-"""Layers that run by a rule for as long as a ``Clipping`` is there; every copy of one is plain.
+"""Patches layers so that a rule runs their ``forward`` while a ``Clipping`` is attached.
 
-A layer is given a class of its own, derived from the one that it had, whose ``forward`` asks the
-layer for its rule. Names, isinstance and ``state_dict`` stay what they were. Whatever copies a
-layer (``copy.deepcopy``, ``AveragedModel``, pickle, ``torch.save``) makes one of the class that it
-had before: a copy has parameters of its own, which no clipping knows.
+A patched layer's class becomes a subclass of its own class, so names, ``isinstance`` and
+``state_dict`` stay the same. Every copy (``copy.deepcopy``, ``AveragedModel``, pickle,
+``torch.save``) has the original class: its parameters are new, so no clipping knows them.
 """
 
 import copyreg
@@ -14,80 +13,80 @@ from typing import Any
 
 from torch import nn
 
-_RULE = "_clipping_rule"
+_PATCH = "_clipping_patch"
 
 
-class _Rule:
-    """How a layer runs; it belongs to that layer and is lost in every copy."""
+class _Patch:
+    """The function that runs one layer; a copy of the layer gets None instead."""
 
     def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
         self.layer = layer
         self.forward = forward
-        self.rests = False
+        self.enabled = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
-class InPlace:
-    """Comes before a layer's own class, and lets its rule run it."""
+class PatchedLayer:
+    """First base class of every patched layer's class."""
 
-    plain: type[nn.Module]
-    """The class that the layer had."""
+    original: type[nn.Module]
+    """The layer's class before it was patched."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run by the rule, or as the layer always did."""
-        rule = vars(self).get(_RULE)
-        if rule is None or rule.rests or rule.layer is not self:
-            return self.plain.forward(self, *inputs, **named)
-        return rule.forward(*inputs, **named)
+        """Run the patch, or the original ``forward`` where there is none."""
+        patch = vars(self).get(_PATCH)
+        if patch is None or not patch.enabled or patch.layer is not self:
+            return self.original.forward(self, *inputs, **named)
+        return patch.forward(*inputs, **named)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         own = type(self)
-        arguments = tuple(self.plain if given is own else given for given in arguments)
+        arguments = tuple(self.original if given is own else given for given in arguments)
         if make is getattr(copyreg, "__newobj__"):  # noqa: B009 (its stub leaves it out)
-            make = object.__new__  # pickle lets the other one make the object's own class alone
+            make = object.__new__  # pickle accepts __newobj__ only with the object's own class
         if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _RULE}
+            rest[0] = {name: value for name, value in rest[0].items() if name != _PATCH}
         return make, arguments, *rest
 
 
 @functools.cache
-def _class_for(plain: Any) -> Any:
-    known = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(plain.__name__, (InPlace, plain), {**known, "plain": plain})
+def _derive_class(original: Any) -> Any:
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (PatchedLayer, original), {**names, "original": original})
 
 
-def put_in_place(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Have a layer run by a rule."""
-    plain: Any = type(layer)
-    layer.__class__ = _class_for(plain)
-    vars(layer)[_RULE] = _Rule(layer, forward)
+def patch_layer(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let ``forward`` run a layer."""
+    original: Any = type(layer)
+    layer.__class__ = _derive_class(original)
+    vars(layer)[_PATCH] = _Patch(layer, forward)
 
 
-def is_in_place(layer: nn.Module) -> bool:
-    """Tell whether a layer is run by a rule."""
-    return vars(layer).get(_RULE) is not None
+def is_patched(layer: nn.Module) -> bool:
+    """Tell whether a layer is patched."""
+    return vars(layer).get(_PATCH) is not None
 
 
-def put_back(layer: nn.Module) -> None:
-    """Give a layer back as it was."""
-    vars(layer).pop(_RULE, None)
-    # Whatever was derived from this class since then runs as the plain one without a rule.
-    if isinstance(layer, InPlace) and InPlace in type(layer).__bases__:
-        layer.__class__ = layer.plain  # type: ignore[assignment]
+def unpatch_layer(layer: nn.Module) -> None:
+    """Restore a layer's original ``forward``."""
+    vars(layer).pop(_PATCH, None)
+    # A class derived from the patched one since then runs the original forward without a patch.
+    if isinstance(layer, PatchedLayer) and PatchedLayer in type(layer).__bases__:
+        layer.__class__ = layer.original  # type: ignore[assignment]
 
 
 @contextmanager
-def resting(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Run layers as they always did within."""
-    rules = [vars(layer)[_RULE] for layer in layers]
-    for rule in rules:
-        rule.rests = True
+def original_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the original ``forward`` of patched layers inside the context."""
+    patches = [vars(layer)[_PATCH] for layer in layers]
+    for patch in patches:
+        patch.enabled = False
     try:
         yield
     finally:
-        for rule in rules:
-            rule.rests = False
+        for patch in patches:
+            patch.enabled = True

@@ -1,9 +1,8 @@
 """Squared norms of the per-sample gradients of a lookup table.
 
-A sample's gradient has a row for every id in it: the sum of the output gradients at the
-places where the id stands. Places with the same id share a slot, there are at most T slots
-a sample, and the norm is that of the sums in them: no row of the table is ever made, and no
-shape depends on which ids there are.
+A per-sample gradient has one row for each id: the sum of the output gradients at the positions of
+the id. Positions with the same id share a slot, at most T for each sample, and the norm is that of
+the slots' sums. No row of the table is needed, and no shape depends on the ids.
 
 Shape legend: B samples, T tokens, d width of a row.
 """
@@ -16,7 +15,7 @@ from dpprof.norms.tiles import BATCHES, WORKSPACE_BYTES, accumulator_of, spans, 
 
 
 def slots_of(ids_BT: Tensor) -> Tensor:
-    """Give each place the number of its id among the sample's ids; (B, T) to (B, T), below T."""
+    """Number each position by the rank of its id among the sample's ids; (B, T) to (B, T)."""
     ordered_BT, order_BT = ids_BT.sort(dim=1)
     is_new_BT = torch.zeros_like(ids_BT)
     is_new_BT[:, 1:] = ordered_BT[:, 1:] != ordered_BT[:, :-1]
@@ -24,15 +23,15 @@ def slots_of(ids_BT: Tensor) -> Tensor:
 
 
 def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
-    """Sum output gradients by slot, as many columns at a time as the workspace allows.
+    """Sum output gradients by slot, as many columns at a time as the workspace holds.
 
     Args:
-        ids_BT: Which row each place looked up.
-        g_BTd: Gradient of the output.
+        ids_BT: The ids that were looked up.
+        g_BTd: Output gradients.
 
     Returns:
-        Squares in float32, or float64 for float64. A row is a sum of at most T gradients, so
-        rounding is relative to T times their squares.
+        Squares in float32, or float64 for float64. A slot sums at most T gradients, so rounding is
+        relative to T times their squares.
     """
     B, T, d = g_BTd.shape
     accumulator = accumulator_of(g_BTd.dtype)
