@@ -15,49 +15,55 @@ from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.spec.registry import UnsupportedError
 
 
-@pytest.mark.parametrize("way", EVERY)
-def test_a_parameter_that_was_thawed_is_refused_by_name(way) -> None:
-    model = build()
+def freeze_head(model) -> None:
     model.head.requires_grad_(False)
-    clipping = way(model, 1e-3)
-    model.head.requires_grad_(True)
-
-    with pytest.raises(
-        RuntimeError, match=r"head\.weight is trained and not clipped: it was thawed"
-    ):
-        clipping.backward(model.losses(*batch()))
-    assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("way", EVERY)
-def test_a_bias_that_was_thawed_beside_its_weight_is_refused(way) -> None:
-    model = build("linear")
+def thaw(model) -> None:
+    model.requires_grad_(True)
+
+
+def freeze_bias(model) -> None:
     model.body.bias.requires_grad_(False)
-    clipping = way(model, 1e-3)
-    model.body.bias.requires_grad_(True)
-
-    with pytest.raises(RuntimeError, match=r"body\.bias is trained and not clipped"):
-        clipping.backward(model.losses(*batch()))
 
 
-@pytest.mark.parametrize("way", EVERY)
-def test_a_layer_that_was_replaced_is_refused_by_name(way) -> None:
-    model = build()
-    clipping = way(model, 1e-3)
+def replace_head(model) -> None:
     model.head = nn.Linear(6, 6, bias=False).double()
 
-    with pytest.raises(RuntimeError, match=r"head\.weight is trained and not clipped"):
-        clipping.backward(model.losses(*batch()))
+
+def tie(model) -> None:
+    model.head.weight = model.embedding.weight
+
+
+def load_by_assignment(model) -> None:
+    model.load_state_dict(build().state_dict(), assign=True)
+
+
+def leave(_model) -> None:
+    pass
 
 
 @pytest.mark.parametrize("way", EVERY)
-def test_weights_that_were_tied_later_are_refused_by_name(way) -> None:
+@pytest.mark.parametrize(
+    ("before", "change", "message"),
+    [
+        (freeze_head, thaw, r"head\.weight is trained and not clipped: it was thawed"),
+        (freeze_bias, thaw, r"body\.bias is trained and not clipped"),
+        (leave, replace_head, r"head\.weight is trained and not clipped"),
+        (leave, tie, r"head\.weight is trained.*moved or tied"),
+        (leave, load_by_assignment, r"embedding\.weight is trained and not clipped"),
+    ],
+    ids=["thawed layer", "thawed bias", "replaced", "tied", "loaded by assignment"],
+)
+def test_a_model_that_was_changed_later_is_refused_by_name(before, change, message, way) -> None:
     model = build()
+    before(model)
     clipping = way(model, 1e-3)
-    model.head.weight = model.embedding.weight
+    change(model)
 
-    with pytest.raises(RuntimeError, match=r"head\.weight is trained.*moved or tied"):
+    with pytest.raises(RuntimeError, match=message):
         clipping.backward(model.losses(*batch()))
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -114,15 +120,6 @@ def test_distributed_data_parallel_is_refused_whenever_it_comes() -> None:
     later = nn.parallel.DistributedDataParallel(model)
     with pytest.raises(UnsupportedError, match="DistributedDataParallel does not work"):
         later(batch()[0])
-
-
-def test_parameters_that_are_loaded_by_assignment_are_refused() -> None:
-    model = build()
-    clipping = BookKeeping(model, 1.0)
-    model.load_state_dict(build().state_dict(), assign=True)
-
-    with pytest.raises(RuntimeError, match=r"embedding\.weight is trained and not clipped"):
-        clipping.backward(model.losses(*batch()))
 
 
 @pytest.mark.parametrize("way", EVERY)
