@@ -9,10 +9,16 @@ from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
 
 
-def test_what_is_frozen_after_its_gradient_was_clipped_is_refused() -> None:
+@pytest.fixture
+def training():
+    """A model, its clipping and its optimizer."""
     model = build()
-    clipping = BookKeeping(model, 1e-3)
-    optimizer = private(clipping, model)
+    clipping = BookKeeping(model, 1.0)
+    return model, clipping, private(clipping, model)
+
+
+def test_what_is_frozen_after_its_gradient_was_clipped_is_refused(training) -> None:
+    model, clipping, optimizer = training
     clipping.backward(model.losses(*batch()))
     model.body.requires_grad_(False)
 
@@ -20,10 +26,9 @@ def test_what_is_frozen_after_its_gradient_was_clipped_is_refused() -> None:
         optimizer.step()
 
 
-def test_a_parameter_of_another_model_is_refused() -> None:
-    model, other = build(), nn.Linear(2, 3)
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model)
+def test_a_parameter_of_another_model_is_refused(training) -> None:
+    model, clipping, optimizer = training
+    other = nn.Linear(2, 3)
     optimizer.original_optimizer.add_param_group({"params": list(other.parameters())})
     clipping.backward(model.losses(*batch()))
 
@@ -31,20 +36,16 @@ def test_a_parameter_of_another_model_is_refused() -> None:
         optimizer.step()
 
 
-def test_the_optimizer_inside_refuses_to_step_without_noise() -> None:
-    model = build()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model)
+def test_the_optimizer_inside_refuses_to_step_without_noise(training) -> None:
+    model, clipping, optimizer = training
     clipping.backward(model.losses(*batch()))
     with pytest.raises(RuntimeError, match="SGD was asked to step on gradients without noise"):
         optimizer.original_optimizer.step()
     optimizer.step()
 
 
-def test_a_gradient_that_was_changed_after_it_was_clipped_is_refused() -> None:
-    model = build()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model)
+def test_a_gradient_that_was_changed_after_it_was_clipped_is_refused(training) -> None:
+    model, clipping, optimizer = training
     clipping.backward(model.losses(*batch()))
     model.head.weight.grad *= 2
 
@@ -67,10 +68,8 @@ def test_a_step_without_zero_grad_is_refused(way) -> None:
     optimizer.step()
 
 
-def test_batches_that_are_added_up_before_a_step_are_refused() -> None:
-    model = build()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model)
+def test_batches_that_are_added_up_before_a_step_are_refused(training) -> None:
+    model, clipping, optimizer = training
     for _ in range(4):
         clipping.backward(model.losses(*batch()))
 
@@ -103,12 +102,9 @@ def test_a_batch_in_parts_counts_once_and_is_averaged_once() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
-def test_a_step_without_a_batch_is_refused() -> None:
-    model = build()
-    optimizer = private(BookKeeping(model, 1.0), model)
-
+def test_a_step_without_a_batch_is_refused(training) -> None:
     with pytest.raises(RuntimeError, match=r"no batch was clipped.*torch\.zeros\(0\)"):
-        optimizer.step()
+        training[2].step()
 
 
 @pytest.mark.parametrize("multiplier", [-1.0, float("inf"), float("nan")])
@@ -127,10 +123,8 @@ def test_a_batch_size_to_divide_by_is_positive(size) -> None:
         NoisyOptimizer(sgd, BookKeeping(model, 1.0), noise_multiplier=1.0, expected_batch_size=size)
 
 
-def test_the_noise_has_the_bound_of_the_clipping_whoever_changes_it() -> None:
-    model = build()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model)
+def test_the_noise_has_the_bound_of_the_clipping_whoever_changes_it(training) -> None:
+    model, clipping, optimizer = training
     optimizer.max_grad_norm = 0.25
     assert clipping.max_grad_norm == 0.25
     clipping.backward(model.losses(*batch()))

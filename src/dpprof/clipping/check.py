@@ -8,12 +8,14 @@ Shape legend: B samples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
     from dpprof.clipping.engine import Clipping
@@ -49,10 +51,10 @@ class _Sample(NamedTuple):
     loss: float
     gradients: dict[nn.Parameter, Tensor]
 
-    def norm(self, *parameters: nn.Parameter) -> float:
-        """Compute the norm over the given parameters, or over all."""
-        some = parameters or self.gradients.keys()
-        return math.hypot(*(float(self.gradients[p].norm()) for p in some if p in self.gradients))
+    def norm(self, parameters: Iterable[nn.Parameter]) -> float:
+        """Compute the norm over some parameters."""
+        own = self.gradients
+        return math.hypot(*(float(own[p].norm()) for p in parameters if p in own))
 
 
 def check(
@@ -101,7 +103,7 @@ def check(
             for at in range(count):
                 sample = _run_alone(losses_of, batch, at, clipping)
                 _compare_loss(sample.loss, float(losses_B[at].detach()), at, limit)
-                norms.append({p: sample.norm(p) for p in sums})
+                norms.append({p: sample.norm([p]) for p in sums})
                 _subtract(sample, remainder)
                 _add_clipped(sums, sample, clipping)
             _compare_remainder(remainder, norms, clipping, limit)
@@ -166,10 +168,10 @@ def _compare_loss(alone: float, together: float, at: int, limit: float) -> None:
 
 
 def _add_clipped(sums: dict[nn.Parameter, Tensor], sample: _Sample, clipping: "Clipping") -> None:
-    if not (math.isfinite(sample.loss) and math.isfinite(sample.norm())):
+    if not (math.isfinite(sample.loss) and math.isfinite(sample.norm(sample.gradients))):
         return
     for parameters, bound in clipping.groups:
-        factor = min(1.0, bound / (sample.norm(*parameters) + 1e-6))
+        factor = min(1.0, bound / (sample.norm(parameters) + 1e-6))
         for parameter in parameters:
             if parameter in sample.gradients:
                 sums[parameter] += factor * sample.gradients[parameter]
@@ -241,17 +243,16 @@ def _restored(clipping: "Clipping") -> Iterator[None]:
     """Restore gradients, counters, dropout and random state at the end of the context."""
     gradients = {p: p.grad for p in clipping.parameters}
     kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
-    dropouts = [module for module in clipping.model.modules() if isinstance(module, kind)]
-    rates = [one.p for one in dropouts]
-    for parameter in gradients:
-        parameter.grad = None
-    for one in dropouts:
-        one.p = 0.0
-    try:
-        with torch.random.fork_rng(), clipping.restored():
+    with ExitStack() as stack:
+        for module in clipping.model.modules():
+            if isinstance(module, kind):
+                stack.enter_context(substitute(module, "p", value=0.0))
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(clipping.restored())
+        try:
+            for parameter in gradients:
+                parameter.grad = None
             yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        for one, rate in zip(dropouts, rates, strict=True):
-            one.p = rate
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient

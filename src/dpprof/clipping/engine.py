@@ -10,7 +10,7 @@ gradients has L2 sensitivity ``max_grad_norm`` under adding or removing one samp
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_clipped_sum, bound_of
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.births import allocates
+from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
     from dpprof.norms.plan import Choice
@@ -285,24 +286,15 @@ class Clipping(ABC):
                 "after each step"
             )
 
-    @contextmanager
-    def _handling(self, handler: Handler) -> Iterator[None]:
+    def _handling(self, handler: Handler) -> AbstractContextManager[None]:
         """Let ``handler`` take the contributions of all layers inside the context."""
-        self._handler = handler
-        try:
-            yield
-        finally:
-            self._handler = None
+        return substitute(self, "_handler", handler)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Run the model and autograd without clipping inside the context."""
-        self._disabled = True
-        try:
-            with original_forward(self._layers):
-                yield
-        finally:
-            self._disabled = False
+        with substitute(self, "_disabled", value=True), original_forward(self._layers):
+            yield
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -329,9 +321,9 @@ class Clipping(ABC):
         if self._excluded is not None:
             factors_B = factors_B.masked_fill(self._excluded, 0)
             before_B = self._nonfinite
-            excluded_B = self._excluded
+            after_B = self._excluded
             self._nonfinite = (
-                excluded_B if before_B is None else before_B | excluded_B.to(before_B.device)
+                after_B if before_B is None else before_B | after_B.to(before_B.device)
             )
         return factors_B
 

@@ -8,10 +8,12 @@ A patched layer's class becomes a subclass of its own class, so names, ``isinsta
 import copyreg
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+
+from dpprof.system.substitutes import substitute
 
 _PATCH = "_clipping_patch"
 
@@ -82,11 +84,7 @@ def unpatch_layer(layer: nn.Module) -> None:
 @contextmanager
 def original_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Run the original ``forward`` of patched layers inside the context."""
-    patches = [vars(layer)[_PATCH] for layer in layers]
-    for patch in patches:
-        patch.enabled = False
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(substitute(vars(layer)[_PATCH], "enabled", value=False))
         yield
-    finally:
-        for patch in patches:
-            patch.enabled = True

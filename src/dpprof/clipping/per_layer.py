@@ -24,7 +24,7 @@ from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
-from dpprof.clipping.sample_norms import SampleNorms, Totals
+from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -97,7 +97,7 @@ class PerLayerClipping(Clipping):
     def _clip_layer(
         self, norms: SampleNorms, layer: nn.Module, contributions: Contributions
     ) -> None:
-        norms.totals = Totals()
+        norms.totals.clear()
         norms.add(layer, contributions)
         norms_B = norms.compute()
         self._norms.append(norms_B)

@@ -38,27 +38,6 @@ if TYPE_CHECKING:
 Keep = Callable[[nn.Parameter, Contribution], None]
 
 
-class Totals:
-    """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
-
-    def __init__(self) -> None:
-        self.found_B: Tensor | None = None
-        self.slack_B: Tensor | None = None
-        self.spread_B: Tensor | None = None
-
-    def add(self, found_B: Tensor, slack_B: Tensor | None, spread_B: Tensor | None) -> None:
-        """Add those of a layer."""
-        self.found_B = _add(self.found_B, found_B)
-        self.slack_B = _add(self.slack_B, slack_B)
-        self.spread_B = _add(self.spread_B, spread_B)
-
-
-def _add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    if total is None or more is None:
-        return more if total is None else total
-    return total + more.to(total.device)
-
-
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
@@ -73,7 +52,9 @@ class SampleNorms:
     def __init__(
         self, clipping: "Clipping", samples: int, reused: Collection[nn.Parameter], keep: Keep
     ) -> None:
-        self.totals = Totals()
+        self.totals: dict[str, Tensor] = {}
+        """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
+
         self.plan: dict[str, Choice] = {}
         self.computes_in_16_bits = False
         self._clipping = clipping
@@ -103,15 +84,15 @@ class SampleNorms:
     @allocates("norm_samples")
     def compute(self) -> Tensor:
         """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,)."""
-        squares_B = self.totals.found_B
-        if squares_B is None:
+        if "found" not in self.totals:
             raise RuntimeError("the losses depend on no trained parameter")
-        squares_B = squares_B.clamp(min=0)  # negative inner products may exceed the squares
-        if self.totals.slack_B is not None:
-            squares_B += self.totals.slack_B
+        # Negative inner products may exceed the squares.
+        squares_B = self.totals["found"].clamp(min=0)
+        if "slack" in self.totals:
+            squares_B += self.totals["slack"]
         norms_B = squares_B.sqrt_()
-        if self.totals.spread_B is not None:
-            least_B = self.totals.spread_B.sqrt().div_(TOLERATED[norms_B.dtype])
+        if "spread" in self.totals:
+            least_B = self.totals["spread"].sqrt().div_(TOLERATED[norms_B.dtype])
             norms_B = torch.maximum(norms_B, least_B)
         return norms_B
 
@@ -211,7 +192,12 @@ class SampleNorms:
         slack_B: Tensor | None = None,
         spread_B: Tensor | None = None,
     ) -> None:
-        self.totals.add(found_B, slack_B, spread_B)
+        for name, more_B in (("found", found_B), ("slack", slack_B), ("spread", spread_B)):
+            if more_B is not None:
+                total_B = self.totals.get(name)
+                self.totals[name] = (
+                    more_B if total_B is None else total_B + more_B.to(total_B.device)
+                )
         squares = self._clipping.squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B

@@ -73,12 +73,8 @@ def price_product(T: int, d: int, p: int) -> Price:
 def choose(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> Choice:
     """Choose the way to a layer's norms.
 
-    Args:
-        T: Tokens of a sample.
-        d: Width of the layer's input.
-        p: Width of its output.
-        itemsize: Bytes of an element.
-        keeps: Whether contributions are kept for the weighted sum.
+    T is the tokens of a sample, d and p the widths of input and output, ``itemsize`` the bytes of
+    an element; ``keeps`` says whether contributions are kept for the weighted sum.
     """
     gram, product = price_gram(T, d, p), price_product(T, d, p)
     prices = {

@@ -71,17 +71,7 @@ def gram_slack(
     p: int,
     depth: int,
 ) -> Tensor:
-    """Bound the error of the sum of A * B.
-
-    Args:
-        trace_of_x_B: tr(A), the squares of the inputs.
-        trace_of_g_B: tr(B), the squares of the output gradients.
-        square_of_x_B: |A|^2, the sum of A's squared entries.
-        square_of_g_B: |B|^2.
-        d: Terms of an entry of A.
-        p: Terms of an entry of B.
-        depth: Of the sum of A * B (``depth_of_tile``).
-    """
+    """Bound the error of the sum of A * B from tr(A), tr(B), |A|^2, |B|^2 and ``depth_of_tile``."""
     norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
     of_inputs = (d + _SPLIT) * trace_of_x_B * norm_of_g_B
     of_gradients = (p + _SPLIT) * norm_of_x_B * trace_of_g_B
@@ -99,12 +89,9 @@ def depth_of_tile(tile: int) -> int:
 
 
 def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
-    """Bound the error of squares where another part of the same norm may be subtracted.
+    """Bound the error of ``Squares`` where another part of the same norm may be subtracted.
 
-    Args:
-        found_B: The squares.
-        size_B: ``Squares.size_B``.
-        terms: Products in the sum of one element of the gradient.
+    ``terms`` is how many products the gradient sums for one element.
     """
     eps = torch.finfo(found_B.dtype).eps
     wrong_B = (0.5 * eps * math.sqrt(terms)) * size_B.sqrt()
@@ -114,10 +101,8 @@ def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
 def spread(size_B: Tensor, terms: int, *, is_rounded: bool = False) -> Tensor:
     """Bound the square of the rounding error of a sum of products; (B,).
 
-    Args:
-        size_B: ``Squares.size_B``.
-        terms: Products in the sum of one element.
-        is_rounded: Whether the sum's operands are rounded to 16 bits, or to TF32.
+    ``terms`` is how many products it sums for one element; ``is_rounded`` says whether its operands
+    are rounded to 16 bits, or to TF32.
     """
     unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(min(terms, BLOCK))
     unit = max(unit, OF_FACTORS if is_rounded else 0.0)

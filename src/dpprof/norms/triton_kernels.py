@@ -14,7 +14,7 @@ Strides are ``x_b``, ``x_t`` and ``x_k``, along samples, tokens and features, li
 import triton
 import triton.language as tl
 
-from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SIZES, keep_suitable, time_launch
+from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, TUNING
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -50,13 +50,7 @@ def gram_tile(
     return gram_RC
 
 
-@triton.autotune(
-    GRAM,
-    key=SIZES,
-    prune_configs_by={"early_config_prune": keep_suitable},
-    do_bench=time_launch,
-    cache_results=True,
-)
+@triton.autotune(GRAM, **TUNING)
 @triton.jit
 def sum_gram_squares(
     x_ptr, g_ptr, partial_ptr, slots, T, d, p,
@@ -99,13 +93,7 @@ def sum_gram_squares(
     tl.store(partial_ptr + 2 * programs + tl.program_id(0), total_g)
 
 
-@triton.autotune(
-    PRODUCT,
-    key=SIZES,
-    prune_configs_by={"early_config_prune": keep_suitable},
-    do_bench=time_launch,
-    cache_results=True,
-)
+@triton.autotune(PRODUCT, **TUNING)
 @triton.jit
 def sum_product_squares(
     x_ptr, g_ptr, partial_ptr, slots, T, d, p,

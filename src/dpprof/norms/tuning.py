@@ -20,9 +20,6 @@ from triton import Config, knobs
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether this process interprets Triton programs, on tensors of a CPU."""
 
-SIZES = ["T_rounded", "d_rounded", "p_rounded", "PRECISION"]
-"""Arguments whose change makes Triton choose again; it adds the dtypes itself."""
-
 _WIDE_K = 64
 _PRODUCTS = 1024
 _TIMES = 5
@@ -121,3 +118,12 @@ def time_launch(launch: Callable[[], object], quantiles: Sequence[float]) -> lis
     torch.cuda.synchronize()
     times_ms = torch.tensor([start.elapsed_time(end) for start, end in pairs])
     return [times_ms.quantile(quantile).item() for quantile in quantiles]
+
+
+TUNING = {
+    "key": ["T_rounded", "d_rounded", "p_rounded", "PRECISION"],
+    "prune_configs_by": {"early_config_prune": keep_suitable},
+    "do_bench": time_launch,
+    "cache_results": True,
+}
+"""Arguments of ``triton.autotune``. Triton chooses again if one of ``key``, or a dtype, changes."""
