@@ -101,15 +101,7 @@ class Metrics:
 def derive_metrics(
     window: Window, elapsed_s: float, work: Work, *, step: int, includes_profiling: bool
 ) -> Metrics:
-    """Compute metrics of at least one timed step.
-
-    Args:
-        window: The timed steps.
-        elapsed_s: Their total time in seconds.
-        work: FLOPs of a token, and the peak of the device.
-        step: ``Metrics.measured_at_step``.
-        includes_profiling: ``Metrics.includes_profiling``.
-    """
+    """Compute metrics of at least one timed step; ``step`` is ``Metrics.measured_at_step``."""
     model, executed, peak = work
     tokens_per_s = window.tokens / elapsed_s
     mfu = _divide(model, peak, times=tokens_per_s)

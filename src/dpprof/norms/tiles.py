@@ -61,13 +61,10 @@ def multiply(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
 
 
 def samples_at_once(B: int, results: int, operands: int, dtype: torch.dtype) -> int:
-    """Return how many samples to process at a time: as many as the workspace holds.
+    """Return how many of B samples to process at a time: as many as the workspace holds.
 
-    Args:
-        B: Samples in all.
-        results: Elements of one sample's products that are alive at once.
-        operands: Elements of slices that are cast to float32 where needed.
-        dtype: Dtype of the operands.
+    One sample has ``results`` elements of products at once, and ``operands`` elements of slices
+    that are cast to float32 unless their dtype needs no cast.
     """
     accumulator = accumulator_of(dtype)
     elements = results + (0 if dtype == accumulator else operands)

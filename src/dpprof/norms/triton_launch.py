@@ -110,16 +110,9 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int
 def scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> Tensor:
-    """Sum ``g * (x - mean) * rstd`` over tokens, for each sample.
+    """Sum ``g * (x - mean) * rstd`` over tokens, as in ``norms.scale``; (B, d) in float32.
 
-    Args:
-        x_BTd: Inputs of the normalisation, with any strides; bfloat16, float16 or float32.
-        g_BTd: Output gradients, likewise; the dtypes may differ.
-        mean_BT: Means that were subtracted; None for none.
-        rstd_BT: Reciprocal standard deviations.
-
-    Returns:
-        (B, d) in float32.
+    ``x_BTd`` and ``g_BTd`` may have any strides, and each be bfloat16, float16 or float32.
     """
     B, T, d = x_BTd.shape
     if B == 0:

@@ -79,11 +79,6 @@ def keep_suitable(configs: list[Config], arguments: dict[str, Any], **more: Any)
 
     Steps along K have the same bytes for all dtypes: wide in 16 bits, narrow in float32. Each
     exact float32 product is one unrolled instruction of a thread, so those tiles must be small.
-
-    Args:
-        configs: All configurations.
-        arguments: The kernel's positional arguments by name.
-        more: Its keyword arguments.
     """
     if arguments["x_ptr"].dtype != torch.float32:
         return [config for config in configs if config.kwargs["TILE_K"] >= _WIDE_K]
