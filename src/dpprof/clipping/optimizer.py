@@ -13,7 +13,7 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
-_HOOK = "_refuses_without_noise"
+_HOOK = "_clipping_noise_hook"
 
 
 class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]

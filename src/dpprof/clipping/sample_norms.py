@@ -26,7 +26,7 @@ from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import Choice, choose
 from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
-from dpprof.norms.table import slotted
+from dpprof.norms.table import square_lookup
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
@@ -114,7 +114,7 @@ class SampleNorms:
             case Lookup(ids_BT):
                 B, T = ids_BT.shape
                 squares = self._measure(
-                    layer, Way.SUMMED, slotted, (ids_BT, contribution.trained_BTd)
+                    layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
                 )
                 rounded = False
             case _:

@@ -14,7 +14,7 @@ from dpprof.norms.rounding import Squares
 from dpprof.norms.tiles import BATCHES, WORKSPACE_BYTES, accumulator_of, spans, square
 
 
-def slots_of(ids_BT: Tensor) -> Tensor:
+def number_slots(ids_BT: Tensor) -> Tensor:
     """Number each position by the rank of its id among the sample's ids; (B, T) to (B, T)."""
     ordered_BT, order_BT = ids_BT.sort(dim=1)
     is_new_BT = torch.zeros_like(ids_BT)
@@ -22,7 +22,7 @@ def slots_of(ids_BT: Tensor) -> Tensor:
     return torch.empty_like(ids_BT).scatter_(1, order_BT, is_new_BT.cumsum(1))
 
 
-def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
+def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     """Sum output gradients by slot, as many columns at a time as the workspace holds.
 
     Args:
@@ -36,7 +36,7 @@ def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     B, T, d = g_BTd.shape
     accumulator = accumulator_of(g_BTd.dtype)
     first_B1 = torch.arange(B, device=ids_BT.device)[:, None] * T
-    slots_BT = slots_of(ids_BT) + first_B1
+    slots_BT = number_slots(ids_BT) + first_B1
     squares_B = g_BTd.new_zeros(B, dtype=accumulator)
     room = WORKSPACE_BYTES // (2 * accumulator.itemsize * max(1, B * T))
     width = max(1, room, -(-d // BATCHES))
