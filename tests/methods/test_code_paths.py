@@ -8,7 +8,7 @@ from dpprof.norms.linear import WAYS
 
 MAKE_GRADIENTS = (
     *(OpacusPath.GRAD_SAMPLER, OpacusPath.FUNCTORCH, OpacusPath.EXPANDED_WEIGHTS),
-    *(Way.KEPT, Way.MADE),
+    *(Way.KEPT, Way.DIRECT),
 )
 FIND_NORMS = (OpacusPath.NORM_SAMPLER, Way.SUMMED, Way.CROSSED, *WAYS)
 
