@@ -68,10 +68,8 @@ def describe(result: Result) -> str:
 
 def _describe_allocator(allocator: Allocator) -> list[str]:
     reserved, expandable = allocator.reserved_bytes, allocator.expandable_reserved_bytes
-    lines = [
-        f"        {reserved / _GIB:.2f} GiB reserved by the caching allocator; "
-        f"{expandable / _GIB:.2f} with expandable_segments:True"
-    ]
+    otherwise = f"{expandable / _GIB:.2f} with expandable_segments:True"
+    lines = [f"        {reserved / _GIB:.2f} GiB reserved by the caching allocator; {otherwise}"]
     if allocator.limit_bytes is not None and reserved > allocator.limit_bytes:
         limit = f"of {allocator.limit_bytes / _GIB:.2f} GiB"
         lines.append(

@@ -44,6 +44,7 @@ def place(
     step: Sequence[Event],
     size_of: Callable[[int], int],
     limit_bytes: int | None = None,
+    *,
     settings: Settings = DEFAULT,
     most_steps: int = MOST_STEPS,
 ) -> Placement:
