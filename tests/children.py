@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from dpprof.launch.child_process import ask_child
+from dpprof.launch.isolated import ask_child
 from dpprof.launch.device_lock import hold_one
 
 HERE = Path(__file__).parent

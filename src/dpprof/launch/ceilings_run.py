@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from dpprof.launch.child_process import UnansweredError, ask_child
+from dpprof.launch.isolated import UnansweredError, ask_child
 from dpprof.launch.contention import Contention
 from dpprof.launch.device_lock import hold_one, who_holds
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots

@@ -5,7 +5,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from dpprof.launch.child_process import UnansweredError, ask_child
+from dpprof.launch.isolated import UnansweredError, ask_child
 from dpprof.launch.device_lock import hold_one, who_holds
 from dpprof.planning.code_digest import verdict_digest
 from dpprof.planning.code_in_use import CodeInUse
