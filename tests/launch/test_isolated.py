@@ -1,4 +1,4 @@
-"""A child that is asked ends with its asker, and so does what it has started."""
+"""However a child ends, its parent is told, and what it has started ends with it."""
 
 import os
 import subprocess
@@ -7,25 +7,51 @@ import sys
 import pytest
 from children import HERE, ask, refuse, running, wait_for
 
-from dpprof.launch.isolated import UnansweredError
 from dpprof.launch.device_lock import hold_one
 
 
-def test_who_has_answered_leaves_nobody_behind(tmp_path) -> None:
-    assert ask("tell", str(tmp_path)) == "told"
+@pytest.fixture
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("output") / "x.json"
+
+
+ENDS = {
+    "kill": "the question's process ended with signal 9 before it could answer",
+    "fail": "the question's process ended with exit code 1 before it could answer",
+    "hang": "the question took longer than 1 s",
+}
+
+
+@pytest.mark.parametrize("ending", ENDS)
+def test_however_a_child_ends_the_reason_is_told(output, ending) -> None:
+    limit_s = 1 if ending == "hang" else 60
+    ended = ask(ending, output=output, timeout_s=limit_s)
+
+    assert ended.answer is None
+    assert ended.explain("question", limit_s) == ENDS[ending]
+    assert ("ValueError: no" in ended.output) == (ending == "fail")
+
+
+def test_a_child_has_the_threads_of_its_device(output) -> None:
+    assert ask("tell_threads", output=output).answer == "3"
+
+
+def test_who_has_answered_leaves_nobody_behind(tmp_path, output) -> None:
+    assert ask("tell", str(tmp_path), output=output).answer == "told"
     assert len(list(tmp_path.iterdir())) == 5
     assert running(tmp_path) == []
 
 
-def test_who_dies_leaves_nobody_behind_and_keeps_nobody_waiting(tmp_path) -> None:
-    with pytest.raises(UnansweredError, match="ended with exit code 7"):
-        ask("die", str(tmp_path))
+def test_who_dies_leaves_nobody_behind_and_keeps_nobody_waiting(tmp_path, output) -> None:
+    assert ask("die", str(tmp_path), output=output).returncode == 7
     assert running(tmp_path) == []
 
 
-def test_a_killed_asker_takes_the_child_and_its_group_along_and_the_lock_is_free(tmp_path) -> None:
+def test_a_killed_asker_takes_the_child_and_its_group_along_and_the_lock_is_free(
+    tmp_path, output
+) -> None:
     """Only who is in a session of its own stays, and has no lock."""
-    code = f"import children; children.ask('sleep', {str(tmp_path)!r})"
+    code = f"from children import *; ask('sleep', {str(tmp_path)!r}, output=Path({str(output)!r}))"
     path = os.pathsep.join([str(HERE.parent / "src"), str(HERE)])
     asker = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
     try:
@@ -45,8 +71,8 @@ def test_a_killed_asker_takes_the_child_and_its_group_along_and_the_lock_is_free
             process.kill()
 
 
-def test_what_a_child_shouts_is_bounded(capsys) -> None:
-    ask("shout")
+def test_what_a_child_shouts_is_bounded(capsys, output) -> None:
+    ask("shout", output=output)
     said = capsys.readouterr().err
 
     assert len(said) < 12 * 2**20

@@ -1,18 +1,17 @@
 """Whatever a method does to the process that verifies it, there is one whole file."""
 
 import json
-import multiprocessing
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from children import HERE
 from scripts import run
 
 from dpprof.launch import verification_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.records.verdict import Findings, judged, read_verdict, verdict_path
+from dpprof.records.verdict import judged, read_verdict, verdict_path
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 
@@ -66,25 +65,10 @@ def test_text_that_cannot_be_encoded_is_spelled_in_the_verdict(tmp_path) -> None
     assert verdict.reason.encode()
 
 
-def leave(_model: str, _method: str) -> None:
-    os._exit(7)
-
-
-def test_a_method_that_exits_leaves_one_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("dpprof.verification.verify.verify", leave)
-    verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
-
-    assert verdict.passed is None
-    assert "ended with exit code 7" in verdict.reason
-
-
-def hang(_model: str, _method: str) -> None:
-    multiprocessing.Event().wait()
-
-
 def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verification_run, "TIMEOUT_S", 1)
-    monkeypatch.setattr("dpprof.verification.verify.verify", hang)
+    monkeypatch.setattr(verification_run, "_VERIFY", "children:hang")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
     verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
 
     assert verdict.passed is None
@@ -92,7 +76,8 @@ def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
 
 
 def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(verification_run, "_ask_child", lambda *_: (Findings(None, []), "nothing"))
+    monkeypatch.setattr(verification_run, "_VERIFY", "children:fail")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
     with hold_one(["cpu"], lambda: None, shared=True):
         verification_run.verify_apart("built-in", "standard", tmp_path / "beside.json")
     assert (tmp_path / "beside.json").exists()
@@ -103,7 +88,7 @@ def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monke
             )
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()
-        assert waits.result(timeout=10).reason == "nothing"
+        assert waits.result(timeout=60).cases == []
 
 
 BAD = {

@@ -93,7 +93,7 @@ def process_running(script: str, folder: Path) -> list[psutil.Process]:
         command = " ".join(process.info["cmdline"] or [])
         if script in command and "bash" not in command and process.info["cwd"] == str(folder):
             found.append(process)
-    return found
+    return [process for process in found if process.parent() not in found]
 
 
 def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout) -> None:

@@ -1,136 +1,207 @@
-"""Calls a function in a child process, which may crash, exit or hang.
+"""Runs functions in child processes, on a device that no other measurement uses meanwhile.
 
-The child is forked before torch is imported, so it costs no more than a call in this process.
-Neither the child nor the processes that it starts outlive the answer.
+A child may crash, exit, hang, print without end, or start processes that outlive it. Its parent
+always gets to know how it ended, and none of its processes survives.
 """
 
-import importlib
-import multiprocessing
+import datetime as dt
 import os
 import signal
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
-from typing import Any
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
-from dpprof.launch.device_lock import keep_to_this_process
+from pydantic import TypeAdapter, ValidationError
+
+from dpprof.launch import child
+from dpprof.launch.contention import Contention
+from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_slots import DeviceSlot
+from dpprof.planning.code_in_use import CodeInUse
+from dpprof.records.provenance import describe_surroundings
 from dpprof.system.child_output import Output, Sink
-from dpprof.system.process_groups import die_with, end_group, end_group_with, no_survivors
+from dpprof.system.console import say
+from dpprof.system.files import check_writable
+from dpprof.system.paths import PACKAGE
+from dpprof.system.process_groups import end_group, no_survivors
 
-_POLL_S = 0.5
+Answer = TypeVar("Answer")
 
 
-class UnansweredError(Exception):
-    """A child ended without an answer; the message says how."""
+class Ended(NamedTuple, Generic[Answer]):
+    """How a child process ended."""
+
+    answer: Answer | None
+    """The function's result; None if the child ended before the result was complete."""
+
+    returncode: int
+    """As in ``subprocess``: negative for a signal."""
+
+    timed_out: bool
+    output: str
+    """The end of what it printed."""
+
+    wall_s: float
+    others_busy_cores: float
+
+    def explain(self, what: str, timeout_s: float) -> str:
+        """Return why there is no answer, in words; ``what`` is the child's task, as a noun."""
+        if self.timed_out:
+            return f"the {what} took longer than {timeout_s:g} s"
+        code = self.returncode
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the {what}'s process ended with {how} before it could answer"
 
 
-def ask_child(
-    what: str,
+class Isolation:
+    """A device that this process holds, and the facts about its use that every record has."""
+
+    def __init__(self, slot: DeviceSlot, lock_fd: int, code: CodeInUse) -> None:
+        self.slot = slot
+        self._lock_fd, self._code = lock_fd, code
+
+    def begin(self, **variables: str) -> None:
+        """Describe the surroundings of children and start the clock.
+
+        Args:
+            variables: Environment variables of the children.
+        """
+        self._code.start()
+        search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
+        self._environment = os.environ | self.slot.environment | own | variables
+        self._facts = {
+            "device": self.slot.describe(),
+            "provenance": describe_surroundings(self._environment),
+            "started_at": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds"),
+        }
+        self._start = time.monotonic()
+
+    def finish(self) -> dict[str, Any]:
+        """Stop the clock and return the facts, by field of a record.
+
+        Returns:
+            ``device``, ``provenance``, ``started_at``, ``wall_s`` and ``code_digest``.
+        """
+        wall_s = time.monotonic() - self._start
+        return self._facts | {"wall_s": wall_s, "code_digest": self._code.settle()}
+
+    def run(
+        self,
+        answer_type: type[Answer],
+        function: str,
+        *arguments: str | int,
+        timeout_s: float,
+        sink: Sink | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Ended[Answer]:
+        """Call a function in a fresh process and return how the process ended.
+
+        Args:
+            answer_type: The type of the function's result, which travels as JSON.
+            function: The function as ``module:name``; only the child imports it.
+            arguments: The function's arguments.
+            timeout_s: Seconds after which the child counts as hung and is killed.
+            sink: The destination of its output; None for standard error.
+            pass_fds: Descriptors that the child inherits.
+        """
+        lifeline, held = os.pipe()
+        # A file without a name disappears even if a process is killed.
+        with tempfile.TemporaryFile() as answer, os.fdopen(lifeline, "rb"), os.fdopen(held, "wb"):
+            assignment = child.Assignment(
+                function=function,
+                arguments=list(arguments),
+                parent_pid=os.getpid(),
+                lock_fd=self._lock_fd,
+                lifeline_fd=lifeline,
+                answer_fd=answer.fileno(),
+            )
+            start, contention, timed_out = time.monotonic(), Contention(), False
+            with no_survivors():
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(self._lock_fd, lifeline, answer.fileno(), *pass_fds),
+                    start_new_session=True,
+                    env=self._environment,
+                )
+                assert process.stdout is not None
+                output = Output(process.stdout, sink or Sink(None))
+                try:
+                    process.wait(timeout_s)
+                except subprocess.TimeoutExpired:
+                    timed_out = True
+                finally:
+                    end_group(process.pid)
+                    process.wait()
+            wall_s, others = time.monotonic() - start, contention.busy_cores()
+            tail = output.finish()
+            answer.seek(0)
+            content = answer.read()
+        try:
+            found = TypeAdapter(answer_type).validate_json(content)
+        except ValidationError:  # the child ended before it was complete
+            found = None
+        return Ended(found, process.returncode, timed_out, tail, wall_s, others)
+
+
+@contextmanager
+def isolate(
+    output: Path,
+    slots: Sequence[DeviceSlot],
+    digest: Callable[[], str],
     module: str,
-    function: str,
-    *arguments: Any,
-    timeout_s: int,
-    lock_fd: int,
-    environment: Mapping[str, str] | None = None,
-) -> Any:
-    """Return the result of a function called in a child process.
+    *,
+    shared: bool = False,
+) -> Iterator[Isolation]:
+    """Hold the first free device; say for whom this process waits while none is free.
+
+    Inside the context, SIGTERM and SIGHUP raise ``SystemExit``, so that children are ended too.
 
     Args:
-        what: What the child does, as a noun for messages.
-        module: The function's module; only the child imports it.
-        function: The function's name.
-        arguments: The function's arguments.
-        timeout_s: Whole seconds after which the child counts as hung.
-        lock_fd: The lock that the child holds and that its own children must not inherit.
-        environment: Variables that the child sets before it imports anything.
+        output: The file that the caller will write.
+        slots: Interchangeable devices, at least one.
+        digest: Returns the digest of the code that will run.
+        module: The file of the calling module, which this process has imported.
+        shared: Whether others with ``shared`` may use the device at the same time.
 
     Raises:
-        UnansweredError: The child ended without an answer.
+        OSError: The file cannot be written.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    lifeline, held = os.pipe()
-    printed, output = os.pipe()
-    child = context.Process(
-        target=_answer,
-        args=(sender, module, function, arguments),
-        kwargs={
-            "asker_pid": os.getpid(),
-            "timeout_s": timeout_s,
-            "lock_fd": lock_fd,
-            "lifeline": lifeline,
-            "held": held,
-            "output": output,
-            "environment": environment or {},
-        },
-        daemon=True,
-    )
-    child.start()
-    assert child.pid is not None
-    sender.close()
-    for descriptor in (lifeline, output):
-        os.close(descriptor)
-    said = Output(os.fdopen(printed, "rb"), Sink(None))
+    check_writable(output)
+    code = CodeInUse(digest, module)
+    names = [slot.lock_name for slot in slots]
+
+    def waiting() -> None:
+        busy = "the CPU is" if names == ["cpu"] else "every visible GPU is"
+        say(f"{busy} taken by another experiment; waiting for {who_holds(names)}")
+
+    with _ended_by_signals(), hold_one(names, waiting, shared=shared) as (position, lock_fd):
+        yield Isolation(slots[position], lock_fd, code)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into ``SystemExit``."""
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with no_survivors():
-            try:
-                return _receive(receiver, child)
-            except EOFError:
-                child.join()
-                raise UnansweredError(_explain_end(what, child.exitcode or 0, timeout_s)) from None
-            finally:
-                # The child has answered; do not wait until its libraries shut down.
-                child.kill()  # in case it does not lead its group yet
-                end_group(child.pid)
-                child.join()
+        yield
     finally:
-        os.close(held)
-        said.finish()
-
-
-def _receive(receiver: Connection, child: ForkProcess) -> Any:
-    """Return the child's answer; poll the child too, as its children may hold the pipe open.
-
-    Raises:
-        EOFError: The child ended without an answer.
-    """
-    while not receiver.poll(_POLL_S):
-        if not child.is_alive() and not receiver.poll():
-            raise EOFError
-    return receiver.recv()
-
-
-def _answer(
-    sender: Connection,
-    module: str,
-    function: str,
-    arguments: tuple[Any, ...],
-    *,
-    asker_pid: int,
-    timeout_s: int,
-    lock_fd: int,
-    lifeline: int,
-    held: int,
-    output: int,
-    environment: Mapping[str, str],
-) -> None:
-    """Run in the child: call the function and send the answer; the kernel enforces the timeout."""
-    os.setsid()
-    die_with(asker_pid)
-    os.close(held)
-    end_group_with(lifeline)
-    keep_to_this_process(lock_fd)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(timeout_s)
-    os.environ.update(environment)
-    # Looked up by name, because the parent must not import torch before the fork.
-    sender.send(getattr(importlib.import_module(module), function)(*arguments))
-
-
-def _explain_end(what: str, exit_code: int, timeout_s: int) -> str:
-    if exit_code == -signal.SIGALRM:
-        return f"the {what} took longer than {timeout_s} s"
-    how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return f"the {what}'s process ended with {how} before it could answer"
+        for number, handler in before.items():
+            signal.signal(number, handler)
