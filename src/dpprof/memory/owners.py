@@ -11,7 +11,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from dpprof.memory.recorder import Storage
-from dpprof.methods.opacus_paths import OpacusPath
+from dpprof.methods.opacus.paths import OpacusPath
 from dpprof.records.result import Component, Evidence
 
 SAVED = "saved"

@@ -6,7 +6,7 @@ Differentially Private Learners", section 4. Cost per linear layer of d x p:
 matrices per sample while a layer's norm is computed.
 """
 
-from dpprof.methods.opacus_two_pass import OpacusTwoPass
+from dpprof.methods.opacus.two_pass import OpacusTwoPass
 
 
 class OpacusGhost(OpacusTwoPass):

@@ -8,7 +8,7 @@ FLOPs: 4 B T d p.
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from dpprof.methods.opacus_per_sample import OpacusPerSample
+from dpprof.methods.opacus.per_sample import OpacusPerSample
 
 
 class OpacusFunctorch(OpacusPerSample):

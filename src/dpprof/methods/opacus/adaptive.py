@@ -23,7 +23,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.methods.opacus_two_pass import OpacusTwoPass
+from dpprof.methods.opacus.two_pass import OpacusTwoPass
 from dpprof.methods.training_step import Batch, ClipGroup, Enter
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute

@@ -18,8 +18,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
+from dpprof.methods.opacus.optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
+from dpprof.methods.opacus.samplers import refuse_checkpointing, watch_hooks
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
 from dpprof.records.births import Function
 from dpprof.records.result import Component

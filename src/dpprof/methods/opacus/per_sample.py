@@ -14,8 +14,8 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
+from dpprof.methods.opacus.optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
+from dpprof.methods.opacus.samplers import refuse_checkpointing, watch_hooks
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, mean_loss
 from dpprof.spec.experiment import Experiment
 

@@ -5,7 +5,7 @@ per linear layer of d x p: 12 B T d p FLOPs. Memory: B d p elements, for one lay
 time.
 """
 
-from dpprof.methods.opacus_two_pass import OpacusTwoPass
+from dpprof.methods.opacus.two_pass import OpacusTwoPass
 
 
 class OpacusFastGradientClipping(OpacusTwoPass):

@@ -7,7 +7,7 @@ gradients; the ordinary gradient is computed too.
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from dpprof.methods.opacus_per_sample import OpacusPerSample
+from dpprof.methods.opacus.per_sample import OpacusPerSample
 
 
 class OpacusHooks(OpacusPerSample):

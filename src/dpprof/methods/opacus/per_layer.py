@@ -16,8 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus_hooks import OpacusHooks
-from dpprof.methods.opacus_optimizer import wrap_optimizer
+from dpprof.methods.opacus.hooks import OpacusHooks
+from dpprof.methods.opacus.optimizer import wrap_optimizer
 from dpprof.methods.training_step import ClipGroup
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
