@@ -74,6 +74,10 @@ def fail(*_arguments: str) -> None:
     raise ValueError("no")
 
 
+def tell_half_a_character() -> str:
+    return "half a \ud800 character"
+
+
 def tell_threads() -> str:
     return os.environ["OMP_NUM_THREADS"]
 

@@ -36,6 +36,10 @@ def test_a_child_has_the_threads_of_its_device(output) -> None:
     assert ask("tell_threads", output=output).answer == "3"
 
 
+def test_an_answer_that_cannot_be_encoded_is_spelled(output) -> None:
+    assert ask("tell_half_a_character", output=output).answer == "half a \\ud800 character"
+
+
 def test_who_has_answered_leaves_nobody_behind(tmp_path, output) -> None:
     assert ask("tell", str(tmp_path), output=output).answer == "told"
     assert len(list(tmp_path.iterdir())) == 5

@@ -38,7 +38,20 @@ def test_the_gradient_is_the_same(method, checkpointing) -> None:
     torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("method", "checkpointing"), CASES)
+REPRESENTATIVES = {
+    ("flash", "non-reentrant"),
+    ("flash-bk", "reentrant"),
+    ("opacus-ghost", "reentrant"),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing"),
+    [
+        case if case in REPRESENTATIVES else pytest.param(*case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_the_timeline_has_what_is_computed_again(method, checkpointing) -> None:
     fields = FIELDS | {"method": method}
     plain = estimate(make_experiment(**fields), lambda _: None)
