@@ -24,11 +24,10 @@ from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.result import Kernels, Measurement, Observed, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
-from dpprof.traces.events import write_events
 from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
-from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_trace
+from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_events, write_trace
 
 TRACED_STEPS = 3
 """At most so many of the timed steps; a trace of more is larger and tells no more."""

@@ -1,4 +1,4 @@
-"""Opacus's optimizers, with the step taken apart into its phases."""
+"""Opacus's optimizers: how dpprof wraps them, and where they keep their tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,25 +18,25 @@ ATTRIBUTES: Mapping[str, Component] = {
     "_norm_sample": "norm_samples",
     "summed_grad": "summed_gradients",
 }
-"""Where Opacus keeps what belongs to a parameter."""
+"""Attributes in which Opacus keeps tensors of a parameter."""
 
 BIRTHS: Mapping[Function, Component] = {
     create_or_accumulate_grad_sample: "per_sample_gradients",
     _generate_noise: "noise",
 }
-"""Opacus's functions that make what may be gone before anybody looks."""
+"""Opacus's functions whose tensors may be freed before a look at attributes finds them."""
 
 
 def wrap_optimizer(
     wrapper: type[DPOptimizer], optimizer: Optimizer, experiment: Experiment, **others: Any
 ) -> DPOptimizer:
-    """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size.
+    """Return a wrapped optimizer, as of ``PrivacyEngine.make_private`` for a fixed batch size.
 
     Args:
-        wrapper: Opacus's optimizer.
-        optimizer: What it wraps.
-        experiment: Tells the wrapper's settings.
-        others: Settings that are not as the experiment tells them.
+        wrapper: The class of Opacus's optimizer.
+        optimizer: The optimizer to wrap.
+        experiment: The source of the settings.
+        others: Settings that differ from the experiment's.
     """
     settings: dict[str, Any] = {
         "noise_multiplier": experiment.noise_multiplier,

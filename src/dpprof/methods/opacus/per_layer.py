@@ -1,10 +1,8 @@
-"""Opacus's per-layer clipping: every parameter's gradient to a bound of its own.
+"""Opacus's per-layer clipping: every parameter's gradient has a bound of its own.
 
-Another mechanism than flat clipping, and another bias: what a sample contributes is not
-scaled as a whole, its direction changes. It does not equal ``microbatch`` and is not meant to.
-
-Per-sample gradients are those of ``opacus-hooks``, at the same cost. Clipping needs no norm
-over all parameters, so each is scaled and summed as soon as its own norms are known.
+It is not flat clipping and does not equal ``microbatch``: clipping changes the direction of a
+sample's gradient. Per-sample gradients are those of ``opacus-hooks``, at the same cost. Each is
+scaled and summed as soon as its own norms are known, because no norm over all parameters is needed.
 """
 
 import math
@@ -26,15 +24,15 @@ from dpprof.spec.registry import UnsupportedError
 class OpacusPerLayer(OpacusHooks):
     """``grad_sample_mode="hooks"`` with ``clipping="per_layer"``.
 
-    Each of the k trainable parameters has the bound C_i = C / sqrt(k), C being
-    ``max_grad_norm``. Noise of standard deviation sigma C is added to every element.
+    Each of the k trainable parameters has the bound C_i = C / sqrt(k), where C is
+    ``max_grad_norm``. Every element gets noise of standard deviation sigma C.
 
-    Formal guarantees: the sum before noise has L2 sensitivity sqrt(sum of C_i^2) = C under
-    adding or removing one sample; C_i is that of parameter i alone.
+    Formal guarantees: the sum before noise has L2 sensitivity sqrt(sum of C_i^2) = C under adding
+    or removing one sample.
 
     Raises:
-        UnsupportedError: ``bfloat16``: ``DPPerLayerOptimizer`` does not turn per-sample gradients
-            into the parameter's dtype, as ``DPOptimizer`` does, and PyTorch refuses the sum.
+        UnsupportedError: ``bfloat16``: unlike ``DPOptimizer``, ``DPPerLayerOptimizer`` does not
+            convert per-sample gradients to the parameter's dtype, so PyTorch refuses the sum.
     """
 
     mechanism: ClassVar[str] = "per-parameter clipping"
@@ -48,15 +46,16 @@ class OpacusPerLayer(OpacusHooks):
         """Wrap the optimizer in Opacus's ``DPPerLayerOptimizer``."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         bounds = [self.experiment.max_grad_norm / math.sqrt(count)] * count
-        # It finds C with tensors: these have elements wherever the model has none.
+        # Opacus computes C with tensors, which must be real even if the model's are fake.
         with unset_fake_temporarily():
             self.optimizer = wrap_optimizer(
                 DPPerLayerOptimizer, optimizer, self.experiment, max_grad_norm=bounds
             )
 
     def clip_groups(self) -> Sequence[ClipGroup]:
-        """Tell that each parameter is clipped by itself."""
+        """Return one group for each parameter."""
         bounds = self.optimizer.max_grad_norms
-        # As Opacus pairs them: bounds are alike, and one is left for each that was frozen since.
+        # Opacus pairs them in this way too: all bounds are equal, and parameters that were frozen
+        # after set-up leave some bounds over.
         pairs = zip(self.optimizer.params, bounds, strict=False)
         return [ClipGroup([parameter], bound) for parameter, bound in pairs]

@@ -1,8 +1,7 @@
-"""Opacus's methods that find norms in one backward pass and the clipped sum in a second.
+"""The base of Opacus's methods that compute norms in one backward pass and the sum in a second.
 
-``GradSampleModuleFastGradientClipping``, its loss wrapper and its optimizer. The first
-pass leaves each sample's norm, the second differentiates the loss with each sample
-weighted by its clipping factor; the graph is kept in between.
+The first pass computes each sample's norm. The second differentiates the loss with each sample
+weighted by its clip factor. The graph is kept between them.
 """
 
 from collections.abc import Mapping
@@ -32,10 +31,9 @@ _BIRTHS: Mapping[Function, Component] = {
 
 
 class _PhasedModule(GradSampleModuleFastGradientClipping):
-    """Opacus's module, which says when its two-pass ``backward`` changes phase.
+    """Opacus's module that reports phases.
 
-    The calls are those that ``DPTensorFastGradientClipping.backward`` makes between its
-    passes; what they compute is left to Opacus.
+    ``DPTensorFastGradientClipping.backward`` calls these methods between its two passes.
     """
 
     enter: Enter
@@ -51,17 +49,17 @@ class _PhasedModule(GradSampleModuleFastGradientClipping):
 
 
 class OpacusTwoPass(TrainingStep):
-    """Two passes of ``DPLossFastGradientClipping`` and one of its optimizer's steps.
+    """Two passes of ``DPLossFastGradientClipping`` and a step of its optimizer.
 
-    Formal guarantees: those of Opacus's flat clipping, L2 sensitivity ``max_grad_norm``
-    under adding or removing one sample.
+    Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
+    or removing one sample.
     """
 
     use_ghost_clipping: bool
-    """Whether linear layers and embeddings find norms without per-sample gradients."""
+    """Whether norms of linear layers and embeddings need no per-sample gradients."""
 
     criterion_type: type[DPLossFastGradientClipping] = DPLossFastGradientClipping
-    """What turns samples' losses into one whose ``backward`` makes both passes."""
+    """The wrapper of the loss, whose ``backward`` makes both passes."""
 
     module: _PhasedModule
     optimizer: DPOptimizerFastGradientClipping
@@ -89,7 +87,7 @@ class OpacusTwoPass(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        From "noise" on these are the calls of the optimizer's ``pre_step``, in its order.
+        After "noise" follow the calls of the optimizer's ``pre_step``, in its order.
         """
         self.module.enter = enter
         enter("forward")
@@ -105,12 +103,12 @@ class OpacusTwoPass(TrainingStep):
         self.optimizer.scale_grad()
 
     def sample_norms(self) -> Tensor:
-        """Tell the norms that the first pass left; (B,)."""
+        """Return the norms of the first pass; (B,)."""
         norms_B: Tensor = self.module.per_sample_gradient_norms
         return norms_B
 
     def apply_gradient(self) -> None:
-        """Let the wrapped optimizer use the gradients."""
+        """Step the wrapped optimizer."""
         self.optimizer.original_optimizer.step()
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
