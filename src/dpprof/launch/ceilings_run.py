@@ -6,13 +6,8 @@ from typing import Literal
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.isolated import Isolation, isolate
 from dpprof.planning.code_digest import ceilings_digest
-from dpprof.records.ceilings import (
-    SCHEMA_VERSION,
-    Ceilings,
-    Limits,
-    nothing_measured,
-    write_ceilings,
-)
+from dpprof.records.ceilings import SCHEMA_VERSION, Ceilings, Limits, nothing_measured
+from dpprof.records.record import write_record
 from dpprof.system.hardware import available_cores, why_no_cuda
 
 TIMEOUT_S = 120
@@ -25,9 +20,7 @@ _NO_GPU = DeviceSlot("cuda", lambda: {"type": "cuda", "name": None, "uuid": None
 def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
     """Measure a device while no other run of dpprof uses it, and write one complete JSON.
 
-    Args:
-        device: The host's processor with all cores that dpprof may use, or a visible GPU.
-        output: The file; written as a whole at the end.
+    ``cpu`` has all cores that dpprof may use; ``cuda`` is one visible GPU.
 
     Raises:
         OSError: The file cannot be written; this is checked before the measurement.
@@ -39,7 +32,7 @@ def measure_apart(device: Literal["cpu", "cuda"], output: Path) -> Ceilings:
         limits, others = _measure(device, isolation)
         facts = isolation.finish()
     fields = facts | limits.model_dump() | {"others_busy_cores": others}
-    return write_ceilings(output, fields | {"schema_version": SCHEMA_VERSION})
+    return write_record(output, Ceilings, fields | {"schema_version": SCHEMA_VERSION})
 
 
 def _measure(device: str, isolation: Isolation) -> tuple[Limits, float | None]:

@@ -119,7 +119,7 @@ def supervise(
         experiment: The experiment.
         instrument: The instrument to run it under.
         replicate: The number of the replicate.
-        output: The result file; written as a whole at the end.
+        output: The result file.
         log_path: The file for the worker's output; None for standard error.
         traces: The folder for an instrument's trace files; None for none.
         keep: Whether to return an existing complete result of this run by the present code, which

@@ -6,6 +6,7 @@ from pathlib import Path
 from dpprof.launch.device_slots import cpu_slot
 from dpprof.launch.isolated import isolate
 from dpprof.planning.code_digest import verdict_digest
+from dpprof.records.record import write_record
 from dpprof.records.verdict import (
     SCHEMA_VERSION,
     TOLERANCE,
@@ -14,7 +15,6 @@ from dpprof.records.verdict import (
     judge,
     judged,
     name_holes,
-    write_verdict,
 )
 
 TIMEOUT_S = 300
@@ -28,11 +28,6 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
 
     A verification may run at the same time as predictions, but waits for measurements to end.
 
-    Args:
-        model: A model's name, or ``built-in``.
-        method: A method's name.
-        output: The verdict's file; written as a whole at the end.
-
     Raises:
         OSError: The verdict cannot be written; this is checked before the verification.
     """
@@ -44,8 +39,9 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
     mechanism, cases = ended.answer or Findings(None, [])
     passed, reason = judge(cases)
     deciding = judged(cases)
-    return write_verdict(
+    return write_record(
         output,
+        Verdict,
         {
             "model": model,
             "method": method,

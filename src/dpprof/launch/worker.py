@@ -63,13 +63,7 @@ def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
 
 
 def work(spec: str, instrument: str, phase_fd: int) -> Report:
-    """Run an experiment for the supervisor and return its report.
-
-    Args:
-        spec: The experiment as JSON.
-        instrument: The instrument's name.
-        phase_fd: The file of the phase mark.
-    """
+    """Run an experiment, given as JSON, and return its report to the supervisor."""
     report = run(Experiment.model_validate_json(spec), instrument, PhaseMark(phase_fd))
     _lift_memory_limit()
     return report

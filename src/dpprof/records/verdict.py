@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_record, write_record
+from dpprof.records.record import Part, ResultError, read_record
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -199,16 +199,6 @@ def _spell(case: Case) -> str:
 def verdict_path(root: Path, model: str, method: str) -> Path:
     """Return the path of a verdict: ``results/verify/<model>-<method>.json``."""
     return root / "results" / VERDICTS / f"{model}-{method}.json"
-
-
-def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:
-    """Write a verdict with its content digest, as a whole.
-
-    Args:
-        path: The file; replaced atomically.
-        fields: Every field of ``Verdict`` but ``content_digest``.
-    """
-    return write_record(path, Verdict, fields)
 
 
 def read_verdict(root: Path, model: str, method: str) -> Verdict:

@@ -60,11 +60,7 @@ def parse_trace(content: bytes) -> dict[str, Any]:
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:
-    """Return the spans of a trace, by place.
-
-    Args:
-        document: The parsed JSON of ``export_chrome_trace``.
-    """
+    """Return the spans in the parsed JSON of ``export_chrome_trace``, by place."""
     trace = Trace([], [], [])
     for event in document["traceEvents"]:
         kind = event.get("cat")

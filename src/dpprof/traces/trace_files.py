@@ -31,12 +31,7 @@ class Written(NamedTuple):
 def write_trace(
     folder: Path, document: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES
 ) -> Written | None:
-    """Write a trace; cut it to its first step if the file would exceed the limit.
-
-    Args:
-        folder: The folder for the file, whose name is ``NAME``.
-        document: The parsed JSON of ``export_chrome_trace``.
-        limit_bytes: The largest size of the compressed file.
+    """Write a trace to ``NAME``; cut it to its first step if the file would exceed the limit.
 
     Returns:
         The written file; None, without a file, if even one step exceeds the limit.
@@ -62,12 +57,7 @@ def _cut(document: Mapping[str, Any], end_s: float) -> dict[str, Any]:
 
 
 def write_events(folder: Path, kernels: Kernels) -> None:
-    """Write a step's milliseconds by op kind and phase for TensorBoard; replace existing events.
-
-    Args:
-        folder: The folder of a run, in TensorBoard's sense.
-        kernels: The summary of the trace.
-    """
+    """Write a step's milliseconds by op kind and phase for TensorBoard; replace existing events."""
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     seconds = {"step": kernels.step_s, "idle": kernels.idle_s, "total": kernels.total_s}
