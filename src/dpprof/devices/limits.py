@@ -81,16 +81,14 @@ def merge(rounds: Sequence[Limits]) -> Limits:
     copies = [one.bandwidth for one in rounds]
     bandwidth = _merge(copies, CopySample, "bytes_per_s", "array_bytes")
     launches = [one.launch_latency_s for one in rounds if one.launch_latency_s is not None]
-    had = {f"matmul.{dtype}" for dtype, product in products.items() if product is not None}
-    had |= {"bandwidth"} if bandwidth else set()
-    had |= {"launch_latency_s"} if launches else set()
+    figures: dict[str, object] = {f"matmul.{dtype}": one for dtype, one in products.items()}
+    figures |= {"bandwidth": bandwidth, "launch_latency_s": launches or None}
+    reasons = {key: reason for one in rounds for key, reason in one.reasons.items()}
     return Limits(
         matmul=products,
         bandwidth=bandwidth,
         launch_latency_s=min(launches, default=None),
-        reasons={
-            key: reason for one in rounds for key, reason in one.reasons.items() if key not in had
-        },
+        reasons={key: reason for key, reason in reasons.items() if figures[key] is None},
     )
 
 
@@ -102,9 +100,8 @@ def _merge(
     if not known:
         return None
     alike: dict[int, list[Repeated]] = defaultdict(list)
-    for one in known:
-        for repeated in one.samples:
-            alike[getattr(repeated, size)].append(repeated)
+    for repeated in (sample for one in known for sample in one.samples):
+        alike[getattr(repeated, size)].append(repeated)
     samples = [
         sample.model_validate(
             {
@@ -260,11 +257,8 @@ def _time(device: Device, act: Action, repeats: int) -> list[float]:
 
 
 def _sum_up(seconds: Sequence[float]) -> dict[str, Any]:
-    return {
-        "seconds": min(seconds),
-        "median_s": statistics.median(seconds),
-        "repeats": len(seconds),
-    }
+    median_s = statistics.median(seconds)
+    return {"seconds": min(seconds), "median_s": median_s, "repeats": len(seconds)}
 
 
 def _tell(error: Exception) -> str:

@@ -73,14 +73,10 @@ def set_up(
     device: Device,
     moment: Callable[[str, Holdings], None],
 ) -> Training:
-    """Build an experiment's model, method, optimizer and batch.
+    """Build an experiment's model, method, optimizer and batch on a prepared device.
 
-    Args:
-        experiment: The experiment.
-        method: The result of ``import_method``.
-        device: The prepared device.
-        moment: Called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created``, with the
-            objects that hold tensors then.
+    ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
+    objects that hold tensors then.
     """
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)

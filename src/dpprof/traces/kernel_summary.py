@@ -17,15 +17,12 @@ class NoKernelsError(ValueError):
 
 
 def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
-    """Return the summed times of the kernels in the traced steps.
+    """Return the fields of ``Kernels`` for the traced steps, except those about the trace's file.
 
     Args:
         trace: The spans; each step waits at its end for the kernels that it launched.
         family_of: Returns an operator's family by its name.
         on_cuda: Whether a GPU did the work.
-
-    Returns:
-        The fields of ``Kernels``, except those about the trace's file.
 
     Raises:
         NoKernelsError: The steps have no GPU kernel, because the tracer, CUPTI, recorded none.

@@ -17,13 +17,7 @@ def find_sensitivity(groups: Sequence[Group], noise_bound: float) -> float | Non
 def complain_of_mechanism(
     method: type[TrainingStep], groups: Sequence[Group], noise_bound: float
 ) -> str | None:
-    """Return how a step's groups contradict the method's declarations; None if they do not.
-
-    Args:
-        method: The method, which declares a mechanism and a sensitivity.
-        groups: The groups that the step clipped.
-        noise_bound: The bound that scales the step's noise.
-    """
+    """Return how a step's groups contradict the method's declarations; None if they do not."""
     name, declared = method.mechanism, method.sensitivity
     found = find_sensitivity(groups, noise_bound)
     if found is None:

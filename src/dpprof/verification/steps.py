@@ -39,13 +39,13 @@ def begin(
     lr: float = 0.0,
     thaw: bool = False,
 ) -> TrainingStep:
-    """Return a method applied to a copy of the model.
+    """Return a method applied to a copy of the model, with plain SGD.
 
     Args:
         method: The method.
         experiment: Its settings.
         model: The model, which stays unchanged.
-        lr: The learning rate of plain SGD; with zero no step changes a weight.
+        lr: The learning rate; with zero no step changes a weight.
         thaw: Whether to thaw all parameters after the method is set up.
     """
     step = method(copy.deepcopy(model), experiment)

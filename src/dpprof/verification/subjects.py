@@ -56,11 +56,7 @@ def describe(model: str, method: str, attention: str, batch_size: int) -> Experi
 
 
 def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
-    """Return a subject with a suitable bound.
-
-    Args:
-        experiment: The experiment to build.
-        scenario: ``frozen`` and ``ignored labels`` change the model and the batch.
+    """Return a subject with a suitable bound; some scenarios change its model or its batch.
 
     Raises:
         UnsupportedError: The model does not support the experiment or the scenario.

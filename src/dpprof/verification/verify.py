@@ -33,12 +33,7 @@ _MESSAGE_LIMIT = 500
 
 
 def verify(model: str, method: str) -> Findings:
-    """Compare a method on a model with the references in every case.
-
-    Args:
-        model: A model's name, or ``built-in``.
-        method: A method's name.
-    """
+    """Compare a method on a model (a name, or ``built-in``) with the references in every case."""
     torch.set_num_threads(1)
     cases = [
         verify_case(model, method, attention, batch_size)
@@ -57,11 +52,8 @@ def verify_case(
     model: str, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
 ) -> Case:
     """Compare in one case; a failure is part of the case."""
-    known: dict[str, Any] = {
-        "scenario": scenario,
-        "attention": attention,
-        "batch_size": batch_size,
-    }
+    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
+    known["batch_size"] = batch_size
     try:
         subject = prepare(describe(model, method, attention, batch_size), scenario)
         by_loop = next(_take_steps(Microbatch, subject)).gradient
@@ -83,20 +75,10 @@ def verify_case(
 
 
 def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> Case:
-    """Try a scenario in which the guarantee can be lost; a failure is part of the case.
-
-    Args:
-        model: A model's name, or ``built-in``.
-        method: A method's name.
-        plain: The method's plain case; if it did not pass, nothing is tried.
-        scenario: One of ``GUARANTEES``.
-    """
+    """Try one of ``GUARANTEES``, if the plain case passed; a failure is part of the case."""
     attention, batch_size = SPECIAL
-    known: dict[str, Any] = {
-        "scenario": scenario,
-        "attention": attention,
-        "batch_size": batch_size,
-    }
+    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
+    known["batch_size"] = batch_size
     if plain.outcome != "passed":
         outcome = "unsupported" if plain.outcome == "unsupported" else "unknown"
         return Case(**known, outcome=outcome, reason=f"not tried: {plain.reason}")

@@ -1,47 +1,66 @@
-"""Opacus's optimizers: how dpprof wraps them, and where they keep their tensors."""
+"""The base of Opacus's methods: their optimizer, and where it keeps tensors."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from opacus.grad_sample import create_or_accumulate_grad_sample
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
+from torch import nn
 from torch.optim import Optimizer
 
+from dpprof.methods.training_step import TrainingStep
 from dpprof.records.births import Function
 from dpprof.records.result import Component
 from dpprof.spec.experiment import Experiment
-
-ATTRIBUTES: Mapping[str, Component] = {
-    "grad_sample": "per_sample_gradients",
-    "_current_grad_sample": "per_sample_gradients",
-    "_norm_sample": "norm_samples",
-    "summed_grad": "summed_gradients",
-}
-"""Attributes in which Opacus keeps tensors of a parameter."""
-
-BIRTHS: Mapping[Function, Component] = {
-    create_or_accumulate_grad_sample: "per_sample_gradients",
-    _generate_noise: "noise",
-}
-"""Opacus's functions whose tensors may be freed before a look at attributes finds them."""
+from dpprof.spec.registry import UnsupportedError
 
 
-def wrap_optimizer(
-    wrapper: type[DPOptimizer], optimizer: Optimizer, experiment: Experiment, **others: Any
-) -> DPOptimizer:
-    """Return a wrapped optimizer, as of ``PrivacyEngine.make_private`` for a fixed batch size.
+class OpacusStep(TrainingStep):
+    """A step with one of Opacus's optimizers.
 
-    Args:
-        wrapper: The class of Opacus's optimizer.
-        optimizer: The optimizer to wrap.
-        experiment: The source of the settings.
-        others: Settings that differ from the experiment's.
+    Raises:
+        UnsupportedError: ``non-reentrant`` checkpointing: hooks count a layer's forward pass twice
+            when it is recomputed, and then assign gradients wrongly.
     """
-    settings: dict[str, Any] = {
-        "noise_multiplier": experiment.noise_multiplier,
-        "max_grad_norm": experiment.max_grad_norm,
-        "expected_batch_size": experiment.batch_size,
-        "loss_reduction": "mean",
+
+    optimizer: DPOptimizer
+    attributes: ClassVar[Mapping[str, Component]] = {
+        "grad_sample": "per_sample_gradients",
+        "_current_grad_sample": "per_sample_gradients",
+        "_norm_sample": "norm_samples",
+        "summed_grad": "summed_gradients",
     }
-    return wrapper(optimizer, **settings | others)
+    births: ClassVar[Mapping[Function, Component]] = {
+        create_or_accumulate_grad_sample: "per_sample_gradients",
+        _generate_noise: "noise",
+    }
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        if experiment.checkpointing == "non-reentrant":
+            raise UnsupportedError(
+                "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
+            )
+        super().__init__(model, experiment)
+
+    def wrap_optimizer(
+        self, wrapper: type[DPOptimizer], optimizer: Optimizer, **others: Any
+    ) -> None:
+        """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size.
+
+        Args:
+            wrapper: The class of Opacus's optimizer.
+            optimizer: The optimizer to wrap.
+            others: Settings that differ from the experiment's.
+        """
+        settings: dict[str, Any] = {
+            "noise_multiplier": self.experiment.noise_multiplier,
+            "max_grad_norm": self.experiment.max_grad_norm,
+            "expected_batch_size": self.experiment.batch_size,
+            "loss_reduction": "mean",
+        }
+        self.optimizer = wrapper(optimizer, **settings | others)
+
+    def apply_gradient(self) -> None:
+        """Step the wrapped optimizer."""
+        self.optimizer.original_optimizer.step()

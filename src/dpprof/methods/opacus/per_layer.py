@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from dpprof.methods.opacus.hooks import OpacusHooks
-from dpprof.methods.opacus.optimizer import wrap_optimizer
 from dpprof.methods.training_step import ClipGroup
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -48,9 +47,7 @@ class OpacusPerLayer(OpacusHooks):
         bounds = [self.experiment.max_grad_norm / math.sqrt(count)] * count
         # Opacus computes C with tensors, which must be real even if the model's are fake.
         with unset_fake_temporarily():
-            self.optimizer = wrap_optimizer(
-                DPPerLayerOptimizer, optimizer, self.experiment, max_grad_norm=bounds
-            )
+            self.wrap_optimizer(DPPerLayerOptimizer, optimizer, max_grad_norm=bounds)
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return one group for each parameter."""

@@ -14,13 +14,13 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus.optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus.samplers import refuse_checkpointing, watch_hooks
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, mean_loss
+from dpprof.methods.opacus.optimizer import OpacusStep
+from dpprof.methods.opacus.samplers import watch_hooks
+from dpprof.methods.training_step import Batch, Enter, Watch, mean_loss
 from dpprof.spec.experiment import Experiment
 
 
-class OpacusPerSample(TrainingStep):
+class OpacusPerSample(OpacusStep):
     """A step of ``DPOptimizer`` on a model that Opacus wraps.
 
     Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
@@ -28,11 +28,8 @@ class OpacusPerSample(TrainingStep):
     """
 
     optimizer: DPOptimizer
-    attributes = ATTRIBUTES
-    births = BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        refuse_checkpointing(experiment)
         super().__init__(model, experiment)
         self.module = self.wrap(model)
 
@@ -43,7 +40,7 @@ class OpacusPerSample(TrainingStep):
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer in Opacus's ``DPOptimizer``."""
-        self.optimizer = wrap_optimizer(DPOptimizer, optimizer, self.experiment)
+        self.wrap_optimizer(DPOptimizer, optimizer)
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
@@ -66,10 +63,6 @@ class OpacusPerSample(TrainingStep):
         norms = [one.flatten(1).norm(dim=1) for one in samples]
         norms_B: Tensor = torch.stack(norms).norm(dim=0)
         return norms_B
-
-    def apply_gradient(self) -> None:
-        """Step the wrapped optimizer."""
-        self.optimizer.original_optimizer.step()
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch Opacus's hooks."""

@@ -14,22 +14,7 @@ from torch import nn
 
 from dpprof.methods.opacus.paths import OpacusPath
 from dpprof.methods.training_step import Watch
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
-
-
-def refuse_checkpointing(experiment: Experiment) -> None:
-    """Refuse checkpointing under which Opacus's hooks fail.
-
-    Raises:
-        UnsupportedError: ``non-reentrant``: hooks count a layer's forward pass twice when it is
-            recomputed, and then assign gradients wrongly.
-    """
-    if experiment.checkpointing == "non-reentrant":
-        raise UnsupportedError(
-            "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
-        )
 
 
 @contextmanager

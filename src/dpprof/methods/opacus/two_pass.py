@@ -17,15 +17,15 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus.optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus.samplers import refuse_checkpointing, watch_hooks
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
+from dpprof.methods.opacus.optimizer import OpacusStep
+from dpprof.methods.opacus.samplers import watch_hooks
+from dpprof.methods.training_step import Batch, Enter, Watch
 from dpprof.records.births import Function
 from dpprof.records.result import Component
 from dpprof.spec.experiment import Experiment
 
 _BIRTHS: Mapping[Function, Component] = {
-    **BIRTHS,
+    **OpacusStep.births,
     GradSampleHooksFastGradientClipping.get_norm_sample: "norm_samples",
 }
 
@@ -48,7 +48,7 @@ class _PhasedModule(GradSampleModuleFastGradientClipping):
         super().disable_hooks()
 
 
-class OpacusTwoPass(TrainingStep):
+class OpacusTwoPass(OpacusStep):
     """Two passes of ``DPLossFastGradientClipping`` and a step of its optimizer.
 
     Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
@@ -63,11 +63,9 @@ class OpacusTwoPass(TrainingStep):
 
     module: _PhasedModule
     optimizer: DPOptimizerFastGradientClipping
-    attributes = ATTRIBUTES
     births = _BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        refuse_checkpointing(experiment)
         super().__init__(model, experiment)
         self.module = _PhasedModule(
             model,
@@ -79,7 +77,7 @@ class OpacusTwoPass(TrainingStep):
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
-        self.optimizer = wrap_optimizer(DPOptimizerFastGradientClipping, optimizer, self.experiment)
+        self.wrap_optimizer(DPOptimizerFastGradientClipping, optimizer)
         self.criterion: Any = self.criterion_type(
             self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
         )
@@ -106,10 +104,6 @@ class OpacusTwoPass(TrainingStep):
         """Return the norms of the first pass; (B,)."""
         norms_B: Tensor = self.module.per_sample_gradient_norms
         return norms_B
-
-    def apply_gradient(self) -> None:
-        """Step the wrapped optimizer."""
-        self.optimizer.original_optimizer.step()
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch Opacus's hooks."""
