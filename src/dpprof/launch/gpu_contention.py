@@ -62,13 +62,10 @@ def wait_until_idle(uuid: str | None, seconds: float, waiting: Callable[[Others]
 
 def tell_others(failure: Failure, before: Others, after: Others) -> Failure:
     """Return an out-of-memory failure with the device memory that other processes held."""
-    held = [others.memory_bytes for others in (before, after) if others.memory_bytes is not None]
+    known = {"before": before.memory_bytes, "after": after.memory_bytes}
+    held = {when: size for when, size in known.items() if size is not None}
     if not held:
         return failure
-    told = " and ".join(
-        f"{others.memory_bytes / _GIB:.2f} GiB {when} it"
-        for when, others in (("before", before), ("after", after))
-        if others.memory_bytes is not None
-    )
+    told = " and ".join(f"{size / _GIB:.2f} GiB {when} it" for when, size in held.items())
     message = f"{failure.message}; other processes held {told}"
-    return failure.model_copy(update={"message": message, "others_bytes": max(held)})
+    return failure.model_copy(update={"message": message, "others_bytes": max(held.values())})

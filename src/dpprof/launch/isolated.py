@@ -1,7 +1,7 @@
 """Runs functions in child processes, on a device that no other measurement uses meanwhile.
 
-A child may crash, exit, hang, print without end, or start processes that outlive it. Its parent
-always gets to know how it ended, and none of its processes survives.
+A child may crash, exit, hang, print without end, or start processes that would outlive it. Its
+parent always learns how it ended, and none of its processes survives.
 """
 
 import datetime as dt
@@ -163,7 +163,7 @@ def isolate(
     *,
     shared: bool = False,
 ) -> Iterator[Isolation]:
-    """Hold the first free device; say for whom this process waits while none is free.
+    """Hold the first free device; if none is free, say which process holds it, and wait.
 
     Inside the context, SIGTERM and SIGHUP raise ``SystemExit``, so that children are ended too.
 

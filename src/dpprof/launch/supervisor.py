@@ -144,8 +144,8 @@ def supervise(
         while len(attempts) < MAX_ATTEMPTS:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
             attempt, measurement = _attempt(isolation, experiment, instrument, sink)
-            if attempt.error is not None:
-                error = attempt.error.model_copy(update={"log": log_path and str(log_path)})
+            if attempt.error is not None and log_path is not None:
+                error = attempt.error.model_copy(update={"log": str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
             attempts.append(attempt)
             sink.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")

@@ -162,15 +162,15 @@ def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
     least one case must pass. With a case without a reference the result is unknown.
     """
     cases = judged(cases)
-    by = {kind: [one for one in cases if one.outcome == kind] for kind in _OUTCOMES}
-    for kind, passed in (("failed", False), ("unknown", None)):
-        if found := by[kind]:
-            return passed, _spell(found[0])
-    refused = _spell(by["unsupported"][0]) if by["unsupported"] else None
-    return (True, refused) if by["passed"] else (None, refused or "nothing was compared")
+    first = {one.outcome: one for one in reversed(cases)}
+    if "failed" in first:
+        return False, _spell(first["failed"])
+    if "unknown" in first:
+        return None, _spell(first["unknown"])
+    refused = _spell(first["unsupported"]) if "unsupported" in first else None
+    return (True, refused) if "passed" in first else (None, refused or "nothing was compared")
 
 
-_OUTCOMES = ("passed", "failed", "unsupported", "unknown")
 _HOLE_ENDS = "; "
 
 

@@ -33,10 +33,8 @@ def available_cores() -> int:
 def cpu_name() -> str:
     """Return the operating system's name of the processor."""
     with contextlib.suppress(OSError):
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        if found:
+        text = Path("/proc/cpuinfo").read_text()
+        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
             return found.group(1).strip()
     return platform.processor() or platform.machine()
 
