@@ -5,7 +5,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from dpprof.analysis.table_names import TABLES
+from dpprof.analysis.table_columns import TABLES
 from dpprof.launch import progress
 from dpprof.planning import planner
 from dpprof.spec import registry

@@ -13,7 +13,6 @@ from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
 
-_COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
 Row = dict[str, str]
 
 TOLERATED_CORES = 0.25
@@ -58,7 +57,7 @@ def find(
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
-    return make_frame(rows, _COLUMNS)
+    return make_frame("findings", rows)
 
 
 def _looked_at(results: list[Result]) -> Iterator[tuple[str, str]]:

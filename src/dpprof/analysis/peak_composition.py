@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.axes import RUN_KEY
 from dpprof.records.result import COMPONENTS
 
 RECORDERS = ("memory", "estimate")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpprof.analysis.frames import axes_of, make_frame
+from dpprof.analysis.axes import axes_of
+from dpprof.analysis.frames import make_frame
 from dpprof.planning.code_digest import verified_as
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import Standing, read_verdict, split_holes
@@ -22,7 +23,6 @@ Marks = Mapping[str, Collection[str]]
 """Maps each sign to the methods that bear it."""
 
 UNKNOWN = Standing(None, "it has no verdict yet")
-_COLUMNS = ["model", "attention", "method", *Standing._fields]
 
 
 def read_standings(
@@ -80,7 +80,7 @@ def tabulate_verification(
         named |= {name: axes[name] for name in ("attention", "method")}
         standing = standings.get(experiment.id, UNKNOWN)
         rows[tuple(named.values())] = named | standing._asdict()
-    return make_frame((rows[key] for key in sorted(rows)), _COLUMNS)
+    return make_frame("verification", (rows[key] for key in sorted(rows)))
 
 
 def name_unverified(verification: pd.DataFrame) -> dict[str, str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.analysis.advice import Advice, advise
-from dpprof.analysis.frames import target_text
+from dpprof.analysis.axes import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
 from dpprof.cli.capacities import add_capacity_options, find_capacities, read_capacity_options
 from dpprof.cli.common import Parser, ending_in_a_sentence

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dpprof.analysis.frames import BASELINE
+from dpprof.analysis.axes import BASELINE
 from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 

@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import BASELINE
+from dpprof.analysis.axes import BASELINE
 
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text is legible at this size."""

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import SETTING
+from dpprof.analysis.axes import SETTING
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import bracket, height_of
 from dpprof.figures.panels import split

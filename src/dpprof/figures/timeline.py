@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.axes import RUN_KEY
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split

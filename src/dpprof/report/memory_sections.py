@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import BASELINE, SETTING
+from dpprof.analysis.axes import BASELINE, SETTING
 from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.records.result import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (

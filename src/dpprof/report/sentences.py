@@ -4,7 +4,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import BASELINE, varying_axes
+from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.frames import varying_axes
 from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.records.result import COMPONENTS
