@@ -66,8 +66,8 @@ _PAGE = """\
 What each column of `results/tables/*.csv` is. `make schemas` writes this page from
 `src/dpprof/analysis/table_columns.py`.
 
-An empty cell is an unknown value. Axes are the
-[keys of an experiment](../../config/README.md#keys-of-an-experiment), without the two about waiting.
+An empty cell is an unknown value. Axes are
+[keys of an experiment](../../config/README.md#keys-of-an-experiment), all but the two on waiting.
 """
 
 
