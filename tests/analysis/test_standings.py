@@ -7,7 +7,7 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.standings import name_holes, name_other_mechanisms, name_unverified
 from dpprof.analysis.tables import build_tables
-from dpprof.planning.planner import code_path
+from dpprof.planning.artifacts import code_path
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import verdict_path
 

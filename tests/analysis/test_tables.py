@@ -9,7 +9,8 @@ from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.analysis.table_columns import TABLES
 from dpprof.analysis.tables import build_tables
-from dpprof.planning.planner import Manifest, code_path
+from dpprof.planning.artifacts import code_path
+from dpprof.planning.planner import Manifest
 from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.spec.validation import InputError
