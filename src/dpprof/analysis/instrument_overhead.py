@@ -20,9 +20,6 @@ def tabulate_instrument_overhead(groups: Sequence[Group]) -> pd.DataFrame:
     """Return one row per experiment and instrument: medians over processes, and ratios to clean.
 
     Experiments without a clean run, and instruments that run nothing, have no row.
-
-    Args:
-        groups: The experiments of a config.
     """
     return make_frame("instrument_overhead", (row for group in groups for row in _describe(group)))
 

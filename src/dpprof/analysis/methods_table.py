@@ -14,9 +14,6 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
 
     Ratios of resident memory count only if no experiment has an allocator's peak. A method counts
     as verified if it is in every experiment, and as failed if it failed in one.
-
-    Args:
-        experiments: The table ``experiments``.
     """
     allocated = experiments["peak_kind"] == "allocated"
     if allocated.any():

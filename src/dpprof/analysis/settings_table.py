@@ -23,10 +23,6 @@ def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
     ``smallest`` and ``fastest`` compare medians over processes. ``not_slower`` names the methods
     whose step time does not detectably differ from the fastest one's. ``noise_known`` is false
     where nothing was replicated. Ratios are to ``standard``.
-
-    Args:
-        groups: The experiments of a config.
-        noise: How much their processes differ.
     """
     settings: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

@@ -84,31 +84,19 @@ def tabulate_verification(
 
 
 def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
-    """Return the methods that are not verified everywhere, each with one of the reasons.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the methods that are not verified everywhere, each with one of the reasons."""
     rows = verification[~verification["verified"].eq(True)]
     return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))
 
 
 def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
-    """Return the methods that use another mechanism than flat clipping, with that mechanism.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the methods that use another mechanism than flat clipping, with that mechanism."""
     pairs = zip(verification["method"], verification["mechanism"], strict=True)
     return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
 
 
 def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
-    """Return the ways in which guarantees were lost, each with the methods concerned.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the ways in which guarantees were lost, each with the methods concerned."""
     methods: dict[str, list[str]] = {}
     rows = verification[verification["holes"].notna()]
     for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():
@@ -118,11 +106,7 @@ def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def find_marks(verification: pd.DataFrame) -> Marks:
-    """Return the methods that bear each sign.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the methods that bear each sign."""
     return {
         DAGGER: name_unverified(verification),
         DOUBLE_DAGGER: name_other_mechanisms(verification),

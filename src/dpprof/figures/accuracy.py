@@ -24,9 +24,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Filled marks are recorded peaks, empty ones are estimated without a run. On the line both peaks
     are equal; below it the allocator held more. A gap outside the grey bar is a finding. The
     allocator's peak is from another process.
-
-    Args:
-        tables: The tables; uses ``peaks``.
     """
     peaks = tables["peaks"]
     known = peaks[peaks["instrument"].isin(RECORDERS)].dropna(subset=["allocator_peak_bytes"])

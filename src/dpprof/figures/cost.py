@@ -27,9 +27,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     FLOPs count matrix products and attention. Bytes are what operators must read and write. Time
     is measured by the instrument clean. Dashed lines are lower bounds from a target's data sheet,
     where nothing ran.
-
-    Args:
-        tables: The tables; uses ``costs`` and ``experiments``.
     """
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
     known = _per_token(choose(tables["costs"]).merge(parameters, on="experiment_id"))

@@ -17,9 +17,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Each part is the median over processes of medians over steps. The error bar spans the
     smallest and the largest sum of a process. The processes wait for the device at the end of
     each phase.
-
-    Args:
-        tables: The tables; uses ``phases`` and ``experiments``.
     """
     phases = tables["phases"]
     over_processes = phases.groupby(["experiment_id", "phase"])["median_s"].median()

@@ -21,9 +21,6 @@ def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the batch size, all else equal.
 
     Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
-
-    Args:
-        tables: The tables; uses ``experiments``.
     """
     return _draw(tables["experiments"], "batch_size")
 
@@ -32,9 +29,6 @@ def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the sequence length, all else equal.
 
     Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
-
-    Args:
-        tables: The tables; uses ``experiments``.
     """
     return _draw(tables["experiments"], "seq_len")
 

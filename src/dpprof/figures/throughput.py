@@ -24,9 +24,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     The peak is the dense peak of the dtype in use; values beyond it (dashed line) are wrong.
     Settings without MFU and HFU are left out, unless no setting has them. Error bars are 95 %
     bootstrap intervals over processes.
-
-    Args:
-        tables: The tables; uses ``experiments`` and ``costs``.
     """
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]
