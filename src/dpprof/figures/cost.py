@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.panels import Panel, split
 from dpprof.figures.scaling import dress
-from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+from dpprof.figures.style import NothingToDrawError, method_style, name_methods, new_figure
 
 _ROWS = 4
 _ALONG = "seq_len"
@@ -42,9 +41,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             dress(axis, panel, _ALONG, label)
             axis.set_title("")
         row[0].set_title(panel.title, loc="left")
-    methods = sort_methods(name for panel in panels for name in panel.rows["method"])
-    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    name_methods(figure, (name for panel in panels for name in panel.rows["method"]))
     return figure
 
 

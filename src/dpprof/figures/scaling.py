@@ -6,11 +6,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from dpprof.figures.panels import Panel, split
-from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+from dpprof.figures.style import NothingToDrawError, method_style, name_methods, new_figure
 
 _LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
 _ROWS = 4
@@ -51,9 +50,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
         dress(memory, panel, along, "peak (MiB)")
         dress(time, panel, along, "step time (ms)")
     panels.tell_beyond(figure)
-    methods = sort_methods(name for panel in shown for name in panel.rows["method"])
-    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    name_methods(figure, (name for panel in shown for name in panel.rows["method"]))
     return figure
 
 

@@ -36,10 +36,10 @@ _LIGATURE = re.compile(r"([-,])(?=\1)")
 _LONG = 30
 """A column with texts of more letters is broken into lines."""
 
-_LINE = {"scriptsize": 132, "tiny": 160}
+_LINE = {"scriptsize": 134, "tiny": 157}
 """How many letters fit a line, by the font size of a table."""
 
-_GAP = 2
+_GAP = 1.6
 """Gap between two columns, in letters."""
 
 _ROOM = 45
