@@ -42,8 +42,8 @@ def test_capacity_is_told_to_programs_and_kept_as_results(folder) -> None:
     assert [one["method"] for one in found] == ["standard", "opacus-hooks"]
     for one in found:
         told = one["capacity"]
-        assert told["peak_bytes"] <= told["reserved_bytes"] <= told["budget_bytes"] == 60 * 2**20
-        assert told["batch_size"] <= told["unfragmented_batch_size"]
+        assert told["peak_bytes"] <= told["budget_bytes"] == 60 * 2**20
+        assert told["safe_batch_size"] <= told["batch_size"] <= told["unfragmented_batch_size"]
     assert len(list((folder / "results" / "capacity").glob("*.r0.json"))) == 4
 
 
