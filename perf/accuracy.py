@@ -24,7 +24,8 @@ from dpprof.instruments.setup import begin, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.records.reconciliation import bound_bytes
-from dpprof.records.result import Memory, Phase
+from dpprof.records.step_costs import Memory
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 
 METHODS = (

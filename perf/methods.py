@@ -25,7 +25,7 @@ from dpprof.figures.style import method_style
 from dpprof.instruments import memory
 from dpprof.instruments.setup import import_method, set_up
 from dpprof.records.provenance import package_versions
-from dpprof.records.result import Phase
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from dpprof.system.hardware import available_cores, cpu_name

@@ -20,7 +20,7 @@ from dpprof.instruments.memory import TimelineRecorder
 from dpprof.instruments.setup import Training, import_method, set_up
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
-from dpprof.records.result import Phase
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate

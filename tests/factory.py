@@ -11,15 +11,8 @@ from dpprof.planning.code_digest import verified_as
 from dpprof.planning.planner import Manifest, PlannedRun
 from dpprof.records.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.result import (
-    COMPONENTS,
-    EVIDENCE,
-    Attempt,
-    Failure,
-    Result,
-    result_path,
-    write_result,
-)
+from dpprof.records.result import Attempt, Failure, Result, result_path, write_result
+from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT

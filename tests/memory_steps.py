@@ -1,4 +1,6 @@
-"""The memory of a small model's step, followed."""
+"""The recorded memory of a small model's step."""
+
+import functools
 
 from factory import make_experiment
 
@@ -8,7 +10,7 @@ from dpprof.instruments.setup import set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.timeline import MemoryTimeline
-from dpprof.records.result import COMPONENTS, Component
+from dpprof.records.terms import COMPONENTS, Component
 from dpprof.spec import registry
 
 B, T, V, D = 3, 32, 50, 16
@@ -34,6 +36,10 @@ def keep(method: str, **fields) -> MemoryTimeline:
         training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, lambda _: None)
         return record_timelines(timeline_recorder, training.batch, 3)[1]
+
+
+keep_once = functools.cache(keep)
+"""As ``keep``, recorded once for all tests that change nothing."""
 
 
 def at_peak(step: MemoryTimeline) -> dict[Component, int]:

@@ -5,7 +5,7 @@ import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
 from dpprof.analysis.utilisation import find_peak, utilise
-from dpprof.records.result import Compute
+from dpprof.records.step_costs import Compute
 from dpprof.spec.datasheets import H200
 from dpprof.spec.target import Target
 

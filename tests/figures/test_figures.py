@@ -14,7 +14,7 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.figures.panels import split
 from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
-from dpprof.records.result import OUTCOMES, PHASES
+from dpprof.records.terms import OUTCOMES, PHASES
 from dpprof.spec import registry
 
 

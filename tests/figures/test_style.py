@@ -13,7 +13,7 @@ from dpprof.figures.style import (
     OP_KIND_COLOURS,
     PHASE_MARKERS,
 )
-from dpprof.records.result import COMPONENTS, OP_KINDS, PHASES
+from dpprof.records.terms import COMPONENTS, OP_KINDS, PHASES
 
 # Machado et al. 2009, "A Physiologically-based Model for Simulation of Color Vision Deficiency".
 SIGHTS = {

@@ -4,6 +4,8 @@ The stack's layers have no bias, and its input requires a gradient, so that ever
 all the products that the cost table in docs/methods.md has.
 """
 
+import functools
+
 import pytest
 import torch
 from factory import make_experiment
@@ -61,6 +63,7 @@ def make(method: str, T: int) -> tuple[TrainingStep, Batch]:
     return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+@functools.cache
 def count(method: str, T: int) -> int:
     """FLOPs of one step by the timeline."""
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)

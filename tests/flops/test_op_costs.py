@@ -201,13 +201,19 @@ def list_products(**fields) -> dict[str, set[str]]:
     return families
 
 
-SMALL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+SMALL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 NO_AUTOCAST = {("opacus-per-layer", "bfloat16"), ("opacus-ew", "bfloat16")}
 PLACES = {"cpu": {"device": "cpu"}, "h200": {"device": "cuda", "target": "h200"}}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [
+        *(("cpu", "float32"), ("h200", "bfloat16")),
+        pytest.param("cpu", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("h200", "float32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("method", registry.names("methods"))
 def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
     if (method, dtype) in NO_AUTOCAST:
@@ -221,7 +227,10 @@ def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("method", ["standard", "flash", "flash-bk"])
+@pytest.mark.parametrize(
+    "method",
+    [*(pytest.param(m, marks=pytest.mark.slow) for m in ("standard", "flash")), "flash-bk"],
+)
 def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> None:
     """A sample's gradients are larger than what they are made of, so none is made."""
     fields = {"model": SMALL | {"d_model": 64}, "batch_size": 3, "seq_len": 8, "method": method}

@@ -7,7 +7,7 @@ from dpprof.instruments import capacity, memory
 from dpprof.instruments.capacity import search
 from dpprof.spec.registry import UnsupportedError
 
-MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 TARGET = {"memory_bytes": "1GiB", "flops_per_s": 1e12, "bandwidth_bytes_per_s": 1e11}
 
 
@@ -49,7 +49,9 @@ def test_not_even_one() -> None:
     assert search(lambda batch: 100 + batch, 100, {}) is None
 
 
-@pytest.mark.parametrize("method", ["opacus-hooks", "opacus-ghost"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("opacus-hooks", marks=pytest.mark.slow), "opacus-ghost"]
+)
 def test_the_answers_batch_fits_by_estimate_and_one_more_does_not(method) -> None:
     fields = {"model": MODEL, "method": method, "seq_len": 32, "target": TARGET}
     fields |= {"device": "cuda", "memory_limit_bytes": 80 * 2**20}

@@ -54,7 +54,16 @@ def measured(begun):
     return get
 
 
-@pytest.mark.parametrize("method", registry.names("methods"))
+SHOWN = ("standard", "flash-bk", "opacus-ghost")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=() if name in SHOWN else pytest.mark.slow)
+        for name in registry.names("methods")
+    ],
+)
 def test_peaks_are_equal_to_the_byte_in_three_processes(method, begun, measured) -> None:
     for process in range(3):
         begun(method, process, "phases")
@@ -90,7 +99,14 @@ SCALARS = 2 * (8 + 4)
 
 
 @pytest.mark.parametrize(
-    "method", ["standard", "opacus-hooks", "opacus-ghost", "flash", "flash-bk", "per-layer"]
+    "method",
+    [
+        *("opacus-hooks", "opacus-ghost", "flash-bk"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("standard", "flash", "per-layer")
+        ),
+    ],
 )
 def test_neither_the_census_nor_recording_changes_a_peak(method, processes, measured) -> None:
     calls = [

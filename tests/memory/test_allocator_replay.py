@@ -4,7 +4,7 @@ import pytest
 
 from dpprof.memory.allocator_replay import MOST_STEPS, place
 from dpprof.memory.caching_allocator import EXPANDABLE, MIB, OutOfMemoryError
-from dpprof.memory.recorder import Born, Died
+from dpprof.memory.recorder import Allocated, Freed
 
 SIZES = {0: 100 * MIB, 1: 30 * MIB, 2: 40 * MIB, 3: 30 * MIB, 4: 40 * MIB, 5: 30 * MIB}
 WEIGHTS, GRADIENT, ACTIVATION = 0, 1, 2
@@ -12,8 +12,8 @@ WEIGHTS, GRADIENT, ACTIVATION = 0, 1, 2
 
 def test_a_step_finds_what_the_step_before_left_behind() -> None:
     """The gradient of the last step is freed by the next one, whatever its number."""
-    before = [Born(0), Born(1), Born(2), Died(2)]
-    step = [Died(1), Born(3), Born(4), Died(4)]
+    before = [Allocated(0), Allocated(1), Allocated(2), Freed(2)]
+    step = [Freed(1), Allocated(3), Allocated(4), Freed(4)]
     placed = place(before, step, SIZES.__getitem__)
     assert placed.peaks.reserved_bytes == 170 * MIB
     assert placed.peaks.allocated_bytes == 170 * MIB
@@ -22,28 +22,28 @@ def test_a_step_finds_what_the_step_before_left_behind() -> None:
 
 def test_a_step_that_needs_more_at_first_is_repeated_until_it_needs_no_more() -> None:
     """Where the gradient outlives the next one's birth there are two in turn."""
-    step = [Born(4), Born(3), Died(4), Died(1)]
-    placed = place([Born(0), Born(1)], step, SIZES.__getitem__)
+    step = [Allocated(4), Allocated(3), Freed(4), Freed(1)]
+    placed = place([Allocated(0), Allocated(1)], step, SIZES.__getitem__)
     assert placed.peaks.requested_bytes == 200 * MIB
     assert placed.peaks.reserved_bytes == 200 * MIB
 
 
 def test_what_was_never_inherited_is_freed_once() -> None:
-    step = [Died(2), Born(1), Died(1)]
-    placed = place([Born(0), Born(2)], step, SIZES.__getitem__)
+    step = [Freed(2), Allocated(1), Freed(1)]
+    placed = place([Allocated(0), Allocated(2)], step, SIZES.__getitem__)
     assert placed.peaks.requested_bytes == 130 * MIB
     assert placed.steps == 2  # the second has no activation to free
 
 
 def test_a_leak_ends_the_repetition() -> None:
-    placed = place([Born(0)], [Born(1)], SIZES.__getitem__)
+    placed = place([Allocated(0)], [Allocated(1)], SIZES.__getitem__)
     assert placed.steps == MOST_STEPS
     assert placed.peaks.reserved_bytes == (100 + MOST_STEPS * 30) * MIB
 
 
 def test_retries_are_counted_and_memory_ends() -> None:
-    step = [Born(1), Died(1), Born(2), Died(2)]
-    held = [Born(0)]
+    step = [Allocated(1), Freed(1), Allocated(2), Freed(2)]
+    held = [Allocated(0)]
     placed = place(held, step, SIZES.__getitem__, 150 * MIB)
     # 40 MiB do not fit beside the cached 30, nor 30 in what is left of 50 beside the cached 40.
     assert placed.retries == 1

@@ -6,7 +6,7 @@ from factory import make_experiment
 from torch import nn
 
 from dpprof.instruments.memory import estimate, tracing
-from dpprof.memory.attention_backends import Asked, Gpu, choose_backend
+from dpprof.memory.attention_backends import AttentionCall, Gpu, choose_backend
 from dpprof.memory.recorder import Op
 from dpprof.spec import registry
 
@@ -14,9 +14,9 @@ BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.
 NEWER, OLDER = 92000, 91002
 
 
-def ask(dtype=BF16, width=64, queries=32, keys=32, **named) -> Asked:
+def ask(dtype=BF16, width=64, queries=32, keys=32, **named) -> AttentionCall:
     q, k = torch.ones(2, 3, queries, width, dtype=dtype), torch.ones(2, 3, keys, width, dtype=dtype)
-    return Asked(q, k, k, **named)
+    return AttentionCall(q, k, k, **named)
 
 
 MASK = torch.ones(32, 32, dtype=torch.bool)
@@ -53,11 +53,11 @@ def test_the_kernel_is_the_one_that_pytorch_prefers(case) -> None:
 def test_a_choice_says_why() -> None:
     odd = choose_backend(ask(width=20), Gpu("9.0", NEWER))
     assert odd.why == (
-        "cuDNN's comes first on compute capability 9.0 with cuDNN 92000; "
-        "cudnn takes heads of a multiple of 8 alone"
+        "cuDNN's is preferred on compute capability 9.0 with cuDNN 92000; "
+        "cudnn needs heads of a multiple of 8"
     )
     assert choose_backend(ask(), Gpu("8.0")).why == (
-        "flash attention comes first on compute capability 8.0"
+        "flash attention is preferred on compute capability 8.0"
     )
 
 
@@ -126,10 +126,10 @@ def test_an_estimate_tells_what_it_assumes_of_attention() -> None:
     hopper = tell(target="h200", dtype="bfloat16")
     backward = "workspace of _scaled_dot_product_cudnn_attention_backward"
     assert set(hopper) == {"attention: cudnn", backward}
-    assert hopper["attention: cudnn"].startswith("cuDNN's comes first on compute capability 9.0")
-    assert "the least" in hopper[backward]
+    assert hopper["attention: cudnn"].startswith("cuDNN's is preferred on compute capability 9.0")
+    assert "lower bound" in hopper[backward]
 
     assert tell(target="a100", dtype="bfloat16") == {
-        "attention: flash": "flash attention comes first on compute capability 8.0"
+        "attention: flash": "flash attention is preferred on compute capability 8.0"
     }
     assert set(tell(target="h200", dtype="float32")) == {"attention: efficient"}

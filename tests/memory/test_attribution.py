@@ -26,9 +26,9 @@ def make_noise() -> None:
     """Stands for a function that a method declares."""
 
 
-def owner(made: Storage, *, saved: bool = False, transient: bool = False) -> Owner:
+def owner(made: Storage, *, saved: bool = False, temporary: bool = False) -> Owner:
     births = components_by_code({make_noise: "noise"})
-    return find_owner(made, births, saved=saved, transient=transient)
+    return find_owner(made, births, saved=saved, temporary=temporary)
 
 
 OWNERS = {
@@ -78,7 +78,7 @@ OWNERS = {
     "backward and nothing more": (storage(), {}, ("output_gradients", "phase")),
     "a library call that gives all back": (
         storage("step", function="torch.optim.adam:_adam"),
-        {"transient": True},
+        {"temporary": True},
         ("workspace", "birthplace"),
     ),
     "a library call that keeps something": (
@@ -86,7 +86,7 @@ OWNERS = {
         {},
         ("unattributed", None),
     ),
-    "setup and nothing more": (storage("setup"), {"transient": True}, ("unattributed", None)),
+    "setup and nothing more": (storage("setup"), {"temporary": True}, ("unattributed", None)),
 }
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from memory_steps import keep
+from memory_steps import keep, keep_once
 from torch import Tensor
 
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
 
 
@@ -24,7 +24,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     methods = registry.names("methods")
     declared = {one for name in methods for one in registry.load("methods", name).births}
     # Few tokens have flash clipping multiply Gram matrices.
-    steps = [*(keep(name) for name in methods), keep("flash", seq_len=4)]
+    steps = [*(keep_once(name) for name in methods), keep("flash", seq_len=4)]
     seen = {storage.code for step in steps for storage in step._storages}
     own = {function for function in MARKED if function.__module__.startswith("dpprof.")}
 

@@ -18,7 +18,7 @@ from dpprof.records.result import Measurement
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 
-MODEL = {"vocab_size": 50, "d_model": 16, "layers": 2, "heads": 2}
+MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 CASES = [(method, {}) for method in registry.names("methods")]
 CASES += [("opacus-ghost", {"attention": name}) for name in ("eager", "opacus")]
 CASES += [("opacus-hooks", {"dtype": name}) for name in ("bfloat16", "float64")]

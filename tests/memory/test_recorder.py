@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.memory.recorder import Born, Died, Recorder
+from dpprof.memory.recorder import Allocated, Freed, Recorder
 
 
 def make_recorder(**options) -> Recorder:
@@ -15,7 +15,7 @@ def make_recorder(**options) -> Recorder:
 
 
 def births(recorder: Recorder) -> list[int]:
-    born = [event for event in recorder.events if isinstance(event, Born)]
+    born = [event for event in recorder.events if isinstance(event, Allocated)]
     return [recorder.storages[event.number].nbytes for event in born]
 
 
@@ -24,9 +24,9 @@ def alive(recorder: Recorder) -> int:
     total = 0
     for event in recorder.events:
         match event:
-            case Born(number):
+            case Allocated(number):
                 total += recorder.storages[number].nbytes
-            case Died(number):
+            case Freed(number):
                 total -= recorder.storages[number].nbytes
     return total
 

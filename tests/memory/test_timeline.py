@@ -1,9 +1,9 @@
 """Timelines against answers that can be worked out by hand, real and under fake tensors."""
 
 import pytest
-from memory_steps import MODEL, B, D, P, T, V, at_end_of, at_peak, keep
+from memory_steps import MODEL, B, D, P, T, V, at_end_of, at_peak, keep, keep_once
 
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
 
 SUMS = B * 4
@@ -17,7 +17,7 @@ TWO_PASS = ["opacus-ghost", "opacus-fast-gradient-clipping", "opacus-adaptive"]
 
 @pytest.mark.parametrize("method", METHODS)
 def test_components_sum_to_the_peak_and_hardly_anything_is_unattributed(method) -> None:
-    step = keep(method)
+    step = keep_once(method)
     peak = at_peak(step)
 
     assert sum(peak.values()) == step.peak_bytes
@@ -29,12 +29,12 @@ def test_components_sum_to_the_peak_and_hardly_anything_is_unattributed(method) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_later_step_leaves_as_much_as_it_found(method) -> None:
-    assert keep(method).is_steady
+    assert keep_once(method).is_steady
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_evidence_by_phase_alone_is_rare(method) -> None:
-    holdings = keep(method).holdings_at_peak()
+    holdings = keep_once(method).live_storages_at_peak()
     guessed = sum(h.storage.nbytes for h in holdings if h.owner.evidence == "phase")
 
     assert guessed <= 0.1 * sum(h.storage.nbytes for h in holdings)
@@ -42,7 +42,7 @@ def test_evidence_by_phase_alone_is_rare(method) -> None:
 
 @pytest.mark.parametrize("method", HOOKS)
 def test_per_sample_gradients_are_a_gradient_for_each_sample(method) -> None:
-    step = keep(method)
+    step = keep_once(method)
 
     assert at_end_of(step, "backward")["per_sample_gradients"] == B * P * 4
     assert at_end_of(step, "clip")["summed_gradients"] == P * 4
@@ -50,7 +50,7 @@ def test_per_sample_gradients_are_a_gradient_for_each_sample(method) -> None:
 
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_norms_are_a_number_a_sample_for_each_parameter_and_for_all(method) -> None:
-    step = keep(method)
+    step = keep_once(method)
 
     assert at_end_of(step, "clip")["norm_samples"] == B * (TENSORS + 1) * 4
     assert at_end_of(step, "noise")["summed_gradients"] == P * 4
@@ -70,13 +70,13 @@ def test_ghost_holds_two_gram_matrices_at_its_peak() -> None:
 def test_noise_is_drawn_one_parameter_at_a_time() -> None:
     largest = max(V * D, 4 * D * D) * 4
     for method in (*HOOKS, *TWO_PASS, "microbatch"):
-        noise = keep(method).balances[:, COMPONENTS.index("noise")].max()
+        noise = keep_once(method).balances[:, COMPONENTS.index("noise")].max()
         assert largest <= noise < 3 * largest, method
 
 
 def test_what_autograd_and_a_hook_both_hold_counts_once() -> None:
     """Inputs of layers are saved by autograd; those that only a hook needs are its own."""
-    plain, hooked = keep("standard"), keep("opacus-hooks")
+    plain, hooked = keep_once("standard"), keep_once("opacus-hooks")
     of_plain = at_end_of(plain, "forward")
     of_hooked = at_end_of(hooked, "forward")
 
@@ -89,7 +89,7 @@ def test_what_autograd_and_a_hook_both_hold_counts_once() -> None:
 
 
 def test_microbatch_sums_beside_the_gradient_at_hand() -> None:
-    step = keep("microbatch")
+    step = keep_once("microbatch")
 
     assert at_peak(step)["summed_gradients"] == P * 4
     assert at_end_of(step, "backward")["gradients"] == P * 4

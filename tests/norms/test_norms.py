@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.memory.recorder import Born, Recorder
+from dpprof.memory.recorder import Allocated, Recorder
 from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import WAYS, gram_tile
 from dpprof.norms.plan import choose, price_gram, price_product
@@ -61,7 +61,7 @@ def test_workspace_is_bounded_whatever_the_shape(way, dtype, shape) -> None:
     live = peak = 0
     for event in recorder.events:
         size = recorder.storages[event.number].nbytes
-        live += size if isinstance(event, Born) else -size
+        live += size if isinstance(event, Allocated) else -size
         peak = max(peak, live)
     assert live == 0
     assert 0 < peak <= WORKSPACE_BYTES

@@ -13,7 +13,7 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.planning.planner import Manifest
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.report.content import build_document
 from dpprof.report.document import Bullets, Document, Drawing, Paragraph, Section, Table
 from dpprof.report.latex import LatexError, compile_latex, escape_latex, has_latex, render_latex

@@ -3,7 +3,7 @@
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.report.content import build_document
 from dpprof.report.document import Bullets, Document, Drawing
 from dpprof.spec.datasheets import L4

@@ -11,7 +11,7 @@ from dpprof.analysis.frames import AXES, BASELINE, axes_of, make_frame
 from dpprof.analysis.groups import Group, Noise, merge, setting_key
 from dpprof.analysis.standings import UNKNOWN
 from dpprof.analysis.statistics import median_interval
-from dpprof.records.result import OUTCOMES
+from dpprof.records.terms import OUTCOMES
 from dpprof.records.verdict import Standing
 
 _COLUMNS = [

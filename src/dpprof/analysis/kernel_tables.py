@@ -17,7 +17,8 @@ from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
 from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
-from dpprof.records.result import Kernels, Result, Work
+from dpprof.records.result import Kernels, Result
+from dpprof.records.step_costs import Work
 
 _KERNEL_COLUMNS = [
     *RUN_KEY,

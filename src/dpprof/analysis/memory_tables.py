@@ -18,7 +18,9 @@ from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
-from dpprof.records.result import COMPONENTS, EVIDENCE, Compute, Held, Io, Memory, Moved, Result
+from dpprof.records.result import Result
+from dpprof.records.step_costs import Compute, Io, LiveAllocation, Memory, Moved
+from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -96,7 +98,7 @@ def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, 
         "owners": make_frame(_owner_rows(recorded), [*RUN_KEY, "component", "bytes"]),
         "holdings": make_frame(
             _holding_rows(recorded),
-            [*RUN_KEY, *Held.model_fields],
+            [*RUN_KEY, *LiveAllocation.model_fields],
         ),
         "timeline": make_frame(_instants(recorded), _TIMELINE_COLUMNS),
         "traffic": make_frame(

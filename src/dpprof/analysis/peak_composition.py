@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from dpprof.analysis.frames import RUN_KEY
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 
 RECORDERS = ("memory", "estimate")
 """The instruments that record the experiment's own memory timeline, the preferred one first."""

@@ -19,7 +19,9 @@ from dpprof.analysis.methods_table import tabulate_methods
 from dpprof.analysis.settings_table import tabulate_settings
 from dpprof.analysis.standings import tabulate_verification
 from dpprof.planning.planner import PlannedRun
-from dpprof.records.result import OUTCOMES, Memory, Result
+from dpprof.records.result import Result
+from dpprof.records.step_costs import Memory
+from dpprof.records.terms import OUTCOMES
 
 Rows = Iterable[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dpprof.records.ceilings import Ceilings, find_ceilings
-from dpprof.records.result import Compute
+from dpprof.records.step_costs import Compute
 from dpprof.spec.target import Dtype
 
 NOT_TIMED = "no clean run measured the step time there"

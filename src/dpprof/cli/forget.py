@@ -8,7 +8,8 @@ from pathlib import Path
 from dpprof.cli.common import Parser, ending_in_a_sentence
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.record import ResultError, read_record
-from dpprof.records.result import OUTCOMES, read_result
+from dpprof.records.result import read_result
+from dpprof.records.terms import OUTCOMES
 from dpprof.records.verdict import SCHEMA_VERSION, VERDICTS, Verdict
 from dpprof.spec.validation import one_of
 from dpprof.system.console import printable

@@ -1,4 +1,4 @@
-"""What the non-private step has to compute for a token, by formula.
+"""Model FLOPs: what the non-private step has to compute for a token, by formula.
 
 6 N + 12 L d T (Chowdhery et al. 2022, "PaLM", appendix B): a weight takes a product forward and
 two backward, two FLOPs each, and L layers of attention of width d over T tokens take six products
@@ -11,11 +11,10 @@ from torch import nn
 def model_flops_per_token(module: nn.Module, *, seq_len: int, layers: int, d_model: int) -> int:
     """Return the FLOPs that a step of a dense transformer needs for each token, forward and back.
 
-    N are the elements of matrices, shared ones once, but for tables that are only looked up. A
-    frozen matrix costs 4 and not 6: it has no gradient, and the gradient of its input is computed
-    all the same. That counts too much where no gradient passes a frozen matrix at all, as below
-    the first layer that is trained. Experts of which a token sees a few, and kernels of
-    convolutions, do not follow the formula.
+    N counts the elements of matrices, shared ones once, without embedding tables. A frozen matrix
+    costs 4 and not 6: only its input's gradient is computed. Below the first trained layer that is
+    too much, as no gradient is computed there. The formula does not hold for mixtures of
+    experts and for convolutions.
 
     Args:
         module: The model; what requires a gradient must be settled.

@@ -1,14 +1,13 @@
 """FLOPs of an operator by formula, and the bytes that it must read and write.
 
-A multiplication and an addition are two FLOPs. Products of matrices and attention are
-counted apart from everything else: FLOPs of the former are what a step is compared by.
-Bytes are those of an operator that reads each input and writes each output once.
+A multiplication and an addition are two FLOPs. Matrix products and attention are counted apart
+from other operators, because steps are compared by the FLOPs of these two alone. Bytes are counted
+as if each operator read each input once and wrote each output once.
 
-Sources: matrix products, 2 m n k. Attention over S queries and R keys of width D, for
-each head of each sample: 2 products of 2 S R D forward; backward recomputes the scores
-and takes four more, 5 products (Dao et al. 2022, "FlashAttention", algorithm 4; a
-causal mask is not discounted). One FLOP for each element that an elementwise operator
-writes or a reduction reads.
+Sources: matrix products, 2 m n k. Attention over S queries and R keys of width D, for each head
+of each sample: 2 products of 2 S R D forward; 5 products backward, which recomputes the scores
+(Dao et al. 2022, "FlashAttention", algorithm 4; a causal mask is not discounted). One FLOP for each
+element that an elementwise operator writes or a reduction reads.
 """
 
 import math
@@ -39,18 +38,14 @@ class Cost(NamedTuple):
     family: Family
     flops: int
     dtype: str
-    """Of the first tensor: what decides how fast products of matrices are."""
+    """Of the first tensor; the speed of a matrix product depends on it."""
 
     formula_unknown: bool = False
-    """It is a product, or attention, and its FLOPs are not known: they count as 0."""
+    """Whether it is a product or attention without a formula; its FLOPs count as 0."""
 
 
-def _mm(a: Tensor, b: Tensor) -> int:
-    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
-
-
-def _bmm(a: Tensor, b: Tensor) -> int:
-    return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
+def _product(a: Tensor, b: Tensor) -> int:
+    return 2 * a.numel() * b.shape[-1]
 
 
 def _grouped(a: Tensor, b: Tensor) -> int:
@@ -59,56 +54,35 @@ def _grouped(a: Tensor, b: Tensor) -> int:
     return flops * a.shape[0] if a.dim() == b.dim() == 3 else flops  # noqa: PLR2004
 
 
-def _vector(a: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * a.numel()
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    batch, heads, queries, width = q.shape
-    return 2 * batch * heads * queries * k.shape[2] * (width + v.shape[3])
-
-
-def _attention_backward(q: Tensor, k: Tensor, v: Tensor) -> int:
-    batch, heads, queries, width = q.shape
-    return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
-
-
+# torch's registry has formulas for some of these, which fail on the overloads with an out_dtype.
 _FLOPS: dict[Any, Callable[..., int]] = {
-    aten.mm: lambda a, b, *_, **__: _mm(a, b),
-    aten._int_mm: lambda a, b, *_, **__: _mm(a, b),  # noqa: SLF001
-    aten.addmm: lambda _, a, b, *__, **___: _mm(a, b),
-    aten._addmm_activation: lambda _, a, b, *__, **___: _mm(a, b),  # noqa: SLF001
-    aten.bmm: lambda a, b, *_, **__: _bmm(a, b),
-    aten.baddbmm: lambda _, a, b, *__, **___: _bmm(a, b),
-    aten.addbmm: lambda _, a, b, *__, **___: _bmm(a, b),
+    **dict.fromkeys((aten.mm, aten._int_mm, aten.bmm), lambda a, b, *_, **__: _product(a, b)),  # noqa: SLF001
+    **dict.fromkeys(
+        (aten.addmm, aten._addmm_activation, aten.baddbmm, aten.addbmm),  # noqa: SLF001
+        lambda _, a, b, *__, **___: _product(a, b),
+    ),
     aten._grouped_mm: lambda a, b, *_, **__: _grouped(a, b),  # noqa: SLF001
-    aten.mv: _vector,
-    aten.addmv: lambda _, a, *__, **___: _vector(a),
-    aten.dot: _vector,
-    aten.vdot: _vector,
+    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, *_, **__: 2 * a.numel()),
+    aten.addmv: lambda _, a, *__, **___: 2 * a.numel(),
     aten.addr: lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),
 }
-_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
-_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {}
-for _kernel in (*_ATTENTION, "cudnn_attention"):
-    for _suffix in ("", "_backward"):
-        _packet = getattr(aten, f"_scaled_dot_product_{_kernel}{_suffix}", None)
-        if _packet is not None:  # the gradient of the output comes first in backward
-            _ATTENTION_FLOPS[_packet] = (
-                (lambda _, q, k, v, *__, **___: _attention_backward(q, k, v))
-                if _suffix
-                else (lambda q, k, v, *_, **__: _attention(q, k, v))
-            )
+# The registry has attention for CUDA alone.
+_CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{suffix}"): flop_registry[
+        getattr(aten, f"_scaled_dot_product_flash_attention{suffix}")
+    ]
+    for suffix in ("", "_backward")
+}
 
 _PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olution|[123]d)?")
-"""What a product is called: one of the words of an operator's name."""
+"""Matches a word in the name of an operator that is a product."""
 
 _FREE = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
     *(aten.detach, aten.lift_fresh, aten.sym_size, aten._local_scalar_dense, aten._unsafe_view),  # noqa: SLF001
     *(aten.resize_, aten.set_),
 }
-"""Operators that move nothing, and are no views by their schema."""
+"""Operators that move no bytes and that their schema does not mark as views."""
 
 _COPIES = {
     *(aten.clone, aten.copy, aten._to_copy, aten.cat, aten.stack, aten.fill, aten.zero),  # noqa: SLF001
@@ -121,7 +95,7 @@ _FRESH = {
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones),
     *(aten.new_full, aten.rand_like, aten.randn_like, aten.randint_like),
 }
-"""Operators that take no more than shape, dtype and device from their first input."""
+"""Operators that use only the shape, dtype and device of their first input."""
 
 _LOOKUPS = {
     *(aten.embedding, aten.gather, aten.index_select, aten.index, aten._unsafe_index, aten.take),  # noqa: SLF001
@@ -133,13 +107,13 @@ _SCATTERS = {
     *(aten.scatter_add, aten.scatter, aten.scatter_reduce, aten.index_add, aten.index_reduce),
     *(aten.index_put, aten._index_put_impl, aten._unsafe_index_put, aten.index_copy, aten.put),  # noqa: SLF001
 }
-"""Operators that in place write, and read, as much as their source holds."""
+"""Operators whose in-place forms read and write as many bytes as their source has."""
 
 _SORTS = {
     *(aten.sort, aten.topk, aten.kthvalue, aten.searchsorted, aten.bucketize, aten.nonzero),
     *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),  # noqa: SLF001
 }
-"""Operators that look for positions."""
+"""Operators that search for positions."""
 
 _INDEXING = {
     *(*_LOOKUPS, *_SCATTERS, *_SORTS, aten.index_fill, aten.masked_scatter),
@@ -149,7 +123,7 @@ _WRITES_ONLY = {
     *(aten.fill, aten.zero, aten.copy, aten._foreach_zero, aten._foreach_copy),  # noqa: SLF001
     *(aten.normal, aten.uniform, aten.random, aten.bernoulli),
 }
-"""Operators that in place overwrite, whatever was there."""
+"""Operators whose in-place forms overwrite their target without reading it."""
 
 _OPTIMIZERS = {aten._fused_adam, aten._fused_adamw, aten._fused_sgd, aten._fused_adagrad}  # noqa: SLF001
 _NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}  # noqa: SLF001
@@ -164,15 +138,9 @@ _REDUCTIONS = {
 }
 
 
-class _Spelled(dict[torch.dtype, str]):
-    """Names of dtypes, each spelled once."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        self[dtype] = str(dtype).removeprefix("torch.")
-        return self[dtype]
-
-
-_DTYPES = _Spelled()
+@cache
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Rule(NamedTuple):
@@ -181,13 +149,13 @@ class Rule(NamedTuple):
     name: str
     packet: Any
     functional: Any
-    """The operator that computes the same and writes to none of its arguments."""
+    """The operator that computes the same and writes to no argument."""
 
     is_view: bool
-    """Its result shares the storage of an argument that is known already."""
+    """Whether its result shares the storage of an argument."""
 
     is_free: bool
-    """It moves nothing."""
+    """Whether it moves no bytes."""
 
     family: Family
     formula: Callable[..., int] | None
@@ -195,7 +163,7 @@ class Rule(NamedTuple):
     """Positions and names of the arguments that it writes to."""
 
     overwrites: bool
-    """What it writes to it does not read."""
+    """Whether it does not read what it writes to."""
 
     def price(self, args: Any, kwargs: Any, out: Any) -> tuple[Cost, Moved, Moved]:
         """Return the cost of a call, what it read and what it wrote."""
@@ -217,7 +185,7 @@ class Rule(NamedTuple):
             mutated = writes
         reads = inputs if self.overwrites else inputs + mutated
         first = next(iter(inputs or mutated or writes), None)
-        dtype = "" if first is None else _DTYPES[first[0].dtype]
+        dtype = "" if first is None else _name_dtype(first[0].dtype)
         products = self.count_products(args, kwargs, out)
         flops = self._count_others(reads, writes) if products is None else products
         unknown = products is None and self.is_counted
@@ -232,7 +200,7 @@ class Rule(NamedTuple):
         """Return the FLOPs of a matrix product or of attention.
 
         Returns:
-            None for other operators, and for a product that no formula is known for.
+            None for other operators, and for a product without a formula.
         """
         if self.formula is not None:
             return self.formula(*args, **kwargs)
@@ -248,8 +216,9 @@ class Rule(NamedTuple):
         return 0
 
 
+@cache
 def learn_rule(func: Any) -> Rule:
-    """Work out what is known of an operator."""
+    """Return what is known of an operator before it is called."""
     packet = func._overloadpacket  # noqa: SLF001 (no public name)
     functional = _find_functional(func, packet)
     mutated: set[int | str] = set()
@@ -263,7 +232,7 @@ def learn_rule(func: Any) -> Rule:
         is_view=func.is_view and packet is not aten.lift_fresh,
         is_free=packet in _FREE or _is_view(func) or func.namespace == "prim",
         family=_find_family(packet, functional),
-        formula=_FLOPS.get(functional) or _ATTENTION_FLOPS.get(functional),
+        formula=_FLOPS.get(functional) or _CPU_ATTENTION_FLOPS.get(functional),
         mutated=frozenset(mutated),
         overwrites=functional in _WRITES_ONLY or _fills_out(func),
     )
@@ -284,11 +253,10 @@ def _fills_out(func: Any) -> bool:
 
 @cache
 def family_of(name: str) -> Family | None:
-    """Tell what an operator does by the name that a trace has for it, ``aten::addmm``.
+    """Return an operator's family by its name in a trace, such as ``aten::addmm``.
 
     Returns:
-        None for what does no work of its own: what is made of other operators, views, and
-        what is no operator.
+        None for views, for operators that only call others, and for other names.
     """
     namespace, _, called = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), called, None) if called else None
@@ -302,7 +270,7 @@ def family_of(name: str) -> Family | None:
 
 
 def _is_view(func: Any) -> bool:
-    """Tell a view, and what makes a tensor a view of itself, such as ``squeeze_``."""
+    """Return whether it is a view, or turns a tensor into a view of itself, as ``squeeze_``."""
     return func.is_view or torch.Tag.inplace_view in func.tags
 
 
@@ -313,7 +281,7 @@ def _list_overloads(packet: Any) -> list[Any]:
 
 
 def _does_work(func: Any) -> bool:
-    """Tell an operator with kernels of its own from one that only calls others."""
+    """Return whether an operator has kernels of its own, and does not only call others."""
     keys = torch._C.DispatchKey  # noqa: SLF001
     if _fills_out(func) or not func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd):
         return not _fills_out(func)
@@ -322,7 +290,6 @@ def _does_work(func: Any) -> bool:
 
 def _find_family(packet: Any, functional: Any) -> Family:
     known: list[tuple[Any, Family]] = [
-        (_ATTENTION_FLOPS, "attention"),
         (_FLOPS, "matmul"),
         (_INDEXING, "indexing"),
         (_COPIES, "copy"),
@@ -337,7 +304,7 @@ def _find_family(packet: Any, functional: Any) -> Family:
 
 
 def _find_product(functional: Any) -> Family | None:
-    """Tell a product by its name, but for one that only calls others."""
+    """Return the family of a product, known by its name, unless it only calls others."""
     words = functional.__name__.split("_")
     family: Family = "attention" if "attention" in words else "matmul"
     if functional in flop_registry:
@@ -348,13 +315,13 @@ def _find_product(functional: Any) -> Family | None:
 
 
 def _find_by_tags(packet: Any, functional: Any) -> Family:
-    """Tell by what PyTorch says of any overload: its own tags have gaps."""
+    """Return the family by the tags of all overloads: single overloads lack tags."""
     tags = {
         tag for one in (packet, functional) for each in _list_overloads(one) for tag in each.tags
     }
     if torch.Tag.nondeterministic_seeded in tags:
         return "random"
-    # The foreach operators carry no tag; all but the norm above are elementwise.
+    # The foreach operators have no tags; all but the norm above are elementwise.
     if torch.Tag.pointwise in tags or str(functional).startswith("aten._foreach_"):
         return "elementwise"
     if getattr(torch.Tag, "reduction", None) in tags:  # not in every supported torch

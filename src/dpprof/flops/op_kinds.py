@@ -1,12 +1,11 @@
-"""What work is for: the kinds of operators by which bytes and a trace's times are summed up.
+"""Op kinds: what an operator's work is for, by its family, its phase and its caller.
 
-Both know the family of an operator, the phase it ran in, and the scope that it was called
-from; so both give it the same kind, and bytes can be divided by seconds.
+Recorded bytes and traced times are summed by the same kinds, so bytes can be divided by seconds.
 """
 
 from typing import Literal
 
-from dpprof.records.result import OpKind, Phase
+from dpprof.records.terms import OpKind, Phase
 
 Family = Literal[
     "matmul",
@@ -19,13 +18,13 @@ Family = Literal[
     "random",
     "other",
 ]
-"""What an operator does, whoever calls it."""
+"""What an operator does, whatever calls it."""
 
 Scope = Literal["norm", "einsum"]
-"""Who calls: what finds norms of per-sample gradients, or a contraction by ``torch.einsum``."""
+"""The caller: a search for norms of per-sample gradients, or ``torch.einsum``."""
 
 EINSUMS = ("einsum", "tensordot")
-"""Functions of torch that contract any axes, in terms of other operators."""
+"""Functions of torch that contract axes by calling other operators."""
 
 _ALWAYS: dict[Family, OpKind] = {
     "norm": "norm",
@@ -43,16 +42,16 @@ _UNLESS_CLIPPING: dict[Family, OpKind] = {
 
 
 def kind_of_op(family: Family, phase: Phase | None, scope: Scope | None) -> OpKind:
-    """Tell the kind of an operator.
+    """Return the kind of an operator.
 
-    What finds norms is ``norm``, whatever it is made of, and the optimizer's step likewise
-    ``optimizer``; then come contractions, ``einsum``; then what the operator itself tells.
-    In the phase clip, what is left of it is ``clip``: factors, and sums weighted by them.
+    All operators of a search for norms are ``norm``, others of the phase step ``optimizer``, and
+    others of a contraction ``einsum``. The rest have a kind by their family; in the phase clip,
+    ``clip`` for elementwise operators, reductions and copies.
 
     Args:
         family: What the operator does.
         phase: In which phase; None if that is not known.
-        scope: Who called it.
+        scope: The caller.
     """
     if scope == "norm":
         return "norm"

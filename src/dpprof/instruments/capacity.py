@@ -1,10 +1,9 @@
-"""Instrument ``capacity``: the largest batch that fits a memory, by estimates.
+"""Instrument ``capacity``: the largest batch that fits into memory, by estimates.
 
-The peak of a step is the highest of many instants, and the bytes of each grow in
-proportion to the batch: as a function of the batch it bends upwards only. So a straight
-line through two batches that fit aims too high at worst, one between a batch that fits and
-one that does not aims too low at worst, and a handful of estimates close in on the answer.
-Whatever the line says, a batch counts as fitting only if it was estimated to.
+The bytes of each instant of a step grow linearly with the batch, so the peak is a convex function
+of it. A line through two batches that fit may give too large a batch, and a line between one that
+fits and one that does not may give too small a batch. So a few estimates are enough. A batch counts
+as fitting only if its own estimate fits.
 """
 
 from collections.abc import Callable
@@ -25,11 +24,11 @@ MOST = 65_536
 """No larger batch is tried."""
 
 GROWTH = 16
-"""So much larger than the largest that fits is a batch at most that is tried next: where few
-samples change no peak, a straight line through them aims anywhere."""
+"""The next batch is at most this many times the largest that fits, because the peaks of few samples
+may be equal."""
 
 SAFE_SHARE = 0.9
-"""An allocator reserves more than it allocates, and no prediction is exact."""
+"""The share for a safe batch: an allocator reserves more than it allocates."""
 
 Peak = Callable[[int], int]
 """From a batch size to the predicted peak."""
@@ -39,13 +38,13 @@ def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> 
     """Find the largest batch whose peak is within a budget.
 
     Args:
-        peak: Predicts; asked as rarely as possible.
+        peak: Predicts a peak; called as rarely as possible.
         budget: Bytes.
-        known: Peaks by batch that are known already; grows.
+        known: Peaks by batch that are known already; new ones are added.
         most: The largest batch to try.
 
     Returns:
-        The batch; None where not even one sample fits.
+        The batch; None if not even one sample fits.
     """
 
     def fits(batch: int) -> bool:
@@ -59,22 +58,22 @@ def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> 
     beyond = [batch for batch, size in known.items() if size > budget]
     high = min(beyond, default=most + 1)
     before = high - low
-    aim = True
+    use_line = True
     while high - low > 1:
-        # Where aiming did not halve what is left, halving does, unless it is the end.
-        aimed = max(min(_aim(known, low, high, budget), GROWTH * low), low + 1)
-        batch = min(aimed, high - 1) if aim or aimed == low + 1 else (low + high) // 2
+        # If the line did not halve the range, halve it, unless one batch is left.
+        by_line = max(min(_interpolate(known, low, high, budget), GROWTH * low), low + 1)
+        batch = min(by_line, high - 1) if use_line or by_line == low + 1 else (low + high) // 2
         if fits(batch):
             low = batch
         else:
             high = batch
-        aim = high not in known or not aim or 2 * (high - low) <= before
+        use_line = high not in known or not use_line or 2 * (high - low) <= before
         before = high - low
     return low
 
 
-def _aim(known: dict[int, int], low: int, high: int, budget: int) -> int:
-    """Say where a straight line through two known batches meets the budget."""
+def _interpolate(known: dict[int, int], low: int, high: int, budget: int) -> int:
+    """Return the batch at which a line through two known batches reaches the budget."""
     others = [batch for batch in known if batch != low]
     if not others:
         return low + 1
@@ -86,15 +85,15 @@ def _aim(known: dict[int, int], low: int, high: int, budget: int) -> int:
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Find the largest batch of one experiment's model, method and sequence length.
 
-    The experiment's own batch size does not matter. One training serves all estimates.
+    One training is used for all estimates.
 
     Args:
-        experiment: What to find the largest batch of.
+        experiment: The experiment; its batch size is ignored.
         enter: Called as each phase begins.
 
     Raises:
         MemoryError: Not even one sample fits.
-        UnsupportedError: The device is a GPU that no target is known for.
+        UnsupportedError: The device is a GPU without a known target.
     """
     method = import_method(experiment)
     target = find_target(experiment)
@@ -106,12 +105,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
 
         def run(batch_size: int, *, counting: bool = False) -> MemoryTimeline:
-            nonlocal training  # so that the last batch is gone when the next step begins
+            nonlocal training  # frees the last batch before the next step begins
             batch = make_batch(training.step.module, device, batch_size, experiment.seq_len)
             training = training._replace(batch=batch)
             step = timeline_recorder.run(batch, counting=counting)
-            # Ghost clipping keeps norms of the last batch until the next one's replace them:
-            # a step is steady when it leaves as much behind as it found.
+            # Ghost clipping keeps the last batch's norms until the next step, so the first step
+            # with another batch size is not steady.
             return step if step.is_steady else timeline_recorder.run(batch, counting=counting)
 
         def peak(batch_size: int) -> int:
@@ -147,14 +146,14 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def _find_budget(experiment: Experiment, target: Target | None) -> int:
-    """Take the experiment's own limit, else the target's memory, else this machine's."""
+    """Return the experiment's limit, else the target's memory, else this machine's."""
     if experiment.memory_limit_bytes is not None:
         return int(experiment.memory_limit_bytes)
     return psutil.virtual_memory().total if target is None else int(target.memory_bytes)
 
 
 def _extend(peak: Peak) -> Peak:
-    """Continue the straight line through two samples and three."""
+    """Extrapolate the line through two and three samples."""
     few = {batch: peak(batch) for batch in (1, 2, 3)}
     return lambda batch: few.get(batch) or few[2] + (batch - 2) * (few[3] - few[2])
 

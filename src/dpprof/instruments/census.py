@@ -1,4 +1,4 @@
-"""Who owns which bytes just now: tensors counted by identity, storage by storage."""
+"""Bytes by component at a moment: storages of tensors that are known by identity."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch
-from dpprof.records.result import Component
+from dpprof.records.terms import Component
 
 _OF_PARAMETERS: tuple[Component, ...] = (
     "per_sample_gradients",
@@ -19,7 +19,7 @@ _OF_PARAMETERS: tuple[Component, ...] = (
 
 
 class Holdings(NamedTuple):
-    """What is known to hold tensors at a moment."""
+    """The objects that hold tensors at a moment."""
 
     module: nn.Module
     optimizer: Optimizer | None = None
@@ -29,9 +29,9 @@ class Holdings(NamedTuple):
 
 
 def take_census(holdings: Holdings) -> dict[str, int]:
-    """Count the bytes of every component that can be told by identity.
+    """Count the bytes of every component that is known by identity.
 
-    Allocates no tensor, so that taking it changes no peak.
+    Allocates no tensor, so it does not change a peak.
 
     Returns:
         Bytes of ``inputs``, ``parameters`` (buffers included), ``gradients``,

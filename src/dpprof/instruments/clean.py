@@ -1,9 +1,7 @@
 """Instrument ``clean``: step times and the allocator's own counters, nothing else.
 
-The timed steps run with no observer but a byte that says which phase is under way
-(which is how a killed process can still be asked where it was). Snapshots inside a step,
-and which way each layer took, are taken in one more step after the timed ones, so that
-looking costs no timed step anything.
+During the timed steps only the current phase is written, as one byte, so that it is known after a
+kill. Snapshots inside a step and code paths are recorded in one more step afterwards.
 """
 
 import statistics
@@ -19,7 +17,8 @@ from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.training_step import Enter
-from dpprof.records.result import Energy, Measurement, Memory, Observed, Throughput, Time
+from dpprof.records.result import Energy, Measurement, Observed, Throughput, Time
+from dpprof.records.step_costs import Memory
 from dpprof.spec.experiment import Experiment
 
 
@@ -100,7 +99,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 def _energy(
     device: Device, run: Callable[[], None], step_s: float
 ) -> tuple[Energy | None, dict[str, str]]:
-    """Find the energy of a step, or why it cannot be found, in steps after the timed ones."""
+    """Measure the energy of a step after the timed ones; returns it, or why it is unknown."""
     try:
         return device.energy(run, step_s), {}
     except NoEnergyError as error:

@@ -1,4 +1,4 @@
-"""What the process reads and writes while it steps, which should be next to nothing."""
+"""Bytes that the process reads and writes in the timed steps."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dpprof.records.result import HostIo
 
 
 def read_counts(process: psutil.Process) -> Any:
-    """Read the operating system's counters of a process; None where it has none."""
+    """Return the operating system's counters of a process; None where there are none."""
     try:
         return process.io_counters()
     except (AttributeError, psutil.Error):  # macOS has none, and a sandbox may hide them
@@ -16,7 +16,7 @@ def read_counts(process: psutil.Process) -> Any:
 
 
 def count_io(process: psutil.Process, before: Any, steps: int) -> HostIo | None:
-    """Say what was read and written since, over a number of steps; None where nothing counts."""
+    """Return what was read and written since ``before``; None where there are no counters."""
     after = read_counts(process)
     if before is None or after is None or not hasattr(after, "read_chars"):
         return None
@@ -30,5 +30,5 @@ def count_io(process: psutil.Process, before: Any, steps: int) -> HostIo | None:
 
 
 def why_no_counts(counted: HostIo | None) -> dict[str, str]:
-    """Say why it is not known, where it is not."""
+    """Return why the counts are unknown, if they are."""
     return {} if counted else {"host_io": "the operating system does not count it for a process"}

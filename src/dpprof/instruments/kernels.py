@@ -1,8 +1,8 @@
-"""Instrument ``kernels``: where the time of a step goes by kernel, told by a trace.
+"""Instrument ``kernels``: the time of a step by kernel, from a trace.
 
-``torch.profiler`` follows a few steps after warm-up: on CUDA every kernel and its launch, on a
-CPU every operator. Neither shapes nor stacks are recorded, because with them the profiler
-keeps tensors alive. Its own cost is in these times; what it is tells the report.
+``torch.profiler`` traces a few steps after warm-up: on CUDA every kernel and its launch, on a CPU
+every operator. It records neither shapes nor stacks, because for these it keeps tensors alive. The
+times include the profiler's own cost, which the report states.
 """
 
 import tempfile
@@ -21,7 +21,8 @@ from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.launch.protocol import traces_folder
 from dpprof.methods.training_step import Enter
 from dpprof.norms.code_paths import CodePath, finds_norms
-from dpprof.records.result import Kernels, Measurement, Observed, Phase
+from dpprof.records.result import Kernels, Measurement, Observed
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from dpprof.traces.events import write_events
@@ -31,14 +32,14 @@ from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
 from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_trace
 
 TRACED_STEPS = 3
-"""At most so many of the timed steps; a trace of more is larger and tells no more."""
+"""The most steps that are traced; a longer trace is larger without more information."""
 
-_ELSEWHERE = "the tracer would be in it; the instrument clean tells"
+_ELSEWHERE = "it would include the tracer; the instrument clean measures it"
 _REASONS = {"time": _ELSEWHERE, "throughput": _ELSEWHERE, "memory": _ELSEWHERE}
 
 
 class _Annotated:
-    """Runs steps whose phases, and whose search for norms, have spans in the trace."""
+    """Runs steps whose phases and computation of norms have spans in the trace."""
 
     def __init__(self, training: Training, device: Device, enter: Enter) -> None:
         self._training = training
@@ -47,7 +48,7 @@ class _Annotated:
         self._phase: record_function | None = None
 
     def run(self) -> None:
-        """Run one step, and wait for the device to end it."""
+        """Run one step and wait for the device to finish it."""
         step = self._training.step
         with record_function(STEP), step.watch_samplers(_annotate):
             step.run(self._training.batch, self._enter)
@@ -136,13 +137,13 @@ def _leave_events(folder: Path | None, kernels: Kernels) -> None:
 
 
 def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
-    """Trace some steps after one that is not kept: the tracer has to warm up too."""
+    """Trace some steps after a discarded one, in which the tracer warms up."""
     activities = [ProfilerActivity.CPU]
     if device.torch_device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
-        # Nothing is asked of the tracer's own event list, which takes long to make; it warns so.
+        # The tracer warns that it clears its event list, which is slow to build and not used here.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         with profile(
             activities=activities,
@@ -158,7 +159,7 @@ def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
 def _leave_trace(
     folder: Path | None, document: dict[str, Any]
 ) -> tuple[Written | None, dict[str, str]]:
-    """Write the trace, or say why there is none: its numbers are not lost for want of a file."""
+    """Write the trace, or return why there is none; a missing file does not fail the run."""
     reason = "no folder was given for it"
     if folder is not None:
         try:

@@ -1,8 +1,7 @@
-"""Instruments ``memory`` and ``estimate``: every byte of a step, and what operators cost.
+"""Instruments ``memory`` and ``estimate``: every byte of a step, and the cost of operators.
 
-Both record from before the model exists, and follow the first step and one
-in the steady state. ``memory`` does so while it really runs; ``estimate`` runs the same
-under fake tensors, which takes no memory and no device, for a target that need not exist.
+Both record from before the model exists: the first step, and one in the steady state. ``memory``
+runs them. ``estimate`` runs them under fake tensors, without their memory or their device.
 """
 
 import time
@@ -16,7 +15,7 @@ from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, import_method, set_up
 from dpprof.memory import simulated_cuda
-from dpprof.memory.attribution import Witness
+from dpprof.memory.attribution import StepObserver
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
@@ -25,7 +24,8 @@ from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.result import Measurement, Memory, Observed
+from dpprof.records.result import Measurement, Observed
+from dpprof.records.step_costs import Memory
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -34,22 +34,22 @@ from dpprof.spec.target import Target
 from dpprof.system.hardware import visible_gpus
 
 ESTIMATED_STEPS = 2
-"""The second step is like every later one: gradients and optimizer state are there."""
+"""The second step is like every later one: gradients and optimizer state exist."""
 
 _NOT_KNOWN = {
     "memory.peak_reserved_bytes": "the timeline sees storages, not what the allocator reserves",
-    "memory.peak_rss_bytes": "the instrument clean tells",
-    "memory.peak_device_used_bytes": "the instrument clean tells",
-    "memory.alloc_retries": "the instrument clean tells",
+    "memory.peak_rss_bytes": "the instrument clean measures it",
+    "memory.peak_device_used_bytes": "the instrument clean measures it",
+    "memory.alloc_retries": "the instrument clean measures it",
     "memory.snapshots": "the instrument phases takes them",
-    "time": "recording would be in it; the instrument clean tells",
-    "throughput": "recording would be in it; the instrument clean tells",
+    "time": "it would include recording; the instrument clean measures it",
+    "throughput": "it would include recording; the instrument clean measures it",
     "compute.mfu": JOINED,
     "compute.hfu": JOINED,
 }
 _NOT_RUN = {
-    "memory.timeline.elapsed_s": "nothing ran, so no time went by",
-    "nonfinite_samples": "nothing ran, so no number is known to be finite",
+    "memory.timeline.elapsed_s": "nothing ran, so there are no times",
+    "nonfinite_samples": "nothing ran, so there are no numbers",
 }
 
 
@@ -57,8 +57,8 @@ class TimelineRecorder:
     """Runs a training's steps and records their memory.
 
     Args:
-        recorder: Active since before the training was set up.
-        step: What is to be run.
+        recorder: Must be active from before the training is set up.
+        step: The step to run.
         enter: Called as each phase begins.
     """
 
@@ -66,20 +66,20 @@ class TimelineRecorder:
         self._recorder = recorder
         self._step = step
         self.paths = SamplerPaths()
-        self._witness = Witness(recorder, step, enter, self.paths)
+        self._observer = StepObserver(recorder, step, enter, self.paths)
 
     def run(self, batch: Batch, *, counting: bool = False) -> MemoryTimeline:
         """Run one step on a batch.
 
         Args:
-            batch: What the step is given.
-            counting: Whether operators are noted with their costs.
+            batch: The batch.
+            counting: Whether operators are recorded with their costs.
         """
         recorder = self._recorder
         recorder.counting = counting
         start = len(recorder.events)
-        with self._witness.watching():
-            self._witness.run(batch)
+        with self._observer.watching():
+            self._observer.run(batch)
         births = components_by_code(self._step.births)
         return MemoryTimeline(recorder, births, (start, len(recorder.events)))
 
@@ -90,14 +90,7 @@ def record_timelines(
     steps: int,
     before_last: Callable[[], None] = lambda: None,
 ) -> tuple[MemoryTimeline, MemoryTimeline]:
-    """Run a number of steps, at least two; returns the timelines of the first and the last.
-
-    Args:
-        timeline_recorder: Records them.
-        batch: What each step is given.
-        steps: How many.
-        before_last: Called before the last step.
-    """
+    """Run two or more steps on one batch; returns the timelines of the first and the last."""
     first = timeline_recorder.run(batch)
     for _ in range(steps - 2):
         timeline_recorder.run(batch)
@@ -121,13 +114,15 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     )
     if on_cuda:
         major, minor = torch.cuda.get_device_capability()
-        recorder.claim(simulated_cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace")
-    # On CUDA backward has a thread of its own, which no Python stack leads to.
+        recorder.note_library_memory(
+            simulated_cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace"
+        )
+    # On CUDA backward has its own thread, whose Python stack does not show the caller.
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         steps = experiment.warmup_steps + 1
-        # The allocator's peak must be of the very step that the timeline is of.
+        # The allocator's peak must be of the same step as the timeline.
         started = 0.0
 
         def begin_last() -> None:
@@ -154,14 +149,14 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
-    """Predict one experiment, without the memory and the time that it would take.
+    """Predict one experiment, without the memory and the time that it needs.
 
     Args:
         experiment: What to predict.
         enter: Called as each phase begins.
 
     Raises:
-        UnsupportedError: The device is a GPU that no target is known for.
+        UnsupportedError: The device is a GPU without a known target.
     """
     method = import_method(experiment)
     target = find_target(experiment)
@@ -176,10 +171,10 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def find_target(experiment: Experiment) -> Target | None:
-    """Find what an estimate is for: the target, else the device; None for this machine's CPU.
+    """Return the target, else that of the device; None for this machine's CPU.
 
     Raises:
-        UnsupportedError: The device is a GPU that no target is known for.
+        UnsupportedError: The device is a GPU without a known target.
     """
     target = experiment.target
     if isinstance(target, Target):
@@ -195,7 +190,7 @@ def find_target(experiment: Experiment) -> Target | None:
     found = find_by_device_name(name)
     if found is None:
         raise UnsupportedError(
-            f"nothing is known of the GPU {name}; give a target, by name or as a mapping"
+            f"the GPU {name} is not known; give a target, by name or as a mapping"
         )
     return found
 
@@ -204,7 +199,7 @@ def find_target(experiment: Experiment) -> Target | None:
 def tracing(
     target: Target | None, choices: simulated_cuda.Choices = simulated_cuda.EVERYTHING
 ) -> Iterator[Recorder]:
-    """Record fake tensors within, as if on a target."""
+    """Record fake tensors within, as if they were on a target."""
     with ExitStack() as within:
         within.enter_context(fake_tensors())
         if target is None:
@@ -226,8 +221,8 @@ def tracing(
             recorder.notes = notes
             if choices.libraries:
                 size = simulated_cuda.library_workspace(target.compute_capability)
-                for thread in ("forward", "backward"):  # each has a handle of its own
-                    recorder.claim(size, f"cuBLAS workspace, {thread}")
+                for thread in ("forward", "backward"):  # each has its own handle
+                    recorder.note_library_memory(size, f"cuBLAS workspace, {thread}")
         within.enter_context(recorder)
         yield recorder
 
@@ -241,15 +236,15 @@ def state(
     memory: Memory,
     ceilings: Target | None,
 ) -> Measurement:
-    """Say what the timeline of a step in the steady state tells.
+    """Build the measurement from the timeline of a step in the steady state.
 
     Args:
-        experiment: Whose step it was.
+        experiment: The experiment of the step.
         training: What was run.
-        paths: Which way its layers took.
+        paths: The code paths of its layers.
         steady: The timeline.
-        memory: What they say of memory.
-        ceilings: The device's limits, where they are known.
+        memory: The summary of memory.
+        ceilings: The device's limits, if known.
     """
     compute = state_compute(experiment, training.step.module, steady, ceilings)
     assert memory.timeline is not None

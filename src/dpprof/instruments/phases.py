@@ -1,9 +1,8 @@
-"""Instrument ``phases``: how long each phase takes, who owns which bytes at named moments.
+"""Instrument ``phases``: the time of each phase, and bytes by component at named moments.
 
-First the memory, then the time, so that neither disturbs the other: the allocator is
-followed from before the model exists through warm-up and one more step, in which
-snapshots count components; then it is left alone, and the timed steps wait for the
-device at the end of every phase.
+Memory is measured before time, so that neither disturbs the other. The allocator is recorded from
+before the model exists through warm-up and one more step with snapshots. The timed steps follow
+without recording; they wait for the device at the end of every phase.
 """
 
 import statistics
@@ -16,41 +15,43 @@ from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.training_step import Enter
-from dpprof.records.result import Measurement, Memory, Observed, Phase, Snapshot, Time
+from dpprof.records.result import Measurement, Observed, Time
+from dpprof.records.step_costs import Memory, Snapshot
+from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 
-_ELSEWHERE = "this instrument would be in it; the instrument clean tells"
+_ELSEWHERE = "it would include this instrument; the instrument clean measures it"
 _REASONS = {
     "memory.peak_rss_bytes": _ELSEWHERE,
     "memory.snapshots.rss_bytes": _ELSEWHERE,
-    "time.warmup_step_s": "the allocator is followed in these steps; the instrument clean tells",
+    "time.warmup_step_s": "the allocator is recorded in them; the instrument clean measures it",
     "throughput": _ELSEWHERE,
 }
 
 
 class _PhaseTimer:
-    """Tells each phase's share of a step, waiting for the device where a phase ends."""
+    """Measures the time of each phase; waits for the device where a phase ends."""
 
     def __init__(self, device: Device, enter: Enter) -> None:
         self._device = device
-        self._pass_on = enter
+        self._enter = enter
         self._step: dict[Phase, float] = {}
         self._current: Phase | None = None
         self._since = 0.0
 
     def enter(self, phase: Phase | None) -> None:
-        """End the phase under way, and begin the next one unless it is None."""
+        """End the current phase, and begin the next one unless it is None."""
         self._device.synchronize()
         now = time.perf_counter()
         if self._current is not None:
             self._step[self._current] = self._step.get(self._current, 0.0) + now - self._since
         self._current = phase
         if phase is not None:
-            self._pass_on(phase)
+            self._enter(phase)
         self._since = time.perf_counter()
 
     def time_step(self, training: Training) -> dict[Phase, float]:
-        """Run one step; returns the seconds of each phase, which a step may enter often."""
+        """Run one step; returns the seconds of each phase, summed if it is entered repeatedly."""
         self._step = {}
         training.step.run(training.batch, self.enter)
         self.enter(None)
@@ -115,7 +116,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def _complete(snapshot: Snapshot, allocated_bytes: int | None) -> Snapshot:
-    """Add what was allocated, and how much of it the census cannot tell whose it is."""
+    """Add the allocated bytes, and those that the census cannot attribute."""
     assert snapshot.components is not None
     assert allocated_bytes is not None
     rest = allocated_bytes - sum(snapshot.components.values())

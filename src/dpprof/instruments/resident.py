@@ -1,4 +1,4 @@
-"""How much memory was resident at most, of the whole process?"""
+"""The resident high-water mark of the process."""
 
 import resource
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def peak_rss_bytes() -> int:
-    """Return the process's resident high-water mark."""
+    """Return the largest resident memory of the process in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(text for text in status.read_text().splitlines() if text.startswith("VmHWM"))

@@ -1,4 +1,4 @@
-"""Which code path each type of layer took, as it was seen."""
+"""Records the code path of each type of layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ class SamplerPaths:
     def __call__(
         self, layer: nn.Module, path: CodePath, sampler: Callable[..., Any], inputs: tuple[Any, ...]
     ) -> Any:
-        """Note the layer's path, and do what the sampler does."""
+        """Record the layer's path and call the sampler."""
         self._seen.setdefault(type(layer).__name__, set()).add(path)
         return sampler(*inputs)
 

@@ -7,7 +7,8 @@ from dpprof.devices.device import Counters
 from dpprof.instruments.census import Holdings
 from dpprof.instruments.setup import Training
 from dpprof.methods.training_step import Enter
-from dpprof.records.result import Phase, Snapshot
+from dpprof.records.step_costs import Snapshot
+from dpprof.records.terms import Phase
 
 _AFTER: dict[Phase, str] = {
     "forward": "after_forward",
@@ -22,8 +23,8 @@ class Snapshots:
 
     Args:
         counters: Reads the allocator at a moment of this name.
-        components: Says who owns which bytes; None to leave that out.
-        rss: Reads resident memory; None to leave that out.
+        components: Returns bytes by component; None to leave them out.
+        rss: Returns resident memory; None to leave it out.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Snapshots:
         self.taken: dict[str, Snapshot] = {}
 
     def take(self, name: str, holdings: Holdings) -> None:
-        """Record a moment under a name; a name met again is recorded anew."""
+        """Record a moment under a name, replacing an earlier one of this name."""
         counters = self._counters(name)
         self.taken[name] = Snapshot(
             name=name,
@@ -51,7 +52,7 @@ class Snapshots:
         )
 
     def watch_step(self, training: Training, enter: Enter) -> None:
-        """Run one step, taking a snapshot at the end of the phases that have one."""
+        """Run one step with a snapshot at the end of the phases that have one."""
         current: Phase | None = None
 
         def enter_and_take(phase: Phase | None) -> None:

@@ -3,7 +3,8 @@
 import re
 import signal
 
-from dpprof.records.result import Failure, Outcome, Phase
+from dpprof.records.result import Failure
+from dpprof.records.terms import Outcome, Phase
 from dpprof.system.messages import shorten
 from dpprof.system.out_of_memory import requested_bytes, says_out_of_memory
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from dpprof.records.result import PHASES, Failure, Measurement, Outcome, Phase
+from dpprof.records.result import Failure, Measurement
+from dpprof.records.terms import PHASES, Outcome, Phase
 from dpprof.spec.experiment import Experiment
 
 TRACES = "DPPROF_TRACES"

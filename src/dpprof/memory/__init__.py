@@ -1,1 +1,1 @@
-"""Every storage's birth and death, who owned it, and what each operator cost."""
+"""Memory of a step: allocations, their owners and the cost of operators."""

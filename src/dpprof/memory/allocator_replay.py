@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dpprof.memory.caching_allocator import DEFAULT, CachingAllocator, Peaks, Settings
-from dpprof.memory.recorder import Born, Died, Event
+from dpprof.memory.recorder import Allocated, Event, Freed
 
 MOST_STEPS = 10
 """The last step is repeated this often at most."""
@@ -82,10 +82,10 @@ class _Player:
         self._turn += 1
         for event in events:
             match event:
-                case Born(number):
+                case Allocated(number):
                     self.keys[number] = self._turn, number
                     self._allocator.allocate(self.keys[number], self._size_of(number))
-                case Died(number):
+                case Freed(number):
                     key = inherited.get(number) or self.keys.get(number)
                     if key is not None:
                         self._allocator.free(key)
@@ -93,10 +93,10 @@ class _Player:
 
 def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, int]:
     """Pair what a step frees of the step before with what it leaves behind itself, by size."""
-    left = {event.number: None for event in step if isinstance(event, Born)}
+    left = {event.number: None for event in step if isinstance(event, Allocated)}
     freed = []
     for event in step:
-        if isinstance(event, Died):
+        if isinstance(event, Freed):
             if event.number in left:
                 del left[event.number]
             else:

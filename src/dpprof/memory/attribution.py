@@ -1,4 +1,4 @@
-"""Evidence of who owns what, gathered while a step runs, without allocating anything."""
+"""Observes in which roles tensors are used while a step runs, without allocating memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,15 +15,15 @@ from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
 from dpprof.norms.code_paths import CodePath
-from dpprof.records.result import Phase
+from dpprof.records.terms import Phase
 
 _NAME_OF_MODEL = "(model)"
 _WRAPPER = "_module."
-"""What Opacus's wrappers put before the name of every module."""
+"""The prefix that Opacus's wrappers add to the name of every module."""
 
 
 class _Saved:
-    """Stands for a tensor that autograd keeps; says so when it is let go."""
+    """Holds a tensor that autograd keeps; records when autograd releases it."""
 
     __slots__ = ("number", "recorder", "tensor")
 
@@ -37,12 +37,12 @@ class _Saved:
         self.recorder.note_saved(self.number, saved=False)
 
 
-class Witness:
-    """Sees who holds what: where parameters, optimizer, hooks and autograd keep tensors.
+class StepObserver:
+    """Records which tensors parameters, optimizer, hooks and autograd hold.
 
     Args:
-        recorder: Where it is noted; active already, so that it knows the storages.
-        step: Whose tensors are watched.
+        recorder: Gets the roles; must be active before, so that it knows the storages.
+        step: The step to observe.
         enter: Called as each phase begins.
         watch: Called in place of each sampler, as ``TrainingStep.watch_samplers`` asks.
     """
@@ -51,7 +51,7 @@ class Witness:
         self._recorder = recorder
         self._watch = watch
         self._step = step
-        self._pass_on = enter
+        self._enter = enter
         self._parameters = list(step.module.parameters())
         self._names = {
             module: name.replace(_WRAPPER, "") for name, module in step.module.named_modules()
@@ -64,7 +64,7 @@ class Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the steps within."""
+        """Observe the steps within."""
         with ExitStack() as watching:
             watching.callback(self._end_saving)
             hooks = [
@@ -72,7 +72,7 @@ class Witness:
                 every_module.register_module_forward_hook(self._after_forward, always_call=True),
             ]
             hooks += [
-                parameter.register_hook(self._see_gradient)  # type: ignore[no-untyped-call]
+                parameter.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 for parameter in self._parameters
                 if parameter.requires_grad
             ]
@@ -82,16 +82,15 @@ class Witness:
             yield
 
     def run(self, batch: Batch) -> None:
-        """Run one step, watched."""
+        """Run one step and observe it."""
         for tensor in batch:
             self._recorder.give_role(tensor, "inputs")
         self._step.run(batch, self.enter)
 
     def enter(self, phase: Phase) -> None:
-        """Look around where a phase ends, and begin the next one."""
+        """Record roles at the end of a phase, and begin the next one."""
         self.look()
-        # torch.func refuses to work under these hooks, and what is saved is packed in
-        # forward: so they are there in forward alone.
+        # torch.func does not work under these hooks. Tensors are packed only in forward.
         self._end_saving()
         if phase == "forward":
             self._saving = ExitStack()
@@ -99,24 +98,25 @@ class Witness:
                 torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             )
         self._recorder.enter(phase)
-        self._pass_on(phase)
+        self._enter(phase)
 
     def look(self) -> None:
-        """Note what parameters, the optimizer and hooked layers hold just now."""
-        see = self._recorder.give_role
-        known = self._step.attributes
+        """Record which tensors parameters, the optimizer and hooked layers hold now."""
+        give_role = self._recorder.give_role
         for parameter in self._parameters:
             if parameter.grad is not None:
-                see(parameter.grad, "gradients")
+                give_role(parameter.grad, "gradients")
             for name, value in vars(parameter).items():
                 for tensor in tensors_in(value):
-                    see(tensor, known.get(name) or _role_by_shape(tensor, parameter))
+                    give_role(
+                        tensor, self._step.attributes.get(name) or _role_by_shape(tensor, parameter)
+                    )
         for of_one in self._step.optimizer.state.values():
             for tensor in tensors_in(of_one):
-                see(tensor, "optimizer_state")
+                give_role(tensor, "optimizer_state")
         for module in self._names:
             for tensor in tensors_in(vars(module).get("activations")):
-                see(tensor, DP_ACTIVATIONS)
+                give_role(tensor, DP_ACTIVATIONS)
 
     def _end_saving(self) -> None:
         if self._saving is not None:
@@ -131,13 +131,12 @@ class Witness:
     def _unpack(packed: "Tensor | _Saved") -> Tensor:
         return packed.tensor if isinstance(packed, _Saved) else packed
 
-    def _see_gradient(self, gradient: Tensor | None) -> None:
-        if gradient is not None:  # a function may have none for a parameter
+    def _note_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is not None:  # a function may return none for a parameter
             self._recorder.give_role(gradient, "gradients")
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        # What is no part of the model, such as a loss or functorch's copy of a layer, counts
-        # as what called it.
+        # A module outside of the model, such as a loss, counts as its caller.
         modules = self._recorder.modules
         modules.append(self._names.get(module) or (modules[-1] if modules else None))
 
@@ -146,10 +145,10 @@ class Witness:
         if module in self._roots:
             for tensor in tensors_in(output):
                 self._recorder.give_role(tensor, LOGITS)
-                self._see_what_functions_keep(tensor)
+                self._note_tensors_of_functions(tensor)
 
-    def _see_what_functions_keep(self, output: Tensor) -> None:
-        """Note what Python's autograd functions keep on themselves, past autograd's hooks."""
+    def _note_tensors_of_functions(self, output: Tensor) -> None:
+        """Record tensors that Python's autograd functions keep as attributes, without hooks."""
         for node in nodes_behind(output):
             if isinstance(node, BackwardCFunction):
                 for tensor in tensors_in(vars(node)):
@@ -178,7 +177,7 @@ class Witness:
 
 
 def _role_by_shape(tensor: Tensor, parameter: Tensor) -> str:
-    """Guess what an unknown attribute of a parameter is, by the shape that it must have."""
+    """Guess the role of an unknown attribute of a parameter by its shape."""
     if tensor.shape == parameter.shape:
         return "summed_gradients"
     if tensor.shape[1:] == parameter.shape:

@@ -1,14 +1,14 @@
-"""What the CPU's kernels allocate and release within one operator, by formula.
+"""What CPU kernels allocate and free within one operator, by formula.
 
-The dispatcher sees none of it and the allocator all, so the timeline needs it wherever a
-peak falls inside such an operator. t is the number of threads, f the accumulator's size.
-Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, layer_norm_kernel.cpp,
+The allocator counts it and the dispatcher does not see it, so it is needed where such an operator
+makes the peak. Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, layer_norm_kernel.cpp,
 ScatterGatherKernel.cpp) of PyTorch; tests/memory compares with the allocator's events.
 
-Left out, because it depends on the processor's instructions: what oneDNN takes for a
-bfloat16 product, up to a few hundred KiB.
+Left out, because it depends on the processor's instructions: what oneDNN allocates for a bfloat16
+product, up to a few hundred KiB.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,46 +22,44 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def _split(queries: int, keys: int) -> tuple[int, int]:
-    """Return how many queries and keys the CPU's flash attention takes at a time."""
+    """Return the block of queries and keys of the CPU's flash attention."""
     large, middle = 768, 192
     size = 256 if queries >= large else 64 if queries >= middle else 32
     return min(queries, size), min(keys, 512)
 
 
 def _flash(q: Tensor, k: Tensor, _v: Tensor, *_: Any, **__: Any) -> int:
-    """Scores, their maxima and sums, and the output of one block, for each thread."""
+    """Return scores, their maxima and sums, and the output of one block, for each thread."""
     queries, keys = _split(q.shape[2], k.shape[2])
     size = 8 if q.dtype is torch.float64 else 4
-    taken = (queries * keys + 2 * queries + queries * q.shape[3]) * size
+    nbytes = (queries * keys + 2 * queries + queries * q.shape[3]) * size
     if q.dtype in _REDUCED:
-        taken += queries * keys * 2
-    return torch.get_num_threads() * taken
+        nbytes += queries * keys * 2
+    return torch.get_num_threads() * nbytes
 
 
 def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their gradient for one block, for each thread; sums of rows, once."""
+    """Return scores and their gradient for one block, for each thread; sums of rows once."""
     queries, keys = _split(q.shape[2], k.shape[2])
     size = 8 if q.dtype is torch.float64 else 4
-    taken = 2 * queries * keys * size
+    nbytes = 2 * queries * keys * size
     if q.dtype in _REDUCED:
-        taken += 2 * queries * keys * 2
-    return torch.get_num_threads() * taken + queries * size
+        nbytes += 2 * queries * keys * 2
+    return torch.get_num_threads() * nbytes + queries * size
 
 
 def _layer_norm_backward(
     gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **options: Any
 ) -> int:
-    """Gradients of weight and bias, for each thread, where they are asked for."""
+    """Return gradients of weight and bias for each thread, where they are needed."""
     if not any((rest[-1] if rest else options["output_mask"])[1:]):
         return 0
-    width = 1
-    for size in shape:
-        width *= size
+    width: int = math.prod(shape)
     return 2 * torch.get_num_threads() * width * gradient.element_size()
 
 
 def _scatter_add(target: Tensor, *_: Any, **__: Any) -> int:
-    """Sum in float32 what is kept in less."""
+    """Return the float32 sums of a target in 16 bits."""
     return 4 * target.numel() if target.dtype in _REDUCED else 0
 
 

@@ -1,7 +1,7 @@
 """What PyTorch and Opacus need to run under fake tensors.
 
-A fake tensor has a shape, a dtype and a storage's size, but no elements. Four things in
-the way of a private step are put aside here, for as long as the context lasts.
+A fake tensor has a shape, a dtype and a storage's size, but no elements. ``fake_tensors`` replaces
+what fails for such tensors in private steps.
 """
 
 import warnings
@@ -29,18 +29,18 @@ from dpprof.system.substitutes import substitute
 _apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
 
 
-def _unique_at_most(x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Answer ``unique_dim`` as if all slices differed: that is the most it can take."""
+def _unique_worst_case(x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``unique_dim`` returns if all slices differ, the largest result."""
     indices = x.new_empty((x.shape[dim],), dtype=torch.int64)
     return x.new_empty(x.shape), indices, x.new_empty((0,), dtype=torch.int64)
 
 
-INSTEAD: dict[Any, Callable[..., Any]] = {torch.ops.aten.unique_dim.default: _unique_at_most}
+INSTEAD: dict[Any, Callable[..., Any]] = {torch.ops.aten.unique_dim.default: _unique_worst_case}
 """Operators whose result's shape depends on elements, and what to run instead."""
 
 
 def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Do as ``nn.Module._apply`` does, but put new parameters in: it cannot swap fake ones."""
+    """Do what ``nn.Module._apply`` does with new parameters; it cannot swap fake ones."""
     if not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
         return _apply(module, fn, recurse)  # type: ignore[no-untyped-call]
     for child in module.children() if recurse else ():
@@ -55,7 +55,7 @@ def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 
 class _FakeExpandedWeight(ExpandedWeight):
-    """An expanded weight whose carrier, which nobody computes with, is no fake tensor."""
+    """An expanded weight whose carrier, which is never computed with, is no fake tensor."""
 
     def __new__(cls, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> Any:
         if not isinstance(orig_weight, FakeTensor):
@@ -67,13 +67,13 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-ASKED_FOR_ELEMENTS = (
+NEEDS_ELEMENTS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""What PyTorch raises where code needs to know what is in a tensor."""
+"""What PyTorch raises where code needs the elements of a tensor."""
 
 
 @contextmanager
@@ -83,28 +83,28 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     Raises:
         UnsupportedError: Code within asked for a fake tensor's elements.
     """
-    # Every conversion of a module calls the one, call_for_per_sample_grads makes the other; neither
-    # has a hook.
+    # Every conversion of a module calls _apply, and call_for_per_sample_grads makes ExpandedWeight;
+    # neither has a hook.
     with (
-        _refusing(),
+        _raising_unsupported(),
         warnings.catch_warnings(),
         substitute(nn.Module, "_apply", _apply_to_fake),
         substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
         FakeTensorMode() as mode,
     ):
-        # Opacus copies gradients with deepcopy, which would copy this mode along; a subclass would
-        # not do, as PyTorch looks some operators up by the mode's very type.
+        # Opacus copies gradients with deepcopy, which would copy this mode too. A subclass does not
+        # help: PyTorch looks some operators up by the mode's exact type.
         mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
-        # It looks whether they have any data.
+        # Opacus checks whether tensors have data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield mode
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _raising_unsupported() -> Iterator[None]:
     try:
         yield
-    except ASKED_FOR_ELEMENTS as error:
+    except NEEDS_ELEMENTS as error:
         what = getattr(error, "func", None) or error
         raise UnsupportedError(
             f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "

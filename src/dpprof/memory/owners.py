@@ -1,9 +1,8 @@
-"""Who owns a storage, and how well that is known.
+"""Finds the owner of a storage, and by which evidence.
 
-Evidence by **identity** is best: the storage was seen as a parameter, its ``.grad``, a saved
-tensor ... Next is its **birthplace**: the sampler, the function, or the autograd node or
-module that was under way when it was born. Evidence by **phase** alone is a guess, and is
-told apart so that nobody mistakes it for knowledge.
+Evidence by **identity** is the strongest: the storage was seen as a parameter, its ``.grad``, a
+saved tensor and so on. Next is the **birthplace**: the sampler, function, autograd node or module
+that allocated it. Evidence by **phase** alone is a guess, and is reported separately.
 """
 
 from collections.abc import Mapping
@@ -12,13 +11,13 @@ from typing import NamedTuple
 
 from dpprof.memory.recorder import Storage
 from dpprof.methods.opacus_paths import OpacusPath
-from dpprof.records.result import Component, Evidence
+from dpprof.records.terms import Component, Evidence
 
 SAVED = "saved"
 LOGITS = "logits"
 BACKPROPS = "backprops"
 DP_ACTIVATIONS = "dp_activations"
-"""Roles that are no component as such, beside those that are called like one."""
+"""Roles that are not also names of components."""
 
 _FIRST: tuple[Component, ...] = (
     "parameters",
@@ -32,7 +31,7 @@ _FIRST: tuple[Component, ...] = (
     "noise",
     "workspace",
 )
-"""Roles by which a storage belongs to a component at once, the strongest first."""
+"""Roles that decide the component alone, the strongest first."""
 
 _THEN: tuple[tuple[str, Component], ...] = (
     (LOGITS, "logits_and_loss"),
@@ -40,39 +39,39 @@ _THEN: tuple[tuple[str, Component], ...] = (
     (SAVED, "saved_activations"),
     (BACKPROPS, "output_gradients"),
 )
-"""Other roles, and to whom a storage belongs while autograd does not keep it."""
+"""Other roles, and the component while autograd does not keep the storage."""
 
 _PRODUCTS = ("mm", "bmm", "baddbmm")
 
 
 class Owner(NamedTuple):
-    """A component, and on what kind of evidence; None for what is unattributed."""
+    """A component, and the kind of evidence; None for what is unattributed."""
 
     component: Component
     evidence: Evidence | None
 
 
 def find_owner(
-    storage: Storage, births: Mapping[CodeType, Component], *, saved: bool, transient: bool
+    storage: Storage, births: Mapping[CodeType, Component], *, saved: bool, temporary: bool
 ) -> Owner:
-    """Say who owns a storage.
+    """Return the owner of a storage.
 
     Args:
-        storage: What is known of it.
-        births: Components by the code of the function in which they are born.
-        saved: Whether autograd keeps it for backward just then.
-        transient: Whether it died in the phase in which it was born.
+        storage: The storage, as recorded.
+        births: Components by the code of the function that allocates them.
+        saved: Whether autograd keeps it for backward at that moment.
+        temporary: Whether it was freed in the phase in which it was allocated.
     """
     declared = None if storage.code is None else births.get(storage.code)
     if declared is not None:
         return Owner(declared, "identity" if declared in storage.roles else "birthplace")
-    seen_as = _by_identity(storage.roles, storage.module, saved=saved)
-    if seen_as is not None:
-        return Owner(seen_as, "identity")
-    born_as = _by_birthplace(storage, transient=transient)
-    if born_as is not None:
-        return Owner(born_as, "birthplace")
-    guess = _by_phase(storage, transient=transient)
+    component = _by_identity(storage.roles, storage.module, saved=saved)
+    if component is not None:
+        return Owner(component, "identity")
+    component = _by_origin(storage, temporary=temporary)
+    if component is not None:
+        return Owner(component, "birthplace")
+    guess = _by_phase(storage, temporary=temporary)
     return Owner(guess, "phase") if guess is not None else Owner("unattributed", None)
 
 
@@ -87,18 +86,18 @@ def _by_identity(roles: set[str], module: str | None, *, saved: bool) -> Compone
     return next((component for role, component in _THEN if role in roles), None)
 
 
-def _by_birthplace(storage: Storage, *, transient: bool) -> Component | None:
+def _by_origin(storage: Storage, *, temporary: bool) -> Component | None:
     if storage.sampler is not None:
         return "gram_matrices" if _is_gram(storage) else "workspace"
     if storage.node is not None:
         return "output_gradients"
-    if storage.phase == "forward" or storage.again:
+    if storage.phase == "forward" or storage.recomputed:
         if storage.module is None:
             return "logits_and_loss"
-        if storage.again:  # it lives until its backward, in the same phase
+        if storage.recomputed:  # live until its backward, in the same phase
             return "saved_activations"
-        return "workspace" if transient else None
-    return "workspace" if transient and storage.function is not None else None
+        return "workspace" if temporary else None
+    return "workspace" if temporary and storage.function is not None else None
 
 
 def _is_gram(storage: Storage) -> bool:
@@ -107,9 +106,9 @@ def _is_gram(storage: Storage) -> bool:
     return storage.sampler is OpacusPath.NORM_SAMPLER and storage.op in _PRODUCTS and square
 
 
-def _by_phase(storage: Storage, *, transient: bool) -> Component | None:
+def _by_phase(storage: Storage, *, temporary: bool) -> Component | None:
     if storage.phase in ("backward", "second_backward"):
         return "output_gradients"
     if storage.phase == "forward":
         return "saved_activations"
-    return "workspace" if transient and storage.phase != "setup" else None
+    return "workspace" if temporary and storage.phase != "setup" else None

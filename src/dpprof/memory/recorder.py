@@ -1,15 +1,15 @@
-"""What happens to memory while a step runs: storages born and died, operators that ran.
+"""Records the storages that a step allocates and frees, and the operators that run.
 
-One dispatch mode for real and fake tensors. It sees every operator below autograd and
-below ``torch.func``, in forward, backward, clipping, noise and optimizer alike. A view or an
-in-place operator returns a storage that is known already, so nothing counts twice. What
-is noted are numbers and names, never a tensor.
+One dispatch mode for real and fake tensors. It sees every operator below autograd and below
+``torch.func``, in every phase. A view or an in-place operator returns a known storage, so nothing
+counts twice. The recorder keeps sizes and names, never a tensor.
 """
 
 import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
-from dpprof.records.result import OpKind, Phase
+from dpprof.records.terms import OpKind, Phase
 
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
@@ -31,42 +31,28 @@ _current_node = torch._C._current_autograd_node  # noqa: SLF001
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
 _NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/")
-"""Parts of torch whose functions are worth a name; the rest is plumbing."""
+"""Parts of torch whose functions are named; all other functions of torch are skipped."""
 
 _EINSUMS = {getattr(torch.functional, name).__code__ for name in EINSUMS}
 _OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
-"""What they come down to; to look for who called takes longer than to note the operator."""
+"""The operators that einsum calls. Only for these is the stack searched, which is slow."""
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
-    """One storage's birth certificate, and what is learned about it later."""
+    """A storage: where it was allocated, and in which roles its tensors were seen."""
 
-    __slots__ = (
-        "again",
-        "code",
-        "function",
-        "module",
-        "nbytes",
-        "node",
-        "op",
-        "phase",
-        "roles",
-        "sampler",
-        "shape",
-    )
-
-    def __init__(self, nbytes: int, op: str, phase: Phase, module: str | None) -> None:
-        self.nbytes = nbytes
-        self.op = op
-        self.phase = phase
-        self.module = module
-        self.shape: tuple[int, ...] = ()
-        self.code: CodeType | None = None
-        self.function: str | None = None
-        self.node: str | None = None
-        self.sampler: CodePath | None = None
-        self.again = False
-        self.roles: set[str] = set()
+    nbytes: int
+    op: str
+    phase: Phase
+    module: str | None
+    shape: tuple[int, ...] = ()
+    code: CodeType | None = None
+    function: str | None = None
+    node: str | None = None
+    sampler: CodePath | None = None
+    recomputed: bool = False
+    roles: set[str] = field(default_factory=set)
 
 
 class Op(NamedTuple):
@@ -77,20 +63,20 @@ class Op(NamedTuple):
     op_kind: OpKind
     cost: Cost
     reads: Sequence[tuple[int, int]]
-    """Storage and bytes, one for each tensor; a storage that was never born is -1."""
+    """Storage and bytes, one for each tensor; -1 for a storage that was not recorded."""
 
     writes: Sequence[tuple[int, int]]
     at_s: float
 
 
-class Born(NamedTuple):
+class Allocated(NamedTuple):
     """A storage was allocated."""
 
     number: int
-    """Its place in ``Recorder.storages``, as for the events that follow."""
+    """Its index in ``Recorder.storages``, as for the events below."""
 
 
-class Died(NamedTuple):
+class Freed(NamedTuple):
     """A storage was freed."""
 
     number: int
@@ -103,7 +89,7 @@ class Saved(NamedTuple):
 
 
 class Unsaved(NamedTuple):
-    """Autograd lets go of a storage, or of one of the tensors on it that it kept."""
+    """Autograd releases one of the tensors of a storage that it kept."""
 
     number: int
 
@@ -114,11 +100,11 @@ class Entered(NamedTuple):
     phase: Phase
 
 
-Event = Born | Died | Saved | Unsaved | Entered | Op
+Event = Allocated | Freed | Saved | Unsaved | Entered | Op
 
 
-class _Death(weakref.ref[torch.UntypedStorage]):
-    """Tells the recorder when a storage is gone."""
+class _Finalizer(weakref.ref[torch.UntypedStorage]):
+    """Tells the recorder that a storage was freed."""
 
     __slots__ = ("key", "number")
     key: int
@@ -126,17 +112,17 @@ class _Death(weakref.ref[torch.UntypedStorage]):
 
 
 Workspace = Callable[..., int]
-"""From an operator's arguments to the bytes that its kernel takes and gives back."""
+"""From an operator's arguments to the bytes that its kernel allocates and frees."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes events while it is active.
+    """Records events while it is active.
 
     Args:
         block_bytes: The allocator rounds sizes up to multiples of this.
-        is_there: Whether a tensor lives in the memory that is accounted for.
+        is_there: Whether a tensor is in the memory that is recorded.
         instead: What to run in place of operators that cannot run, by overload.
-        workspaces: What kernels take and give back unseen, by overload packet.
+        workspaces: Bytes that kernels allocate and free themselves, by overload packet.
     """
 
     def __init__(
@@ -152,82 +138,70 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.phase: Phase = "setup"
         self.modules: list[str | None] = []
-        """Names of the modules whose forward is under way, innermost last."""
+        """Names of the modules whose forward is running, innermost last."""
 
         self.sampler: tuple[CodePath, str] | None = None
-        """Path and layer of the sampler under way: nothing tells of it but its caller."""
+        """Path and layer of the sampler that is running; its caller sets it."""
 
         self.notes: Mapping[str, str] = {}
-        """What was chosen for a device that is not there, and why."""
+        """What was chosen for a simulated device, and why."""
 
         self.counting = False
-        """Whether operators are noted with their costs."""
+        """Whether operators are recorded with their costs."""
 
         self._block = block_bytes
         self._is_there = is_there
         self._instead = dict(instead or {})
         self._workspaces = dict(workspaces or {})
-        self._alive: dict[int, _Death] = {}
+        self._alive: dict[int, _Finalizer] = {}
         self._module_of_node: dict[int, str | None] = {}
-        self._rules: dict[Any, Rule] = {}
         self._names: dict[CodeType, str | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say no: nothing is compiled here, and skipping it costs something for every operator."""
+        """Return False: nothing is compiled here, and skipping slows every operator."""
         return False
 
     def enter(self, phase: Phase) -> None:
-        """Note that a phase begins."""
+        """Record that a phase begins."""
         self.phase = phase
         self.events.append(Entered(phase))
 
     def find(self, tensor: Tensor) -> int | None:
         """Return the number of the storage under a tensor, or None if it is not known."""
         try:
-            death = self._alive.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+            finalizer = self._alive.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
             return None
-        return None if death is None else death.number
+        return None if finalizer is None else finalizer.number
 
     def give_role(self, tensor: Tensor, role: str) -> None:
-        """Note that a tensor was seen in a role."""
+        """Record that a tensor was seen in a role."""
         number = self.find(tensor)
         if number is not None:
             self.storages[number].roles.add(role)
 
-    def claim(self, nbytes: int, op: str) -> None:
-        """Note memory that a library takes for good, where no tensor stands for it."""
-        taken = Storage(self._round(nbytes), op, self.phase, None)
-        taken.roles.add("workspace")
-        self.storages.append(taken)
-        self.events.append(Born(len(self.storages) - 1))
+    def note_library_memory(self, nbytes: int, op: str) -> None:
+        """Record memory that a library allocates outside of tensors and never frees."""
+        self._allocate(Storage(self._round(nbytes), op, self.phase, None, roles={"workspace"}))
 
     def note_saved(self, number: int, saved: bool) -> None:
-        """Note that autograd keeps a storage for backward, or lets go of it."""
+        """Record that autograd keeps a storage for backward, or releases it."""
         self.events.append(Saved(number) if saved else Unsaved(number))
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator and note what it did."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and record it."""
         if func is _DEVICE_OF:  # half of all calls under fake tensors
             device = getattr(args[0], "fake_device", None)
             return func(*args) if device is None else device
         kwargs = kwargs or {}
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = learn_rule(func)
+        rule = learn_rule(func)
         out = self._instead.get(func, func)(*args, **kwargs)
         if self.modules and (_current_node() is None or self.modules[-1] is not None):
             self._module_of_node[_next_sequence_nr() - 1] = self.modules[-1]
         if not rule.is_view:
             for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
-                self._note_birth(tensor, rule.name)
+                self._note_allocation(tensor, rule.name)
         if rule.packet in self._workspaces:
             self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))
         if self.counting and not rule.is_free:
@@ -251,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self.find(tensor)
         return -1 if number is None else number
 
-    def _note_birth(self, tensor: Tensor, op: str) -> None:
+    def _note_allocation(self, tensor: Tensor, op: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 (what StorageWeakRef uses too)
         if key in self._alive:
@@ -259,52 +233,51 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nbytes = storage.nbytes()
         if nbytes == 0 or not self._is_there(tensor, self.phase):
             return
-        death = _Death(storage, self._note_death)
-        death.key = key
-        death.number = len(self.storages)
-        self._alive[key] = death
-        born = Storage(self._round(nbytes), op, self.phase, self._module())
-        born.shape = tuple(tensor.shape)
+        finalizer = _Finalizer(storage, self._note_freed)
+        finalizer.key = key
+        finalizer.number = len(self.storages)
+        self._alive[key] = finalizer
+        new = Storage(self._round(nbytes), op, self.phase, self._module(), tuple(tensor.shape))
         if self.sampler is not None:
-            path, born.module = self.sampler
-            born.sampler = path
-        born.code, born.function = self._function()
+            new.sampler, new.module = self.sampler
+        new.code, new.function = self._function()
         node = _current_node()
-        born.again = self._is_again(node)
-        born.node = None if node is None or born.again else node.name()
-        self.storages.append(born)
-        self.events.append(Born(death.number))
+        new.recomputed = self._is_recomputing(node)
+        new.node = None if node is None or new.recomputed else node.name()
+        self._allocate(new)
 
-    def _note_death(self, death: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(death, _Death)
-        if self._alive.get(death.key) is death:
-            del self._alive[death.key]
-        self.events.append(Died(death.number))
+    def _allocate(self, storage: Storage) -> None:
+        self.storages.append(storage)
+        self.events.append(Allocated(len(self.storages) - 1))
+
+    def _note_freed(self, finalizer: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(finalizer, _Finalizer)
+        if self._alive.get(finalizer.key) is finalizer:
+            del self._alive[finalizer.key]
+        self.events.append(Freed(finalizer.number))
 
     def _note_workspace(self, op: str, nbytes: int) -> None:
         if nbytes:
-            taken = Storage(self._round(nbytes), op, self.phase, self._module())
-            taken.roles.add("workspace")
-            number = len(self.storages)
-            self.storages.append(taken)
-            self.events += [Born(number), Died(number)]
+            size, module = self._round(nbytes), self._module()
+            self._allocate(Storage(size, op, self.phase, module, roles={"workspace"}))
+            self.events.append(Freed(len(self.storages) - 1))
 
     def _round(self, nbytes: int) -> int:
         return -(-nbytes // self._block) * self._block
 
-    def _is_again(self, node: Any) -> bool:
-        """Tell whether a module's forward is under way within backward: checkpointing's second."""
+    def _is_recomputing(self, node: Any) -> bool:
+        """Return whether backward runs a module's forward a second time, as checkpointing does."""
         return node is not None and bool(self.modules) and self.modules[-1] is not None
 
     def _module(self) -> str | None:
-        """Name the module whose forward is under way, or whose backward is."""
+        """Return the name of the module whose forward or backward is running."""
         node = _current_node()
-        if node is not None and not self._is_again(node):
+        if node is not None and not self._is_recomputing(node):
             return self._module_of_node.get(node._sequence_nr())  # noqa: SLF001
         return self.modules[-1] if self.modules else None
 
     def _scope(self, op: str) -> Scope | None:
-        """Tell who called, where that decides what the operator is for."""
+        """Return the caller, where the op kind depends on it."""
         if self.sampler is not None and finds_norms(self.sampler[0]):
             return "norm"
         if op not in _OF_EINSUMS:
@@ -317,7 +290,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def _function(self) -> tuple[CodeType, str] | tuple[None, None]:
-        """Find the innermost function that is not plumbing: its code, and ``module:function``."""
+        """Return code and name of the innermost function that has a name by ``_name``."""
         frame = sys._getframe(2)  # noqa: SLF001 (the documented way to the stack)
         while frame is not None:
             code = frame.f_code
@@ -331,12 +304,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _name(code: CodeType, module: str) -> str | None:
-    """Name a function, ``module:function``; None for plumbing."""
+    """Return ``module:function``; None for the recorder, helpers, and most of torch."""
     file = code.co_filename
-    plumbing = (
+    is_skipped = (
         code in HELPERS
         or file.startswith((_OWN, "<"))
         or (file.startswith(_TORCH) and not any(part in file for part in _NAMED_IN_TORCH))
     )
-    # A comprehension or a nested function counts as the function that it is written in.
-    return None if plumbing else f"{module}:{code.co_qualname.partition('.<locals>')[0]}"
+    # Comprehensions and nested functions count as the function that contains them.
+    return None if is_skipped else f"{module}:{code.co_qualname.partition('.<locals>')[0]}"

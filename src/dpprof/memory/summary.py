@@ -1,4 +1,4 @@
-"""What a result says of a step: the peak of memory, its timeline, FLOPs and bytes moved."""
+"""Summarises a step for a result: peak memory, timeline, FLOPs and bytes moved."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -10,35 +10,30 @@ from torch import nn
 
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.flops.op_costs import COUNTED
-from dpprof.memory.attention_backends import LEAST
+from dpprof.memory.attention_backends import LOWER_BOUNDS
 from dpprof.memory.recorder import Op
-from dpprof.memory.timeline import Holding, MemoryTimeline
+from dpprof.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.models.build import find_dimensions
 from dpprof.records.reconciliation import reconcile
-from dpprof.records.result import (
-    COMPONENTS,
-    EVIDENCE,
+from dpprof.records.step_costs import (
     AtPeak,
-    Component,
     Compute,
-    Evidence,
-    Held,
     Io,
+    LiveAllocation,
     Memory,
     Moved,
-    OpKind,
-    Phase,
     Timeline,
     Work,
 )
+from dpprof.records.terms import COMPONENTS, EVIDENCE, Component, Evidence, OpKind, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
 
 LARGEST = 15
-"""So many holdings at the peak are listed one by one."""
+"""How many groups of live storages at the peak a result lists."""
 
 TIMELINE_POINTS = 300
-"""So many equal parts a timeline is divided into; each keeps its highest instant."""
+"""A timeline is divided into this many equal parts; each keeps its highest instant."""
 
 OUTSIDE = "(outside the model)"
 
@@ -51,14 +46,14 @@ def state_memory(
     *,
     real: bool,
 ) -> Memory:
-    """Say what was alive in a step, at its peak and over time.
+    """Summarise live memory at the peak of a step and over time.
 
     Args:
-        experiment: Whose steps they were.
+        experiment: The experiment of the steps.
         first: The first step.
         steady: A step in the steady state.
-        allocator_peak: The allocator's peak of that step, where this process knows it.
-        real: Whether the step really ran, so that its instants mean something.
+        allocator_peak: The allocator's peak of that step in bytes, if known in this process.
+        real: Whether the step really ran, so that its times have a meaning.
     """
     return Memory(
         peak_allocated_bytes=steady.peak_bytes,
@@ -66,17 +61,17 @@ def state_memory(
         at_peak=_at_peak(steady),
         timeline=_timeline(steady, real=real),
         attribution=reconcile(
-            experiment, steady.peak_bytes, allocator_peak, _weigh_evidence(steady)
+            experiment, steady.peak_bytes, allocator_peak, _sum_by_evidence(steady)
         ),
-        assumed=_tell_assumed(steady),
+        assumed=_list_assumptions(steady),
     )
 
 
-def _tell_assumed(step: MemoryTimeline) -> dict[str, str]:
-    """Say what is taken for granted: choices of a device, and workspaces at their least."""
+def _list_assumptions(step: MemoryTimeline) -> dict[str, str]:
+    """Return what is assumed: choices for a device, and lower bounds of workspaces."""
     ran = {op.cost.op for op in step.ops}
-    least = {f"workspace of {op}": why for op, why in LEAST.items() if op in ran}
-    return {**step.notes, **least}
+    bounds = {f"workspace of {op}": why for op, why in LOWER_BOUNDS.items() if op in ran}
+    return {**step.notes, **bounds}
 
 
 def _at_peak(step: MemoryTimeline) -> AtPeak:
@@ -87,37 +82,28 @@ def _at_peak(step: MemoryTimeline) -> AtPeak:
         phase=step.phases[row],
         module=storage and storage.module,
         op=storage and storage.op,
-        largest=_largest(step.holdings_at_peak()),
+        largest=_list_largest(step.live_storages_at_peak()),
     )
 
 
-def _largest(holdings: Iterable[Holding]) -> list[Held]:
-    alike: dict[tuple[object, ...], list[Holding]] = defaultdict(list)
-    for holding in holdings:
-        born = holding.storage
-        key = (*holding.owner, born.op, born.phase, born.module, born.function)
-        alike[key].append(holding)
-    held = [
-        Held(
-            component=group[0].owner.component,
-            evidence=group[0].owner.evidence,
-            bytes=sum(holding.storage.nbytes for holding in group),
-            storages=len(group),
-            op=group[0].storage.op,
-            phase=group[0].storage.phase,
-            module=group[0].storage.module,
-            function=group[0].storage.function,
-        )
-        for group in alike.values()
+def _list_largest(live: Iterable[LiveStorage]) -> list[LiveAllocation]:
+    sizes: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for storage, owner in live:
+        key = (*owner, storage.op, storage.phase, storage.module, storage.function)
+        sizes[key].append(storage.nbytes)
+    names = ("component", "evidence", "op", "phase", "module", "function")
+    groups = [
+        LiveAllocation(bytes=sum(group), storages=len(group), **dict(zip(names, key, strict=True)))
+        for key, group in sizes.items()
     ]
-    return sorted(held, key=lambda one: one.bytes, reverse=True)[:LARGEST]
+    return sorted(groups, key=lambda group: group.bytes, reverse=True)[:LARGEST]
 
 
 def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
-    """Keep the instants that a picture needs: no component's maximum is lost.
+    """Select the instants that a figure needs.
 
-    Those are the highest of each of equal parts of the step, each component's highest,
-    each phase's first and last, and the step's ends.
+    These are the highest of each of equal parts of the step, the highest of each component, the
+    first and last of each phase, and the first and last of the step.
     """
     totals, balances, phases = step.totals, step.balances, step.phases
     last = len(totals) - 1
@@ -153,24 +139,24 @@ def _elapsed_s(step: MemoryTimeline, rows: list[int]) -> list[float]:
     return [elapsed[row] for row in rows]
 
 
-def _weigh_evidence(step: MemoryTimeline) -> dict[Evidence, int]:
-    weights = dict.fromkeys(EVIDENCE, 0)
-    for holding in step.holdings_at_peak():
-        if holding.owner.evidence is not None:
-            weights[holding.owner.evidence] += holding.storage.nbytes
-    return weights
+def _sum_by_evidence(step: MemoryTimeline) -> dict[Evidence, int]:
+    sums = dict.fromkeys(EVIDENCE, 0)
+    for storage, owner in step.live_storages_at_peak():
+        if owner.evidence is not None:
+            sums[owner.evidence] += storage.nbytes
+    return sums
 
 
 def state_compute(
     experiment: Experiment, module: nn.Module, step: MemoryTimeline, ceilings: Target | None
 ) -> Compute:
-    """Say how many FLOPs a step executed, and how many it had to.
+    """Summarise the FLOPs that a step executed and those that the model needs.
 
     Args:
-        experiment: Whose step it was.
+        experiment: The experiment of the step.
         module: The model, as the step trained it.
         step: A step in the steady state.
-        ceilings: The device's limits, where they are known.
+        ceilings: The device's limits, if known.
     """
     by_phase: Counter[Phase] = Counter()
     by_module: Counter[str] = Counter()
@@ -199,27 +185,27 @@ def state_compute(
         peak_flops_per_s=ceilings and ceilings.flops_per_s.get(dtype),
         peak_source=ceilings and ceilings.source,
         roofline_step_s=ceilings and bound_step_s(step.ops, dtype, ceilings),
-        reason=_why_unknown(model_flops, ceilings, step),
+        reason=_explain_unknown(model_flops, ceilings, step),
     )
 
 
-def _why_unknown(
+def _explain_unknown(
     model_flops: int | None, ceilings: Target | None, step: MemoryTimeline
 ) -> str | None:
-    said = []
+    reasons = []
     counted = (op.cost for op in step.ops if op.cost.family in COUNTED)
     unpriced = sorted({cost.op for cost in counted if cost.formula_unknown})
     if unpriced:
-        said.append(f"no formula is known for {', '.join(unpriced)}, which counts as 0")
+        reasons.append(f"no formula is known for {', '.join(unpriced)}, which counts as 0")
     if model_flops is None:
-        said.append("the layers of another package's model are not known")
+        reasons.append("the layers of another package's model are not known")
     if ceilings is None:
-        said.append("the device's ceilings are not known")
-    return "; ".join(said) or None
+        reasons.append("the device's ceilings are not known")
+    return "; ".join(reasons) or None
 
 
 def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
-    """Count what the non-private step has to compute; None for a model of another package."""
+    """Return the FLOPs that the non-private step needs; None for a model of another package."""
     dimensions = find_dimensions(experiment)
     if dimensions is None:
         return None
@@ -234,54 +220,57 @@ _CEILING: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "bfloat16", "fl
 
 
 def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
-    """Add up the least time of each operator: what binds it is compute or bandwidth.
+    """Sum the lower bounds of each operator's time, by compute or by bandwidth.
 
-    Williams et al. 2009, "Roofline". Operators one after another, each byte moved once; no
-    step can be faster, and how much slower it is depends on kernels and launches.
+    Williams et al. 2009, "Roofline". Operators run one after another, and each byte moves once. No
+    step can be faster.
     """
     total = 0.0
     for op in ops:
         moved = sum(size for _, size in (*op.reads, *op.writes))
-        least = moved / ceilings.bandwidth_bytes_per_s
+        bound = moved / ceilings.bandwidth_bytes_per_s
         if op.cost.family in COUNTED:
             in_float32: Dtype = "tf32" if dtype == "tf32" else "float32"
             peak = ceilings.flops_per_s.get(_CEILING.get(op.cost.dtype, in_float32))
             if peak is not None:
-                least = max(least, op.cost.flops / peak)
-        total += least
+                bound = max(bound, op.cost.flops / peak)
+        total += bound
     return total
 
 
 def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
-    """Say how many bytes a step's operators had to read and write."""
-    tallies = {name: _Tally() for name in ("phase", "op_kind", "module", "component")}
+    """Summarise the bytes that a step's operators had to read and write."""
+    sums: dict[str, dict[Any, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for op in step.ops:
-        keys = {
-            "phase": op.phase,
-            "op_kind": op.op_kind,
-            "module": op.module or OUTSIDE,
-        }
+        keys = {"by_phase": op.phase, "by_op_kind": op.op_kind, "by_module": op.module or OUTSIDE}
         for way, sized in (("read", op.reads), ("written", op.writes)):
             for number, size in sized:
-                for name, key in (*keys.items(), ("component", step.component_of(number))):
-                    tallies[name].add(key, way, size)
-    read, written = tallies["phase"].total("read"), tallies["phase"].total("written")
+                keys["by_component"] = step.component_of(number)
+                for name, key in keys.items():
+                    sums[name][key][way] += size
+    names = ("by_phase", "by_op_kind", "by_module", "by_component")
+    moved: dict[str, Any] = {
+        name: {
+            key: Moved(read=ways["read"], written=ways["written"])
+            for key, ways in sums[name].items()
+        }
+        for name in names
+    }
+    read = sum(ways["read"] for ways in sums["by_phase"].values())
+    written = sum(ways["written"] for ways in sums["by_phase"].values())
     return Io(
         bytes_read=read,
         bytes_written=written,
-        by_phase=tallies["phase"].moved,
-        by_op_kind=tallies["op_kind"].moved,
-        by_module=tallies["module"].moved,
-        by_component=tallies["component"].moved,
         by_phase_and_op_kind=_work(step),
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
+        **moved,
     )
 
 
 def _work(step: MemoryTimeline) -> list[Work]:
-    alike: dict[tuple[Phase, OpKind], list[Op]] = defaultdict(list)
+    groups: dict[tuple[Phase, OpKind], list[Op]] = defaultdict(list)
     for op in step.ops:
-        alike[op.phase, op.op_kind].append(op)
+        groups[op.phase, op.op_kind].append(op)
     return [
         Work(
             phase=phase,
@@ -291,28 +280,5 @@ def _work(step: MemoryTimeline) -> list[Work]:
             read=sum(size for op in ops for _, size in op.reads),
             written=sum(size for op in ops for _, size in op.writes),
         )
-        for (phase, op_kind), ops in alike.items()
+        for (phase, op_kind), ops in groups.items()
     ]
-
-
-class _Tally:
-    """Bytes read and written, by some key."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Counter[str]] = defaultdict(Counter)
-
-    def add(self, key: str, way: str, size: int) -> None:
-        """Add bytes that were read or written."""
-        self._sums[key][way] += size
-
-    def total(self, way: str) -> int:
-        """Return all that was read, or all that was written."""
-        return sum(sums[way] for sums in self._sums.values())
-
-    @property
-    def moved(self) -> dict[Any, Moved]:
-        """What was read and written, by key."""
-        return {
-            key: Moved(read=sums["read"], written=sums["written"])
-            for key, sums in self._sums.items()
-        }

@@ -16,7 +16,8 @@ from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, sample_losses
 from dpprof.norms.triton_ops import tell_reasons, tell_tiles
 from dpprof.records.births import Function
-from dpprof.records.result import Component, NormChoice
+from dpprof.records.result import NormChoice
+from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
 
 

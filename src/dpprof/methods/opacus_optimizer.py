@@ -9,7 +9,7 @@ from opacus.optimizers.optimizer import _generate_noise
 from torch.optim import Optimizer
 
 from dpprof.records.births import Function
-from dpprof.records.result import Component
+from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
 
 ATTRIBUTES: Mapping[str, Component] = {

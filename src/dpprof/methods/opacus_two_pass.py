@@ -22,7 +22,7 @@ from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
 from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
 from dpprof.records.births import Function
-from dpprof.records.result import Component
+from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
 
 _BIRTHS: Mapping[Function, Component] = {

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.births import Function
-from dpprof.records.result import Component, NormChoice, Phase
+from dpprof.records.result import NormChoice
+from dpprof.records.terms import Component, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
 

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # clipping marks functions too, and needs nothing else of results
-    from dpprof.records.result import Component
+    from dpprof.records.terms import Component
 
 Function = Callable[..., Any]
 _F = TypeVar("_F", bound=Function)

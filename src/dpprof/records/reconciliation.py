@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from dpprof.records.result import Attribution, Evidence
+from dpprof.records.step_costs import Attribution
+from dpprof.records.terms import Evidence
 from dpprof.spec.experiment import Experiment
 
 JOINED = "joined in tables"

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field
 
 from dpprof.records.record import Part, ResultError, read_record, write_record
+from dpprof.records.step_costs import Compute, Io, Memory
+from dpprof.records.terms import OpKind, Outcome, Phase
 from dpprof.spec.experiment import Experiment
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -15,53 +17,6 @@ OLDER: Mapping[object, str] = {
     "snakemake measures it again"
 }
 """By older schema version, what has changed since."""
-
-Outcome = Literal["ok", "oom", "unsupported", "timeout", "killed", "crashed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-
-Phase = Literal["setup", "forward", "backward", "second_backward", "clip", "noise", "step"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-
-
-Component = Literal[
-    "parameters",
-    "gradients",
-    "optimizer_state",
-    "saved_activations",
-    "dp_activations",
-    "output_gradients",
-    "per_sample_gradients",
-    "norm_samples",
-    "gram_matrices",
-    "summed_gradients",
-    "noise",
-    "inputs",
-    "logits_and_loss",
-    "workspace",
-    "unattributed",
-]
-COMPONENTS: tuple[Component, ...] = get_args(Component)
-
-Evidence = Literal["identity", "birthplace", "phase"]
-EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
-
-
-OpKind = Literal[
-    "gemm",
-    "attention",
-    "einsum",
-    "norm",
-    "clip",
-    "optimizer",
-    "elementwise",
-    "reduce",
-    "indexing",
-    "random",
-    "copy",
-    "other",
-]
-OP_KINDS: tuple[OpKind, ...] = get_args(OpKind)
-
 
 _OF_A_SCREEN_BYTES = 2**30
 _OF_A_SCREEN = 0.05
@@ -113,139 +68,6 @@ class Attempt(Part):
     others_before: Others | None = Field(None, description="on the GPU, before the attempt")
     others_after: Others | None = Field(None, description="on the GPU, after the attempt")
     error: Failure | None = None
-
-
-class Snapshot(Part):
-    """The allocator's counts at a named moment."""
-
-    name: str
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    rss_bytes: int | None = Field(None, description="resident memory of the process")
-    elapsed_s: float = Field(description="time since the libraries were imported")
-    components: dict[str, int] | None = Field(
-        None, description="bytes by owner; with unattributed they sum to allocated_bytes"
-    )
-
-
-class Held(Part):
-    """Storages alive at the peak that have the same owner and the same origin."""
-
-    component: Component
-    evidence: Evidence | None
-    bytes: int
-    storages: int
-    op: str = Field(description="the operator that created them")
-    phase: Phase
-    module: str | None = Field(description="the module whose forward or backward ran then")
-    function: str | None = Field(description="the function that ran then: module:function")
-
-
-class AtPeak(Part):
-    """The owners of memory at the peak of a steady-state step, and the cause of the peak."""
-
-    components: dict[Component, int] = Field(description="bytes; they sum to the timeline's peak")
-    phase: Phase
-    module: str | None
-    op: str | None
-    largest: list[Held] = Field(description="the largest holdings, largest first")
-
-
-class Timeline(Part):
-    """Memory timeline: live bytes by component over one steady-state step, at selected instants."""
-
-    ops: list[int] = Field(description="number of operators run since the step began")
-    elapsed_s: list[float] | None = Field(description="time since then, including the instrument")
-    phase: list[Phase]
-    components: dict[Component, list[int]]
-
-
-class Attribution(Part):
-    """How far the timeline is reconciled, and how owners were identified."""
-
-    valid: bool | None = Field(description="whether the gap is within its bound")
-    timeline_peak_bytes: int
-    allocator_peak_bytes: int | None
-    gap_bytes: int | None = Field(description="the allocator's peak minus the timeline's")
-    evidence: dict[Evidence, int] = Field(
-        description="bytes at the peak by how their owner was identified; with unattributed "
-        "they sum to the timeline's peak"
-    )
-    reason: str | None
-
-
-class Compute(Part):
-    """FLOPs of one steady-state step, of matrix products and attention if not stated otherwise."""
-
-    model_flops: int | None = Field(description="6 N + 12 L d T per token (PaLM, appendix B)")
-    executed_flops: int
-    other_flops: int = Field(description="FLOPs of elementwise operators and reductions")
-    flops_by_phase: dict[Phase, int]
-    flops_by_module: dict[str, int]
-    flops_by_component: dict[Component, int] = Field(description="FLOPs by the owner of the output")
-    dp_flop_multiplier: float | None = Field(description="executed FLOPs over model FLOPs")
-    mfu: float | None
-    hfu: float | None
-    peak_flops_per_s: float | None
-    peak_source: str | None
-    roofline_step_s: float | None = Field(
-        description="lower bound of the step time: each operator at the ceiling that binds it"
-    )
-    reason: str | None
-
-
-class Moved(Part):
-    """The least bytes that operators must read and write."""
-
-    read: int
-    written: int
-
-
-class Work(Part):
-    """The FLOPs and bytes of operators of one kind in one phase."""
-
-    phase: Phase
-    op_kind: OpKind
-    ops: int
-    flops: int = Field(description="all FLOPs, including elementwise operators and reductions")
-    read: int
-    written: int
-
-
-class Io(Part):
-    """Memory traffic of one steady-state step, if each operator reads and writes its data once."""
-
-    bytes_read: int
-    bytes_written: int
-    by_phase: dict[Phase, Moved]
-    by_op_kind: dict[OpKind, Moved]
-    by_module: dict[str, Moved]
-    by_component: dict[Component, Moved]
-    by_phase_and_op_kind: list[Work]
-    arithmetic_intensity: float | None = Field(description="executed FLOPs over bytes moved")
-
-
-class Memory(Part):
-    """Peaks of the steady state (the timed steps), and of the first step where it differs."""
-
-    peak_allocated_bytes: int | None = None
-    first_step_peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_rss_bytes: int | None = Field(
-        None, description="largest resident memory of the whole process, including imports"
-    )
-    peak_device_used_bytes: int | None = Field(
-        None, description="device memory in use by all processes after the timed steps"
-    )
-    alloc_retries: int | None = None
-    snapshots: list[Snapshot] = Field(default_factory=list)
-    at_peak: AtPeak | None = None
-    timeline: Timeline | None = None
-    attribution: Attribution | None = None
-    assumed: dict[str, str] = Field(
-        default_factory=dict,
-        description="what is assumed about the device, and why",
-    )
 
 
 class Capacity(Part):

@@ -7,7 +7,7 @@ import pandas as pd
 from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.peak_composition import choose, compose
 from dpprof.analysis.standings import find_marks
-from dpprof.records.result import OUTCOMES
+from dpprof.records.terms import OUTCOMES
 from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
 from dpprof.report.advice_section import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.records.result import OP_KINDS
+from dpprof.records.terms import OP_KINDS
 from dpprof.report.cells import Cell, amount, column, number, percent, significant, tabulate
 from dpprof.report.document import Paragraph, Table
 from dpprof.report.naming import ORDER, name_experiments, texts

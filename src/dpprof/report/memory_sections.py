@@ -7,7 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.frames import BASELINE, SETTING
 from dpprof.analysis.peak_composition import needed_bytes
-from dpprof.records.result import COMPONENTS, EVIDENCE
+from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
     Cell,
     amount,

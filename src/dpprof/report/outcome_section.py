@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.records.result import OUTCOMES
+from dpprof.records.terms import OUTCOMES
 from dpprof.report.cells import MAX_ROWS, Cell, column, tabulate, text_of
 from dpprof.report.document import Bullets, Paragraph, Picture, Table
 

@@ -7,7 +7,7 @@ import pandas as pd
 from dpprof.analysis.frames import BASELINE, varying_axes
 from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.records.result import COMPONENTS
+from dpprof.records.terms import COMPONENTS
 from dpprof.report.cells import number, plural, span
 from dpprof.report.document import Bullets, Paragraph
 

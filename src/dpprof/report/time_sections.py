@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
-from dpprof.records.result import PHASES
+from dpprof.records.terms import PHASES
 from dpprof.report.cells import Cell, amount, column, number, span, tabulate
 from dpprof.report.document import Paragraph, Table
 from dpprof.report.naming import ORDER, name_experiments, texts

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpprof.records.result import OP_KINDS, PHASES, Copied, Kernel, Launched
+from dpprof.records.result import Copied, Kernel, Launched
+from dpprof.records.terms import OP_KINDS, PHASES
 from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
 from dpprof.traces.spans import Trace, cover_s
 

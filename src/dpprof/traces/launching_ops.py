@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from dpprof.flops.op_kinds import EINSUMS, Family, Scope, kind_of_op
-from dpprof.records.result import PHASES, OpKind, Phase
+from dpprof.records.terms import PHASES, OpKind, Phase
 from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
 
 FamilyOf = Callable[[str], Family | None]

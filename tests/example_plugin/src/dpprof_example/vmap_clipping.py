@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from dpprof.clipping.factor import clip_factor
 from dpprof.methods.training_step import Batch, Enter, TrainingStep, mean_loss
 from dpprof.records.births import allocates
-from dpprof.records.result import Component
+from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 

@@ -1,0 +1,49 @@
+"""The terms of results: outcomes, phases, components, evidence and op kinds."""
+
+from typing import Literal, get_args
+
+Outcome = Literal["ok", "oom", "unsupported", "timeout", "killed", "crashed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+Phase = Literal["setup", "forward", "backward", "second_backward", "clip", "noise", "step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+Component = Literal[
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "saved_activations",
+    "dp_activations",
+    "output_gradients",
+    "per_sample_gradients",
+    "norm_samples",
+    "gram_matrices",
+    "summed_gradients",
+    "noise",
+    "inputs",
+    "logits_and_loss",
+    "workspace",
+    "unattributed",
+]
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
+Evidence = Literal["identity", "birthplace", "phase"]
+EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
+
+
+OpKind = Literal[
+    "gemm",
+    "attention",
+    "einsum",
+    "norm",
+    "clip",
+    "optimizer",
+    "elementwise",
+    "reduce",
+    "indexing",
+    "random",
+    "copy",
+    "other",
+]
+OP_KINDS: tuple[OpKind, ...] = get_args(OpKind)
