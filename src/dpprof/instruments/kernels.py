@@ -35,6 +35,7 @@ TRACED_STEPS = 3
 """The most steps that are traced; a longer trace is larger without more information."""
 
 _ELSEWHERE = "it would include the tracer; the instrument clean measures it"
+_NOT_LAUNCHED = {"kernels.waiting_s": "operators of a CPU are not launched ahead"}
 _REASONS = {"time": _ELSEWHERE, "throughput": _ELSEWHERE, "memory": _ELSEWHERE}
 
 
@@ -105,9 +106,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         )
     except NoKernelsError as error:
         why_no_kernels = {"kernels": str(error)}
-    else:
+    if folder and kernels:
         _leave_events(folder, kernels)
     traced = find_steps(trace)
+    on_cpu = kernels is not None and kernels.waiting_s is None
+    why_no_waiting = _NOT_LAUNCHED if on_cpu else {}
     return Measurement(
         model=training.model,
         norm_plan=training.step.norm_plan,
@@ -119,17 +122,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             peak_rss_bytes=peak_bytes,
             peak_allocated_bytes=allocated,
         ),
-        reasons=_REASONS
-        | training.step.reasons
-        | why_no_trace
-        | why_no_kernels
-        | _why_no_waiting(kernels),
+        reasons=_REASONS | training.step.reasons | why_no_trace | why_no_kernels | why_no_waiting,
     )
 
 
-def _leave_events(folder: Path | None, kernels: Kernels) -> None:
-    if folder is None:
-        return
+def _leave_events(folder: Path, kernels: Kernels) -> None:
     try:
         write_events(folder, kernels)
     except (OSError, ImportError) as error:
@@ -171,9 +168,3 @@ def _leave_trace(
                 return written, {}
             reason = f"one step alone takes more than {LIMIT_BYTES:,} bytes"
     return None, {"kernels.trace": reason}
-
-
-def _why_no_waiting(kernels: Kernels | None) -> dict[str, str]:
-    if kernels is None or kernels.waiting_s is not None:
-        return {}
-    return {"kernels.waiting_s": "operators of a CPU are not launched ahead"}

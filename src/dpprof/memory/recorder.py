@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.flops.op_costs import Cost, Rule, learn_rule
 from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
+from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
 from dpprof.records.terms import OpKind, Phase
 
+_ADD = torch.ops.aten.add.Tensor
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
 _current_node = torch._C._current_autograd_node  # noqa: SLF001
@@ -51,6 +53,7 @@ class Storage:
     function: str | None = None
     node: str | None = None
     sampler: CodePath | None = None
+    node_number: int | None = None
     recomputed: bool = False
     roles: set[str] = field(default_factory=set)
 
@@ -156,6 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, _Finalizer] = {}
         self._module_of_node: dict[int, str | None] = {}
         self._names: dict[CodeType, str | None] = {}
+        count_engines_references()  # before this mode is active
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -196,7 +200,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args) if device is None else device
         kwargs = kwargs or {}
         rule = learn_rule(func)
+        in_place = self._find_in_place(func, args)
         out = self._instead.get(func, func)(*args, **kwargs)
+        if in_place is not None:
+            rule = learn_rule(in_place)
+            self._move(args[0], out)
         if self.modules and (_current_node() is None or self.modules[-1] is not None):
             self._module_of_node[_next_sequence_nr() - 1] = self.modules[-1]
         if not rule.is_view:
@@ -225,25 +233,46 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self.find(tensor)
         return -1 if number is None else number
 
+    def _find_in_place(self, func: Any, args: Any) -> Any:
+        """Return the operator that would write in place in a bare run; None for none."""
+        node = _current_node()
+        if node is None or not (func is _ADD or func in INTO_FRESH):
+            return None
+        number = self.find(args[0]) if isinstance(args[0], Tensor) else None
+        if number is None:
+            return None
+        fresh = self.storages[number].node_number == node._sequence_nr()  # noqa: SLF001
+        return find_in_place(func, args, fresh=fresh)
+
+    def _move(self, old: Tensor, new: Tensor) -> None:
+        """Let a storage stand for another, as if both were one."""
+        storage = old.untyped_storage()
+        finalizer = self._alive.pop(storage._cdata)  # noqa: SLF001 (as below)
+        self._follow(new.untyped_storage(), finalizer.number)
+
+    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        finalizer = _Finalizer(storage, self._note_freed)
+        finalizer.key = storage._cdata  # noqa: SLF001 (what StorageWeakRef uses too)
+        finalizer.number = number
+        self._alive[finalizer.key] = finalizer
+
     def _note_allocation(self, tensor: Tensor, op: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001 (what StorageWeakRef uses too)
-        if key in self._alive:
+        if storage._cdata in self._alive:  # noqa: SLF001 (as above)
             return
         nbytes = storage.nbytes()
         if nbytes == 0 or not self._is_there(tensor, self.phase):
             return
-        finalizer = _Finalizer(storage, self._note_freed)
-        finalizer.key = key
-        finalizer.number = len(self.storages)
-        self._alive[key] = finalizer
+        self._follow(storage, len(self.storages))
         new = Storage(self._round(nbytes), op, self.phase, self._module(), tuple(tensor.shape))
         if self.sampler is not None:
             new.sampler, new.module = self.sampler
         new.code, new.function = self._function()
         node = _current_node()
         new.recomputed = self._is_recomputing(node)
-        new.node = None if node is None or new.recomputed else node.name()
+        if node is not None:
+            new.node = None if new.recomputed else node.name()
+            new.node_number = node._sequence_nr()  # noqa: SLF001 (no public name)
         self._allocate(new)
 
     def _allocate(self, storage: Storage) -> None:

@@ -66,7 +66,19 @@ class MemoryTimeline:
 
     @cached_property
     def _temporaries(self) -> set[int]:
-        return _find_temporaries((*self._before, *self.events))
+        """The storages that were freed in the phase in which they were allocated."""
+        allocated_in: dict[int, int] = {}
+        temporary: set[int] = set()
+        phase = 0
+        for event in (*self._before, *self.events):
+            match event:
+                case Entered():
+                    phase += 1
+                case Allocated(number):
+                    allocated_in[number] = phase
+                case Freed(number) if allocated_in.get(number) == phase:
+                    temporary.add(number)
+        return temporary
 
     @cached_property
     def balances(self) -> npt.NDArray[np.int64]:
@@ -83,17 +95,14 @@ class MemoryTimeline:
     @cached_property
     def totals(self) -> npt.NDArray[np.int64]:
         """Live bytes before the step and after each event."""
-        before = sum(self._change(event) for event in self._before)
-        return np.cumsum([before, *(self._change(event) for event in self.events)])
-
-    def _change(self, event: Event) -> int:
-        match event:
-            case Allocated(number):
-                return self._storages[number].nbytes
-            case Freed(number):
-                return -self._storages[number].nbytes
-            case _:
-                return 0
+        signs = {Allocated: 1, Freed: -1}
+        changes = [
+            signs[type(event)] * self._storages[event.number].nbytes
+            if isinstance(event, Allocated | Freed)
+            else 0
+            for event in (*self._before, *self.events)
+        ]
+        return np.cumsum([0, *changes])[len(self._before) :]
 
     @property
     def peak_row(self) -> int:
@@ -133,8 +142,7 @@ class MemoryTimeline:
     def live_storages_at_peak(self) -> list[LiveStorage]:
         """Return the storages that are live at the peak."""
         state = _State(self)
-        state.follow(self._before)
-        state.follow(self.events[: self.peak_row])
+        state.follow((*self._before, *self.events[: self.peak_row]))
         return [
             LiveStorage(self._storages[number], self.owner(number, saved=state.saved[number] > 0))
             for number in state.alive
@@ -191,19 +199,3 @@ class _State:
     def _remove(self, number: int) -> None:
         component = self.alive.pop(number)
         self.sums[_COLUMN[component]] -= self._step._storages[number].nbytes  # noqa: SLF001
-
-
-def _find_temporaries(events: Iterable[Event]) -> set[int]:
-    """Return the storages that were freed in the phase in which they were allocated."""
-    allocated_in: dict[int, int] = {}
-    temporary: set[int] = set()
-    phase = 0
-    for event in events:
-        match event:
-            case Entered():
-                phase += 1
-            case Allocated(number):
-                allocated_in[number] = phase
-            case Freed(number) if allocated_in.get(number) == phase:
-                temporary.add(number)
-    return temporary

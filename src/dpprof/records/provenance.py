@@ -16,8 +16,6 @@ from dpprof.spec.experiment import Experiment
 from dpprof.system.hardware import cpu_name, torch_build
 from dpprof.system.paths import find_checkout
 
-"""The folder that holds ``src``; a git checkout if dpprof is used as a workflow."""
-
 _PACKAGES = ("torch", "opacus", "numpy", "triton", "snakemake", "pydantic", "dpprof")
 
 _SETTINGS = (

@@ -32,23 +32,19 @@ def reconcile(
     evidence: Mapping[Evidence, int],
 ) -> Attribution:
     """Return how the recorded peak compares with the allocator's, if the latter is known."""
-    if allocator_peak_bytes is None:
-        return Attribution(
-            valid=None,
-            timeline_peak_bytes=timeline_peak_bytes,
-            allocator_peak_bytes=None,
-            gap_bytes=None,
-            evidence=dict(evidence),
-            reason=JOINED,
-        )
-    gap = allocator_peak_bytes - timeline_peak_bytes
-    bound = bound_bytes(experiment, allocator_peak_bytes)
-    valid = abs(gap) <= bound
+    gap: int | None = None
+    valid: bool | None = None
+    reason: str | None = JOINED
+    if allocator_peak_bytes is not None:
+        gap = allocator_peak_bytes - timeline_peak_bytes
+        bound = bound_bytes(experiment, allocator_peak_bytes)
+        valid = abs(gap) <= bound
+        reason = None if valid else f"the gap of {gap:,} bytes exceeds its bound of {bound:,}"
     return Attribution(
         valid=valid,
         timeline_peak_bytes=timeline_peak_bytes,
         allocator_peak_bytes=allocator_peak_bytes,
         gap_bytes=gap,
         evidence=dict(evidence),
-        reason=None if valid else f"the gap of {gap:,} bytes exceeds its bound of {bound:,}",
+        reason=reason,
     )

@@ -24,21 +24,6 @@ def config_schema() -> str:
     return f"# {_GENERATED}\n" + yaml.safe_dump(schema, sort_keys=False, width=88)
 
 
-def result_schema() -> str:
-    """Return the result files' JSON Schema."""
-    return _schema_of_files(Result, "dpprof result")
-
-
-def verdict_schema() -> str:
-    """Return the verdict files' JSON Schema."""
-    return _schema_of_files(Verdict, "dpprof verdict")
-
-
-def ceilings_schema() -> str:
-    """Return the ceilings files' JSON Schema."""
-    return _schema_of_files(Ceilings, "dpprof ceilings")
-
-
 def _schema_of_files(model: type[BaseModel], title: str) -> str:
     schema = model.model_json_schema(mode="serialization")
     schema |= {
@@ -133,8 +118,8 @@ def generated_files(root: Path) -> dict[Path, str]:
     schemas = root / "workflow" / "schemas"
     return {
         schemas / "config.schema.yaml": config_schema(),
-        schemas / "result.schema.json": result_schema(),
-        schemas / "verdict.schema.json": verdict_schema(),
-        schemas / "ceilings.schema.json": ceilings_schema(),
+        schemas / "result.schema.json": _schema_of_files(Result, "dpprof result"),
+        schemas / "verdict.schema.json": _schema_of_files(Verdict, "dpprof verdict"),
+        schemas / "ceilings.schema.json": _schema_of_files(Ceilings, "dpprof ceilings"),
         readme: _with_key_tables(readme.read_text(encoding="utf-8")),
     }
