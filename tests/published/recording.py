@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
-from dpprof.memory.recorder import Born, Died, Recorder
+from dpprof.memory.recorder import Allocated, Freed, Recorder
 from dpprof.memory.simulated_cuda import EVERYTHING, library_workspace
 from dpprof.records.result import Phase
 from dpprof.spec.target import Target
@@ -46,7 +46,7 @@ class _Handles(TorchDispatchMode):
     def take(self, thread: str) -> None:
         if thread not in self._taken:
             self._taken.add(thread)
-            self._recorder.claim(self._nbytes, f"cuBLAS workspace, {thread}")
+            self._recorder.note_library_memory(self._nbytes, f"cuBLAS workspace, {thread}")
 
 
 class Tape:
@@ -140,9 +140,9 @@ def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:
     instants = {0: 0}
     for index, event in enumerate(recorder.events, start=1):
         match event:
-            case Born(number):
+            case Allocated(number):
                 changes.append((number, recorder.storages[number].nbytes))
-            case Died(number):
+            case Freed(number):
                 changes.append((number, -recorder.storages[number].nbytes))
         instants[index] = len(changes)
     return Recording(changes, {name: instants[index] for name, index in marks.items()})
