@@ -6,8 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
@@ -17,36 +15,7 @@ from dpprof.records.result import Phase
 from dpprof.spec.target import Target
 
 MIB = 2**20
-_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "addbmm")
-)
-
-
-class _Handles(TorchDispatchMode):
-    """Takes a handle's workspace when a thread first computes a product, after its result."""
-
-    def __init__(self, recorder: Recorder, nbytes: int) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._nbytes = nbytes
-        self._taken: set[str] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "overloadpacket", None) in _PRODUCTS:
-            in_backward = torch._C._current_autograd_node() is not None
-            self.take("backward" if in_backward else "forward")
-        return out
-
-    def take(self, thread: str) -> None:
-        if thread not in self._taken:
-            self._taken.add(thread)
-            self._recorder.note_library_memory(self._nbytes, f"cuBLAS workspace, {thread}")
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm"}
 
 
 class Tape:
@@ -72,7 +41,7 @@ class Recording:
     """What was allocated and freed, and the counters at each instant; bytes.
 
     Args:
-        changes: Key and signed bytes, in order. A negative number frees the key.
+        changes: Key and signed bytes, in order; negative bytes free the key.
         marks: Instants by name, as the number of changes before them.
     """
 
@@ -128,20 +97,25 @@ def record(program: Callable[..., None], target: Target, **settings: Any) -> Rec
         tape = Tape(recorder)
         tape.mark("start")
         recorder.enter("forward")
-        with _Handles(recorder, library_workspace(target.compute_capability)):
-            program(tape, **settings)
+        program(tape, **settings)
         tape.mark("end")
-    return _shorten(recorder, tape.marks)
+    return _shorten(recorder, tape.marks, library_workspace(target.compute_capability))
 
 
-def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:
-    """Keep births and deaths only."""
+def _shorten(recorder: Recorder, marks: dict[str, int], handle_bytes: int) -> Recording:
+    """Keep allocations, and add what a thread's first product takes after its result."""
     changes: list[tuple[int, int]] = []
     instants = {0: 0}
+    handles: set[str] = set()
     for index, event in enumerate(recorder.events, start=1):
         match event:
             case Allocated(number):
-                changes.append((number, recorder.storages[number].nbytes))
+                storage = recorder.storages[number]
+                changes.append((number, storage.nbytes))
+                thread = "forward" if storage.node is None else "backward"
+                if storage.op in _PRODUCTS and thread not in handles:
+                    handles.add(thread)
+                    changes.append((-len(handles), handle_bytes))
             case Freed(number):
                 changes.append((number, -recorder.storages[number].nbytes))
         instants[index] = len(changes)

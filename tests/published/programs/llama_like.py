@@ -110,10 +110,15 @@ class Model(nn.Module):
         return logits
 
 
+def _log_softmax(x: Tensor) -> Tensor:
+    highest = x.max(dim=-1, keepdim=True)[0]
+    x = x - highest
+    return x - x.exp().sum(dim=-1, keepdim=True).log()
+
+
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    shifted = logits - logits.max(dim=-1, keepdim=True)[0]
-    logits = -(shifted - shifted.exp().sum(dim=-1, keepdim=True).log())
-    return logits.gather(-1, labels.unsqueeze(-1)).mean()
+    losses = -_log_softmax(logits)
+    return losses.gather(-1, labels.unsqueeze(-1)).mean()
 
 
 class AdamW:
@@ -154,19 +159,20 @@ def training(
         torch.empty(n, B, T, dtype=torch.int64) for n in steps
     )
 
-    def step(ids: Tensor, labels: Tensor) -> None:
+    batches = [*zip(ids[:_RUN_UP], labels, strict=False), (last_ids[0], last_labels[0])]
+    for step in range(len(batches)):
+        if step == _RUN_UP:
+            del logits, loss
+            tape.mark("last step")
+        some, others = batches[step]
         with _autocast(dtype):
-            logits = model(ids)
-            loss = _cross_entropy(logits, labels)
+            logits = model(some)
+            loss = _cross_entropy(logits, others)
         loss.backward()
         optimizer.step()
-
-    for at in range(_RUN_UP):
-        step(ids[at], labels[at])
+        tape.mark("stepped")
         optimizer.zero_grad()
-    tape.mark("last step")
-    step(last_ids[0], last_labels[0])
-    tape.mark("stepped")
+    del logits, loss
 
 
 _WARM_UP = 5
@@ -174,6 +180,33 @@ _WARM_UP = 5
 
 _RUN_UP = 1
 """Steps that run here: the next is like every later one."""
+
+
+def keeping_results(
+    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, trained: bool
+) -> None:
+    """Keep logits and loss until those of the next step are there.
+
+    Args:
+        tape: Told when the last step begins.
+        trained: Whether PyTorch's AdamW runs, and gradients are freed before backward; without
+            they add up.
+    """
+    model = Model(V, T, D, H, layers, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
+    for _ in range(2):
+        tape.mark("last step")
+        logits = model(ids)
+        loss = _cross_entropy(logits, labels)
+        if trained:
+            optimizer.zero_grad()
+        loss.backward()
+        if trained:
+            with tape.phase("step"):
+                optimizer.step()
+    tape.mark("stepped")
+    del logits, loss
 
 
 def inference(
