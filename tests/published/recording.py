@@ -80,10 +80,10 @@ class Recording:
         """Read a counter at an instant; MiB."""
         return float(getattr(self, counter)[self.marks[mark]]) / MIB
 
-    def peak(self, counter: str, since: str = "start") -> float:
-        """Read the most that a counter showed from an instant to the end; MiB."""
+    def peak(self, counter: str, since: str = "start", until: str = "end") -> float:
+        """Read the most that a counter showed between two instants; MiB."""
         values = getattr(self, counter)
-        return float(values[self.marks[since] : self.marks["end"] + 1].max()) / MIB
+        return float(values[self.marks[since] : self.marks[until] + 1].max()) / MIB
 
 
 def record(program: Callable[..., None], target: Target, **settings: Any) -> Recording:

@@ -149,22 +149,29 @@ def _autocast(dtype: str) -> AbstractContextManager[object]:
 
 
 def training(
-    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, dtype: str
+    tape: Tape,
+    *,
+    T: int,
+    D: int,
+    H: int,
+    layers: int,
+    width: int,
+    V: int,
+    B: int,
+    dtype: str,
+    run_up: int,
 ) -> None:
-    """Train some steps; the last one is measured."""
+    """Train some steps, and another one, which is measured."""
     model = Model(V, T, D, H, layers, width)
     optimizer = AdamW(model.parameters())
-    steps = _WARM_UP, 1, _WARM_UP, 1
     ids, last_ids, labels, last_labels = (
-        torch.empty(n, B, T, dtype=torch.int64) for n in steps
+        torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1, _BATCHES, 1)
     )
-
-    batches = [*zip(ids[:_RUN_UP], labels, strict=False), (last_ids[0], last_labels[0])]
-    for step in range(len(batches)):
-        if step == _RUN_UP:
+    batches = [*zip(ids[:run_up], labels, strict=False), (last_ids[0], last_labels[0])]
+    for step, (some, others) in enumerate(batches):
+        if step == run_up:
             del logits, loss
             tape.mark("last step")
-        some, others = batches[step]
         with _autocast(dtype):
             logits = model(some)
             loss = _cross_entropy(logits, others)
@@ -175,36 +182,21 @@ def training(
     del logits, loss
 
 
-_WARM_UP = 5
-"""Steps that the source runs first; this many batches are allocated."""
-
-_RUN_UP = 1
-"""Steps that run here: the next is like every later one."""
+_BATCHES = 5
+"""Allocated for the steps that the source runs first, all at once."""
 
 
 def keeping_results(
-    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, trained: bool
+    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int
 ) -> None:
-    """Keep logits and loss until those of the next step are there.
-
-    Args:
-        tape: Told when the last step begins.
-        trained: Whether PyTorch's AdamW runs, and gradients are freed before backward; without
-            they add up.
-    """
+    """Let gradients add up, and keep logits and loss until those of the next step are there."""
     model = Model(V, T, D, H, layers, width)
-    optimizer = torch.optim.AdamW(model.parameters())
     ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
     for _ in range(2):
         tape.mark("last step")
         logits = model(ids)
         loss = _cross_entropy(logits, labels)
-        if trained:
-            optimizer.zero_grad()
         loss.backward()
-        if trained:
-            with tape.phase("step"):
-                optimizer.step()
     tape.mark("stepped")
     del logits, loss
 
@@ -214,7 +206,7 @@ def inference(
 ) -> None:
     """Compute logits some times; the last one is measured."""
     model = Model(V, T, D, H, layers, width)
-    ids, last_ids = (torch.empty(n, B, T, dtype=torch.int64) for n in (_WARM_UP, 1))
+    ids, last_ids = (torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1))
     with torch.no_grad():
         for at in range(2):
             with _autocast(dtype):

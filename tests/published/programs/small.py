@@ -27,8 +27,12 @@ def linear_steps(tape: Tape, *, batch: int, accumulate: int, steps: int) -> None
 def softmax_step(tape: Tape) -> None:
     """Average the softmax of a tensor of 2,880 MiB."""
     x = torch.empty(5120, 2, 384, 384, dtype=torch.bfloat16, requires_grad=True)
-    loss = functional.softmax(x, dim=-1).mean()
+    tape.mark("made")
+    x = functional.softmax(x, dim=-1)
+    loss = x.mean()
+    tape.mark("forward done")
     loss.backward()
+    tape.mark("backward done")
 
 
 def wide_layers(tape: Tape) -> None:
