@@ -1,13 +1,14 @@
 """What children are asked to do, and how tests wait for them."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
 
 import psutil
 
-from dpprof.launch.child_process import ask_child
-from dpprof.launch.device_lock import hold_one
+from dpprof.launch.device_slots import cpu_slot
+from dpprof.launch.isolated import Ended, isolate
 
 HERE = Path(__file__).parent
 
@@ -61,7 +62,27 @@ def refuse() -> None:
     raise TimeoutError
 
 
-def ask(function: str, *arguments: str):
-    with hold_one(["cpu"], refuse) as (_, lock_fd):
-        limits = {"timeout_s": 60, "lock_fd": lock_fd}
-        return ask_child("question", "children", function, *arguments, **limits)
+def kill(*_arguments: str) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def hang(*_arguments: str) -> None:
+    multiprocessing.Event().wait()
+
+
+def fail(*_arguments: str) -> None:
+    raise ValueError("no")
+
+
+def tell_half_a_character() -> str:
+    return "half a \ud800 character"
+
+
+def tell_threads() -> str:
+    return os.environ["OMP_NUM_THREADS"]
+
+
+def ask(function: str, *arguments: str, output: Path, timeout_s: float = 60) -> Ended[str]:
+    with isolate(output, [cpu_slot(3)], lambda: "digest", __file__) as isolation:
+        isolation.begin(PYTHONPATH=f"{HERE.parent / 'src'}:{HERE}")
+        return isolation.run(str, f"children:{function}", *arguments, timeout_s=timeout_s)

@@ -9,11 +9,12 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.planning.code_digest import verified_as
 from dpprof.planning.planner import Manifest, PlannedRun
-from dpprof.records.ceilings import Ceilings, ceilings_path, device_name, write_ceilings
+from dpprof.records.ceilings import Ceilings, ceilings_path, device_name
 from dpprof.records.reconciliation import JOINED
+from dpprof.records.record import write_record
 from dpprof.records.result import Attempt, Failure, Result, result_path, write_result
 from dpprof.records.terms import COMPONENTS, EVIDENCE
-from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path, write_verdict
+from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
 
@@ -240,8 +241,9 @@ def write_synthetic_verdict(
     case = {"attention": experiment.attention, "batch_size": 4, "groups": 1, "sensitivity": 1.0}
     outcome = {True: "passed", False: "failed", None: "unknown"}[passed]
     told = {"reason": reason, "references": references, **errors}
-    return write_verdict(
+    return write_record(
         verdict_path(root, model, method),
+        Verdict,
         {
             "model": model,
             "method": method,
@@ -270,8 +272,9 @@ def write_synthetic_ceilings(
     copies = {"bytes_per_s": 40.0, "array_bytes": 40, "stopped": None}
     copies |= {"samples": [repeated | {"array_bytes": 40}]}
     products = {"float32": product, "tf32": None, "bfloat16": product, "float64": product}
-    return write_ceilings(
+    return write_record(
         ceilings_path(root, device_name(device)),
+        Ceilings,
         {
             "device": device,
             "matmul": products,

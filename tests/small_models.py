@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.clipping.two_pass import FlashClipping
+
+FLAT = [FlashClipping, BookKeeping]
+EVERY = [*FLAT, PerLayerClipping]
+
 V = 6
 """So few ids that tokens repeat."""
 
@@ -163,3 +171,25 @@ def one_by_one(model: Small, batch: tuple[Tensor, ...], bound: float | None):
         for factor, one in zip(factors, samples, strict=True)
     ]
     return norms, [sum(parts) for parts in zip(*clipped, strict=True)], bound
+
+
+def build(kind: str = "layer norm", *, bias: bool = True, variant: str = "plain") -> Small:
+    """Build a small model in float64, always with the same parameters."""
+    torch.manual_seed(0)
+    return Small(kind, 6, 9, bias=bias, variant=variant).double()
+
+
+def batch(B: int = 4, T: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a batch for a model in float64."""
+    ids, labels, weights = draw(B, T)
+    return ids, labels, weights.double()
+
+
+def private(clipping, model, lr: float = 1.0, noise_multiplier: float = 0.0) -> NoisyOptimizer:
+    """Wrap SGD for noise."""
+    return NoisyOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr),
+        clipping,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=1,
+    )

@@ -9,7 +9,13 @@ from dpprof.clipping.two_pass import FlashClipping
 from dpprof.norms import linear, scale, table, tied, tiles
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-VARIANTS = ["plain", "frozen", "checkpoint"]
+CASES = [
+    (T, variant)
+    if T == 17 or (variant == "plain" and T < 1000)
+    else pytest.param(T, variant, marks=pytest.mark.slow)
+    for T in (1, 17, 256, 1000)
+    for variant in ("plain", "frozen", "checkpoint")
+]
 D, P = 19, 37
 
 
@@ -23,7 +29,6 @@ def small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(scale, "PARTS", 7)
     for module in (tiles, table):
         monkeypatch.setattr(module, "BATCHES", 1000)
-    for module in (tiles, table):
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 2**16)
 
 
@@ -32,8 +37,7 @@ def build(kind: str, bias: bool, variant: str, dtype: torch.dtype) -> Small:
     return Small(kind, D, P, bias=bias, variant=variant).to(dtype)
 
 
-@pytest.mark.parametrize("T", [1, 17, 256, 1000])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("T", "variant"), CASES)
 @pytest.mark.parametrize(("kind", "bias"), KINDS)
 def test_every_layer_at_every_shape(kind, bias, variant, T) -> None:
     for B in (1, 3, 8):

@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-from small_models import Scale
+from small_models import EVERY, FLAT, Scale
 from torch import nn
 
-from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
 
-EVERY = [FlashClipping, BookKeeping, PerLayerClipping]
 BAD = [math.nan, math.inf, -math.inf, 1e30]
 """The last is finite; its gradient's square is not, in float32."""
 
@@ -99,7 +96,7 @@ def test_where_no_sample_is_finite_there_is_noise_alone(way) -> None:
     assert clipping.nonfinite_samples_total == 4
 
 
-@pytest.mark.parametrize("way", [FlashClipping, BookKeeping])
+@pytest.mark.parametrize("way", FLAT)
 def test_a_table_and_shared_weights_leave_it_out_too(way) -> None:
     torch.manual_seed(0)
 

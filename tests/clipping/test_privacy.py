@@ -10,17 +10,15 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers.optimizer import _generate_noise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from small_models import Small, V
+from small_models import EVERY, Small, V
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.two_pass import FlashClipping
 
-EVERY = [FlashClipping, BookKeeping, PerLayerClipping]
 C, SIGMA = 0.7, 2.5
 
 
@@ -143,7 +141,7 @@ def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
     optimizer.noise_multiplier = size * step / 8 / C
     summed = torch.full((10_000,), size * step / 2, dtype=dtype)  # half a step, once divided
 
-    optimizer._make_noisy(summed)
+    optimizer._add_noise_to(summed)
 
     up = (summed > 0).double().mean()
     assert set(summed.tolist()) == {0.0, step}

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
+from small_models import FLAT
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.contributions import Lookup, Whole, merge
-from dpprof.clipping.two_pass import FlashClipping
+from dpprof.clipping.contributions import Lookup, SampleGradients, merge
 from dpprof.norms.linear import WAYS
 from dpprof.norms.rounding import TOLERATED
 from dpprof.norms.tiles import square
 
-FLAT = [FlashClipping, BookKeeping]
 C = 1.0
 
 
@@ -101,7 +99,7 @@ def test_squares_of_16_bits_are_summed_in_32() -> None:
 def test_a_factor_of_a_made_gradient_is_not_rounded_to_16_bits() -> None:
     gradients = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     factors = torch.tensor([0.33301, 0.0])  # bfloat16 would make 0.3340 of it, 0.3 % more
-    found = Whole(gradients).sum(factors)
+    found = SampleGradients(gradients).sum(factors)
 
     assert found.dtype == torch.float32
     exact = 0.33301 * float(gradients[0].double().norm())

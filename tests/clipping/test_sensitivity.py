@@ -192,7 +192,7 @@ COMMON = {
 }
 
 
-@settings(max_examples=100, **COMMON)
+@settings(max_examples=40, **COMMON)
 @given(cases())
 def test_no_sample_moves_the_sum_by_more_than_the_bound(case) -> None:
     assert_bounded(case)

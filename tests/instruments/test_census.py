@@ -8,7 +8,7 @@ from torch import nn
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.census import Holdings, take_census
 from dpprof.instruments.setup import Training, set_up
-from dpprof.methods.opacus_optimizer import ATTRIBUTES
+from dpprof.methods.opacus.optimizer import OpacusStep
 from dpprof.spec import registry
 
 B, T = 3, 4
@@ -94,7 +94,7 @@ def test_a_storage_counts_once_and_whole() -> None:
     module = nn.Linear(4, 3, bias=False)
     module.weight.grad = torch.zeros(100)[:12].view(3, 4)
     module.weight.grad_sample = [module.weight.grad, torch.zeros(2, 3, 4)]
-    census = take_census(Holdings(module, attributes=ATTRIBUTES))
+    census = take_census(Holdings(module, attributes=OpacusStep.attributes))
 
     assert census["gradients"] == 100 * 4
     assert census["per_sample_gradients"] == 2 * 12 * 4

@@ -1,7 +1,6 @@
 """What others do on a GPU is recorded, waited for, and told where memory ran out."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import jsonschema
@@ -10,10 +9,12 @@ import pytest
 from factory import make_experiment
 from fresh_process import ROOT
 
-from dpprof.launch import gpu_contention, supervisor
+from dpprof.launch import gpu_contention
 from dpprof.launch.device_slots import gpu_slots
+from dpprof.launch.isolated import Ended, Isolation
+from dpprof.launch.protocol import Report
 from dpprof.launch.supervisor import supervise
-from dpprof.records.result import Attempt, Failure, Others, read_result
+from dpprof.records.result import Failure, Others, read_result
 from dpprof.system import hardware
 from dpprof.system.files import canonical_json
 
@@ -74,13 +75,15 @@ def gpus(monkeypatch) -> SimpleNamespace:
 def run(gpus, monkeypatch, tmp_path):
     """Supervise a run on a GPU whose worker ends as the test says."""
 
-    def worker(outcome: str, *_) -> tuple[Attempt, None]:
-        gpus.held["GPU-a"] += GIB  # somebody comes meanwhile
-        error = None if outcome == "ok" else Failure(kind="Error", message="CUDA out of memory.")
-        return Attempt(outcome=outcome, wall_s=1.0, error=error), None
-
     def supervised(outcome: str = "ok", **fields):
-        monkeypatch.setattr(supervisor, "_run_worker", partial(worker, outcome))
+        error = None if outcome == "ok" else Failure(kind="Error", message="CUDA out of memory.")
+        report = Report(outcome=outcome, error=error)
+
+        def work(*_, **__) -> Ended[Report]:
+            gpus.held["GPU-a"] += GIB  # another process starts meanwhile
+            return Ended(report, 0, timed_out=False, output="", wall_s=1.0, others_busy_cores=0.0)
+
+        monkeypatch.setattr(Isolation, "run", work)
         experiment = make_experiment(device="cuda", **fields)
         supervise(experiment, "clean", 0, tmp_path / "x.json", tmp_path / "x.log")
         return read_result(tmp_path / "x.json")

@@ -1,18 +1,17 @@
 """Whatever a method does to the process that verifies it, there is one whole file."""
 
-import json
-import multiprocessing
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from children import HERE
 from scripts import run
 
 from dpprof.launch import verification_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.records.verdict import Findings, judged, read_verdict, verdict_path
+from dpprof.records.record import read_record
+from dpprof.records.verdict import SCHEMA_VERSION, Verdict, judged, read_verdict, verdict_path
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 
@@ -46,45 +45,24 @@ def test_a_verdict_is_left_and_told(tmp_path) -> None:
     assert set(verdict.provenance) == {"git", "python", "packages"}
 
 
-def test_a_method_that_ends_the_process_leaves_a_verdict_all_the_same(tmp_path) -> None:
-    done = verify(tmp_path, "test-dies")
-    verdict = read_verdict(tmp_path, "test-linear", "test-dies")
+def test_a_method_that_dies_leaves_a_verdict_on_the_model_of_every_size(
+    tmp_path,
+) -> None:
+    done = verify(tmp_path, "test-dies", model="1b")
+    (path,) = (tmp_path / "results" / "verify").iterdir()
+    verdict = read_record(path, Verdict, SCHEMA_VERSION)
 
     assert done.returncode == 0, done.stderr
+    assert verdict.model == "built-in"
     assert (verdict.passed, verdict.cases) == (None, [])
     assert (verdict.mechanism, verdict.holes) == (None, [])
     assert "ended with signal 9" in verdict.reason
 
 
-def test_text_that_cannot_be_encoded_is_spelled_in_the_verdict(tmp_path) -> None:
-    done = verify(tmp_path, "test-half-a-character")
-    verdict = read_verdict(tmp_path, "test-linear", "test-half-a-character")
-
-    assert done.returncode == 0, done.stderr
-    assert verdict.passed is False
-    assert "half a \\ud800 character" in verdict.reason
-    assert verdict.reason.encode()
-
-
-def leave(_model: str, _method: str) -> None:
-    os._exit(7)
-
-
-def test_a_method_that_exits_leaves_one_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("dpprof.verification.verify.verify", leave)
-    verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
-
-    assert verdict.passed is None
-    assert "ended with exit code 7" in verdict.reason
-
-
-def hang(_model: str, _method: str) -> None:
-    multiprocessing.Event().wait()
-
-
 def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verification_run, "TIMEOUT_S", 1)
-    monkeypatch.setattr("dpprof.verification.verify.verify", hang)
+    monkeypatch.setattr(verification_run, "_VERIFY", "children:hang")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
     verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
 
     assert verdict.passed is None
@@ -92,7 +70,8 @@ def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
 
 
 def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(verification_run, "_ask_child", lambda *_: (Findings(None, []), "nothing"))
+    monkeypatch.setattr(verification_run, "_VERIFY", "children:fail")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
     with hold_one(["cpu"], lambda: None, shared=True):
         verification_run.verify_apart("built-in", "standard", tmp_path / "beside.json")
     assert (tmp_path / "beside.json").exists()
@@ -103,7 +82,7 @@ def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monke
             )
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()
-        assert waits.result(timeout=10).reason == "nothing"
+        assert waits.result(timeout=60).cases == []
 
 
 BAD = {
@@ -129,11 +108,3 @@ def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
 
     assert done.returncode == 1
     assert "is a folder, not a file to write" in done.stderr
-
-
-def test_a_presets_verdict_is_that_of_every_size(tmp_path) -> None:
-    done = verify(tmp_path, "standard", model="1b")
-
-    assert done.returncode == 0, done.stderr
-    (path,) = (tmp_path / "results" / "verify").iterdir()
-    assert json.loads(path.read_text())["model"] == "built-in"

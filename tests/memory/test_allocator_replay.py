@@ -49,6 +49,7 @@ def test_retries_are_counted_and_memory_ends() -> None:
     assert placed.retries == 1
     assert placed.retries_in_last_step == 0
     assert place(held, step, SIZES.__getitem__).peaks.reserved_bytes == 170 * MIB
-    assert place(held, step, SIZES.__getitem__, None, EXPANDABLE).peaks.reserved_bytes == 140 * MIB
+    growing = place(held, step, SIZES.__getitem__, settings=EXPANDABLE)
+    assert growing.peaks.reserved_bytes == 140 * MIB
     with pytest.raises(OutOfMemoryError):
         place(held, step, SIZES.__getitem__, 139 * MIB)

@@ -156,18 +156,21 @@ def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
 def test_each_choice_of_the_model_can_be_switched_off() -> None:
     target = registry.load("targets", "h200")
     sizes = {}
-    for choice in (None, "blocks", "libraries", "foreach"):
+    for choice in (None, "blocks", "libraries", "reductions"):
         choices = (
             simulated_cuda.EVERYTHING._replace(**{choice: False})
             if choice
             else simulated_cuda.EVERYTHING
         )
         with tracing(target, choices) as recorder:
-            torch.optim.AdamW([nn.Parameter(torch.ones(3)) for _ in range(5)]).param_groups[0]
+            x = torch.ones(4096, 5120, requires_grad=True)
+            (x @ torch.ones(5120, 3)).sum().backward()
+            x.sum(0)
             sizes[choice] = sum(storage.nbytes for storage in recorder.storages)
 
     assert sizes["libraries"] == sizes[None] - 2 * 32 * 2**20
     assert sizes["blocks"] < sizes[None]
+    assert sizes["reductions"] < sizes[None] - 100 * 2**20
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -80,13 +80,31 @@ def test_what_lives_elsewhere_does_not_count() -> None:
 
 
 def test_workspace_is_taken_and_given_back_in_one_operator() -> None:
-    taken = {torch.ops.aten.mm: lambda a, b: a.shape[0] * b.shape[1]}
+    taken = {torch.ops.aten.mm: lambda a, b: (a.shape[0] * b.shape[1], 0, 4)}
     with make_recorder(workspaces=taken) as recorder:
         torch.ones(3, 4) @ torch.ones(4, 5)
 
-    storage = next(s for s in recorder.storages if "workspace" in s.roles)
-    assert (storage.nbytes, storage.op) == (15, "mm")
+    taken = [(s.nbytes, s.op) for s in recorder.storages if "workspace" in s.roles]
+    assert taken == [(15, "mm"), (4, "mm")]
     assert alive(recorder) == 0
+
+
+def test_cublas_takes_its_workspace_with_a_threads_first_product_for_good() -> None:
+    with make_recorder() as recorder:
+        recorder.handles = {"forward": 100, "backward": 200}
+        x = torch.ones(3, 3, requires_grad=True)
+        loss = x.sum()
+        assert len(recorder.storages) == 2
+        loss = (x @ x).sum()
+        loss.backward()
+        (x @ x).sum().backward()
+
+    taken = [(s.nbytes, s.phase, s.op) for s in recorder.storages if "workspace" in s.roles]
+    assert taken == [
+        (100, "setup", "cuBLAS workspace, forward"),
+        (200, "setup", "cuBLAS workspace, backward"),
+    ]
+    assert alive(recorder) >= 300
 
 
 def test_the_function_is_the_innermost_that_is_no_plumbing() -> None:

@@ -38,7 +38,20 @@ def test_the_gradient_is_the_same(method, checkpointing) -> None:
     torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("method", "checkpointing"), CASES)
+REPRESENTATIVES = {
+    ("flash", "non-reentrant"),
+    ("flash-bk", "reentrant"),
+    ("opacus-ghost", "reentrant"),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing"),
+    [
+        case if case in REPRESENTATIVES else pytest.param(*case, marks=pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_the_timeline_has_what_is_computed_again(method, checkpointing) -> None:
     fields = FIELDS | {"method": method}
     plain = estimate(make_experiment(**fields), lambda _: None)
@@ -63,21 +76,20 @@ def test_what_cannot_work_is_refused(method, checkpointing) -> None:
         gradient(method, checkpointing=checkpointing, **FIELDS)
 
 
-@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
-def test_a_deep_model_keeps_its_blocks_inputs_alone(checkpointing) -> None:
-    B, T, D, layers = 4, 64, 32, 6
+def test_a_deep_model_keeps_its_blocks_inputs_alone() -> None:
+    B, T, D, layers = 4, 32, 16, 4
     fields = {
         "method": "standard",
         "batch_size": B,
         "seq_len": T,
         "model": {"vocab_size": 16, "d_model": D, "layers": layers, "heads": 2},
     }
-    plain, kept = (
-        estimate(make_experiment(checkpointing=how, **fields), lambda _: None).memory.timeline
-        for how in ("none", checkpointing)
-    )
 
-    assert max(kept.components["saved_activations"]) < 0.5 * max(
-        plain.components["saved_activations"]
-    )
-    assert max(kept.components["saved_activations"]) >= layers * B * T * D * 4
+    def saved_bytes(checkpointing: str) -> int:
+        experiment = make_experiment(checkpointing=checkpointing, **fields)
+        timeline = estimate(experiment, lambda _: None).memory.timeline
+        return max(timeline.components["saved_activations"])
+
+    plain = saved_bytes("none")
+    for checkpointing in ("non-reentrant", "reentrant"):
+        assert layers * B * T * D * 4 <= saved_bytes(checkpointing) < 0.5 * plain

@@ -2,13 +2,13 @@
 
 import pytest
 
-from dpprof.methods.opacus_paths import OpacusPath
+from dpprof.methods.opacus.paths import OpacusPath
 from dpprof.norms.code_paths import CodePath, Way, finds_norms
 from dpprof.norms.linear import WAYS
 
 MAKE_GRADIENTS = (
     *(OpacusPath.GRAD_SAMPLER, OpacusPath.FUNCTORCH, OpacusPath.EXPANDED_WEIGHTS),
-    *(Way.KEPT, Way.MADE),
+    *(Way.KEPT, Way.DIRECT),
 )
 FIND_NORMS = (OpacusPath.NORM_SAMPLER, Way.SUMMED, Way.CROSSED, *WAYS)
 

@@ -26,7 +26,10 @@ SHAPES = [  # vocab_size, d_model, layers, heads, seq_len
 ]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 ATTENTIONS = ["sdpa", "eager", "opacus"]
-CASES = list(itertools.product(SHAPES, ATTENTIONS, [1, 7], ["float64", "float32"]))
+CASES = [
+    *itertools.product(SHAPES, ATTENTIONS, [1, 7], ["float64"]),
+    *itertools.product(SHAPES[:1], ["sdpa"], [1, 7], ["float32"]),
+]
 
 
 @functools.cache

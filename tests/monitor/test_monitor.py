@@ -177,7 +177,7 @@ def test_unknown_model_flops_leave_hfu_alone() -> None:
     ("last_batch", "act", "reason"),
     [
         ((0, 0), multiply, "the profiled step had no tokens"),
-        ((1, 6), lambda: None, "the profiled step showed no product of matrices"),
+        ((1, 6), lambda: None, "the profiled step ran no matrix product"),
     ],
 )
 def test_executed_flops_that_were_not_seen_are_not_zero(last_batch, act, reason) -> None:

@@ -11,7 +11,7 @@ from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import WAYS, gram_tile
 from dpprof.norms.plan import choose, price_gram, price_product
 from dpprof.norms.scale import scale_gradients
-from dpprof.norms.table import slots_of, slotted
+from dpprof.norms.table import number_slots, square_lookup
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import WORKSPACE_BYTES
 
@@ -120,7 +120,7 @@ def test_squares_of_a_lookup(dtype, T) -> None:
     for b, t in itertools.product(range(3), range(T)):
         dense[b, ids[b, t]] += g[b, t].double()
 
-    found = slotted(ids, g).found_B
+    found = square_lookup(ids, g).found_B
 
     expected = dense.square().sum((1, 2))
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=0)
@@ -130,14 +130,14 @@ def test_a_lookup_takes_as_many_columns_as_fit() -> None:
     g = draw(2, 40_000, 30, dtype=torch.float32)
     ids = torch.arange(40_000).repeat(2, 1)
 
-    found = slotted(ids, g).found_B
+    found = square_lookup(ids, g).found_B
     torch.testing.assert_close(found, g.square().sum((1, 2)), rtol=1e-5, atol=0)
 
 
 def test_places_with_the_same_id_share_a_slot() -> None:
     ids = torch.tensor([[7, 3, 7, 0], [2, 2, 2, 2]])
 
-    assert slots_of(ids).tolist() == [[2, 1, 2, 0], [0, 0, 0, 0]]
+    assert number_slots(ids).tolist() == [[2, 1, 2, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("with_mean", [True, False])

@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton", reason="the extra dpprof[triton] is not i
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ARCHITECTURES = [90, *(pytest.param(one, marks=pytest.mark.slow) for one in (80, 100))]
 STACK_BYTES = 16
 """What compilers set aside without spilling: they keep a barrier there, and align."""
 
@@ -43,10 +44,10 @@ def find_program(kernel: str):
 
 
 def list_configs(kernel: str, dtype: torch.dtype) -> list:
-    from dpprof.norms.tuning import keep_bearable  # noqa: PLC0415 (it imports triton)
+    from dpprof.norms.tuning import keep_suitable  # noqa: PLC0415 (it imports triton)
 
     arguments = {"x_ptr": torch.empty(0, dtype=dtype)}
-    return keep_bearable(find_program(kernel).configs, arguments, PRECISION=name_precision(dtype))
+    return keep_suitable(find_program(kernel).configs, arguments, PRECISION=name_precision(dtype))
 
 
 def build(kernel: str, config, dtype: torch.dtype, capability: int):
@@ -91,7 +92,7 @@ def stack_bytes(compiled) -> int:
 PRODUCTS = re.compile(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma")
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ["gram", "product"])
 def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -> None:
     config = min(list_configs(kernel, torch.float32), key=lambda one: sorted(one.kwargs.values()))
@@ -107,7 +108,7 @@ def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -
     assert stack_bytes(compiled) <= STACK_BYTES
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", POINTERS)
 def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
     from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415

@@ -89,8 +89,8 @@ def test_ceilings_depend_on_no_method_nor_on_the_report_and_no_experiment_on_the
 def test_a_verdict_depends_on_its_method_and_on_no_other_nor_on_the_report() -> None:
     names = {file.name for file in verifying_files("built-in", "opacus-hooks")}
 
-    assert {"opacus_hooks.py", "transformer.py", "reference.py", "microbatch.py"} <= names
-    assert not names & {"opacus_ghost.py", "planner.py", "worker.py", "clean.py", "tables.py"}
+    assert {"hooks.py", "transformer.py", "reference.py", "microbatch.py"} <= names
+    assert not names & {"ghost.py", "planner.py", "worker.py", "clean.py", "tables.py"}
     ghost, hooks = (verdict_digest("built-in", f"opacus-{name}") for name in ("ghost", "hooks"))
     assert ghost != hooks
 
@@ -117,10 +117,10 @@ def test_a_method_does_not_depend_on_another_nor_on_the_report() -> None:
         if file.is_relative_to(PACKAGE)
     }
 
-    assert "methods/opacus_hooks.py" in names
-    assert "methods/opacus_per_sample.py" in names
-    assert "methods/opacus_optimizer.py" in names
-    assert "methods/opacus_ghost.py" not in names
+    assert "methods/opacus/hooks.py" in names
+    assert "methods/opacus/per_sample.py" in names
+    assert "methods/opacus/optimizer.py" in names
+    assert "methods/opacus/ghost.py" not in names
     assert not any(name.startswith(("report/", "figures/", "analysis/")) for name in names)
     assert "sweep.py" not in names
 

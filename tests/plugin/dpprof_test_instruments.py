@@ -1,15 +1,17 @@
-"""Another package's instruments, each of which ends badly before anything takes time.
+"""Another package's instruments, most of which fail, each in its own way.
 
-They import no torch, so what a supervisor makes of an end is soon told.
+They import no torch, so a test of what a supervisor makes of an end takes a second.
 """
 
 import atexit
 import ctypes
 import os
+import signal
 import time
 from pathlib import Path
 
 from dpprof.records.result import Measurement, Time
+from dpprof.spec.registry import UnsupportedError
 
 
 def segfault(_experiment, enter):
@@ -53,10 +55,31 @@ def odd_signal(_experiment, enter):
     os.kill(os.getpid(), 40)
 
 
-def hang_at_exit(_experiment, _enter):
-    atexit.register(time.sleep, 3600)
+def measure(_experiment, _enter):
     time_part = Time(step_s=[1.0], warmup_step_s=None, median_s=1.0, phases_s=None)
     return Measurement(time=time_part)
+
+
+def hang_at_exit(experiment, enter):
+    atexit.register(time.sleep, 3600)
+    return measure(experiment, enter)
+
+
+def die(_experiment, enter):
+    enter("backward")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once(experiment, enter):
+    marker = Path(os.environ["DPPROF_TEST_MARKER"])
+    if not marker.exists():
+        marker.touch()
+        die(experiment, enter)
+    return measure(experiment, enter)
+
+
+def refuse(_experiment, _enter):
+    raise UnsupportedError("this instrument refuses every method")
 
 
 def abort(_experiment, enter):

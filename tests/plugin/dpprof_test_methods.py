@@ -6,7 +6,6 @@ plug-in would be.
 
 import os
 import signal
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -30,14 +29,6 @@ class Fails(Standard):
 class Dies(Fails):
     def fail(self):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class DiesOnce(Fails):
-    def fail(self):
-        marker = Path(os.environ["DPPROF_TEST_MARKER"])
-        if not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Raises(Fails):

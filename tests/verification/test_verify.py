@@ -9,7 +9,7 @@ import pytest
 from dpprof.records.verdict import GRADIENT_SCENARIOS, HOLES, TOLERANCE, judge, judged, name_holes
 from dpprof.spec import registry
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
-from dpprof.verification.verify import ATTENTIONS, BATCH_SIZES, verify
+from dpprof.verification.verify import ATTENTIONS, BATCH_SIZES, verify, verify_case
 
 PLUGIN = Path(__file__).parents[1] / "plugin"
 OWN = registry.names("methods")
@@ -143,7 +143,7 @@ HOLED = {
     "test-passes-on": "a layer thawed after set-up: the gradient is not the reference's",
     "test-lets-through": "one non-finite sample: the gradient is not finite",
     "test-re-adds": "gradients that were not cleared: the gradient is neither the last nor the sum",
-    "test-updates-frozen": "parameters frozen after set-up: they are changed all the same",
+    "test-updates-frozen": "parameters frozen after set-up: the frozen parameters changed",
     "test-waits-for-noise": "an empty batch: 29 of 29 parameters have no gradient",
 }
 
@@ -227,6 +227,12 @@ def test_a_method_that_refuses_everything_is_not_verified_and_did_not_fail() -> 
 
     assert passed is None
     assert reason.endswith("this method refuses every model")
+
+
+def test_text_that_cannot_be_encoded_is_spelled_in_the_reason() -> None:
+    case = verify_case("test-linear", "test-half-a-character", "sdpa", 1)
+
+    assert (case.outcome, case.reason) == ("failed", "RuntimeError: half a \\ud800 character")
 
 
 def test_without_a_reference_nothing_is_known() -> None:

@@ -93,7 +93,7 @@ def process_running(script: str, folder: Path) -> list[psutil.Process]:
         command = " ".join(process.info["cmdline"] or [])
         if script in command and "bash" not in command and process.info["cwd"] == str(folder):
             found.append(process)
-    return found
+    return [process for process in found if process.parent() not in found]
 
 
 def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout) -> None:
@@ -244,7 +244,7 @@ def test_partial_reports_on_what_exists(finished: Checkout) -> None:
     path = next((finished.path / "results" / "clean").glob("*-b2-*.json"))
     path.unlink()
     before = finished.results()
-    finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
     finished.snakemake("--config", "partial=true")
 
     assert finished.results() == before

@@ -84,7 +84,7 @@ def test_an_edited_report_or_table_runs_no_experiment(finished: Checkout, file: 
 
 
 def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> None:
-    finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
     finished.snakemake(TABLES)
 
     assert methods_measured_again(finished, before) == ["opacus-hooks"]
@@ -98,7 +98,7 @@ def verdicts(checkout: Checkout) -> dict[str, int]:
 
 def test_an_edited_method_is_verified_again_alone(finished: Checkout) -> None:
     before = verdicts(finished)
-    finished.edit("src/dpprof/methods/opacus_hooks.py", "import nn", "import nn  # edited")
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
     finished.edit("src/dpprof/figures/tradeoff.py", "step time (ms)", "time of a step (ms)")
     finished.snakemake("results/verify/built-in-opacus-hooks.json", "results/figures/tradeoff.png")
     after = verdicts(finished)

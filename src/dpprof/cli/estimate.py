@@ -9,6 +9,7 @@ from dpprof.cli.options import add_experiment_options, make_experiment, read_giv
 from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Result, result_path
+from dpprof.records.step_costs import Allocator
 from dpprof.system.console import printable, say
 from dpprof.system.files import check_writable
 
@@ -52,6 +53,8 @@ def describe(result: Result) -> str:
         for name, size in owned[:_MOST]
         if size >= memory.peak_allocated_bytes / 1000
     ]
+    if memory.allocator is not None:
+        lines += _describe_allocator(memory.allocator)
     if compute is not None:
         times = compute.dp_flop_multiplier
         over = "" if times is None else f", {times:.2f} times what the model needs"
@@ -61,6 +64,20 @@ def describe(result: Result) -> str:
             lines.append(f"time    at least {bound}; kernels and launches add to it")
     where = f"{experiment.batch_size:,} x {experiment.seq_len:,} tokens, {experiment.dtype}"
     return "\n".join([f"{experiment.method}, {where}", *lines])
+
+
+def _describe_allocator(allocator: Allocator) -> list[str]:
+    reserved, expandable = allocator.reserved_bytes, allocator.expandable_reserved_bytes
+    otherwise = f"{expandable / _GIB:.2f} with expandable_segments:True"
+    lines = [f"        {reserved / _GIB:.2f} GiB reserved by the caching allocator; {otherwise}"]
+    if allocator.limit_bytes is not None and reserved > allocator.limit_bytes:
+        limit = f"of {allocator.limit_bytes / _GIB:.2f} GiB"
+        lines.append(
+            f"        it fits {limit}, and releases its cache {allocator.retries} times a step"
+            if allocator.fits
+            else f"        out of memory {limit}: the allocator finds no room for a request"
+        )
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,23 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpprof.clipping.book_keeping import BookKeeping
-    from dpprof.clipping.engine import Clipping
-    from dpprof.clipping.optimizer import NoisyOptimizer
-    from dpprof.clipping.per_layer import PerLayerClipping
-    from dpprof.clipping.two_pass import FlashClipping
-    from dpprof.spec.registry import UnsupportedError
+    from dpprof.clipping.book_keeping import BookKeeping as BookKeeping
+    from dpprof.clipping.engine import Clipping as Clipping
+    from dpprof.clipping.optimizer import NoisyOptimizer as NoisyOptimizer
+    from dpprof.clipping.per_layer import PerLayerClipping as PerLayerClipping
+    from dpprof.clipping.two_pass import FlashClipping as FlashClipping
+    from dpprof.spec.registry import UnsupportedError as UnsupportedError
 
-__all__ = [
-    "BookKeeping",
-    "Clipping",
-    "FlashClipping",
-    "NoisyOptimizer",
-    "PerLayerClipping",
-    "UnsupportedError",
-]
-
-_WHERE = {
+_MODULES = {
     "BookKeeping": "dpprof.clipping.book_keeping",
     "Clipping": "dpprof.clipping.engine",
     "FlashClipping": "dpprof.clipping.two_pass",
@@ -33,10 +24,11 @@ _WHERE = {
     "PerLayerClipping": "dpprof.clipping.per_layer",
     "UnsupportedError": "dpprof.spec.registry",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: one method's code must not load another's."""
-    if name in _WHERE:
-        return getattr(importlib.import_module(_WHERE[name]), name)
+    """Import a public name at first use, so that one method does not load another's code."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

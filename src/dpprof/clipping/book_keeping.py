@@ -1,22 +1,23 @@
-"""Book-keeping: one backward pass, whose output gradients are kept until norms are known.
+"""Book-keeping: one backward pass, which keeps contributions until the norms are known.
 
 Source: Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost".
-What autograd would compute as weights' gradients, only to throw it away, is never computed.
-Kept are, for each matrix, its inputs and output gradients or each sample's gradient,
-whichever has fewer elements (``norms.plan``); for each vector its gradient of each sample.
-The clipped sum is formed layer by layer, and what it was made of let go.
+Autograd's own gradients of weights, which DP-SGD does not use, are never computed. For each matrix
+it keeps the activations and output gradients, or the per-sample gradients, whichever have fewer
+elements (``norms.plan``); for each vector its per-sample gradients. Then it computes the clipped
+sum layer by layer, and frees what it kept.
 
-Cost for a linear layer of d x p over T tokens: 6 B T d p FLOPs and the norm; where samples'
+Cost for a linear layer of d x p over T tokens: 6 B T d p FLOPs and the norm; where per-sample
 gradients are kept 6 B T d p + 2 B d p in all. Memory beyond an ordinary step:
-B min(T (d + p), d p) elements for each linear layer, of which T d an ordinary step holds
-too, until its backward is over.
+B min(T (d + p), d p) elements for each linear layer, of which B T d are activations that an
+ordinary step holds until its backward.
 """
 
 import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Contribution
-from dpprof.clipping.engine import Clipping, Enter, weigh
+from dpprof.clipping.engine import Clipping, Enter, make_weights
+from dpprof.clipping.sample_norms import SampleNorms
 
 
 class BookKeeping(Clipping):
@@ -43,15 +44,15 @@ class BookKeeping(Clipping):
         super().__init__(model, max_grad_norm)
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
 
-    def _clip(self, losses: Tensor, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         try:
             enter("backward")
-            with self._handing_over(self._find_norms):
-                torch.autograd.backward(losses, weigh(losses))
+            with self._handling(norms.add):
+                torch.autograd.backward(losses, make_weights(losses))
             enter("clip")
-            factors_B = self._settle()
+            factors_B = self._finish(norms)
             while self._kept:
-                self._sum_up(*self._kept.pop(), factors_B)
+                self._add_to_grad(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
 

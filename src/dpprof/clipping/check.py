@@ -1,19 +1,21 @@
-"""A check of a user's own model: are clipped gradients those of single samples, by definition?
+"""Checks a user's model: are clipped gradients those of single samples, by definition?
 
-A clipping sees the layers of a model and not what happens between them. Samples that are mixed or
-permuted there, a first axis that is not the batch's but as long, a loss that looks at its
-other samples: each makes norms those of something else. One batch shows it.
+A clipping sees the layers of a model, and not the code between them. That code may mix or permute
+samples, put another axis of the same length first, or compute a loss from several samples; then
+norms are not those of single samples. One batch shows it.
 
 Shape legend: B samples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
     from dpprof.clipping.engine import Clipping
@@ -21,35 +23,38 @@ if TYPE_CHECKING:
 Losses = Callable[..., Tensor]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""By the dtype of losses, the largest error that is put down to rounding."""
+"""The largest error that rounding may cause, by the dtype of losses."""
 
 TOLERANCE_OF_16_BITS = 0.05
 """The same where a layer computes in 16 bits, as under autocast."""
 
 
+_MIXES = "the model or losses_of mixes samples, or puts another axis first"
+
+
 class WrongGradientError(RuntimeError):
-    """Clipped gradients are not those of single samples; the message says where first."""
+    """Clipped gradients are not those of single samples; the message names the first difference."""
 
 
 class Checked(NamedTuple):
-    """What was compared, and how well it agreed."""
+    """What was compared, and how well it agrees."""
 
     samples: int
     parameters: int
     max_relative_error: float
-    """Of norms of samples by parameter, and of the clipped sum, over the sample's or sum's norm."""
+    """Of each sample's norm by parameter, and of the clipped sum, relative to the whole norm."""
 
 
 class _Sample(NamedTuple):
-    """One sample's gradient, taken alone."""
+    """The loss and gradient of one sample in a batch of its own."""
 
     loss: float
     gradients: dict[nn.Parameter, Tensor]
 
-    def norm(self, *parameters: nn.Parameter) -> float:
-        """Compute the norm over some parameters, or over all."""
-        some = parameters or self.gradients.keys()
-        return math.hypot(*(float(self.gradients[p].norm()) for p in some if p in self.gradients))
+    def norm(self, parameters: Iterable[nn.Parameter]) -> float:
+        """Compute the norm over some parameters."""
+        own = self.gradients
+        return math.hypot(*(float(own[p].norm()) for p in parameters if p in own))
 
 
 def check(
@@ -57,22 +62,22 @@ def check(
 ) -> Checked:
     """Compare a clipping with per-sample gradients by definition, on one batch.
 
-    Each sample is taken alone through the model as if nothing were clipped, with ordinary
-    autograd. Then the whole batch is clipped. Parameters, gradients and random state are left as
-    they were; ``nn.Dropout`` is switched off in between. It costs B + 3 ordinary steps and
-    three gradients of memory.
+    Ordinary autograd computes the gradient of each sample in a batch of its own, without clipping.
+    Then the whole batch is clipped. Parameters, gradients and random state stay as they were;
+    ``nn.Dropout`` is off meanwhile. It costs B + 3 ordinary steps and the memory of three
+    gradients.
 
     Args:
-        clipping: Of the model that ``losses_of`` runs.
+        clipping: The clipping of the model that ``losses_of`` runs.
         losses_of: Computes losses, one for each sample, from tensors like those of the batch.
-        batch: What ``losses_of`` takes, samples first; at least two samples.
+        batch: The arguments of ``losses_of``, samples first; at least two samples.
         tolerance: Largest relative error; by default 1e-6 in float64, 1e-2 in float32 and 5e-2
             where layers compute in 16 bits.
 
     Raises:
-        WrongGradientError: They differ. Named is the first parameter, in the model's order, and
-            the sample, or that the loss of a sample depends on others.
-        ValueError: There are not two samples, or ``losses_of`` is random.
+        WrongGradientError: They differ. The message names the first such parameter, in the model's
+            order, and the sample; or it says that a sample's loss depends on other samples.
+        ValueError: There are fewer than two samples, or ``losses_of`` is random.
         RuntimeError: The clipping refuses the step.
 
     Example:
@@ -82,22 +87,26 @@ def check(
         >>> clipping.check(losses_of, tokens, labels)
     """
     count = _count_samples(batch)
-    with _undisturbed(clipping):
-        with clipping.resting():
+    with _restored(clipping):
+        with clipping.disabled():
             losses_B = _run(losses_of, batch, count)
-            if not _alike(losses_B, _run(losses_of, batch, count)):
-                raise ValueError("losses_of is random: the same batch has other losses each time")
-            limit = _choose_limit(losses_B.dtype, tolerance)
-            unclipped = _differentiate(losses_B, clipping)
+            again_B = _run(losses_of, batch, count)
+            if not torch.equal(losses_B.detach().nan_to_num(), again_B.detach().nan_to_num()):
+                raise ValueError(
+                    "losses_of is random: it gives the same batch other losses each time"
+                )
+            limit = TOLERANCE.get(losses_B.dtype, TOLERANCE_OF_16_BITS)
+            limit = limit if tolerance is None else tolerance
+            remainder = _differentiate(losses_B, clipping)
             sums = {p: torch.zeros_like(p) for p in clipping.parameters}
             norms: list[dict[nn.Parameter, float]] = []
             for at in range(count):
-                sample = _take_alone(losses_of, batch, at, clipping)
+                sample = _run_alone(losses_of, batch, at, clipping)
                 _compare_loss(sample.loss, float(losses_B[at].detach()), at, limit)
-                norms.append({p: sample.norm(p) for p in sums})
-                _subtract(sample, unclipped)
+                norms.append({p: sample.norm([p]) for p in sums})
+                _subtract(sample, remainder)
                 _add_clipped(sums, sample, clipping)
-            _compare_unclipped(unclipped, norms, clipping, limit)
+            _compare_remainder(remainder, norms, clipping, limit)
         clipping.squares = {}
         clipping.backward(_run(losses_of, batch, count))
         if clipping.computes_in_16_bits:
@@ -108,10 +117,10 @@ def check(
 
 def _count_samples(batch: Sequence[Tensor]) -> int:
     counts = {len(part) if part.dim() else 0 for part in batch}
-    if len(counts) != 1 or min(counts) < 2:  # noqa: PLR2004 (one sample has nobody to be mixed with)
+    if len(counts) != 1 or min(counts) < 2:  # noqa: PLR2004 (one sample cannot be mixed)
         shapes = ", ".join(str(tuple(part.shape)) for part in batch) or "nothing"
         raise ValueError(
-            f"a batch must be tensors with the same samples first, at least two; it is {shapes}"
+            f"a batch must be tensors of at least two samples, samples first; it is {shapes}"
         )
     return counts.pop()
 
@@ -120,26 +129,19 @@ def _run(losses_of: Losses, batch: Sequence[Tensor], count: int) -> Tensor:
     losses = losses_of(*batch)
     if losses.shape != (count,):
         shape = tuple(losses.shape)
-        raise ValueError(f"losses_of must return one loss a sample, ({count},), and gave {shape}")
+        raise ValueError(
+            f"losses_of must return one loss a sample, ({count},), and returned {shape}"
+        )
     return losses
 
 
-def _alike(losses_B: Tensor, others_B: Tensor) -> bool:
-    return torch.equal(losses_B.detach().nan_to_num(), others_B.detach().nan_to_num())
-
-
-def _choose_limit(dtype: torch.dtype, tolerance: float | None) -> float:
-    return TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) if tolerance is None else tolerance
-
-
-def _take_alone(
+def _run_alone(
     losses_of: Losses, batch: Sequence[Tensor], at: int, clipping: "Clipping"
 ) -> _Sample:
     loss = losses_of(*(part[at : at + 1] for part in batch))
     if loss.shape != (1,):
         raise WrongGradientError(
-            f"sample {at} alone has losses of shape {tuple(loss.shape)}: the model or losses_of "
-            "mixes samples, or puts another axis first"
+            f"sample {at} alone has losses of shape {tuple(loss.shape)}: {_MIXES}"
         )
     return _Sample(float(loss.detach()), _differentiate(loss, clipping))
 
@@ -150,10 +152,10 @@ def _differentiate(losses: Tensor, clipping: "Clipping") -> dict[nn.Parameter, T
     return {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
 
 
-def _subtract(sample: _Sample, unclipped: dict[nn.Parameter, Tensor]) -> None:
+def _subtract(sample: _Sample, remainder: dict[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in sample.gradients.items():
-        left = unclipped.get(parameter)
-        unclipped[parameter] = -gradient if left is None else left - gradient
+        before = remainder.get(parameter)
+        remainder[parameter] = -gradient if before is None else before - gradient
 
 
 def _compare_loss(alone: float, together: float, at: int, limit: float) -> None:
@@ -161,48 +163,49 @@ def _compare_loss(alone: float, together: float, at: int, limit: float) -> None:
         return
     if not abs(alone - together) <= limit * max(abs(alone), abs(together)):
         raise WrongGradientError(
-            f"the loss of sample {at} is {alone:.6g} alone and {together:.6g} among the others: "
-            "the model or losses_of mixes samples, or puts another axis first"
+            f"the loss of sample {at} is {alone:.6g} alone, {together:.6g} in the batch: {_MIXES}"
         )
 
 
 def _add_clipped(sums: dict[nn.Parameter, Tensor], sample: _Sample, clipping: "Clipping") -> None:
-    if not (math.isfinite(sample.loss) and math.isfinite(sample.norm())):
+    if not (math.isfinite(sample.loss) and math.isfinite(sample.norm(sample.gradients))):
         return
     for parameters, bound in clipping.groups:
-        factor = min(1.0, bound / (sample.norm(*parameters) + 1e-6))
+        factor = min(1.0, bound / (sample.norm(parameters) + 1e-6))
         for parameter in parameters:
             if parameter in sample.gradients:
                 sums[parameter] += factor * sample.gradients[parameter]
 
 
-def _compare_unclipped(
-    left: dict[nn.Parameter, Tensor],
+def _compare_remainder(
+    remainder: dict[nn.Parameter, Tensor],
     norms: Sequence[dict[nn.Parameter, float]],
     clipping: "Clipping",
     limit: float,
 ) -> None:
-    """Compare the batch's ordinary gradient, less each sample's alone, with nothing."""
+    """Compare the batch's gradient minus those of its samples, all unclipped, with zero."""
     whole = math.hypot(*(norm for one in norms for norm in one.values()))
     if not math.isfinite(whole):
         return
     for parameter in clipping.parameters:
-        error = float(left[parameter].norm()) / whole if parameter in left and whole else 0.0
+        error = (
+            float(remainder[parameter].norm()) / whole if parameter in remainder and whole else 0.0
+        )
         if not error <= limit:
             raise WrongGradientError(
                 f"{clipping.name_of(parameter)}: the batch's gradient is not the sum of the "
-                "samples' alone; a layer trains on a part of the batch, or mixes its samples"
+                "samples' gradients; a layer trains on a part of the batch, or mixes its samples"
             )
 
 
 def _compare_norms(
     clipping: "Clipping", expected: Sequence[dict[nn.Parameter, float]], limit: float
 ) -> float:
-    """Compare each sample's norm of each parameter, as a share of the sample's whole norm."""
-    told = clipping.squares
+    """Compare each sample's norm of each parameter, relative to the sample's whole norm."""
+    squares = clipping.squares or {}
     worst = 0.0
     for parameter in clipping.parameters:
-        squares_B = told.get(parameter) if told else None
+        squares_B = squares.get(parameter)
         for at, norms in enumerate(expected):
             whole = math.hypot(*norms.values())
             if not math.isfinite(whole) or whole == 0:
@@ -212,7 +215,7 @@ def _compare_norms(
             if not error <= limit:
                 raise WrongGradientError(
                     f"{clipping.name_of(parameter)}: the gradient of sample {at} has norm "
-                    f"{norms[parameter]:.6g} alone and {found:.6g} among the others; samples are "
+                    f"{norms[parameter]:.6g} alone and {found:.6g} in the batch; samples are "
                     "mixed or permuted before this layer, or its input has another axis first"
                 )
             worst = max(worst, error)
@@ -220,7 +223,7 @@ def _compare_norms(
 
 
 def _compare_sums(clipping: "Clipping", sums: dict[nn.Parameter, Tensor], limit: float) -> float:
-    """Compare the clipped sum, by parameter, as a share of the whole."""
+    """Compare the clipped sum of each parameter, relative to the norm of all."""
     whole = math.hypot(*(float(one.norm()) for one in sums.values()))
     worst = 0.0
     for parameter, expected in sums.items():
@@ -228,29 +231,28 @@ def _compare_sums(clipping: "Clipping", sums: dict[nn.Parameter, Tensor], limit:
         error = float((found - expected).norm()) / whole if whole else float(found.norm())
         if not error <= limit:
             raise WrongGradientError(
-                f"{clipping.name_of(parameter)}: the clipped sum is off by {error:.2g} of the "
-                "whole gradient's norm, though each sample's norm is right"
+                f"{clipping.name_of(parameter)}: each sample's norm is right, but the error of the "
+                f"clipped sum is {error:.2g} of the whole gradient's norm"
             )
         worst = max(worst, error)
     return worst
 
 
 @contextmanager
-def _undisturbed(clipping: "Clipping") -> Iterator[None]:
-    """Leave gradients, counters, dropout and random numbers as they were."""
+def _restored(clipping: "Clipping") -> Iterator[None]:
+    """Restore gradients, counters, dropout and random state at the end of the context."""
     gradients = {p: p.grad for p in clipping.parameters}
     kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
-    dropouts = [module for module in clipping.model.modules() if isinstance(module, kind)]
-    rates = [one.p for one in dropouts]
-    for parameter in gradients:
-        parameter.grad = None
-    for one in dropouts:
-        one.p = 0.0
-    try:
-        with torch.random.fork_rng(), clipping.as_if_never():
+    with ExitStack() as stack:
+        for module in clipping.model.modules():
+            if isinstance(module, kind):
+                stack.enter_context(substitute(module, "p", value=0.0))
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(clipping.restored())
+        try:
+            for parameter in gradients:
+                parameter.grad = None
             yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        for one, rate in zip(dropouts, rates, strict=True):
-            one.p = rate
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient

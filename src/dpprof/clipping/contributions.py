@@ -1,8 +1,9 @@
-"""What one use of a parameter adds to each sample's gradient, without making the gradient.
+"""What one use of a parameter contributes to the per-sample gradients, without computing them.
 
-A share holds what the addition is made of, and knows the sum of it over samples, weighted. Sums
-are float32 at least, and so are weights: rounded to 16 bits, a weight would let a whole sample
-exceed its bound, and a sum would move by more than a sample does.
+A contribution holds the tensors that determine the per-sample gradients, such as activations and
+output gradients, and computes their weighted sum over samples. Weights and sums are at least
+float32: a weight rounded to 16 bits could let a sample exceed its bound, and a sum rounded to 16
+bits could move by more than one sample contributes.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -20,27 +21,27 @@ from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
 
 
 class Product(NamedTuple):
-    """A matrix that tokens were multiplied with: ``g_b^T x_b``, (p, d)."""
+    """Of a matrix that multiplies every token: ``g_b^T x_b``, (p, d)."""
 
     x_BTd: Tensor
     g_BTp: Tensor
     transposed: bool = False
     """Whether the parameter is (d, p), as in GPT-2's Conv1D."""
 
-    def make(self, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-        """Make each sample's gradient; (B, p, d), or (B, d, p)."""
+    def materialise(self, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+        """Compute the per-sample gradients; (B, p, d), or (B, d, p)."""
         left, right = (x_BTd, g_BTp) if self.transposed else (g_BTp, x_BTd)
         return multiply(left.transpose(1, 2), right)
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the sum's factors are rounded to 16 bits or TF32, for tensor cores."""
+        """Whether tensor cores round the operands of the sum to 16 bits or TF32."""
         x = self.x_BTd
         is_short = x.dtype != accumulator_of(x.dtype)
         return placement.is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
 
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Sum over samples, weighted; the narrower of the two factors takes the weights."""
+        """Compute the weighted sum over samples; the weights scale the narrower operand."""
         x, g = self.x_BTd, self.g_BTp
         weights_B11 = weights_B[:, None, None]
         if placement.is_cuda(x) or x.dtype == accumulator_of(x.dtype):
@@ -60,14 +61,14 @@ class Product(NamedTuple):
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply two matrices; those of 16 bits into float32."""
+    """Multiply two matrices; 16-bit operands give a float32 result."""
     if left.dtype == accumulator_of(left.dtype):
         return left @ right
     return torch.mm(left, right, out_dtype=accumulator_of(left.dtype))
 
 
 class Lookup(NamedTuple):
-    """A table whose rows were looked up, (rows, d); what is padding has no gradient."""
+    """Of a lookup table, (rows, d); the padding row has no gradient."""
 
     ids_BT: Tensor
     g_BTd: Tensor
@@ -77,13 +78,13 @@ class Lookup(NamedTuple):
 
     @property
     def trained_BTd(self) -> Tensor:  # noqa: N802 (its shape)
-        """The gradient of what was looked up, zero where it is padding."""
+        """The output gradients, zero at padding."""
         if self.padding < 0:
             return self.g_BTd
         return self.g_BTd.masked_fill((self.ids_BT == self.padding)[:, :, None], 0)
 
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Sum over samples, weighted."""
+        """Compute the weighted sum over samples."""
         summed: Tensor = torch.ops.aten.embedding_dense_backward(
             self.g_BTd * weights_B[:, None, None], self.ids_BT, self.rows, self.padding, False
         )
@@ -91,51 +92,51 @@ class Lookup(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """A vector that was added to every token, (p,)."""
+    """Of a vector that is added to every token, (p,)."""
 
     g_BTp: Tensor
 
-    def make(self, g_BTp: Tensor) -> Tensor:
-        """Make each sample's gradient; (B, p)."""
+    def materialise(self, g_BTp: Tensor) -> Tensor:
+        """Compute the per-sample gradients; (B, p)."""
         return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
 
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Sum over samples, weighted."""
-        return Whole(self.make(*self)).sum(weights_B)
+        """Compute the weighted sum over samples."""
+        return SampleGradients(self.materialise(*self)).sum(weights_B)
 
 
 class Scale(NamedTuple):
-    """A vector that every normalised token was multiplied with, (d,)."""
+    """Of a vector that scales every normalised token, (d,)."""
 
     x_BTd: Tensor
     mean_BT1: Tensor | None
     rstd_BT1: Tensor
     g_BTd: Tensor
 
-    def make(
+    def materialise(
         self, x_BTd: Tensor, mean_BT1: Tensor | None, rstd_BT1: Tensor, g_BTd: Tensor
     ) -> Tensor:
-        """Make each sample's gradient; (B, d)."""
+        """Compute the per-sample gradients; (B, d)."""
         return scale_gradients(x_BTd, g_BTd, mean_BT1, rstd_BT1)
 
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Sum over samples, weighted."""
-        return Whole(self.make(*self)).sum(weights_B)
+        """Compute the weighted sum over samples."""
+        return SampleGradients(self.materialise(*self)).sum(weights_B)
 
 
-class Whole(NamedTuple):
-    """Each sample's gradient itself."""
+class SampleGradients(NamedTuple):
+    """The per-sample gradients themselves."""
 
     gradients: Tensor
     """(B, *shape of the parameter)."""
 
     @staticmethod
-    def make(gradients: Tensor) -> Tensor:
-        """Have them."""
+    def materialise(gradients: Tensor) -> Tensor:
+        """Return them."""
         return gradients
 
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Sum over samples, weighted."""
+        """Compute the weighted sum over samples."""
         flat = self.gradients.flatten(1)
         weights_B = weights_B.to(torch.promote_types(weights_B.dtype, flat.dtype))
         if flat.dtype == weights_B.dtype:
@@ -146,17 +147,17 @@ class Whole(NamedTuple):
         return summed.view(self.gradients.shape[1:])
 
 
-Made = Shift | Scale | Whole
-"""What is small for each sample, or has no other form: gradients are made of it."""
+Direct = Shift | Scale | SampleGradients
+"""Their per-sample gradients are always materialised: they are small, or known no other way."""
 
-Contribution = Product | Lookup | Made
+Contribution = Product | Lookup | Direct
 
 
-def leave_out(contribution: "Contribution", left_out_B: Tensor) -> "Contribution":
-    """Put zeros where samples are that must add nothing, whatever they hold: 0 times NaN is NaN."""
+def zero_samples(contribution: Contribution, excluded_B: Tensor) -> Contribution:
+    """Set some samples to zero. A weight of zero is not enough: 0 times NaN is NaN."""
 
     def fill(part: Tensor) -> Tensor:
-        return part.masked_fill(left_out_B.to(part.device).view(-1, *(1,) * (part.dim() - 1)), 0)
+        return part.masked_fill(excluded_B.to(part.device).view(-1, *(1,) * (part.dim() - 1)), 0)
 
     numbers: dict[str, Any] = {
         name: fill(part)
@@ -167,38 +168,39 @@ def leave_out(contribution: "Contribution", left_out_B: Tensor) -> "Contribution
 
 
 def merge(contributions: Sequence[Contribution]) -> list[Contribution] | None:
-    """Combine what several uses of one parameter add.
+    """Combine the contributions of several uses of one parameter.
 
-    Uses of a matrix, and of a table, are as one use by all their tokens; what has no such
-    form is made and added up.
+    Several uses of a matrix, or of a table, equal one use with the tokens of all. The per-sample
+    gradients of other contributions are materialised and added.
 
     Returns:
-        A share for each kind of use; None where one cannot be combined with another.
+        One contribution for each kind of use; None if the kinds cannot be combined.
     """
-    products = [contribution for contribution in contributions if isinstance(contribution, Product)]
-    lookups = [contribution for contribution in contributions if isinstance(contribution, Lookup)]
-    others = [contribution for contribution in contributions if isinstance(contribution, Made)]
+    products = [one for one in contributions if isinstance(one, Product)]
+    lookups = [one for one in contributions if isinstance(one, Lookup)]
+    others = [one for one in contributions if isinstance(one, Direct)]
     transposed = {product.transposed for product in products}
     if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
         return None
     merged: list[Contribution] = []
     if products:
-        x, g = _join(p.x_BTd for p in products), _join(p.g_BTp for p in products)
+        x, g = _join_tokens(p.x_BTd for p in products), _join_tokens(p.g_BTp for p in products)
         merged.append(Product(x, g, products[0].transposed))
     if lookups:
         padding = lookups[0].padding
-        if any(one.padding != padding for one in lookups):  # each table has its own
+        if any(one.padding != padding for one in lookups):
             lookups = [one._replace(g_BTd=one.trained_BTd, padding=-1) for one in lookups]
             padding = -1
-        ids, g = _join(one.ids_BT for one in lookups), _join(one.g_BTd for one in lookups)
+        ids = _join_tokens(one.ids_BT for one in lookups)
+        g = _join_tokens(one.g_BTd for one in lookups)
         merged.append(lookups[0]._replace(ids_BT=ids, g_BTd=g, padding=padding))
     if others:
-        made = [one.make(*one) for one in others]
-        merged.append(Whole(torch.stack(made).sum(0)))
+        gradients = [one.materialise(*one) for one in others]
+        merged.append(SampleGradients(torch.stack(gradients).sum(0)))
     return merged
 
 
-def _join(parts: Iterable[Tensor]) -> Tensor:
-    """Put tokens after one another; (B, T, ...), each, to (B, sum of T, ...)."""
+def _join_tokens(parts: Iterable[Tensor]) -> Tensor:
+    """Concatenate along tokens; (B, T, ...) each to (B, sum of T, ...)."""
     first, *rest = parts
     return torch.cat([first, *rest], dim=1) if rest else first

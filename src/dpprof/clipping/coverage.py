@@ -1,7 +1,8 @@
-"""Whether every parameter that is trained is clipped: asked anew at every backward.
+"""Verifies at every backward that every trained parameter is clipped.
 
-A model may change after its clipping was made: a layer thawed, added, replaced, tied, wrapped or
-re-parametrized. What the clipping does not know would be trained unclipped, so it is refused.
+A model may change after its clipping was made: a layer is thawed, added, replaced, tied, wrapped or
+re-parametrized. A parameter that the clipping does not know would be trained unclipped, so it is
+refused.
 """
 
 from collections import Counter
@@ -23,12 +24,12 @@ _WRAPPERS = {
 
 def trained_in(layer: nn.Module) -> dict[str, nn.Parameter]:
     """List a layer's own parameters that require a gradient."""
-    own = layer._parameters.items()  # noqa: SLF001 (named_parameters tells no parameter twice)
+    own = layer._parameters.items()  # noqa: SLF001 (named_parameters lists no parameter twice)
     return {name: p for name, p in own if p is not None and p.requires_grad}
 
 
 def refuse_wrapper(module: nn.Module) -> None:
-    """Refuse a module, and parameters, that train a model in parts or copies.
+    """Refuse modules and parameters that distribute or copy a model.
 
     Raises:
         UnsupportedError: No clipping works with it yet.
@@ -43,7 +44,7 @@ def refuse_wrapper(module: nn.Module) -> None:
 
 
 def refuse_data_parallel() -> None:
-    """Refuse to run a layer inside of a wrapper that was put around the model later.
+    """Refuse to run a layer inside of a wrapper that was added after the clipping.
 
     Raises:
         UnsupportedError: ``DistributedDataParallel`` runs the model.
@@ -51,22 +52,22 @@ def refuse_data_parallel() -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise UnsupportedError(
             "DistributedDataParallel does not work with clipping yet: it averages what autograd "
-            "computes, and clipped sums are none of that"
+            "computes, and clipped sums are computed otherwise"
         )
 
 
 class Coverage:
-    """The layers that are clipped, and the parameters that each had.
+    """The layers that are clipped, and their parameters when the clipping was made.
 
     Args:
-        layers: Each layer that is in place, with its trained parameters by name.
+        layers: Each patched layer, with its trained parameters by name.
     """
 
     def __init__(self, layers: Mapping[nn.Module, Mapping[str, nn.Parameter]]) -> None:
         self._layers = layers
         self._parameters = {p for own in layers.values() for p in own.values()}
         self.names: dict[nn.Parameter, str] = {}
-        """Of every parameter that was ever seen in the model."""
+        """Of every trained parameter that the model has had."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._parameters
@@ -74,15 +75,15 @@ class Coverage:
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._parameters)
 
-    def look(self, model: nn.Module) -> set[nn.Parameter]:
-        """Look whether all that is trained is clipped.
+    def verify(self, model: nn.Module) -> set[nn.Parameter]:
+        """Verify that every trained parameter is clipped.
 
         Returns:
             Parameters that belong to more than one layer.
 
         Raises:
-            RuntimeError: A parameter is trained that was not when the clipping was made, or
-                belongs to another layer now.
+            RuntimeError: A trained parameter was not trained when the clipping was made, or
+                belonged to another layer.
         """
         owners: Counter[nn.Parameter] = Counter()
         for path, layer in model.named_modules(remove_duplicate=True):

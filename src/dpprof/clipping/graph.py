@@ -1,4 +1,4 @@
-"""Walks autograd's graph."""
+"""Walks the autograd graph."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def nodes_behind(tensor: Tensor) -> Iterator[Any]:
-    """Visit every node that a tensor was computed by, each once.
+    """Visit every node of the graph behind a tensor once.
 
-    What reentrant checkpointing hides is not visited.
+    Nodes inside of reentrant checkpointing are not visited.
     """
     waiting, seen = [tensor.grad_fn], set()
     while waiting:

@@ -1,4 +1,4 @@
-"""Opacus's noise, averaging and accounting for gradients that are clipped already."""
+"""Opacus's noise, averaging and accounting for gradients that are already clipped."""
 
 import math
 from typing import Any
@@ -13,39 +13,37 @@ from dpprof.clipping.engine import Clipping
 from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
-_HOOK = "_refuses_without_noise"
+_HOOK = "_clipping_noise_hook"
 
 
 class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
     """Adds noise to the sums that a ``Clipping`` left in ``.grad``, then steps.
 
-    It is Opacus's optimizer in everything: noise of standard deviation
-    ``noise_multiplier * max_grad_norm`` from its generator, division by
-    ``expected_batch_size``, step hooks for its accountants, steps that are skipped to
-    take a batch in parts (``BatchMemoryManager``). Only memory differs: sums become gradients in
-    place, in one pass that adds noise and divides, where Opacus has a copy each for ``.grad``,
-    ``.summed_grad`` and their sum.
+    It does what Opacus's optimizer does: noise of standard deviation
+    ``noise_multiplier * max_grad_norm`` from its generator, division by ``expected_batch_size``,
+    step hooks for accountants, and skipped steps for a batch in parts (``BatchMemoryManager``).
+    Only memory differs: noise and division turn each sum into the gradient in place. Opacus keeps
+    a copy each for ``.grad``, ``.summed_grad`` and their sum.
 
     Args:
-        optimizer: Any of PyTorch's; from here on it steps only on what was noised here.
-        clipping: What clips the gradients; its bound is the noise's too.
+        optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise.
+        clipping: The clipping of the gradients; its bound also scales the noise.
         noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
-        expected_batch_size: That of Poisson sampling, whatever a batch really has.
-        loss_reduction: ``mean`` divides by it, ``sum`` does not.
+        expected_batch_size: The mean batch size of Poisson sampling.
+        loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
         generator: Source of the noise.
-        secure_mode: Opacus's noise that withstands attacks on floating point numbers.
+        secure_mode: Draw Opacus's noise that withstands floating point attacks.
 
     Raises:
         ValueError: A setting is out of its range.
 
     Formal guarantees: a step applies the clipped sums of one batch with noise in every element
-    of every parameter that it changes, or raises: ``RuntimeError`` where a parameter is not
-    clipped, is frozen and has a gradient all the same, or has one that was changed since it was
-    clipped; where no batch or more than one was clipped since the last step, which the accountant
-    would take for one; where the bound changed in between. The model is unchanged then.
+    of every parameter that it changes. Otherwise it raises ``RuntimeError`` and leaves the model
+    unchanged: if a parameter is not clipped, is frozen but has a gradient, or has a gradient that
+    changed after it was clipped; if not exactly one batch was clipped since the last step, because
+    the accountant counts one; if the bound changed in between.
 
-    Cost: one tensor of noise at a time, of the parameter's size, beside the gradients; a pass over
-    memory to draw it and one to add it.
+    Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it.
 
     Example:
         >>> import torch
@@ -92,11 +90,11 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
-        _replace_hook(optimizer, self._refuse_without_noise)
+        _replace_hook(optimizer, self._require_noise)
 
     @property
     def max_grad_norm(self) -> float:
-        """The bound of the clipping, which is changed by changing this."""
+        """The bound of the clipping; setting it changes the clipping too."""
         return self.clipping.max_grad_norm
 
     @max_grad_norm.setter
@@ -116,15 +114,15 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse ``GradScaler.step``, which asks for this first."""
+        """Refuse ``GradScaler.step``, which reads this first."""
         raise RuntimeError(
-            "GradScaler does not work with clipping: it scales losses, so every norm would be that "
-            "many times too large; use bfloat16, which needs no scaling"
+            "GradScaler does not work with clipping: it scales losses, and every norm with them; "
+            "use bfloat16, which needs no scaling"
         )
 
     def accumulate(self) -> None:
-        """Take what clipping left, in addition to what skipped steps did."""
-        self._refuse_what_is_not_one_clipped_batch()
+        """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
+        self._require_one_clipped_batch()
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -138,19 +136,19 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._bound = self.max_grad_norm
 
     def add_noise(self) -> None:
-        """Make gradients of the sums: with noise, and divided by the batch size expected."""
+        """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``."""
         for parameter in self.params:
             summed, parameter.summed_grad = parameter.summed_grad, None
-            self._make_noisy(summed)
+            self._add_noise_to(summed)
             parameter.grad = summed
         self._bound = None
         self._is_noised = True
 
     def scale_grad(self) -> None:
-        """Leave gradients alone: ``add_noise`` has divided them in the same pass over memory."""
+        """Do nothing: ``add_noise`` has divided in the same pass over memory."""
 
     @torch.no_grad()
-    def _make_noisy(self, summed: Tensor) -> None:
+    def _add_noise_to(self, summed: Tensor) -> None:
         std = self.noise_multiplier * self.max_grad_norm
         size = self.expected_batch_size if self.loss_reduction == "mean" else 1
         if std == 0:
@@ -163,13 +161,13 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
             torch.add(noise, summed, alpha=1 / size, out=summed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free gradients, as PyTorch does, and what steps that were not skipped summed."""
+        """Free gradients as PyTorch does; sums survive only a skipped step."""
         super().zero_grad(set_to_none)
         self._batches_before = self.clipping.batches
         if not self._is_last_step_skipped:
             self._bound = None
 
-    def _refuse_what_is_not_one_clipped_batch(self) -> None:
+    def _require_one_clipped_batch(self) -> None:
         batches = self.clipping.batches - self._batches_before
         if batches == 0:
             raise RuntimeError(
@@ -178,9 +176,9 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
             )
         if batches > 1:
             raise RuntimeError(
-                f"{batches} batches were added up before a step, which the accountant would take "
-                "for one; to take one batch in parts, step after each part, with "
-                "signal_skip_step() before all but the last, as Opacus's BatchMemoryManager does"
+                f"{batches} batches were added up before a step, and the accountant would count "
+                "one; to split one batch, step after each part, with signal_skip_step() before all "
+                "but the last, as Opacus's BatchMemoryManager does"
             )
         if self._bound not in (None, self.max_grad_norm):
             raise RuntimeError(
@@ -189,9 +187,9 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
             )
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._refuse_unless_clipped(parameter)
+                self._require_clipped(parameter)
 
-    def _refuse_unless_clipped(self, parameter: torch.nn.Parameter) -> None:
+    def _require_clipped(self, parameter: torch.nn.Parameter) -> None:
         name = self.clipping.name_of(parameter)
         if not parameter.requires_grad:
             if parameter.grad is not None or getattr(parameter, "summed_grad", None) is not None:
@@ -202,8 +200,8 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
             return
         if not self.clipping.clips(parameter):
             raise RuntimeError(
-                f"this optimizer trains {name}, which its Clipping does not clip; leave it out, or "
-                "make a Clipping of a model that it is part of"
+                f"this optimizer trains {name}, which its Clipping does not clip; remove it from "
+                "the optimizer, or make a Clipping of a model that contains it"
             )
         if parameter.grad is not None and bound_of(parameter.grad) != self.max_grad_norm:
             raise RuntimeError(
@@ -211,8 +209,8 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
                 "neither between backward and step"
             )
 
-    def _refuse_without_noise(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a step of the optimizer itself, past this one."""
+    def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a direct step of the wrapped optimizer."""
         if not self._is_noised:
             raise RuntimeError(
                 f"{type(optimizer).__name__} was asked to step on gradients without noise; call "
@@ -225,14 +223,14 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
 def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw Gaussian noise of a tensor's shape and device, in float32 at least.
 
-    In 16 bits noise that is small beside the sum could be rounded away before it is added.
+    In 16 bits, noise much smaller than the sum could be rounded away before it is added.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.normal(0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device)
 
 
 def _replace_hook(optimizer: Optimizer, hook: Any) -> None:
-    """Let the last ``NoisyOptimizer`` around an optimizer be the one that is asked."""
+    """Replace the hook of an earlier ``NoisyOptimizer`` around the same optimizer."""
     before = getattr(optimizer, _HOOK, None)
     if before is not None:
         before.remove()

@@ -1,4 +1,4 @@
-"""Per-layer clipping: each layer's share of a sample's gradient has a bound of its own.
+"""Per-layer clipping: each layer's part of a sample's gradient has a bound of its own.
 
 ANOTHER MECHANISM than flat clipping: it changes the direction of a sample's gradient, and
 equals flat clipping for no bound in general. Each of L layers (modules that own trainable
@@ -8,36 +8,39 @@ as with flat clipping. Sources: McMahan et al. 2018, "Learning Differentially Pr
 Recurrent Language Models", section 2.3; He et al. 2023, "Exploring the Limits of
 Differentially Private Deep Learning with Group-wise Clipping".
 
-A layer's norm is known as soon as backward has passed it, so nothing is kept and one pass
-does: 6 B T d p FLOPs and the norm, or 6 B T d p + 2 B d p where a sample's gradient has
-fewer elements than what it is made of.
+A layer's norm is known as soon as backward has passed the layer, so one pass is enough and nothing
+is kept: 6 B T d p FLOPs and the norm, or 6 B T d p + 2 B d p where a per-sample gradient has fewer
+elements than the activations and output gradients.
 """
 
 import math
+from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.coverage import trained_in
-from dpprof.clipping.engine import Clipping, Enter, Totals, weigh
-from dpprof.clipping.layers import Added
+from dpprof.clipping.engine import Clipping, Enter, make_weights
+from dpprof.clipping.layers import Contributions
+from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.spec.registry import UnsupportedError
 
 
 class PerLayerClipping(Clipping):
     """Per-layer clipping in one backward pass: another mechanism than flat clipping.
 
-    Each of the L layers that are trained has the bound C / sqrt(L). ``sample_norms`` are (B, L),
-    layers in the order in which backward came to them. What a layer would add is left out where it
-    is not finite; where the loss is not finite, nothing of that sample is added. Arguments and
-    other errors: ``Clipping``.
+    Each of the L trained layers has the bound C / sqrt(L). ``sample_norms`` are (B, L), layers in
+    the order in which backward reaches them. A layer's gradient that is not finite is excluded; so
+    is every layer's gradient of a sample whose loss is not finite. Arguments and other errors:
+    ``Clipping``.
 
     Raises:
         UnsupportedError: A parameter belongs to two layers.
 
     Formal guarantees: the sum over all layers has L2 sensitivity C = ``max_grad_norm`` under adding
-    or removing one sample. The clipped gradient points elsewhere than that of flat clipping.
+    or removing one sample. The clipped gradient has another direction than that of flat clipping.
 
     Example:
         >>> import torch
@@ -50,7 +53,7 @@ class PerLayerClipping(Clipping):
     """
 
     keeps = True
-    _why_once = "and per-layer clipping clips each use by itself"
+    why_once = "and per-layer clipping clips each use by itself"
 
     def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
         super().__init__(model, max_grad_norm)
@@ -59,43 +62,45 @@ class PerLayerClipping(Clipping):
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
         self._layer_count = len(self._layers)
-        self._of_layer: dict[nn.Parameter, Contribution] = {}
+        self._kept: dict[nn.Parameter, Contribution] = {}
         self._norms: list[Tensor] = []
 
     @property
     def bound(self) -> float:
-        """C / sqrt(L), for each layer."""
+        """C / sqrt(L), the bound of each layer."""
         return self.max_grad_norm / math.sqrt(self._layer_count)
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
-        """Each layer's trained parameters, and the bound of each."""
+        """Each layer's trained parameters, and its bound."""
         own = (list(trained_in(layer).values()) for layer in self.model.modules())
         return [(parameters, self.bound) for parameters in own if parameters]
 
-    def _clip(self, losses: Tensor, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         enter("backward")
         try:
-            with self._handing_over(self._clip_layer):
-                torch.autograd.backward(losses, weigh(losses))
+            with self._handling(partial(self._clip_layer, norms)):
+                torch.autograd.backward(losses, make_weights(losses))
             if not self._norms:
                 raise RuntimeError("the losses depend on no trained parameter")
             self.sample_norms = torch.stack(self._norms, dim=1)
         finally:
             self._norms.clear()
-            self._of_layer.clear()
+            self._kept.clear()
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        self._of_layer[parameter] = contribution
+        self._kept[parameter] = contribution
 
-    def _may_come_again(self, _parameter: nn.Parameter) -> bool:
-        return False
+    def _find_reused(self, _losses: Tensor) -> Collection[nn.Parameter]:
+        return ()  # a second use is refused
 
-    def _clip_layer(self, layer: nn.Module, added: Added) -> None:
-        self._totals = Totals()
-        self._find_norms(layer, added)
-        norms_B = self._settle_norms()
+    def _clip_layer(
+        self, norms: SampleNorms, layer: nn.Module, contributions: Contributions
+    ) -> None:
+        norms.totals.clear()
+        norms.add(layer, contributions)
+        norms_B = norms.compute()
         self._norms.append(norms_B)
-        factors_B = self._scale(norms_B, self.bound)
-        for parameter, _ in added:
-            self._sum_up(parameter, self._of_layer.pop(parameter), factors_B)
+        factors_B = self._compute_factors(norms_B, self.bound)
+        for parameter, _ in contributions:
+            self._add_to_grad(parameter, self._kept.pop(parameter), factors_B)

@@ -1,7 +1,7 @@
-"""Gradients that a clipping left: known again, as long as nobody changed them.
+"""Marks clipped sums, to recognise them as long as nothing changes them.
 
-A parameter's ``.grad`` is anybody's to write. A step is private only if what it applies is the
-clipped sum, so each sum is marked with its version and with the bound that it was clipped to.
+Any code may write a parameter's ``.grad``. A step is private only if it applies the clipped sum,
+so each sum is marked with its version counter and the bound that it was clipped to.
 """
 
 import torch
@@ -13,23 +13,23 @@ _MARK = "_clipped"
 
 
 def mark(gradient: Tensor, bound: float) -> None:
-    """Mark a sum as clipped to a bound, and as it is now."""
+    """Mark a gradient, in its present version, as a sum that was clipped to a bound."""
     setattr(gradient, _MARK, (gradient._version, bound))  # noqa: SLF001
 
 
 def bound_of(gradient: Tensor) -> float | None:
-    """Tell the bound that a gradient was clipped to; None if it is no sum, or was changed since."""
+    """Return the bound of a clipped sum; None if it is another gradient, or changed since."""
     version, bound = getattr(gradient, _MARK, (None, None))
     return bound if version == gradient._version else None  # noqa: SLF001
 
 
 @torch.no_grad()
-def sum_up(
+def add_clipped_sum(
     parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor, bound: float
 ) -> None:
-    """Add the weighted sum of what a share adds to ``.grad``."""
-    found = contribution.sum(factors_B.to(contribution[0].device))
-    gradient = found.view_as(parameter).to(parameter.dtype)
+    """Add the sum of a contribution over samples, scaled by clipping factors, to ``.grad``."""
+    summed = contribution.sum(factors_B.to(contribution[0].device))
+    gradient = summed.view_as(parameter).to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -1,30 +1,31 @@
 """Flash clipping: norms in one backward pass, the clipped sum in a second.
 
 Source: fast gradient clipping (Goodfellow 2015; Lee and Kifer 2021, "Scaling up
-Differentially Private Deep Learning with Fast Per-Example Gradient Clipping") with norms
-that make neither a sample's gradient nor T x T matrices. The first pass computes no
-gradients of parameters; the second frees the graph as it goes. Where others differentiate
-weighted losses, both passes here differentiate the same ones, and each layer weights what it
-sums: so the second pass sums the numbers whose norms the first has found, and a sample that
-is not finite can be left out.
+Differentially Private Deep Learning with Fast Per-Example Gradient Clipping"), with norms that
+need neither per-sample gradients nor T x T matrices. The first pass computes no gradients of
+parameters; the second frees the graph. Other implementations differentiate weighted losses in the
+second pass. Here both passes differentiate the same losses, and each layer weights its own sum:
+the second pass sums exactly the gradients whose norms the first pass found, and can exclude
+samples that are not finite.
 
 Cost for a linear layer of d x p over T tokens: 2 B T d p FLOPs each for forward, inputs'
 gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.plan``).
-Memory beyond an ordinary step: the graph, kept from one pass to the next; B norms; at most
-``norms.tiles.WORKSPACE_BYTES`` while a norm is computed; one layer's weighted input or output
-gradient, whichever is narrower.
+Memory beyond an ordinary step: the graph, kept for the second pass; B norms; at most
+``norms.tiles.WORKSPACE_BYTES`` while a norm is computed; one layer's weighted activations or output
+gradients, whichever are narrower.
 """
 
 import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Contribution
-from dpprof.clipping.engine import Clipping, Enter, weigh
-from dpprof.clipping.layers import Added
+from dpprof.clipping.engine import Clipping, Enter, make_weights
+from dpprof.clipping.layers import Contributions
+from dpprof.clipping.sample_norms import SampleNorms
 
 
 class FlashClipping(Clipping):
-    """Flat clipping in two backward passes, nothing kept but the graph.
+    """Flat clipping in two backward passes, which keeps nothing but the graph.
 
     Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
 
@@ -41,20 +42,20 @@ class FlashClipping(Clipping):
         1.0
     """
 
-    def _clip(self, losses: Tensor, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         enter("backward")
-        with self._handing_over(self._find_norms):
-            torch.autograd.backward(losses, weigh(losses), retain_graph=True)
+        with self._handling(norms.add):
+            torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
         enter("clip")
-        factors_B = self._settle()
+        factors_B = self._finish(norms)
 
-        def add_up(_layer: nn.Module, added: Added) -> None:
-            for parameter, contribution in added:
-                self._sum_up(parameter, contribution, factors_B)
+        def add_to_grad(_layer: nn.Module, contributions: Contributions) -> None:
+            for parameter, contribution in contributions:
+                self._add_to_grad(parameter, contribution, factors_B)
 
         enter("second_backward")
-        with self._handing_over(add_up):
-            torch.autograd.backward(losses, weigh(losses))
+        with self._handling(add_to_grad):
+            torch.autograd.backward(losses, make_weights(losses))
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         pass

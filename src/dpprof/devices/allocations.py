@@ -1,8 +1,8 @@
-"""The CPU allocator's exact peaks, from the allocations that torch.profiler sees.
+"""The CPU allocator's exact peaks, from the allocations that torch.profiler records.
 
-PyTorch's CPU allocator keeps no counters, but tells the profiler of every allocation and
-every release. What was allocated before the recording began is unknown to it, so one
-recording serves one process, and begins before the model exists.
+PyTorch's CPU allocator has no counters, but reports every allocation and release to the profiler.
+Earlier allocations are unknown, so a process makes one recording, which starts before the model
+exists.
 """
 
 from bisect import bisect_right
@@ -21,40 +21,40 @@ _MARK = "dpprof mark:"
 
 
 class _Level(NamedTuple):
-    """How much is allocated from an instant on, until the next level."""
+    """The allocated bytes from an instant until the next level."""
 
     since_ns: int
     allocated_bytes: int
 
 
 class CpuRecorder(Recorder):
-    """One recording of one process."""
+    """A recording by the profiler, one for each process."""
 
     def __init__(self) -> None:
-        # No shapes and no stacks: with either, the profiler itself keeps tensors alive.
+        # With shapes or stacks the profiler itself would keep tensors alive.
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Find the peak of what runs within."""
+        """Record the peak inside the context."""
         with record_function(f"{_WINDOW}{name}"):
             yield
 
     def read(self, name: str) -> Counters:
-        """Mark an instant; what was allocated then is known once the recording is closed."""
+        """Mark this instant; its counters are known once the recording is closed."""
         with record_function(f"{_MARK}{name}"):
             return Counters(None, None)
 
     def close(self) -> Recorded:
-        """End the recording and add up what it saw."""
+        """End the recording and return its peaks and counters."""
         self._profile.stop()
         assert self._profile.profiler is not None
         assert self._profile.profiler.kineto_results is not None
         changes: list[tuple[int, int]] = []
         windows: list[tuple[int, int, str]] = []
         marks: list[tuple[int, str]] = []
-        event: Any  # the type's stub lacks what is used of it
+        event: Any  # the type's stub is incomplete
         for event in self._profile.profiler.kineto_results.events():
             name, start_ns = event.name(), event.start_ns()
             if name == "[memory]" and event.device_type().name == "CPU":
@@ -71,24 +71,24 @@ class CpuRecorder(Recorder):
 
 
 def _add_up(changes: Iterable[tuple[int, int]]) -> list[_Level]:
-    """Turn instants and bytes, of which releases are negative, into levels; the first is empty."""
+    """Return levels from instants and bytes, negative for releases; the first level is empty."""
     ordered = sorted(changes, key=itemgetter(0))
     totals = accumulate((size for _, size in ordered), initial=0)
     return [_Level(*level) for level in zip([0, *(at for at, _ in ordered)], totals, strict=True)]
 
 
 def _position(levels: Sequence[_Level], at_ns: int) -> int:
-    """Find the level of an instant: the last that begins no later."""
+    """Return the position of an instant's level: the last that begins no later."""
     return bisect_right(levels, at_ns, key=attrgetter("since_ns")) - 1
 
 
 def _counters(levels: Sequence[_Level], at_ns: int) -> Counters:
-    """Say how much was allocated at an instant."""
+    """Return the counters of an instant."""
     return Counters(levels[_position(levels, at_ns)].allocated_bytes, reserved_bytes=None)
 
 
 def _peak(levels: Sequence[_Level], start_ns: int, end_ns: int) -> Peaks:
-    """Find the most that was allocated between two instants, the first included."""
+    """Return the peak between two instants, including the level at the first."""
     within = levels[_position(levels, start_ns) : _position(levels, end_ns) + 1]
     peak = max(level.allocated_bytes for level in within)
     return Peaks(peak, reserved_bytes=None, device_used_bytes=None, alloc_retries=None)

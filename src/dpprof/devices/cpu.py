@@ -1,4 +1,4 @@
-"""The host: a wall clock, no allocator counters, a memory limit that is real."""
+"""The host as a device: a wall clock, a memory limit, and no allocator counters."""
 
 import resource
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from dpprof.devices.allocations import CpuRecorder
-from dpprof.devices.device import Counters, Device, Peaks, StepClock
+from dpprof.devices.device import Device, StepClock
 from dpprof.devices.energy import NoEnergyError
 from dpprof.records.result import Energy
 from dpprof.spec.experiment import Experiment
@@ -19,7 +19,7 @@ _NO_COUNTER = "PyTorch's CPU allocator keeps no counters; the instrument phases 
 
 
 class WallClock(StepClock):
-    """``time.perf_counter``: CPU operators return when they are done."""
+    """``time.perf_counter``, because CPU operators return when they are done."""
 
     def __init__(self) -> None:
         self._marks: list[float] = []
@@ -53,9 +53,9 @@ class Cpu(Device):
     def prepare(self, experiment: Experiment) -> None:
         """Limit the process's private writable memory.
 
-        The limit is RLIMIT_DATA: an allocation beyond it fails with "can't allocate
-        memory", just as on a host that has no more. The compute threads start before it
-        holds, because OpenMP ends the process where it cannot make a thread's stack.
+        The limit is RLIMIT_DATA: an allocation beyond it fails with "can't allocate memory", as on
+        a host without more memory. The compute threads start before the limit applies, because
+        OpenMP ends the process if it cannot allocate a thread's stack.
         """
         if experiment.memory_limit_bytes is not None:
             torch.ones(2**20).sum()
@@ -63,32 +63,18 @@ class Cpu(Device):
             resource.setrlimit(resource.RLIMIT_DATA, (int(experiment.memory_limit_bytes), hard))
 
     def use_precision(self, dtype: Dtype) -> None:
-        """Leave products as they are: those of float32 are IEEE's."""
+        """Refuse tf32; the CPU computes products of float32 in IEEE's precision."""
         if dtype == "tf32":
             raise UnsupportedError("a mode of CUDA matrix products")
 
-    def counters(self) -> Counters:
-        """Return nothing: there are none."""
-        return Counters(None, None)
-
-    def reset_peaks(self) -> None:
-        """Do nothing: there are none."""
-
-    def peaks(self) -> Peaks:
-        """Return nothing: there are none."""
-        return Peaks(None, None, None, None)
-
     def recorder(self) -> CpuRecorder:
-        """Have the profiler follow the allocator."""
+        """Record the allocator's work by the profiler."""
         return CpuRecorder()
 
     def energy(self, run: Callable[[], None], step_s: float) -> Energy:  # noqa: ARG002 (what a device offers)
-        """Refuse: NVML counts for GPUs alone."""
+        """Refuse, because NVML counts the energy of GPUs only."""
         raise NoEnergyError("NVML counts the energy of NVIDIA GPUs, and this is a CPU")
 
-    def synchronize(self) -> None:
-        """Do nothing: CPU operators return when they are done."""
-
     def clock(self) -> StepClock:
-        """Make a wall clock."""
+        """Return a wall clock."""
         return WallClock()

@@ -1,4 +1,4 @@
-"""A CUDA device: the caching allocator's own counters, and events on its stream."""
+"""A CUDA device, with the caching allocator's counters and events on the stream."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ _AMPERE = (8, 0)
 
 
 class EventClock(StepClock):
-    """CUDA events: a step lasts from one mark to the next, host gaps included."""
+    """CUDA events: a step lasts from one mark to the next, with gaps on the host."""
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []
 
     def tick(self) -> None:
-        """Record an event on the current stream; does not wait."""
+        """Record an event on the current stream, without waiting."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._marks.append(event)
@@ -35,7 +35,7 @@ class EventClock(StepClock):
 
 
 class CudaRecorder(Recorder):
-    """The caching allocator's counters, which are exact all the time."""
+    """Keeps the caching allocator's counters, which are always exact."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class CudaRecorder(Recorder):
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Find the peaks of what runs within."""
+        """Record the peaks inside the context."""
         self._device.reset_peaks()
         yield
         self._recorded.peaks[name] = self._device.peaks()
@@ -54,7 +54,7 @@ class CudaRecorder(Recorder):
         return counters
 
     def close(self) -> Recorded:
-        """Return what was read."""
+        """Return the recorded peaks and counters."""
         return self._recorded
 
 
@@ -67,7 +67,7 @@ class Cuda(Device):
         self._retries_before = 0
 
     def prepare(self, experiment: Experiment) -> None:
-        """Choose the precision of matrix products, and limit the allocator's share."""
+        """Set the precision of matrix products and the memory limit."""
         self.use_precision(experiment.dtype)
         if experiment.memory_limit_bytes is not None:
             total = torch.cuda.get_device_properties(self.torch_device).total_memory
@@ -75,10 +75,10 @@ class Cuda(Device):
             torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def use_precision(self, dtype: Dtype) -> None:
-        """Allow TF32 in products of float32, or do not.
+        """Allow or forbid TF32 in products of float32.
 
         Raises:
-            UnsupportedError: ``tf32`` on a GPU older than Ampere, which would ignore it.
+            UnsupportedError: ``tf32`` on a GPU older than Ampere, which ignores it.
         """
         if dtype == "tf32" and torch.cuda.get_device_capability() < _AMPERE:
             raise UnsupportedError("dtype tf32 needs a GPU of compute capability 8.0 or newer")
@@ -89,7 +89,7 @@ class Cuda(Device):
         return Counters(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
 
     def reset_peaks(self) -> None:
-        """Reset the allocator's peaks to the present."""
+        """Reset the allocator's peaks to its present counters."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self._retries_before = torch.cuda.memory_stats()["num_alloc_retries"]
@@ -106,7 +106,7 @@ class Cuda(Device):
         )
 
     def recorder(self) -> CudaRecorder:
-        """Keep what the counters say."""
+        """Return a recorder of the allocator's counters."""
         return CudaRecorder(self)
 
     def energy(self, run: Callable[[], None], step_s: float) -> Energy:
@@ -118,5 +118,5 @@ class Cuda(Device):
         torch.cuda.synchronize()
 
     def clock(self) -> StepClock:
-        """Make an event clock."""
+        """Return an event clock."""
         return EventClock()

@@ -13,14 +13,14 @@ from dpprof.spec.target import Dtype
 
 
 class Counters(NamedTuple):
-    """What the allocator counts at this moment, in bytes; None where it counts nothing."""
+    """The allocator's present counters in bytes; None where it has none."""
 
     allocated_bytes: int | None
     reserved_bytes: int | None
 
 
 class Peaks(NamedTuple):
-    """High-water marks and retries since ``reset_peaks``; device memory in use just now."""
+    """Peaks and retries since ``reset_peaks``, and the device memory in use now."""
 
     allocated_bytes: int | None
     reserved_bytes: int | None
@@ -29,7 +29,7 @@ class Peaks(NamedTuple):
 
 
 class StepClock(ABC):
-    """Marks instants on the device's own time line, as cheaply as it can be done."""
+    """Marks instants on the device's time line at low cost."""
 
     @abstractmethod
     def tick(self) -> None:
@@ -41,78 +41,80 @@ class StepClock(ABC):
 
 
 class Recorded(NamedTuple):
-    """What a recording has seen: the peaks of windows and the counters of instants, by name."""
+    """The peaks of windows and the counters of instants in a recording, by name."""
 
     peaks: dict[str, Peaks]
     counters: dict[str, Counters]
 
 
 class Recorder(ABC):
-    """Follows the allocator from the start of a process, as exactly as the device can."""
+    """Records the allocator's work from the start of a process, as exactly as possible."""
 
     @abstractmethod
     def window(self, name: str) -> AbstractContextManager[None]:
-        """Find the peaks of what runs within."""
+        """Record the peaks inside the context."""
 
     @abstractmethod
     def read(self, name: str) -> Counters:
-        """Read the counters of this instant, as far as they are known before the end."""
+        """Record the counters of this instant, and return them if they are known already."""
 
     @abstractmethod
     def close(self) -> Recorded:
-        """End the recording; every name that met its instant or window is in what returns."""
+        """End the recording and return all its windows and instants."""
 
 
 class Device(ABC):
-    """Where an experiment runs."""
+    """A device on which experiments run."""
 
     torch_device: torch.device
     reasons: dict[str, str]
     """Why counters of ``memory`` are null on this device, by dotted key."""
 
     reasons_recorded: dict[str, str]
-    """Why they are null although a recorder followed the allocator."""
+    """Why counters are null even with a recorder."""
 
     @abstractmethod
     def prepare(self, experiment: Experiment) -> None:
-        """Apply precision and the memory limit before anything is allocated."""
+        """Set the precision and the memory limit, before anything is allocated."""
 
     @abstractmethod
     def use_precision(self, dtype: Dtype) -> None:
-        """Choose how matrix products of float32 are computed.
+        """Set how matrix products of float32 are computed.
 
         Raises:
-            UnsupportedError: The device has no products of this kind.
+            UnsupportedError: The device has no such products.
         """
 
-    @abstractmethod
     def counters(self) -> Counters:
-        """Read the allocator's counters."""
+        """Return the allocator's counters."""
+        return Counters(None, None)
 
-    @abstractmethod
-    def reset_peaks(self) -> None:
-        """Start the high-water marks anew."""
+    def reset_peaks(self) -> None:  # noqa: B027 (a device without counters has none to reset)
+        """Reset the peaks to the present counters."""
 
-    @abstractmethod
     def peaks(self) -> Peaks:
-        """Read the high-water marks since ``reset_peaks``."""
+        """Return the peaks since ``reset_peaks``."""
+        return Peaks(None, None, None, None)
 
     @abstractmethod
     def recorder(self) -> Recorder:
-        """Begin to follow the allocator; before the model exists, once in a process."""
+        """Start a recording, before the model exists and once in a process."""
 
     @abstractmethod
     def clock(self) -> StepClock:
-        """Make a clock."""
+        """Return a clock."""
 
     @abstractmethod
     def energy(self, run: Callable[[], None], step_s: float) -> Energy:
-        """Find the energy of a step, which takes about ``step_s`` seconds, by running some.
+        """Return the energy of a step, measured over several.
+
+        Args:
+            run: Runs one step.
+            step_s: About how long a step takes.
 
         Raises:
-            NoEnergyError: Nothing counts it here.
+            NoEnergyError: The device has no energy counter, or it cannot be read.
         """
 
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+    def synchronize(self) -> None:  # noqa: B027 (CPU operators return when they are done)
+        """Wait until the device has finished its work."""

@@ -1,4 +1,4 @@
-"""Energy of a GPU over a window of steps, by the driver's counter."""
+"""Measures the energy of a GPU over a window of steps, by the driver's counter."""
 
 import math
 import time
@@ -10,27 +10,27 @@ from dpprof.records.result import Energy
 from dpprof.system.hardware import nvml, visible_gpus
 
 WINDOW_S = 2.0
-"""The counter moves in strides of up to a tenth of a second, so a window this long is known to a
-twentieth; one shorter than a stride reads zero (ml-energy/zeus says so of its windows)."""
+"""The driver updates the counter about every tenth of a second, so the error of this window is at
+most a twentieth; a window shorter than an update reads zero (as documented by ml-energy/zeus)."""
 
 SOURCE = "NVML, nvmlDeviceGetTotalEnergyConsumption"
 
 
 class NoEnergyError(Exception):
-    """There is no counter, or it does not count; says why."""
+    """There is no usable energy counter; the message says why."""
 
 
 def measure_energy(
     run: Callable[[], None], synchronize: Callable[[], None], step_s: float
 ) -> Energy:
-    """Run as many steps as a window holds, and read what they used up.
+    """Run steps for the length of a window and return the energy of one.
 
-    It is the whole GPU's, idle power included. Steps follow one another as timed ones do: the
-    device is waited for at both ends alone.
+    The energy is the whole GPU's, with idle power. As in timed steps, the host waits for the device
+    only at both ends of the window.
 
     Args:
         run: Runs one step.
-        synchronize: Waits until the device has done what it was given.
+        synchronize: Waits until the device has finished its work.
         step_s: About how long a step takes.
 
     Raises:

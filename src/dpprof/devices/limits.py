@@ -1,8 +1,8 @@
-"""How fast a device can multiply, copy and launch: each as fast as it was ever seen to.
+"""Measures how fast a device multiplies matrices, copies memory and launches operators.
 
-A ceiling is an upper bound, so the fastest repeat counts, at the best of several sizes; medians
-are kept beside it. Matrices hold normal numbers, as in training: those of zeros take less
-power, and let a GPU clock higher.
+A ceiling is an upper bound, so the fastest repeat at the best of several sizes counts; medians are
+recorded too. Matrices hold normal random numbers, as in training: with zeros a GPU uses less power
+and clocks higher.
 """
 
 import statistics
@@ -34,7 +34,7 @@ Kind = TypeVar("Kind", Matmul, Bandwidth)
 
 
 class Extent(NamedTuple):
-    """How far a device is tried."""
+    """The sizes to measure, and for how long."""
 
     sizes: tuple[int, ...]
     """Of square matrices, the smallest first."""
@@ -43,10 +43,10 @@ class Extent(NamedTuple):
     """Of arrays to copy, far larger than caches."""
 
     budget_s: float
-    """About how long the repeats of one size may take."""
+    """About how long all repeats of one size may take."""
 
     longest_s: float
-    """A size is left out where once would take longer, as on a CPU that emulates bfloat16."""
+    """A size is left out if one repeat would take longer, as on a CPU that emulates bfloat16."""
 
 
 EXTENTS: Mapping[str, Extent] = {
@@ -54,27 +54,26 @@ EXTENTS: Mapping[str, Extent] = {
     "cuda": Extent((1024, 2048, 4096, 8192, 16384), (2**30, 2**32), budget_s=0.3, longest_s=0.6),
 }
 
-
 ROUNDS = 3
-"""Every figure has its turn so often: what disturbs for a second or two then spoils none."""
+"""How often every figure is measured, so that a short disturbance cannot affect all its repeats."""
 
 
 class _Timed(NamedTuple):
-    """Seconds of every repeat by size, and why no larger size was tried."""
+    """The seconds of every repeat by size, and why no larger size was measured."""
 
     seconds: dict[int, list[float]]
     stopped: str | None
 
 
 def measure(name: str) -> Limits:
-    """Measure ``cpu`` or ``cuda``, with the threads and the GPU that the environment leaves."""
+    """Measure ``cpu`` or ``cuda``, with the threads and the GPU that the environment sets."""
     device, extent = open_device(name), EXTENTS[name]
     extent = extent._replace(budget_s=extent.budget_s / ROUNDS)
     return merge([measure_limits(device, extent) for _ in range(ROUNDS)])
 
 
 def merge(rounds: Sequence[Limits]) -> Limits:
-    """Take the fastest of several rounds; what was had in none keeps the reason of the last."""
+    """Return the fastest figures of several rounds; null figures keep the last round's reason."""
     products = {
         dtype: _merge([one.matmul[dtype] for one in rounds], ProductSample, "flops_per_s", "size")
         for dtype in DTYPES
@@ -82,30 +81,27 @@ def merge(rounds: Sequence[Limits]) -> Limits:
     copies = [one.bandwidth for one in rounds]
     bandwidth = _merge(copies, CopySample, "bytes_per_s", "array_bytes")
     launches = [one.launch_latency_s for one in rounds if one.launch_latency_s is not None]
-    had = {f"matmul.{dtype}" for dtype, product in products.items() if product is not None}
-    had |= {"bandwidth"} if bandwidth else set()
-    had |= {"launch_latency_s"} if launches else set()
+    figures: dict[str, object] = {f"matmul.{dtype}": one for dtype, one in products.items()}
+    figures |= {"bandwidth": bandwidth, "launch_latency_s": launches or None}
+    reasons = {key: reason for one in rounds for key, reason in one.reasons.items()}
     return Limits(
         matmul=products,
         bandwidth=bandwidth,
         launch_latency_s=min(launches, default=None),
-        reasons={
-            key: reason for one in rounds for key, reason in one.reasons.items() if key not in had
-        },
+        reasons={key: reason for key, reason in reasons.items() if figures[key] is None},
     )
 
 
 def _merge(
     found: Sequence[Kind | None], sample: type[Repeated], rate: str, size: str
 ) -> Kind | None:
-    """Put the samples of several rounds together, size by size; the highest rate counts."""
+    """Merge the samples of several rounds by size; the highest rate counts."""
     known = [one for one in found if one is not None]
     if not known:
         return None
     alike: dict[int, list[Repeated]] = defaultdict(list)
-    for one in known:
-        for repeated in one.samples:
-            alike[getattr(repeated, size)].append(repeated)
+    for repeated in (sample for one in known for sample in one.samples):
+        alike[getattr(repeated, size)].append(repeated)
     samples = [
         sample.model_validate(
             {
@@ -123,13 +119,13 @@ def _merge(
 
 
 def measure_limits(device: Device, extent: Extent) -> Limits:
-    """Measure every figure that can be had; the others are null with the reason."""
+    """Measure every figure; one that cannot be measured is null with the reason."""
     reasons: dict[str, str] = {}
 
     def attempt(key: str, figure: Callable[[], Figure]) -> Figure | None:
         try:
             return figure()
-        except Exception as error:  # noqa: BLE001 (whatever it is, the other figures may be had)
+        except Exception as error:  # noqa: BLE001 (other figures may still be measured)
             reasons[key] = _tell(error)
             return None
 
@@ -146,11 +142,11 @@ def measure_limits(device: Device, extent: Extent) -> Limits:
 
 
 def measure_products(device: Device, extent: Extent, dtype: Dtype) -> Matmul:
-    """Measure products of square matrices: 2 n^3 FLOPs, a multiplication and an addition being two.
+    """Measure products of square matrices, of 2 n^3 FLOPs each.
 
     Raises:
-        UnsupportedError: The device has no products of this kind.
-        RuntimeError: Not even the smallest could be measured.
+        UnsupportedError: The device has no products of this dtype.
+        RuntimeError: The smallest product failed.
     """
     device.use_precision(dtype)
     options: Any = {"dtype": _TORCH[dtype], "device": device.torch_device}
@@ -166,16 +162,16 @@ def measure_products(device: Device, extent: Extent, dtype: Dtype) -> Matmul:
 
 
 def measure_copies(device: Device, extent: Extent) -> Bandwidth:
-    """Measure copies within the device's memory, which read every byte once and write it once.
+    """Measure copies within the device's memory, which read and write every byte once.
 
-    Where a processor reads a cache line before it writes to it, that reading is not counted.
+    If a processor reads a cache line before it writes to it, this read is not counted.
 
     Raises:
-        RuntimeError: Not even the smallest could be measured.
+        RuntimeError: The smallest copy failed.
     """
 
     def prepare(array_bytes: int) -> Action:
-        # Written, not only reserved: fresh memory of a host is one page of zeros.
+        # Write the array, because unwritten memory of a host is one shared page of zeros.
         source = torch.ones(array_bytes // 4, device=device.torch_device)
         return partial(torch.empty_like(source).copy_, source)
 
@@ -188,8 +184,8 @@ def measure_copies(device: Device, extent: Extent) -> Bandwidth:
 def measure_launches(device: Device, extent: Extent) -> float:
     """Return the seconds of an in-place addition to one element, one of a thousand in a row.
 
-    That is how fast small operators follow one another, the host's share in it, and not how
-    long one takes from its call to its end.
+    This is the interval between small operators, including the host's work, and not the time from
+    an operator's call to its end.
     """
     element = torch.zeros(1, device=device.torch_device)
 
@@ -207,14 +203,14 @@ def _time_sizes(
     power: int,
     prepare: Callable[[int], Action],
 ) -> _Timed:
-    """Time one size after another, until one would take too long or does not fit.
+    """Time one size after another, until one would take too long or does not fit in memory.
 
     Args:
-        device: Where.
+        device: The device.
         extent: How long a size may take.
-        sizes: The smallest first.
+        sizes: The sizes, smallest first.
         power: Time grows with this power of the size.
-        prepare: From a size to what is timed.
+        prepare: Returns the action to time for a size.
 
     Raises:
         RuntimeError: The first size failed.
@@ -235,10 +231,10 @@ def _time_sizes(
 
 
 def time_repeats(device: Device, act: Action, budget_s: float) -> list[float]:
-    """Time an action again and again, after once to warm up, until the budget is spent.
+    """Time repeats of an action, after one to warm up, until the budget is used.
 
-    Repeats double from one look at the clock to the next, because a device works through what
-    it is given without waiting for the host.
+    The number of repeats doubles between reads of the clock, because a read makes the host wait
+    for the device.
 
     Returns:
         The seconds of each repeat; at least one.
@@ -261,11 +257,8 @@ def _time(device: Device, act: Action, repeats: int) -> list[float]:
 
 
 def _sum_up(seconds: Sequence[float]) -> dict[str, Any]:
-    return {
-        "seconds": min(seconds),
-        "median_s": statistics.median(seconds),
-        "repeats": len(seconds),
-    }
+    median_s = statistics.median(seconds)
+    return {"seconds": min(seconds), "median_s": median_s, "repeats": len(seconds)}
 
 
 def _tell(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""From a device's name to the device."""
+"""Opens a device by its name."""
 
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.cuda import Cuda

@@ -25,11 +25,10 @@ from dpprof.records.result import Kernels, Measurement, Observed
 from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
-from dpprof.traces.events import write_events
 from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
-from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_trace
+from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_events, write_trace
 
 TRACED_STEPS = 3
 """The most steps that are traced; a longer trace is larger without more information."""

@@ -5,8 +5,9 @@ runs them. ``estimate`` runs them under fake tensors, without their memory or th
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -17,9 +18,11 @@ from dpprof.instruments.setup import Training, begin, import_method, set_up
 from dpprof.memory import simulated_cuda
 from dpprof.memory.attribution import StepObserver
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.cuda_workspaces import cuda_workspaces
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
-from dpprof.memory.summary import state_compute, state_io, state_memory
+from dpprof.memory.reduction_buffers import Processors
+from dpprof.memory.summary import simulate_allocator, state_compute, state_io, state_memory
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
@@ -37,7 +40,8 @@ ESTIMATED_STEPS = 2
 """The second step is like every later one: gradients and optimizer state exist."""
 
 _NOT_KNOWN = {
-    "memory.peak_reserved_bytes": "the timeline sees storages, not what the allocator reserves",
+    "memory.peak_reserved_bytes": "the instrument clean measures it",
+    "memory.allocator": "PyTorch's CPU allocator has no pool of blocks",
     "memory.peak_rss_bytes": "the instrument clean measures it",
     "memory.peak_device_used_bytes": "the instrument clean measures it",
     "memory.alloc_retries": "the instrument clean measures it",
@@ -107,16 +111,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """
     method, device = begin(experiment)
     on_cuda = device.torch_device.type == "cuda"
-    recorder = Recorder(
-        block_bytes=simulated_cuda.BLOCK_BYTES if on_cuda else 1,
-        is_there=lambda tensor, _: tensor.device.type == device.torch_device.type,
-        workspaces=simulated_cuda.WORKSPACES if on_cuda else CPU_WORKSPACES,
-    )
-    if on_cuda:
-        major, minor = torch.cuda.get_device_capability()
-        recorder.note_library_memory(
-            simulated_cuda.library_workspace(f"{major}.{minor}"), "cuBLAS workspace"
-        )
+    recorder = _record_cuda() if on_cuda else _record_cpu()
     # On CUDA backward has its own thread, whose Python stack does not show the caller.
     with torch.autograd.set_multithreading_enabled(False), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
@@ -135,7 +130,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     counted_s = time.perf_counter() - started
     allocator_peak, resident_bytes = device.peaks().allocated_bytes, peak_rss_bytes()
     ceilings = find_by_device_name(torch.cuda.get_device_name()) if on_cuda else None
-    memory = state_memory(experiment, first, steady, allocator_peak, real=True)
+    total = int(torch.cuda.get_device_properties().total_memory) if on_cuda else None
+    allocator = simulate_allocator(steady, total) if on_cuda else None
+    memory = state_memory(experiment, first, steady, allocator_peak, real=True, allocator=allocator)
     told = state(
         experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=ceilings
     )
@@ -146,6 +143,27 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         peak_allocated_bytes=allocator_peak,
     )
     return told.model_copy(update={"observed": observed})
+
+
+def _record_cpu(instead: Mapping[Any, Callable[..., Any]] | None = None) -> Recorder:
+    return Recorder(
+        is_there=lambda tensor, _: tensor.device.type == "cpu",
+        instead=instead,
+        workspaces=CPU_WORKSPACES,
+    )
+
+
+def _record_cuda() -> Recorder:
+    gpu = torch.cuda.get_device_properties()
+    capability = f"{gpu.major}.{gpu.minor}"
+    recorder = Recorder(
+        block_bytes=simulated_cuda.BLOCK_BYTES,
+        is_there=lambda tensor, _: tensor.is_cuda,
+        workspaces=cuda_workspaces(Processors.of(gpu.multi_processor_count, capability)),
+    )
+    # Forward and backward run on one thread here, with one handle.
+    recorder.handles = {"forward": simulated_cuda.library_workspace(capability)}
+    return recorder
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
@@ -164,7 +182,8 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
-    memory = state_memory(experiment, first, steady, None, real=False)
+    allocator = simulate_allocator(steady, int(target.memory_bytes)) if target else None
+    memory = state_memory(experiment, first, steady, None, real=False, allocator=allocator)
     return state(
         experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=target
     )
@@ -203,12 +222,11 @@ def tracing(
     with ExitStack() as within:
         within.enter_context(fake_tensors())
         if target is None:
-            recorder = Recorder(
-                is_there=lambda tensor, _: not tensor.is_meta,
-                instead=INSTEAD,
-                workspaces=CPU_WORKSPACES,
-            )
+            recorder = _record_cpu(INSTEAD)
         else:
+            processors = None
+            if choices.reductions and target.multiprocessors:
+                processors = Processors.of(target.multiprocessors, target.compute_capability)
             notes = within.enter_context(
                 simulated_cuda.like_cuda(target.compute_capability, choices)
             )
@@ -216,13 +234,12 @@ def tracing(
                 block_bytes=simulated_cuda.BLOCK_BYTES if choices.blocks else 1,
                 is_there=simulated_cuda.is_on_device,
                 instead=INSTEAD,
-                workspaces=simulated_cuda.WORKSPACES if choices.workspaces else {},
+                workspaces=cuda_workspaces(processors) if choices.workspaces else {},
             )
             recorder.notes = notes
             if choices.libraries:
                 size = simulated_cuda.library_workspace(target.compute_capability)
-                for thread in ("forward", "backward"):  # each has its own handle
-                    recorder.note_library_memory(size, f"cuBLAS workspace, {thread}")
+                recorder.handles = {"forward": size, "backward": size}
         within.enter_context(recorder)
         yield recorder
 
@@ -249,6 +266,8 @@ def state(
     compute = state_compute(experiment, training.step.module, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
+    predicted = {f"memory.{name}" for name, value in memory if value is not None}
+    unknown = {name: why for name, why in _NOT_KNOWN.items() if name not in predicted}
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -257,5 +276,5 @@ def state(
         memory=memory,
         compute=compute,
         io=state_io(steady, compute.executed_flops),
-        reasons=_NOT_KNOWN | not_run | paths.reasons | training.step.reasons,
+        reasons=unknown | not_run | paths.reasons | training.step.reasons,
     )

@@ -1,4 +1,4 @@
-"""What every instrument sets up before it watches: model, method, optimizer, batch."""
+"""Sets up what every instrument measures: model, method, optimizer and batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from dpprof.spec.registry import UnsupportedError
 
 
 class Training(NamedTuple):
-    """A method on a model with a batch, ready to step."""
+    """A method applied to a model, with a batch."""
 
     step: TrainingStep
     batch: Batch
@@ -29,14 +29,14 @@ class Training(NamedTuple):
 
     @property
     def holdings(self) -> Holdings:
-        """What holds the training's tensors."""
+        """The objects that hold the training's tensors."""
         return Holdings(
             self.step.module, self.step.optimizer, self.batch, attributes=self.step.attributes
         )
 
 
 def begin(experiment: Experiment) -> tuple[type[TrainingStep], Device]:
-    """Import what the experiment will need, then open its device and prepare it."""
+    """Import what the experiment needs, and return its method and its prepared device."""
     method = import_method(experiment)
     device = open_device(experiment.device)
     device.prepare(experiment)
@@ -44,13 +44,13 @@ def begin(experiment: Experiment) -> tuple[type[TrainingStep], Device]:
 
 
 def import_method(experiment: Experiment) -> type[TrainingStep]:
-    """Import all that the experiment will need, and return its method.
+    """Import everything that the experiment needs, and return its method.
 
-    Before the memory limit holds and before the first snapshot: a limit must not hit a
-    half-imported library, and no snapshot may take a library for memory of the training.
+    Call this before the memory limit applies, which must not interrupt an import, and before the
+    first snapshot, which must not count libraries as memory of the training.
 
     Raises:
-        EntryPointError: The method is not there, or no method; or the model is not there.
+        EntryPointError: The method or the model cannot be imported, or the method is none.
     """
     method = registry.load("methods", experiment.method)
     if not (isinstance(method, type) and issubclass(method, TrainingStep)):
@@ -73,14 +73,10 @@ def set_up(
     device: Device,
     moment: Callable[[str, Holdings], None],
 ) -> Training:
-    """Build what an experiment names, the same way for every instrument.
+    """Build an experiment's model, method, optimizer and batch on a prepared device.
 
-    Args:
-        experiment: What to build.
-        method: What ``import_method`` returned.
-        device: Where to build it; already prepared.
-        moment: Called with ``model_loaded``, ``wrapped_with_dp`` and
-            ``optimizer_created`` as they are reached, and with what holds tensors then.
+    ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
+    objects that hold tensors then.
     """
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
@@ -111,12 +107,12 @@ def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
 
 
 def make_batch(model: nn.Module, device: Device, batch_size: int, seq_len: int) -> Batch:
-    """Draw one batch of uniform tokens; it stays on the device, so no step waits for data.
+    """Return a batch of uniform random tokens on the device, so no step waits for data.
 
-    The vocabulary's size is read off the token embedding, the first in the model.
+    The vocabulary's size is that of the model's first embedding.
 
     Raises:
-        UnsupportedError: There is no embedding.
+        UnsupportedError: The model has no embedding.
     """
     tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
     embedding = next(tables, None)

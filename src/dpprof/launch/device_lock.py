@@ -73,7 +73,7 @@ def hold_one(
     Args:
         devices: Names of interchangeable devices, at least one.
         waiting: Called once if all of them are taken.
-        shared: Whether other callers with ``shared`` may hold the lock too; callers without wait.
+        shared: Whether other callers with ``shared`` may hold the lock too.
 
     Yields:
         The position of the device, and the descriptor to pass to a child.

@@ -26,7 +26,7 @@ def judge_death(
     """Return the outcome and failure of a process that ended without a report.
 
     Args:
-        returncode: The return code from ``subprocess``: negative for a signal.
+        returncode: As in ``subprocess``: negative for a signal.
         phase: The phase in which it ended.
         tail: The end of its output.
         limited: Whether it had a memory limit.

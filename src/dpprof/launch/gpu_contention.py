@@ -17,11 +17,7 @@ _GIB = 2**30
 
 
 def look_at(uuid: str | None) -> Others:
-    """Return the use of a GPU whose lock this process holds, as the driver reports it.
-
-    Args:
-        uuid: The GPU's UUID; None for the host's processor.
-    """
+    """Return the driver's figures on a GPU whose lock this process holds; None is the CPU."""
     if uuid is None:
         return Others(reason="not on a GPU; see others_busy_cores for the processor")
     with nvml() as available:
@@ -52,10 +48,7 @@ def look_afterwards(uuid: str | None) -> Others:
 def wait_until_idle(uuid: str | None, seconds: float, waiting: Callable[[Others], None]) -> None:
     """Wait until other processes have left a GPU; do not wait if their use is unknown.
 
-    Args:
-        uuid: The GPU's UUID; None for the host's processor, which needs no wait.
-        seconds: The longest wait.
-        waiting: Called once with the use by others, if there is a wait.
+    ``waiting`` is called once with the use by others, if there is a wait.
     """
     until, told = time.monotonic() + seconds, False
     while seconds and (others := look_at(uuid)).matter:
@@ -69,13 +62,10 @@ def wait_until_idle(uuid: str | None, seconds: float, waiting: Callable[[Others]
 
 def tell_others(failure: Failure, before: Others, after: Others) -> Failure:
     """Return an out-of-memory failure with the device memory that other processes held."""
-    held = [others.memory_bytes for others in (before, after) if others.memory_bytes is not None]
+    known = {"before": before.memory_bytes, "after": after.memory_bytes}
+    held = {when: size for when, size in known.items() if size is not None}
     if not held:
         return failure
-    told = " and ".join(
-        f"{others.memory_bytes / _GIB:.2f} GiB {when} it"
-        for when, others in (("before", before), ("after", after))
-        if others.memory_bytes is not None
-    )
+    told = " and ".join(f"{size / _GIB:.2f} GiB {when} it" for when, size in held.items())
     message = f"{failure.message}; other processes held {told}"
-    return failure.model_copy(update={"message": message, "others_bytes": max(held)})
+    return failure.model_copy(update={"message": message, "others_bytes": max(held.values())})

@@ -24,11 +24,7 @@ from dpprof.system.files import write_atomically
 _VARIABLE = "DPPROF_PROGRESS"
 
 
-class _ToCome(BaseModel):
-    """A planned run in the first line of a progress file."""
-
-    run: str
-    kind: str
+_PLANNED = TypeAdapter(dict[str, str])
 
 
 class _Ended(BaseModel):
@@ -38,37 +34,33 @@ class _Ended(BaseModel):
     wall_s: float
 
 
-_LIST = TypeAdapter(list[_ToCome])
-
-
 class Progress:
-    """A sweep's progress file: the first line lists planned runs, later lines list ended ones."""
+    """A sweep's progress file.
+
+    The first line has the planned runs with their kinds, each later line a run that has ended.
+    """
 
     def __init__(self, path: Path) -> None:
         first, *others = path.read_text(encoding="utf-8").splitlines()
         self._path = path
-        self._to_come = _LIST.validate_json(first)
-        self._ended: dict[str, _Ended] = {}
+        self._kinds = _PLANNED.validate_json(first)
+        self._walls: dict[str, float] = {}
         for text in others:
             with contextlib.suppress(ValueError):  # cut by a full disk or a kill
                 line = _Ended.model_validate_json(text)
-                self._ended[line.run] = line
+                self._walls[line.run] = line.wall_s
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
         """Write a sweep's file and name it in the environment of Snakemake's processes.
 
         If the file cannot be written, for example because a folder has its name, the environment
-        names none.
-
-        Args:
-            path: The file.
-            runs: A unique name and the experiment of every planned run.
+        names none. ``runs`` has a unique name and the experiment of every planned run.
         """
-        to_come = [{"run": name, "kind": _kind(experiment)} for name, experiment in runs]
+        kinds = {name: f"{one.model_name} {one.method}" for name, one in runs}
         os.environ.pop(_VARIABLE, None)
         with contextlib.suppress(OSError):
-            write_atomically(path, json.dumps(to_come) + "\n")
+            write_atomically(path, json.dumps(kinds) + "\n")
             os.environ[_VARIABLE] = str(path.resolve())
 
     @classmethod
@@ -88,23 +80,21 @@ class Progress:
         The estimate of a run is the median of its kind (model and method), or of all runs if none
         of its kind has ended. None until the first run has ended.
         """
-        if not self._ended:
+        if not self._walls:
             return None
-        kinds = {run.run: run.kind for run in self._to_come}
-        walls: dict[str, list[float]] = {}
-        for name, line in self._ended.items():
-            walls.setdefault(kinds.get(name, ""), []).append(line.wall_s)
-        anything = statistics.median(wall for group in walls.values() for wall in group)
+        by_kind: dict[str, list[float]] = {}
+        for name, wall_s in self._walls.items():
+            by_kind.setdefault(self._kinds.get(name, ""), []).append(wall_s)
         return sum(
-            statistics.median(walls.get(run.kind, [anything]))
-            for run in self._to_come
-            if run.run not in self._ended
+            statistics.median(by_kind.get(kind) or self._walls.values())
+            for name, kind in self._kinds.items()
+            if name not in self._walls
         )
 
     def announce(self, name: str) -> None:
         """Print the run that starts now, its number, and the time left."""
-        total = len(self._to_come)
-        number = min(len(self._ended) + 1, total)
+        total = len(self._kinds)
+        number = min(len(self._walls) + 1, total)
         left = self.seconds_left()
         when = "" if left is None else f", about {format_duration(left)} left"
         say(f"[{number}/{total}] {name}{when}")
@@ -159,7 +149,3 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:  # noqa: PLR2004 (minutes in an hour)
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _kind(experiment: Experiment) -> str:
-    return f"{experiment.model_name} {experiment.method}"

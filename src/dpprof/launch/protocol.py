@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict
 
 from dpprof.records.result import Failure, Measurement
 from dpprof.records.terms import PHASES, Outcome, Phase
-from dpprof.spec.experiment import Experiment
 
 TRACES = "DPPROF_TRACES"
 """The environment variable that holds the folder for traces."""
@@ -18,19 +17,6 @@ def traces_folder() -> Path | None:
     """Return the folder in which a worker's instrument may write traces; None if there is none."""
     folder = os.environ.get(TRACES)
     return Path(folder) if folder else None
-
-
-class Assignment(BaseModel):
-    """A worker's assignment, its only command-line argument."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    experiment: Experiment
-    instrument: str
-    supervisor_pid: int
-    phase_fd: int
-    report_fd: int
-    lock_fd: int
 
 
 class Report(BaseModel):

@@ -1,15 +1,12 @@
 """Runs a verification in a separate process, and always writes one file."""
 
-import platform
-import time
 from functools import partial
 from pathlib import Path
 
-from dpprof.launch.child_process import UnansweredError, ask_child
-from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_slots import cpu_slot
+from dpprof.launch.isolated import isolate
 from dpprof.planning.code_digest import verdict_digest
-from dpprof.planning.code_in_use import CodeInUse
-from dpprof.records.provenance import describe_git, package_versions
+from dpprof.records.record import write_record
 from dpprof.records.verdict import (
     SCHEMA_VERSION,
     TOLERANCE,
@@ -18,15 +15,12 @@ from dpprof.records.verdict import (
     judge,
     judged,
     name_holes,
-    write_verdict,
 )
-from dpprof.system.console import say
-from dpprof.system.files import check_writable
 
 TIMEOUT_S = 300
 """A verification takes seconds; one that takes longer than this counts as hung."""
 
-_VERIFY = "dpprof.verification.verify"
+_VERIFY = "dpprof.verification.verify:verify"
 
 
 def verify_apart(model: str, method: str, output: Path) -> Verdict:
@@ -34,71 +28,41 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
 
     A verification may run at the same time as predictions, but waits for measurements to end.
 
-    Args:
-        model: A model's name, or ``built-in``.
-        method: A method's name.
-        output: The verdict's file; written as a whole at the end.
-
     Raises:
         OSError: The verdict cannot be written; this is checked before the verification.
     """
-    check_writable(output)
-    code = CodeInUse(partial(verdict_digest, model, method), __file__)
-
-    def waiting() -> None:
-        say(f"a measurement is running on this machine; waiting for {who_holds(['cpu'])}")
-
-    with hold_one(["cpu"], waiting, shared=True) as (_, lock_fd):
-        code.start()
-        start = time.monotonic()
-        (mechanism, cases), ended = _ask_child(model, method, lock_fd)
-        wall_s = time.monotonic() - start
-        digest = code.settle()
+    digest = partial(verdict_digest, model, method)
+    with isolate(output, [cpu_slot(1)], digest, __file__, shared=True) as isolation:
+        isolation.begin()
+        ended = isolation.run(Findings, _VERIFY, model, method, timeout_s=TIMEOUT_S)
+        facts = isolation.finish()
+    mechanism, cases = ended.answer or Findings(None, [])
     passed, reason = judge(cases)
-    return write_verdict(
+    deciding = judged(cases)
+    return write_record(
         output,
+        Verdict,
         {
             "model": model,
             "method": method,
             "mechanism": mechanism,
             "passed": passed,
-            "reason": ended or reason,
+            "reason": reason if ended.answer else ended.explain("verification", TIMEOUT_S),
             "schema_version": SCHEMA_VERSION,
             "tolerance": TOLERANCE,
             "holes": name_holes(cases),
-            "max_relative_error": _largest([one.max_relative_error for one in judged(cases)]),
+            "max_relative_error": _largest([one.max_relative_error for one in deciding]),
             "max_relative_error_of_norms": _largest(
-                [one.max_relative_error_of_norms for one in judged(cases)]
+                [one.max_relative_error_of_norms for one in deciding]
             ),
             "references": sorted({name for one in cases for name in one.references}),
             "cases": cases,
-            "code_digest": digest,
-            "wall_s": wall_s,
-            "provenance": {
-                "git": describe_git(),
-                "python": platform.python_version(),
-                "packages": package_versions(),
-            },
+            "code_digest": facts["code_digest"],
+            "wall_s": facts["wall_s"],
+            "provenance": {key: facts["provenance"][key] for key in ("git", "python", "packages")},
         },
     )
 
 
 def _largest(errors: list[float | None]) -> float | None:
     return max((error for error in errors if error is not None), default=None)
-
-
-def _ask_child(model: str, method: str, lock_fd: int) -> tuple[Findings, str | None]:
-    """Return the findings of a child, or how the child ended without an answer."""
-    try:
-        found: Findings = ask_child(
-            "verification",
-            _VERIFY,
-            "verify",
-            model,
-            method,
-            timeout_s=TIMEOUT_S,
-            lock_fd=lock_fd,
-        )
-    except UnansweredError as error:
-        return Findings(None, []), str(error)
-    return found, None

@@ -1,24 +1,19 @@
 """The worker process of an experiment: runs one instrument and reports the result.
 
-The supervisor starts it as ``python -m dpprof.launch.worker ASSIGNMENT``. The worker writes a
-report unless its process dies; then the supervisor judges it by how the process ended.
+The supervisor calls ``work`` in a child process. The worker returns a report unless its process
+dies; then the supervisor judges it by how the process ended.
 """
 
-import faulthandler
-import json
-import os
 import resource
 import sys
 import traceback
 
-from dpprof.launch.device_lock import keep_to_this_process
-from dpprof.launch.protocol import Assignment, PhaseMark, Report
+from dpprof.launch.protocol import PhaseMark, Report
 from dpprof.records.result import Failure
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
-from dpprof.system.messages import KIND_LIMIT, escape_all, shorten
+from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
-from dpprof.system.process_groups import die_with
 
 
 def _lift_memory_limit() -> None:
@@ -67,18 +62,8 @@ def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
     return Report(outcome="ok", measurement=measurement)
 
 
-def main() -> None:
-    """Carry out the assignment on the command line."""
-    faulthandler.enable()
-    assignment = Assignment.model_validate_json(sys.argv[1])
-    die_with(assignment.supervisor_pid)
-    keep_to_this_process(assignment.lock_fd)
-    mark = PhaseMark(assignment.phase_fd)
-    report = run(assignment.experiment, assignment.instrument, mark)
+def work(spec: str, instrument: str, phase_fd: int) -> Report:
+    """Run an experiment, given as JSON, and return its report to the supervisor."""
+    report = run(Experiment.model_validate_json(spec), instrument, PhaseMark(phase_fd))
     _lift_memory_limit()
-    with os.fdopen(assignment.report_fd, "w", encoding="utf-8") as file:
-        json.dump(escape_all(report.model_dump(mode="json")), file)
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -8,11 +8,19 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dpprof.memory.caching_allocator import DEFAULT, CachingAllocator, Peaks, Settings
+from dpprof.memory.caching_allocator import (
+    DEFAULT,
+    EXPANDABLE,
+    CachingAllocator,
+    OutOfMemoryError,
+    Peaks,
+    Settings,
+)
 from dpprof.memory.recorder import Allocated, Event, Freed
+from dpprof.records.step_costs import Allocator
 
 MOST_STEPS = 10
-"""The last step is repeated this often at most."""
+"""The last step is played this often at most, if nothing else is said."""
 
 
 class Placement(NamedTuple):
@@ -36,7 +44,9 @@ def place(
     step: Sequence[Event],
     size_of: Callable[[int], int],
     limit_bytes: int | None = None,
+    *,
     settings: Settings = DEFAULT,
+    most_steps: int = MOST_STEPS,
 ) -> Placement:
     """Play a training's events into a new allocator.
 
@@ -46,6 +56,7 @@ def place(
         size_of: The bytes that a storage requested, by its number.
         limit_bytes: What the device can give; None for no limit.
         settings: Of the allocator.
+        most_steps: The step is played this often at most.
 
     Raises:
         OutOfMemoryError: The allocator finds no room for a request.
@@ -55,7 +66,7 @@ def place(
     player.play(before, {})
     predecessors = _match(step, size_of)
     steps, retries = 0, 0
-    while steps < MOST_STEPS:
+    while steps < most_steps:
         reserved, retries = allocator.reserved_bytes, allocator.retries
         allocator.reset_peaks()
         keys = player.keys
@@ -64,6 +75,40 @@ def place(
         if steps > 1 and (allocator.reserved_bytes, allocator.retries) == (reserved, retries):
             break
     return Placement(allocator.peaks, allocator.retries, allocator.retries - retries, steps)
+
+
+def summarise_allocator(
+    before: Sequence[Event],
+    step: Sequence[Event],
+    size_of: Callable[[int], int],
+    limit_bytes: int | None,
+) -> Allocator:
+    """Simulate the allocator with and without expandable segments, and within the device's memory.
+
+    Args:
+        before: What was recorded from the first allocation up to the step.
+        step: What was recorded of the step.
+        size_of: The bytes that a storage requested, by its number.
+        limit_bytes: What the device can give; None where that is not known.
+    """
+    free = place(before, step, size_of)
+    expandable = place(before, step, size_of, settings=EXPANDABLE)
+    fits: bool | None = None if limit_bytes is None else True
+    retries: int | None = 0
+    if limit_bytes is not None and free.peaks.reserved_bytes > limit_bytes:
+        try:
+            retries = place(before, step, size_of, limit_bytes).retries_in_last_step
+        except OutOfMemoryError:
+            fits, retries = False, None
+    return Allocator(
+        requested_bytes=free.peaks.requested_bytes,
+        allocated_bytes=free.peaks.allocated_bytes,
+        reserved_bytes=free.peaks.reserved_bytes,
+        expandable_reserved_bytes=expandable.peaks.reserved_bytes,
+        limit_bytes=limit_bytes,
+        fits=fits,
+        retries=retries,
+    )
 
 
 class _Player:

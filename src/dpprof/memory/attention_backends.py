@@ -8,6 +8,7 @@ Shape legend: B samples, H heads, M queries, N keys, K head width.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -144,14 +145,14 @@ def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> A
     return attend(q, k, v, *given[backend], causal, scale=scale)[0]
 
 
-def _flash_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
+def _flash_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     """Return a float32 gradient of the queries and softmax's sums (flash_api.cpp, mha_bwd)."""
     B, H, M, K = q.shape
     rows = -(-M // 128) * 128
-    return 4 * B * H * rows * (1 + -(-K // 32) * 32)
+    return 4 * B * H * rows * (-(-K // 32) * 32), 4 * B * H * rows
 
 
-def _efficient_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
+def _efficient_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     """Return delta, with its product or the accumulators of the queries' gradient.
 
     Source: mem_eff_attention/kernel_backward.h, attention_backward.cu.
@@ -159,17 +160,17 @@ def _efficient_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int
     B, H, M, K = q.shape
     accumulators = B * H * -(-M // 64) * -(-K // 64) * 16_400
     product = 4 * B * M * H * (K + 1) if q.dtype is torch.float32 else 0
-    return 4 * B * H * M + max(product, accumulators)
+    return 4 * B * H * M, max(product, accumulators)
 
 
-def _cudnn_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> int:
+def _cudnn_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     """Return a float32 gradient of the queries and softmax's sums, a lower bound.
 
     cudnn-frontend's graph has these tensors (``CompositeSDPABackwardNode``); what the engine
     allocates besides is known only where it runs.
     """
     B, H, M, K = q.shape
-    return 4 * B * H * M * (K + 1)
+    return 4 * B * H * M * K, 4 * B * H * M
 
 
 WORKSPACES = {

@@ -9,7 +9,7 @@ product, up to a few hundred KiB.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,39 +28,39 @@ def _split(queries: int, keys: int) -> tuple[int, int]:
     return min(queries, size), min(keys, 512)
 
 
-def _flash(q: Tensor, k: Tensor, _v: Tensor, *_: Any, **__: Any) -> int:
+def _flash(q: Tensor, k: Tensor, _v: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     """Return scores, their maxima and sums, and the output of one block, for each thread."""
     queries, keys = _split(q.shape[2], k.shape[2])
     size = 8 if q.dtype is torch.float64 else 4
     nbytes = (queries * keys + 2 * queries + queries * q.shape[3]) * size
     if q.dtype in _REDUCED:
         nbytes += queries * keys * 2
-    return torch.get_num_threads() * nbytes
+    return (torch.get_num_threads() * nbytes,)
 
 
-def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     """Return scores and their gradient for one block, for each thread; sums of rows once."""
     queries, keys = _split(q.shape[2], k.shape[2])
     size = 8 if q.dtype is torch.float64 else 4
     nbytes = 2 * queries * keys * size
     if q.dtype in _REDUCED:
         nbytes += 2 * queries * keys * 2
-    return torch.get_num_threads() * nbytes + queries * size
+    return torch.get_num_threads() * nbytes, queries * size
 
 
 def _layer_norm_backward(
     gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **options: Any
-) -> int:
+) -> Sequence[int]:
     """Return gradients of weight and bias for each thread, where they are needed."""
     if not any((rest[-1] if rest else options["output_mask"])[1:]):
-        return 0
+        return ()
     width: int = math.prod(shape)
-    return 2 * torch.get_num_threads() * width * gradient.element_size()
+    return (2 * torch.get_num_threads() * width * gradient.element_size(),)
 
 
-def _scatter_add(target: Tensor, *_: Any, **__: Any) -> int:
+def _scatter_add(target: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     """Return the float32 sums of a target in 16 bits."""
-    return 4 * target.numel() if target.dtype in _REDUCED else 0
+    return (4 * target.numel(),) if target.dtype in _REDUCED else ()
 
 
 CPU_WORKSPACES: Mapping[Any, Workspace] = {

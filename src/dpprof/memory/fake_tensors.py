@@ -83,13 +83,14 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     Raises:
         UnsupportedError: Code within asked for a fake tensor's elements.
     """
-    # Every conversion of a module calls _apply, and call_for_per_sample_grads makes ExpandedWeight;
-    # neither has a hook.
+    # Every conversion of a module calls _apply, call_for_per_sample_grads makes ExpandedWeight, and
+    # trunc_normal_ draws until no element is out of bounds; none has a hook.
     with (
         _raising_unsupported(),
         warnings.catch_warnings(),
         substitute(nn.Module, "_apply", _apply_to_fake),
         substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
+        substitute(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
         FakeTensorMode() as mode,
     ):
         # Opacus copies gradients with deepcopy, which would copy this mode too. A subclass does not

@@ -26,6 +26,12 @@ from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
 from dpprof.records.terms import OpKind, Phase
 
+_USES_HANDLE = {
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot")
+}
+"""Operators that cuBLAS runs."""
+
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
@@ -45,9 +51,14 @@ class Storage:
     """A storage: where it was allocated, and in which roles its tensors were seen."""
 
     nbytes: int
+    """Rounded up to the allocator's blocks."""
+
     op: str
     phase: Phase
     module: str | None
+    requested: int = 0
+    """As the allocator was asked."""
+
     shape: tuple[int, ...] = ()
     code: CodeType | None = None
     function: str | None = None
@@ -114,8 +125,8 @@ class _Finalizer(weakref.ref[torch.UntypedStorage]):
     number: int
 
 
-Workspace = Callable[..., int]
-"""From an operator's arguments to the bytes that its kernel allocates and frees."""
+Workspace = Callable[..., Sequence[int]]
+"""From an operator's arguments to the bytes of each allocation that its kernel makes and frees."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,6 +159,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.notes: Mapping[str, str] = {}
         """What was chosen for a simulated device, and why."""
+
+        self.handles: dict[str, int] = {}
+        """Bytes of the cuBLAS workspace of each thread that has none yet: forward, backward."""
 
         self.counting = False
         """Whether operators are recorded with their costs."""
@@ -185,9 +199,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is not None:
             self.storages[number].roles.add(role)
 
-    def note_library_memory(self, nbytes: int, op: str) -> None:
-        """Record memory that a library allocates outside of tensors and never frees."""
-        self._allocate(Storage(self._round(nbytes), op, self.phase, None, roles={"workspace"}))
+    def _note_handle(self) -> None:
+        """Record what cuBLAS allocates with the first product of a thread, and never frees."""
+        thread = "forward" if _current_node() is None else "backward"
+        nbytes = self.handles.pop(thread, 0)
+        if nbytes:
+            name = f"cuBLAS workspace, {thread}"
+            self._allocate(name, nbytes, None, roles={"workspace"})
 
     def note_saved(self, number: int, saved: bool) -> None:
         """Record that autograd keeps a storage for backward, or releases it."""
@@ -210,6 +228,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not rule.is_view:
             for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
                 self._note_allocation(tensor, rule.name)
+        if self.handles and rule.packet in _USES_HANDLE:
+            self._note_handle()
         if rule.packet in self._workspaces:
             self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))
         if self.counting and not rule.is_free:
@@ -264,7 +284,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nbytes == 0 or not self._is_there(tensor, self.phase):
             return
         self._follow(storage, len(self.storages))
-        new = Storage(self._round(nbytes), op, self.phase, self._module(), tuple(tensor.shape))
+        new = self._allocate(op, nbytes, self._module(), shape=tuple(tensor.shape))
         if self.sampler is not None:
             new.sampler, new.module = self.sampler
         new.code, new.function = self._function()
@@ -273,11 +293,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is not None:
             new.node = None if new.recomputed else node.name()
             new.node_number = node._sequence_nr()  # noqa: SLF001 (no public name)
-        self._allocate(new)
 
-    def _allocate(self, storage: Storage) -> None:
+    def _allocate(self, op: str, nbytes: int, module: str | None, **known: Any) -> Storage:
+        rounded = -(-nbytes // self._block) * self._block
+        storage = Storage(rounded, op, self.phase, module, nbytes, **known)
         self.storages.append(storage)
         self.events.append(Allocated(len(self.storages) - 1))
+        return storage
 
     def _note_freed(self, finalizer: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(finalizer, _Finalizer)
@@ -285,14 +307,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._alive[finalizer.key]
         self.events.append(Freed(finalizer.number))
 
-    def _note_workspace(self, op: str, nbytes: int) -> None:
-        if nbytes:
-            size, module = self._round(nbytes), self._module()
-            self._allocate(Storage(size, op, self.phase, module, roles={"workspace"}))
-            self.events.append(Freed(len(self.storages) - 1))
-
-    def _round(self, nbytes: int) -> int:
-        return -(-nbytes // self._block) * self._block
+    def _note_workspace(self, op: str, sizes: Sequence[int]) -> None:
+        before, module = len(self.storages), self._module()
+        for nbytes in filter(None, sizes):
+            self._allocate(op, nbytes, module, roles={"workspace"})
+        self.events += map(Freed, reversed(range(before, len(self.storages))))
 
     def _is_recomputing(self, node: Any) -> bool:
         """Return whether backward runs a module's forward a second time, as checkpointing does."""

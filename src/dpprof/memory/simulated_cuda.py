@@ -6,7 +6,7 @@ docs/numbers/estimate.md says which of it was checked on a GPU.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,12 +17,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dpprof.memory import attention_backends
-from dpprof.memory.recorder import Workspace
 from dpprof.norms.placement import as_if_on_cuda
 from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
-
-aten = torch.ops.aten
 
 
 class Choices(NamedTuple):
@@ -52,6 +49,9 @@ class Choices(NamedTuple):
     """Compute norms of flash clipping by its Triton kernels, which allocate almost nothing
     (norms/triton_kernels.py)."""
 
+    reductions: bool = True
+    """Allocate the buffers of partial results of reductions (``memory.reduction_buffers``)."""
+
     workspaces: bool = True
     """Add what kernels allocate and free within an operator."""
 
@@ -70,24 +70,6 @@ def library_workspace(compute_capability: str) -> int:
     hopper = 9
     is_old = int(compute_capability.partition(".")[0]) < hopper
     return 8320 * 2**10 if is_old else 32 * 2**20
-
-
-def _embedding_backward(_gradient: Tensor, indices: Tensor, rows: int, *_: Any, **__: Any) -> int:
-    """Return sorted indices and partial sums of ten (EmbeddingBackwardKernel.cu)."""
-    n, width = indices.numel(), _gradient.shape[-1]
-    small_enough_for_one_kernel = 3072
-    if n <= small_enough_for_one_kernel:
-        return 0
-    segments = min(n, rows)
-    partial = n // 10 + segments
-    return 8 * (3 * n + 2 * segments + partial) + 4 * partial * width
-
-
-WORKSPACES: Mapping[Any, Workspace] = {
-    **attention_backends.WORKSPACES,
-    aten.embedding_dense_backward: _embedding_backward,
-}
-"""What CUDA kernels allocate and free, by overload packet."""
 
 
 def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -10,12 +10,14 @@ from torch import nn
 
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.flops.op_costs import COUNTED
+from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
 from dpprof.memory.recorder import Op
 from dpprof.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.models.build import find_dimensions
 from dpprof.records.reconciliation import reconcile
 from dpprof.records.step_costs import (
+    Allocator,
     AtPeak,
     Compute,
     Io,
@@ -45,6 +47,7 @@ def state_memory(
     allocator_peak: int | None,
     *,
     real: bool,
+    allocator: Allocator | None = None,
 ) -> Memory:
     """Summarise live memory at the peak of a step and over time.
 
@@ -54,17 +57,36 @@ def state_memory(
         steady: A step in the steady state.
         allocator_peak: The allocator's peak of that step in bytes, if known in this process.
         real: Whether the step really ran, so that its times have a meaning.
+        allocator: What the caching allocator makes of the steps; None for a CPU.
     """
+    peak, first_peak = steady.peak_bytes, first.peak_bytes
+    if allocator is not None:
+        peak = allocator.allocated_bytes
+        first_peak = place(
+            first.before, first.events, first.requested_bytes, most_steps=1
+        ).peaks.allocated_bytes
     return Memory(
-        peak_allocated_bytes=steady.peak_bytes,
-        first_step_peak_allocated_bytes=first.peak_bytes,
+        peak_allocated_bytes=peak,
+        first_step_peak_allocated_bytes=first_peak,
+        peak_reserved_bytes=None if real or allocator is None else allocator.reserved_bytes,
+        alloc_retries=None if real or allocator is None else allocator.retries,
         at_peak=_at_peak(steady),
         timeline=_timeline(steady, real=real),
         attribution=reconcile(
-            experiment, steady.peak_bytes, allocator_peak, _sum_by_evidence(steady)
+            experiment,
+            steady.peak_bytes,
+            allocator_peak,
+            _sum_by_evidence(steady),
+            peak - steady.peak_bytes,
         ),
+        allocator=allocator,
         assumed=_list_assumptions(steady),
     )
+
+
+def simulate_allocator(steady: MemoryTimeline, limit_bytes: int | None) -> Allocator:
+    """Play the training up to a step in the steady state, and that step, into the allocator."""
+    return summarise_allocator(steady.before, steady.events, steady.requested_bytes, limit_bytes)
 
 
 def _list_assumptions(step: MemoryTimeline) -> dict[str, str]:

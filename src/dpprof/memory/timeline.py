@@ -48,9 +48,15 @@ class MemoryTimeline:
         self.notes = recorder.notes
         self._storages = recorder.storages
         self._births = births
-        self._before = recorder.events[: window[0]]
+        self.before: Sequence[Event] = recorder.events[: window[0]]
+        """What was recorded before the step, from the first allocation on."""
+
         self.events: Sequence[Event] = recorder.events[window[0] : window[1]]
         self._owners: dict[tuple[int, bool], Owner] = {}
+
+    def requested_bytes(self, number: int) -> int:
+        """Return the bytes that a storage requested from the allocator."""
+        return self._storages[number].requested
 
     def owner(self, number: int, *, saved: bool) -> Owner:
         """Return the owner of a storage while autograd keeps it, or while it does not."""
@@ -70,7 +76,7 @@ class MemoryTimeline:
         allocated_in: dict[int, int] = {}
         temporary: set[int] = set()
         phase = 0
-        for event in (*self._before, *self.events):
+        for event in (*self.before, *self.events):
             match event:
                 case Entered():
                     phase += 1
@@ -85,7 +91,7 @@ class MemoryTimeline:
         """Live bytes of each component (columns) before the step and after each event (rows)."""
         rows = np.zeros((len(self.events) + 1, len(COMPONENTS)), dtype=np.int64)
         state = _State(self)
-        state.follow(self._before)
+        state.follow(self.before)
         rows[0] = state.sums
         for row, event in enumerate(self.events, start=1):
             state.apply(event)
@@ -100,9 +106,9 @@ class MemoryTimeline:
             signs[type(event)] * self._storages[event.number].nbytes
             if isinstance(event, Allocated | Freed)
             else 0
-            for event in (*self._before, *self.events)
+            for event in (*self.before, *self.events)
         ]
-        return np.cumsum([0, *changes])[len(self._before) :]
+        return np.cumsum([0, *changes])[len(self.before) :]
 
     @property
     def peak_row(self) -> int:
@@ -124,10 +130,10 @@ class MemoryTimeline:
         """The phase of each row; ``setup`` before the first phase."""
         phase: Phase = "setup"
         phases = [phase]
-        for event in (*self._before, *self.events):
+        for event in (*self.before, *self.events):
             phase = event.phase if isinstance(event, Entered) else phase
             phases.append(phase)
-        return phases[len(self._before) :]
+        return phases[len(self.before) :]
 
     @property
     def peak_storage(self) -> Storage | None:
@@ -142,7 +148,7 @@ class MemoryTimeline:
     def live_storages_at_peak(self) -> list[LiveStorage]:
         """Return the storages that are live at the peak."""
         state = _State(self)
-        state.follow((*self._before, *self.events[: self.peak_row]))
+        state.follow((*self.before, *self.events[: self.peak_row]))
         return [
             LiveStorage(self._storages[number], self.owner(number, saved=state.saved[number] > 0))
             for number in state.alive
@@ -160,7 +166,7 @@ class MemoryTimeline:
 
     @cached_property
     def _ever_saved(self) -> set[int]:
-        events = (*self._before, *self.events)
+        events = (*self.before, *self.events)
         return {event.number for event in events if isinstance(event, Saved)}
 
 

@@ -1,1 +1,1 @@
-"""Ways to compute the clipped, noised gradient of a batch; one file each."""
+"""Methods: ways to compute the clipped, noised gradient of a batch, one file each."""

@@ -1,4 +1,4 @@
-"""What methods of this repository share: a ``Clipping``, and Opacus's noise.
+"""The base of dpprof's own methods: a ``Clipping``, and Opacus's noise.
 
 Shape legend: B batch.
 """
@@ -22,20 +22,20 @@ from dpprof.spec.experiment import Experiment
 
 
 class ClippedStep(TrainingStep):
-    """One step whose gradient a ``Clipping`` clips."""
+    """A step whose gradient a ``Clipping`` clips."""
 
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
     births: ClassVar[Mapping[Function, Component]] = {clip_factor: "norm_samples"}
-    """Beside what marked functions of ``dpprof.clipping`` and ``dpprof.norms`` allocate."""
+    """Functions of ``dpprof.clipping`` and ``dpprof.norms`` that ``allocates`` marks are added."""
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
         self.clipping = self.clipping_type(model, experiment.max_grad_norm)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Wrap the optimizer for noise."""
+        """Wrap the optimizer in one that adds noise."""
         self.optimizer = NoisyOptimizer(
             optimizer,
             self.clipping,
@@ -46,7 +46,7 @@ class ClippedStep(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        From "noise" on these are the calls of Opacus's ``pre_step``, in its order.
+        After "noise" follow the calls of Opacus's ``pre_step``, in its order.
         """
         enter("forward")
         losses_B = sample_losses(self.module(batch.tokens_BT), batch.labels_BT)
@@ -57,11 +57,11 @@ class ClippedStep(TrainingStep):
         self.optimizer.scale_grad()
 
     def apply_gradient(self) -> None:
-        """Let the wrapped optimizer use the gradients."""
+        """Step the wrapped optimizer."""
         self.optimizer.original_optimizer.step()
 
     def sample_norms(self) -> Tensor | None:
-        """Tell the norms that the clipping left, over all parameters; (B,)."""
+        """Return the samples' norms over all parameters; (B,)."""
         norms = self.clipping.sample_norms
         if norms is None or norms.dim() == 1:
             return norms
@@ -70,7 +70,7 @@ class ClippedStep(TrainingStep):
 
     @property
     def norm_plan(self) -> dict[str, NormChoice]:
-        """Which way each matrix's norms went in the last step."""
+        """How the norms of each matrix were computed in the last step."""
         return {
             name: NormChoice(
                 way=choice.way,
@@ -86,17 +86,17 @@ class ClippedStep(TrainingStep):
 
     @property
     def nonfinite_samples(self) -> int:
-        """Count the samples that the clipping has left out so far."""
+        """The number of samples that the clipping has left out so far."""
         return self.clipping.nonfinite_samples_total
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Say why no kernel ran, where one should have."""
+        """Why a Triton kernel did not run where one should have."""
         return tell_reasons()
 
     @contextmanager
     def watch_samplers(self, watch: Watch) -> Iterator[None]:
-        """Watch how norms are found."""
+        """Watch how norms are computed."""
         before, self.clipping.watch = self.clipping.watch, watch
         try:
             yield

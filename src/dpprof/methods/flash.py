@@ -1,7 +1,6 @@
-"""Exact flat clipping in two backward passes, with norms that stay small.
+"""Exact flat clipping in two backward passes, see ``clipping.two_pass``.
 
-``clipping.two_pass`` says how. Cost per linear layer of d x p: 8 B T d p FLOPs and the
-cheaper of B T^2 (d + p) and 2 B T d p.
+Cost per linear layer of d x p: 8 B T d p FLOPs and the cheaper of B T^2 (d + p) and 2 B T d p.
 """
 
 from dpprof.clipping.two_pass import FlashClipping
@@ -9,10 +8,10 @@ from dpprof.methods.clipped import ClippedStep
 
 
 class Flash(ClippedStep):
-    """One step of ``FlashClipping``.
+    """A step of ``FlashClipping``.
 
-    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under
-    adding or removing one sample.
+    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under adding or
+    removing one sample.
     """
 
     clipping_type = FlashClipping

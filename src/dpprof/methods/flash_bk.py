@@ -1,7 +1,7 @@
-"""Exact flat clipping in one backward pass, by book-keeping.
+"""Exact flat clipping in one backward pass, see ``clipping.book_keeping``.
 
-``clipping.book_keeping`` says how. Cost per linear layer of d x p: 6 B T d p FLOPs and
-B T^2 (d + p) where T (d + p) < d p, else 2 B d p.
+Cost per linear layer of d x p: 6 B T d p FLOPs and B T^2 (d + p) where T (d + p) < d p, else
+2 B d p.
 """
 
 from dpprof.clipping.book_keeping import BookKeeping
@@ -9,10 +9,10 @@ from dpprof.methods.clipped import ClippedStep
 
 
 class FlashBk(ClippedStep):
-    """One step of ``BookKeeping``.
+    """A step of ``BookKeeping``.
 
-    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under
-    adding or removing one sample.
+    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under adding or
+    removing one sample.
     """
 
     clipping_type = BookKeeping

@@ -1,8 +1,8 @@
-"""DP-SGD one sample at a time: slow, obvious, the definition of correct.
+"""DP-SGD one sample at a time: slow and simple. It defines the correct gradient.
 
 Source: Abadi et al. 2016, "Deep Learning with Differential Privacy", algorithm 1.
-Cost: the FLOPs of the standard step in B small pieces, and one gradient's worth of
-memory (P elements) for the running sum beside the gradient of the sample at hand.
+Cost: the FLOPs of the standard step in B small pieces, and P elements of memory for the running
+sum beside the current sample's gradient.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ class Microbatch(TrainingStep):
     Raises:
         UnsupportedError: ``reentrant`` checkpointing, which ``torch.autograd.grad`` refuses.
 
-    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under
-    adding or removing one sample. A sample whose loss or gradient is not finite adds nothing;
-    a batch without samples leaves noise alone.
+    Formal guarantees: the sum before noise has L2 sensitivity ``max_grad_norm`` under adding or
+    removing one sample. A sample whose loss or gradient is not finite adds nothing; the gradient
+    of an empty batch is only noise.
     """
 
     one_at_a_time = True
@@ -51,11 +51,11 @@ class Microbatch(TrainingStep):
             norms = torch.stack([torch.linalg.vector_norm(g) for g in gradients])
             norm = torch.linalg.vector_norm(norms)
             factor = clip_factor(norm, bound)
-            # Masked, not multiplied: zero times what is not finite is not finite.
+            # Mask and do not multiply: zero times infinity is not zero.
             left_out = ~(torch.isfinite(norm) & torch.isfinite(loss.detach()))
             for total, gradient in zip(sums, gradients, strict=True):
                 total.add_((gradient * factor).masked_fill_(left_out, 0.0))
-            # Or they would stay beside the next sample's.
+            # Free them before the next sample's gradients exist.
             del gradient, gradients, norms, norm, factor, left_out
         enter("noise")
         scale = self.experiment.noise_multiplier * bound

@@ -1,7 +1,6 @@
-"""Per-layer clipping in one backward pass: another mechanism than flat clipping.
+"""Per-layer clipping in one backward pass, see ``clipping.per_layer``; not flat clipping.
 
-``clipping.per_layer`` says how, and what it does to a gradient. Cost per linear layer as
-``flash-bk``'s, but nothing is kept.
+Cost per linear layer: as ``flash-bk``, but no output gradients are kept.
 """
 
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from dpprof.methods.training_step import ClipGroup
 
 
 class PerLayer(ClippedStep):
-    """One step of ``PerLayerClipping``.
+    """A step of ``PerLayerClipping``.
 
-    Formal guarantees: each of L layers is clipped to C / sqrt(L), so the sum before noise
-    has L2 sensitivity ``max_grad_norm`` under adding or removing one sample.
+    Formal guarantees: each of L layers is clipped to C / sqrt(L), so the sum before noise has L2
+    sensitivity ``max_grad_norm`` under adding or removing one sample.
     """
 
     mechanism: ClassVar[str] = "per-layer clipping"
@@ -24,7 +23,7 @@ class PerLayer(ClippedStep):
     clipping: PerLayerClipping
 
     def clip_groups(self) -> Sequence[ClipGroup]:
-        """Tell that each layer is clipped by itself."""
+        """Return one group for each layer."""
         layers = (layer.parameters(recurse=False) for layer in self.module.modules())
         trainable = ([p for p in layer if p.requires_grad] for layer in layers)
         return [ClipGroup(own, self.clipping.bound) for own in trainable if own]

@@ -8,7 +8,7 @@ from dpprof.spec.mechanisms import NO_CLIPPING
 
 
 class Standard(TrainingStep):
-    """Plain SGD or AdamW on the mean loss; nothing is clipped, no noise is added."""
+    """Plain SGD or AdamW on the mean loss, without clipping and noise."""
 
     mechanism: ClassVar[str] = NO_CLIPPING
 
@@ -20,5 +20,5 @@ class Standard(TrainingStep):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def clip_groups(self) -> Sequence[ClipGroup]:
-        """Tell that nothing is clipped."""
+        """Return no group, because nothing is clipped."""
         return ()

@@ -1,4 +1,4 @@
-"""Tensors in whatever holds them."""
+"""Finds the tensors in any value."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Find the tensors in nested lists, tuples and mappings."""
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple):

@@ -1,11 +1,10 @@
-"""What every method offers: one training step, told phase by phase.
+"""The interface of a method: one training step, in phases.
 
-Privacy unit and definitions, the same for every method: a sample is one sequence of T
-tokens, its loss is the mean cross-entropy over its labelled tokens, and its gradient is
-clipped to an L2 norm of at most C over all parameters together (flat clipping), unless a
-method declares another mechanism. A private step
-applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``. Neighbouring batches
-differ by one sample added or removed; sensitivity of the sum is C.
+These definitions hold for every method. A sample is one sequence of T tokens, and the unit of
+privacy. Its loss is the mean cross-entropy over its labelled tokens. Its gradient is clipped to
+an L2 norm of at most C over all parameters together (flat clipping), unless the method declares
+another mechanism. A private step applies ``(sum of clipped gradients + N(0, (sigma C)^2)) / B``.
+Neighbouring batches differ by one added or removed sample, so the sum has sensitivity C.
 
 Shape legend: B batch, T tokens, V vocabulary.
 """
@@ -27,15 +26,14 @@ from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
 
 UNLABELLED = -100
-"""The label of a token that no loss counts, as PyTorch's cross-entropy has it."""
+"""The label of a token that the loss ignores, as in PyTorch's cross-entropy."""
 
 Enter = Callable[[Phase], None]
-"""Called as a phase begins; it lasts until the next one or the end of the step."""
-
+"""Called when a phase begins; the phase lasts until the next one or the end of the step."""
 
 Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
-"""Called with a layer, its code path, the sampler that finds the layer's per-sample gradients
-or their norms, and the sampler's arguments; must return what the sampler returns for them."""
+"""Called with a layer, its code path, the sampler that computes the layer's per-sample gradients
+or norms, and the sampler's arguments; must return the sampler's result for them."""
 
 
 class Batch(NamedTuple):
@@ -46,21 +44,21 @@ class Batch(NamedTuple):
 
 
 class ClipGroup(NamedTuple):
-    """Parameters whose gradient is clipped as one: to an L2 norm over all of them."""
+    """Parameters whose gradients are clipped together, by their common L2 norm."""
 
     parameters: Sequence[nn.Parameter]
     bound: float
     epsilon: float = 1e-6
-    """Added to the norm by which the bound is divided; Opacus's flat clipping has this much."""
+    """Added to the norm, by which the bound is divided; the value is Opacus's."""
 
 
 class TrainingStep(ABC):
-    """One method applied to one model.
+    """A method applied to a model.
 
     Args:
-        model: Maps token ids (B, T) to logits (B, T, V). It is wrapped or given hooks
-            where the method needs that; train ``self.module`` afterwards.
-        experiment: Clipping bound, noise multiplier and batch size are taken from it.
+        model: Maps token ids (B, T) to logits (B, T, V). The method may wrap it or add hooks;
+            afterwards train ``self.module``.
+        experiment: Gives clipping bound, noise multiplier and batch size.
 
     Raises:
         dpprof.spec.registry.UnsupportedError: The method cannot train this model in this way.
@@ -70,75 +68,75 @@ class TrainingStep(ABC):
     optimizer: Optimizer
 
     attributes: ClassVar[Mapping[str, Component]] = {}
-    """Components by the attribute of a parameter that holds them, ``.grad`` excepted."""
+    """Attributes of parameters that hold tensors, except ``.grad``, with their components."""
 
     births: ClassVar[Mapping[Function, Component]] = {}
-    """Components by the function in whose code they are allocated, beside functions that
-    ``records.births.allocates`` marks."""
+    """Functions that allocate tensors, with their components; those that
+    ``records.births.allocates`` marks are added."""
 
     mechanism: ClassVar[str] = FLAT
-    """What makes the step private. A method that clips in another way than all parameters as
-    one to ``max_grad_norm`` names its own; one that clips nothing says ``NO_CLIPPING``."""
+    """What makes the step private. A method that does not clip all parameters together to
+    ``max_grad_norm`` names its own mechanism; ``NO_CLIPPING`` if it clips nothing."""
 
     sensitivity: ClassVar[float] = 1.0
-    """By how much one sample, added or removed, can change the sum before noise: an L2 norm,
-    over ``noise_bound()``. Above 1 it takes another ``mechanism`` and a docstring of the class
+    """How far one added or removed sample can move the sum before noise: an L2 norm, divided by
+    ``noise_bound()``. A value above 1 requires another ``mechanism``, and a docstring of the class
     that states the sensitivity."""
 
     one_at_a_time: ClassVar[bool] = False
-    """Whether samples are processed one after another, so that of a larger batch only its
-    tokens take more memory."""
+    """Whether samples are processed one after another, so a larger batch needs memory only for its
+    tokens."""
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Take the optimizer over ``self.module``'s parameters, wrapped where needed."""
+        """Set the optimizer of ``self.module``'s parameters, wrapped if the method needs it."""
         self.optimizer = optimizer
 
     @abstractmethod
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
-        """Leave in every parameter's ``.grad`` what the optimizer is to apply."""
+        """Leave in every parameter's ``.grad`` the gradient for the optimizer."""
 
     def clip_groups(self) -> Sequence[ClipGroup]:
-        """Tell what ``compute_gradient`` clipped together last, and to which bound each.
+        """Return the groups in which the last ``compute_gradient`` clipped, with their bounds.
 
         Returns:
-            Groups that share out the trainable parameters of ``self.module`` among them: all
-            in one, to ``max_grad_norm``, unless a method says otherwise. None where nothing
-            is clipped, that is, where the method is not private.
+            Groups that together hold every trainable parameter of ``self.module`` once; by default
+            one group with the bound ``max_grad_norm``. Empty if nothing is clipped, that is, if
+            the method is not private.
         """
         trainable = [p for p in self.module.parameters() if p.requires_grad]
         return [ClipGroup(trainable, self.experiment.max_grad_norm)]
 
     def noise_bound(self) -> float:
-        """Tell the bound of which the noise was a multiple last: sigma times it.
+        """Return the bound by which the last step scaled its noise; by default ``max_grad_norm``.
 
-        It is ``max_grad_norm``, unless the method moves it.
+        The noise has the standard deviation sigma times this bound.
         """
         return self.experiment.max_grad_norm
 
     def sample_norms(self) -> Tensor | None:
-        """Tell the L2 norms of the samples' gradients that ``compute_gradient`` found last.
+        """Return the L2 norms of the samples' gradients in the last ``compute_gradient``.
 
-        Valid until the gradients are cleared.
+        They are valid until the gradients are cleared.
 
         Returns:
-            Norms before clipping, (B,) over all parameters or (B, groups); None where the
-            method does not keep them.
+            Norms before clipping, (B,) over all parameters or (B, groups); None if the method does
+            not keep them.
         """
         return None
 
     def apply_gradient(self) -> None:
-        """Let the plain optimizer use the gradients."""
+        """Step the plain optimizer."""
         self.optimizer.step()
 
     def run(self, batch: Batch, enter: Enter) -> None:
-        """Do one whole step: gradient, optimizer, gradients cleared.
+        """Run one whole step: compute the gradient, step the optimizer, clear the gradients.
 
-        Clearing is left to each library's own default: PyTorch frees gradients, Opacus
-        fills them with zeros and frees per-sample gradients.
+        Each library clears by its own default: PyTorch frees gradients, Opacus fills them with
+        zeros and frees per-sample gradients.
         """
         self.compute_gradient(batch, enter)
         enter("step")
@@ -147,37 +145,37 @@ class TrainingStep(ABC):
 
     @property
     def norm_plan(self) -> dict[str, NormChoice] | None:
-        """Say which way the norms of each matrix went last, where a method chooses."""
+        """How the norms of each matrix were computed last; None if the method has no choice."""
         return None
 
     @property
     def nonfinite_samples(self) -> int | None:
-        """Count the samples that were left out so far, where a method does so."""
+        """The number of samples left out so far; None if the method leaves none out."""
         return None
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Say why a figure of the method's own is null, by dotted key of a result."""
+        """Why figures of the method are null, by dotted key of a result."""
         return {}
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Watch the steps within: which way each layer takes to what is clipped.
+        """Watch which code path each layer takes in the steps inside the context.
 
         Args:
-            watch: Called in place of each sampler; never, where a method has none.
+            watch: Called instead of each sampler; never if the method has none.
         """
         return nullcontext()
 
 
 def mean_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Average the samples' losses; a scalar."""
+    """Return the mean of the samples' losses; a scalar."""
     return sample_losses(logits_BTV, labels_BT).mean()
 
 
 def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Average the cross-entropy over the labelled tokens of each sample; (B,).
+    """Return each sample's mean cross-entropy over its labelled tokens; (B,).
 
-    A sample without any has the loss 0.
+    A sample without labels has the loss 0.
     """
     losses = functional.cross_entropy(
         logits_BTV.flatten(0, 1),

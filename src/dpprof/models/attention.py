@@ -1,4 +1,4 @@
-"""Causal self-attention in the variants that can be compared.
+"""Causal self-attention in several variants.
 
 Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H).
 """
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From queries, keys and values, each (B, H, T, K), to mixed values of that shape."""
+"""Returns the attention output of queries, keys and values; all are (B, H, T, K)."""
 
 
 def causal_mask(T: int, device: torch.device) -> Tensor:
-    """Mark what a token must not see, itself and earlier ones excepted; (T, T) bool."""
+    """Return the mask that is true for later tokens, which a token must not see; (T, T) bool."""
     return torch.ones(T, T, dtype=torch.bool, device=device).triu(1)
 
 
 def mix_sdpa(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    """Leave it to PyTorch, which chooses a fused kernel where it has one."""
+    """Compute attention by PyTorch's operator, which uses a fused kernel if it has one."""
     y_BHTK: Tensor = functional.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
     return y_BHTK
 
 
 def mix_eager(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    """Spell it out; scores and probabilities, B H T^2 elements each, are kept for backward."""
+    """Compute attention step by step; scores and probabilities, B H T^2 each, are saved."""
     T, K = q_BHTK.shape[-2:]
     scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) * K**-0.5
     scores_BHTT = scores_BHTT.masked_fill(causal_mask(T, q_BHTK.device), float("-inf"))
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(d_model, d_model)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens; (B, T, D) to (B, T, D)."""
+        """Apply attention; (B, T, D) to (B, T, D)."""
         B, T, D = x_BTD.shape
         q_BHTK, k_BHTK, v_BHTK = (
             part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
@@ -57,9 +57,9 @@ class Attention(nn.Module):
 
 
 def find_attention(name: str) -> Callable[[int, int], nn.Module]:
-    """Return what builds a variant from d_model and heads, with all that it needs imported.
+    """Return the builder of a variant, from d_model and heads, after importing what it needs.
 
-    Opacus is imported for its own variant only: it is 70 MiB that a plain model lacks.
+    Opacus is imported only for its own variant, because it takes 70 MiB.
     """
     if name == "opacus":
         module = importlib.import_module("dpprof.models.opacus_attention")

@@ -1,4 +1,4 @@
-"""From an experiment to its model."""
+"""Builds an experiment's model."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from dpprof.spec.registry import EntryPointError
 def build_model(experiment: Experiment) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
-    An entry of the registry is either ``Dimensions`` or a function from the experiment to a
-    module that maps token ids (B, T) to logits (B, T, V).
+    The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
+    token ids (B, T) to logits (B, T, V).
 
     Raises:
         EntryPointError: It is neither, or the function returns something else.
@@ -36,7 +36,7 @@ def build_model(experiment: Experiment) -> nn.Module:
 
 
 def find_dimensions(experiment: Experiment) -> Dimensions | None:
-    """Return the size of the experiment's model, or None where another package builds it."""
+    """Return the size of the experiment's model; None if another package builds it."""
     recipe = _find_recipe(experiment)
     return recipe if isinstance(recipe, Dimensions) else None
 

@@ -1,4 +1,4 @@
-"""What an experiment's dtype means for a model."""
+"""Applies an experiment's dtype to a model."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,12 @@ from dpprof.spec.experiment import Experiment
 
 
 def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
-    """Give a model on its device the precision that the experiment asks for.
+    """Return a model, already on its device, with the experiment's precision.
 
-    float64 converts parameters. bfloat16 is autocast: parameters, gradients and optimizer
-    state stay float32, operators that gain from it compute in bfloat16. The forward
-    pass alone runs under autocast, backward follows the dtypes that it left; logits are
-    turned into float32, in which the loss is computed. float32 and tf32 change nothing
-    here; tf32 is a setting of the device.
+    float64 converts parameters. bfloat16 is autocast of the forward pass: parameters, gradients and
+    optimizer state stay float32, and the backward pass uses the forward pass's dtypes. Logits are
+    converted to float32, so the loss is float32. float32 and tf32 change nothing here; tf32 is a
+    setting of the device.
     """
     if experiment.dtype == "float64":
         return model.double()

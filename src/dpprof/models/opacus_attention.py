@@ -1,10 +1,9 @@
-"""Opacus's ``DPMultiheadAttention`` as causal self-attention, one sample a row.
+"""Opacus's ``DPMultiheadAttention`` as causal self-attention.
 
-It is used with ``batch_first=False``, because with ``batch_first=True`` Opacus 1.6.0
-refuses every mask and splices heads into positions (meta-pytorch/opacus#774; the test
-of equal outputs in tests/models/test_attention.py tells when that can go). Its linear
-layers must see the batch first all the same, since that is where Opacus's hooks look for
-samples: each is wrapped in a layer that swaps the two axes and swaps them back.
+It is used with ``batch_first=False``, because with ``batch_first=True`` Opacus 1.6.0 refuses every
+mask and mixes heads with positions (meta-pytorch/opacus#774; a test of equal outputs in
+tests/models/test_attention.py fails once this is fixed). But Opacus's hooks look for samples on the
+first axis. So each linear layer is wrapped in a layer that swaps the two axes and swaps them back.
 
 Shape legend: B batch, T tokens, D d_model.
 """
@@ -16,7 +15,7 @@ from dpprof.models.attention import causal_mask
 
 
 class _BatchFirst(nn.Module):
-    """A layer that gets (T, B, D) and hands (B, T, D) to the layer in it."""
+    """Applies a layer to (B, T, D), given (T, B, D)."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -29,7 +28,7 @@ class _BatchFirst(nn.Module):
 
 
 class OpacusAttention(nn.Module):
-    """Multi-head attention with a projection each for queries, keys and values."""
+    """Multi-head attention with separate projections for queries, keys and values."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class OpacusAttention(nn.Module):
                 setattr(self.attention, name, _BatchFirst(layer))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Mix tokens; (B, T, D) to (B, T, D)."""
+        """Apply attention; (B, T, D) to (B, T, D)."""
         x_TBD = x_BTD.transpose(0, 1)
         mask = causal_mask(x_BTD.shape[1], x_BTD.device)
         y_TBD: Tensor

@@ -1,4 +1,4 @@
-"""The sizes that have names."""
+"""The named sizes of dpprof's transformer."""
 
 from dpprof.spec.experiment import Dimensions
 

@@ -1,8 +1,7 @@
-"""A plain decoder-only transformer on which every Opacus method works.
+"""A decoder-only transformer on which every Opacus method works.
 
-What that asks of it: no weight is shared (embedding and head are separate), positions
-are looked up per sample with contiguous ids, and every parameter sits in a layer that
-Opacus has a rule for.
+Therefore no weight is shared (embedding and head are separate), each sample looks up its positions
+with contiguous ids, and every parameter is in a layer that Opacus has a rule for.
 
 Shape legend: B batch, T tokens, D d_model, V vocabulary.
 """
@@ -16,7 +15,7 @@ from dpprof.spec.experiment import Dimensions
 
 
 class Block(nn.Module):
-    """Attention and an MLP four times as wide, each behind a LayerNorm."""
+    """Attention and an MLP of four times the width, each after a LayerNorm."""
 
     def __init__(self, d_model: int, attention: nn.Module) -> None:
         super().__init__()
@@ -28,21 +27,21 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Transform the residual stream; (B, T, D) to (B, T, D)."""
+        """Apply the block; (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
         updated_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return updated_BTD
 
 
 class Transformer(nn.Module):
-    """Token ids in, logits over the vocabulary out.
+    """Maps token ids to logits.
 
     Args:
         dimensions: The model's size.
-        seq_len: How many positions are learned; no longer sequence can be processed.
-        attention: Which variant of attention: ``sdpa``, ``eager`` or ``opacus``.
-        checkpointing: Whether blocks keep their input alone: ``none``, ``non-reentrant`` or
-            ``reentrant``.
+        seq_len: The number of learned positions, and so the longest sequence.
+        attention: ``sdpa``, ``eager`` or ``opacus``.
+        checkpointing: ``none``, or ``non-reentrant`` or ``reentrant`` for blocks that save only
+            their input.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Transformer(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Predict every next token; (B, T) int64 to (B, T, V)."""
+        """Return the logits of every next token; (B, T) int64 to (B, T, V)."""
         B, T = tokens_BT.shape
         positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
         x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_BT)

@@ -1,4 +1,4 @@
-"""What is known of a stretch of training: its times, throughput and use of the device."""
+"""Metrics of some steps of training: times, throughput and utilisation of the device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,33 +17,33 @@ NAMES = {
     "perf/carried": "carried",
     "perf/includes_profiling": "includes_profiling",
 }
-"""The attribute of ``Metrics`` that each name stands for, in the order of writing."""
+"""The attribute of ``Metrics`` under each name, in the order of writing."""
 
 
 @dataclass
 class Window:
-    """Steps that followed one another."""
+    """Consecutive steps that are timed together."""
 
     steps: int = 0
     samples: int = 0
     tokens: int = 0
 
     def add(self, samples: int, tokens: int) -> None:
-        """Add a step, of as many samples and tokens as its batch really had."""
+        """Add a step with the samples and tokens of its batch."""
         self.steps += 1
         self.samples += samples
         self.tokens += tokens
 
 
 class Figure(NamedTuple):
-    """A number, or None with the reason why it is not known."""
+    """A number, or None with the reason why it is unknown."""
 
     value: float | None
     reason: str = ""
 
 
 class Work(NamedTuple):
-    """What a token takes, and what the device can do."""
+    """FLOPs of a token, and the peak of the device."""
 
     model_flops_per_token: Figure
     executed_flops_per_token: Figure
@@ -52,19 +52,19 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What was measured last. A figure is None where it is not known, and ``reasons`` says why."""
+    """The last measurement. An unknown figure is None, and ``reasons`` says why."""
 
     measured_at_step: int
-    """The profiled step with which these were measured."""
+    """The profiled step at the end of the measurement."""
 
     carried: bool
-    """Whether that is an earlier step than the last."""
+    """Whether that is an earlier step than the last one."""
 
     includes_profiling: bool
-    """Whether the steps timed were profiled ones, which are slower."""
+    """Whether the timed steps were profiled, which makes them slower."""
 
     step_time_s: float
-    """Mean over the steps timed, what happened between them included."""
+    """Mean over the timed steps, including the time between them."""
 
     steps_per_s: float
     samples_per_s: float
@@ -73,13 +73,13 @@ class Metrics:
     """Model FLOPs, those of the non-private step, over elapsed time and the device's peak."""
 
     hfu: float | None
-    """Executed FLOPs over the same: work that a method adds counts as use."""
+    """Executed FLOPs over the same; includes work that a private method adds."""
 
     dp_flop_multiplier: float | None
     """Executed over model FLOPs."""
 
     reasons: Mapping[str, str]
-    """Why a figure is not known, by the name under which it would be written."""
+    """Why a figure is unknown, by its name."""
 
     @property
     def mfu_percent(self) -> float | None:
@@ -88,12 +88,12 @@ class Metrics:
 
     @property
     def beyond_peak(self) -> bool:
-        """Whether more was computed than the device can: some figure that was given is wrong."""
+        """Whether utilisation exceeds 1, so that some argument must be wrong."""
         return any(use is not None and use > 1 for use in (self.mfu, self.hfu))
 
     @cached_property
     def scalars(self) -> Mapping[str, float]:
-        """What is known, by the names under which it is written."""
+        """The known figures by name."""
         known = {name: getattr(self, attribute) for name, attribute in NAMES.items()}
         return {name: float(value) for name, value in known.items() if value is not None}
 
@@ -101,15 +101,7 @@ class Metrics:
 def derive_metrics(
     window: Window, elapsed_s: float, work: Work, *, step: int, includes_profiling: bool
 ) -> Metrics:
-    """Work out what was measured.
-
-    Args:
-        window: The steps timed, at least one.
-        elapsed_s: How long they took together, in seconds.
-        work: What a token of theirs takes.
-        step: The profiled step with which it was measured.
-        includes_profiling: Whether the steps timed were profiled ones.
-    """
+    """Compute metrics of at least one timed step; ``step`` is ``Metrics.measured_at_step``."""
     model, executed, peak = work
     tokens_per_s = window.tokens / elapsed_s
     mfu = _divide(model, peak, times=tokens_per_s)
@@ -137,7 +129,7 @@ def derive_metrics(
 
 
 def _divide(one: Figure, other: Figure, *, times: float = 1.0) -> Figure:
-    """Divide what is known; what is not leaves its reason."""
+    """Divide two figures; an unknown one gives its reason."""
     if one.value is None or other.value is None:
         return Figure(None, "; ".join(filter(None, (one.reason, other.reason))))
     return Figure(one.value * times / other.value)

@@ -1,12 +1,12 @@
-"""A training loop's monitor: which steps are profiled, which are timed, and what is written.
+"""Monitors a training loop: which steps are profiled, which are timed, and what is written.
 
     steps     0         1  2  ...  99    100       101  102  ...
               profiled  timed            profiled  timed
     written                              measured  carried
 
-A profiled step has its FLOPs counted, which makes it slow, so its time says nothing. Time is taken
-from the end of a profiled step to the start of the next, and the device is waited for at these two
-ends alone. The first step, in which libraries warm up and code is compiled, is never timed.
+Counting the FLOPs of a profiled step makes it slow, so it is not timed. The timer runs from the end
+of a profiled step to the start of the next, and waits for the device only then. The first step, in
+which libraries warm up and code is compiled, is never timed.
 """
 
 import math
@@ -29,21 +29,21 @@ from dpprof.spec.validation import one_of, refuse
 
 
 class Monitor:
-    """Measures a training loop, and writes what it found to sinks, at every step.
+    """Measures a training loop, and writes metrics to sinks at every step.
 
-    A sink that raises an exception is warned of once and written to no more; the training goes on.
+    If a sink raises an exception, the monitor warns once and stops writing to it; training goes on.
 
     Args:
-        flops_profile_freq: Of so many steps one is profiled, the first step of all included.
+        flops_profile_freq: Profile one of this many steps, beginning with the first.
         model_flops_per_token: FLOPs of the non-private step for each token, for MFU;
-            ``dpprof.monitor.model_flops_per_token`` has them for a transformer.
-        peak_flops_per_s: What the device of this process can do, dense. Where it is not given, it
-            is taken from the data sheet of the current CUDA device, for ``dtype``.
-        dtype: In what products of matrices are computed: ``float32``, ``tf32``, ``bfloat16``
-            (float16 has the same peak) or ``float64``.
-        sinks: Where metrics go; without any they are in ``metrics`` alone.
-        first_step: The number of the first step, where a training is resumed.
-        clock: Seconds since any moment; they must increase.
+            ``dpprof.monitor.model_flops_per_token`` computes them for a transformer.
+        peak_flops_per_s: Dense peak of this process's device; by default that of the current CUDA
+            device's data sheet, for ``dtype``.
+        dtype: Dtype of matrix products: ``float32``, ``tf32``, ``bfloat16`` (float16 has the same
+            peak) or ``float64``.
+        sinks: Where metrics are written; without any they are only in ``metrics``.
+        first_step: The number of the first step, if training is resumed.
+        clock: Returns increasing seconds.
 
     Raises:
         ValueError: An argument is not allowed.
@@ -56,7 +56,7 @@ class Monitor:
     """
 
     metrics: Metrics | None
-    """What was measured last; None before anything was."""
+    """The last measurement; None before the first."""
 
     def __init__(
         self,
@@ -102,16 +102,13 @@ class Monitor:
 
     @contextmanager
     def step(self, *, samples: int, tokens: int) -> Iterator[None]:
-        """Watch one step: the optimizer's, with all forward and backward passes that go with it.
+        """Watch one optimizer step, with all its forward and backward passes.
 
-        A step that raises an exception says nothing of how long steps take: the steps that
-        would have been timed with it are not measured.
+        If it raises an exception, the steps that are timed together with it are not measured.
 
         Args:
-            samples: Samples that this process trains on in this step; a Poisson batch may have
-                none.
-            tokens: Their tokens. Where there are no tokens, whatever unit
-                ``model_flops_per_token`` is about.
+            samples: Samples of this process in this step; a Poisson batch may have none.
+            tokens: Their tokens, or other units that ``model_flops_per_token`` counts.
         """
         samples = _check_count("samples", samples, least=0)
         tokens = _check_count("tokens", tokens, least=0)
@@ -127,10 +124,10 @@ class Monitor:
         self._write(number)
 
     def close(self) -> None:
-        """Close the sinks that have a ``close``; further steps are measured, and not written."""
+        """Close the sinks that have a ``close``; later steps are measured but not written."""
         for sink in self._sinks:
             try:
-                getattr(sink, "close", _do_nothing)()
+                getattr(sink, "close", lambda: None)()
             except Exception as error:  # noqa: BLE001 (as in _write)
                 warnings.warn(f"{sink!r} did not close: {error!r}", stacklevel=2)
         self._sinks.clear()
@@ -154,20 +151,20 @@ class Monitor:
             self.metrics = derive_metrics(
                 self._window,
                 elapsed_s,
-                self._tell_work(counter, tokens),
+                self._describe_work(counter, tokens),
                 step=number,
                 includes_profiling=always,
             )
         self._window = Window()
 
     def _lap(self) -> float:
-        """Wait for the device; return the seconds since this was last called."""
+        """Wait for the device, and return the seconds since the last call."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         before_s, self._lap_s = self._lap_s, self._clock()
         return self._lap_s - before_s
 
-    def _tell_work(self, counter: Counter, tokens: int) -> Work:
+    def _describe_work(self, counter: Counter, tokens: int) -> Work:
         model, peak = Figure(self._model), Figure(self._peak)
         if self._model is None:
             model = Figure(None, "model_flops_per_token was not given")
@@ -191,25 +188,21 @@ class Monitor:
         for sink in tuple(self._sinks):
             try:
                 sink(number, dict(metrics.scalars))
-            except Exception as error:  # noqa: BLE001 (whatever a library raises on a full disk)
+            except Exception as error:  # noqa: BLE001 (of any library, such as on a full disk)
                 self._sinks.remove(sink)
-                text = f"{sink!r} failed at step {number} and is written to no more: {error!r}"
+                text = f"{sink!r} failed at step {number} and gets no more metrics: {error!r}"
                 warnings.warn(text, stacklevel=2)
 
 
 def _find_executed(counter: Counter, tokens: int) -> Figure:
-    """Return the executed FLOPs of a token."""
+    """Return the executed FLOPs for each token."""
     if counter.unpriced is not None:
-        return Figure(None, f"executed FLOPs are not known: {counter.unpriced}")
+        return Figure(None, f"executed FLOPs are unknown: {counter.unpriced}")
     if tokens == 0:
         return Figure(None, "the profiled step had no tokens")
-    if counter.flops == 0:  # CUDA graphs are replayed past the dispatcher
-        return Figure(None, "the profiled step showed no product of matrices")
+    if counter.flops == 0:  # the dispatcher does not see CUDA graphs
+        return Figure(None, "the profiled step ran no matrix product")
     return Figure(counter.flops / tokens)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _check_count(name: str, value: Any, *, least: int) -> int:
@@ -225,8 +218,7 @@ def _check_count(name: str, value: Any, *, least: int) -> int:
 def _check_flops(name: str, value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refuse(name, value, "it must be a number above 0, or None where it is not known")
-    if not (math.isfinite(value) and value > 0):
-        raise refuse(name, value, "it must be a number above 0, or None where it is not known")
-    return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and value > 0):
+        raise refuse(name, value, "it must be a number above 0, or None if it is unknown")
+    return value  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What the device of this process can do at most, where that is known."""
+"""The peak FLOP/s of this process's device, if it is known."""
 
 import torch
 
@@ -8,11 +8,11 @@ from dpprof.spec.target import Dtype
 
 
 def find_peak(dtype: Dtype | None) -> Figure:
-    """Look the current CUDA device up in the data sheets; dense FLOP/s.
+    """Look up the current CUDA device in the data sheets; dense FLOP/s.
 
     Args:
-        dtype: In what products of matrices are computed. Nothing is assumed, since the peaks
-            of a device may lie fifteen times apart.
+        dtype: Dtype of matrix products. There is no default, as the peaks of a device differ by up
+            to fifteen times.
     """
     missing = "peak_flops_per_s was not given, and "
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

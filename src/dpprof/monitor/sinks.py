@@ -8,18 +8,17 @@ from dpprof.traces.tensorboard_events import TensorBoard
 __all__ = ["Sink", "TensorBoard", "WeightsAndBiases"]
 
 Sink = Callable[[int, Mapping[str, float]], None]
-"""Called with a step's number and its values by name. If it has a ``close``, that is called
-when the monitor closes."""
+"""Called with a step's number and its values by name. The monitor calls its ``close``, if any."""
 
 
 class WeightsAndBiases:
-    """Logs the values of a step to a run of its own at Weights & Biases.
+    """Logs the values of each step to a new run at Weights & Biases.
 
-    For a run that is under way already, a callable is enough:
+    For a run that exists already, a callable is enough:
     ``lambda step, values: run.log(values, step=step)``.
 
     Args:
-        **init: What ``wandb.init`` takes: ``project``, ``mode="offline"``, ``dir`` and others.
+        **init: Arguments of ``wandb.init``: ``project``, ``mode="offline"``, ``dir`` and others.
 
     Raises:
         ImportError: wandb is not installed.

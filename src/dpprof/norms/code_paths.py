@@ -1,15 +1,15 @@
-"""Ways from a layer to what is clipped, and what each makes: gradients or norms alone."""
+"""The ways to a layer's per-sample gradients, or to their norms."""
 
 from enum import StrEnum
 from typing import Literal, Self, get_args
 
-Made = Literal["gradients", "norms"]
+Output = Literal["gradients", "norms"]
 
 
 class CodePath(StrEnum):
     """A way to a layer's per-sample gradients, or to their norms.
 
-    Members are of subclasses, each written as its name in results and what it makes.
+    A subclass defines each member by its name in results and what it makes.
 
     Example:
         >>> class ByRows(CodePath):
@@ -18,16 +18,12 @@ class CodePath(StrEnum):
         'norms'
     """
 
-    makes: Made
+    makes: Output
 
-    def __new__(cls, name: str, makes: Made) -> Self:
-        """Make a member.
-
-        Raises:
-            ValueError: It makes something else than gradients or norms.
-        """
-        if makes not in get_args(Made):
-            raise ValueError(f"{name!r} must make one of {get_args(Made)}, and not {makes!r}")
+    def __new__(cls, name: str, makes: Output) -> Self:
+        """Make a member; ``makes`` is one of ``Output``, or ``ValueError`` is raised."""
+        if makes not in get_args(Output):
+            raise ValueError(f"{name!r} must make one of {get_args(Output)}, and not {makes!r}")
         member = str.__new__(cls, name)
         member._value_ = name
         member.makes = makes
@@ -35,10 +31,10 @@ class CodePath(StrEnum):
 
 
 def finds_norms(path: CodePath) -> bool:
-    """Tell whether a way finds norms, without making per-sample gradients.
+    """Tell whether a way finds norms without per-sample gradients.
 
     Raises:
-        TypeError: It is a plain name, which does not say what it makes.
+        TypeError: It is a plain string, which does not say what it makes.
     """
     if not isinstance(path, CodePath):
         raise TypeError(
@@ -55,17 +51,16 @@ class Way(CodePath):
     GRAM = "gram", "norms"
     TILED_GRAM = "tiled gram", "norms"
     TILED_PRODUCT = "tiled product", "norms"
-    """These four are of a matrix, as ``norms.linear`` says; what the first makes is gone at once,
-    so it counts as a search for norms."""
+    """The ways of ``norms.linear``. The first frees its gradients at once, so it makes norms."""
 
     KEPT = "kept product", "gradients"
-    """Of a matrix: the gradient is made, and kept until samples are weighted."""
+    """A matrix's per-sample gradients, kept until the clipping factors are known."""
 
-    MADE = "sample gradients", "gradients"
-    """Of what is small for each sample, or has no other way: it is made."""
+    DIRECT = "sample gradients", "gradients"
+    """Per-sample gradients that are small, or have no other way."""
 
     SUMMED = "sums of rows", "norms"
-    """Of a lookup table."""
+    """The norm of a lookup table's gradient, from ``norms.table``."""
 
     CROSSED = "cross terms", "norms"
-    """Of a matrix that is used as a table too."""
+    """The inner product of a matrix's two uses, also as a table, from ``norms.tied``."""

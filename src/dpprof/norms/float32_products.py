@@ -1,18 +1,16 @@
-"""Norms as exact as float32, where a training lets its own products be TF32.
+"""Computes norms in float32 precision where training may use TF32 products.
 
-TF32 keeps 11 bits of an operand's significand. Whoever cuts the rest off, as tensor cores do with
-float32 as it lies in memory, finds every product up to 2^-9 too small, and a norm with them: a
-sample would pass for smaller than it is, and exceed the clipping bound. So norms take no TF32
-products of operands as they are:
+TF32 keeps 11 bits of an operand's significand. Tensor cores truncate the rest of a float32 operand,
+which can make every product, and the norm, up to 2^-9 too small: the sample would exceed the
+clipping bound. So norms never use plain TF32 products:
 
-* Triton's kernels take three instead of one ("tf32x3"). Each operand is rounded to the nearest
-  TF32 number, and what that leaves off to another one; of the four products the smallest is left
-  out. A product is then off by 3 x 2^-22 of its magnitude at most, up or down, which is about what
-  float32 sums are off by.
-* PyTorch's own products are IEEE float32.
+* Triton's kernels use three products in place of one ("tf32x3"). Each operand is rounded to the
+  nearest TF32 number, and so is the remainder; of the four products the smallest is dropped. The
+  error is at most 3 x 2^-22 of a product's magnitude, about that of float32 sums.
+* PyTorch's own products use IEEE float32.
 
-A gradient that is kept and scaled is the training's own product: its norm is that of what is
-released, in whichever precision it was made.
+Per-sample gradients that are kept and scaled are training's own products. Their norm is the norm of
+what is released, in any precision.
 """
 
 from collections.abc import Iterator
@@ -22,18 +20,18 @@ import torch
 
 
 def allows_tf32() -> bool:
-    """Tell whether PyTorch may round operands of float32 products to TF32 on CUDA."""
+    """Tell whether PyTorch may use TF32 for float32 products on CUDA."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def name_precision(dtype: torch.dtype) -> str:
-    """Name, as Triton does, how products of a dtype are taken for norms."""
+    """Return Triton's name for the precision of products of a dtype in norms."""
     return "tf32x3" if dtype is torch.float32 and allows_tf32() else "ieee"
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Have PyTorch compute products of float32 in float32 within."""
+    """Compute PyTorch's float32 products in float32 inside the context."""
     if not allows_tf32():
         yield
         return

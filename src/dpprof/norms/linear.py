@@ -1,24 +1,22 @@
-"""Squared norms of the per-sample gradients of a matrix that tokens are multiplied with.
+"""Squared norms of the per-sample gradients of a linear layer's weight.
 
-The gradient of sample b is the sum over its tokens of the outer product of the gradient of
-the layer's output and the layer's input, ``g_b^T x_b``. Four ways to its squared norm:
+The gradient of sample b is ``g_b^T x_b``: the sum over tokens of the outer product of output
+gradient and input. Four ways compute its squared norm:
 
-* ``materialised``: make it. Goodfellow 2015, "Efficient per-example gradient computations",
-  is the case of one token, where the norm is a product of two norms.
-* ``gram``: the sum over pairs of tokens of ``(x_t . x_s)(g_t . g_s)`` from two T x T matrices
+* ``materialised``: from the gradient itself. Goodfellow 2015, "Efficient per-example gradient
+  computations", is the case of one token, where the norm is a product of two norms.
+* ``gram``: the sum over pairs of tokens of ``(x_t . x_s)(g_t . g_s)`` from two T x T Gram matrices
   (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private Learners",
   section 4).
-* ``tiled gram``: the same in tiles, only those on and below the diagonal, since both matrices
-  are symmetric.
-* ``tiled product``: the gradient in tiles of d x p, each reduced to a number before the next.
+* ``tiled gram``: the same in tiles on and below the diagonal, as both matrices are symmetric.
+* ``tiled product``: the gradient in tiles of d x p, one at a time.
 
-The tiled ones take at most ``WORKSPACE_BYTES``, whatever T, d and p are; on CUDA, where Triton
-is installed, they are kernels that keep their tiles in registers (``norms.triton_launch``), unless
-those are slower than PyTorch's products, as they may be for exact products of float32.
+The tiled ways need at most ``WORKSPACE_BYTES`` for any T, d and p. On CUDA with Triton they are
+kernels that keep tiles in registers (``norms.triton_launch``), unless PyTorch's products are
+faster, as they may be in exact float32.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. All take
-``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64);
-``norms.rounding`` says what is in them beside the squares.
+``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64).
 """
 
 from collections.abc import Callable
@@ -33,36 +31,36 @@ from dpprof.norms.tiles import (
     REDUCED_SLICE,
     accumulator_of,
     multiply,
+    multiply_and_sum,
     samples_at_once,
     spans,
     square,
-    use_up,
 )
 from dpprof.norms.triton_ops import gram_squares, is_faster, is_fused, product_squares
 from dpprof.records.births import allocates
 
 PRODUCT_TILE = (256, 512)
-"""Rows (of d) and columns (of p) of a tile."""
+"""Rows (of d) and columns (of p) of a product's tile."""
 
 FindSquares = Callable[[Tensor, Tensor], Squares]
 
 GRAM_TILE = 256
-"""Tokens that a tile spans; half of it where there would be a single tile, and none left out."""
+"""Tokens on each side of a Gram matrix's tile; half of it where T would fit in one tile."""
 
 
 def gram_tile(T: int) -> int:
-    """Say how many tokens a tile spans."""
+    """Return the tokens on each side of a tile."""
     return GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
 
 
 def materialised(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
-    """Make the gradient of every sample: B d p elements."""
+    """Materialise every per-sample gradient: B d p elements."""
     found_B = square(multiply(x_BTd.transpose(1, 2), g_BTp))
     return Squares(found_B, None, square(x_BTd) * square(g_BTp))
 
 
 def gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
-    """Make both Gram matrices of every sample: 2 B T^2 elements."""
+    """Materialise both Gram matrices of every sample: 2 B T^2 elements."""
     everything = slice(0, x_BTd.shape[1])
     return _bound(_gram_tile(x_BTd, g_BTp, everything, everything), x_BTd, g_BTp)
 
@@ -79,7 +77,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 
 
 def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Sum what ``_gram_tile`` sums, over all tiles; (5, B)."""
+    """Add up ``_gram_tile`` over all tiles; (5, B)."""
     B, T, _ = x_BTd.shape
     tile = gram_tile(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
@@ -104,7 +102,7 @@ def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Ten
     else:
         traces = [one.new_zeros(len(one)) for one in both]
     squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
-    return torch.stack([use_up(of_inputs, of_gradients), *traces, *squares])
+    return torch.stack([multiply_and_sum(of_inputs, of_gradients), *traces, *squares])
 
 
 def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
@@ -122,7 +120,7 @@ def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
-    """Make the gradients tile by tile."""
+    """Materialise the gradients tile by tile."""
     by_products = partial(_square_product_tiles, x_BTd, g_BTp)
     if is_fused(x_BTd) and is_faster(Way.TILED_PRODUCT, x_BTd, g_BTp, by_products):
         squares_B = product_squares(x_BTd, g_BTp)

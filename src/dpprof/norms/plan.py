@@ -1,7 +1,6 @@
-"""Which way to a layer's norms is cheapest: decided from shapes, by FLOPs and bytes.
+"""Chooses the cheapest way to a layer's norms from shapes, by FLOPs and bytes.
 
-Both tiled ways are priced as on a device that does ``FLOPS_PER_BYTE`` FLOPs in the time in
-which it moves a byte, ``flops + FLOPS_PER_BYTE * bytes``, with
+The cost of a tiled way is ``flops + FLOPS_PER_BYTE * bytes``:
 
 * tiled Gram: for each pair of tiles of a and b tokens on or below the diagonal
   ``2 a b (d + p)`` FLOPs, and ``(a + b)(d + p) + 4 a b`` elements moved: operands read,
@@ -9,11 +8,11 @@ which it moves a byte, ``flops + FLOPS_PER_BYTE * bytes``, with
 * tiled product: ``2 T d p`` FLOPs, and for each tile of r rows and c columns
   ``T (r + c) + 2 r c`` elements moved.
 
-A sample's gradient has d p elements, what it is made of T (d + p). Where the former is not
-more, book-keeping makes it and keeps it in place of the latter (``kept product``): it takes
-less memory then, and its weighted sum costs ``2 d p`` FLOPs in place of another ``2 T d p``.
-Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost", keep
-gradients where ``2 T^2 > d p``; counting what is kept in place of them gives T (d + p).
+A per-sample gradient has d p elements, its activations and output gradients T (d + p). Where d p is
+not more, book-keeping materialises the gradients and keeps them instead (``kept product``): that
+needs less memory, and the weighted sum costs ``2 d p`` FLOPs in place of another ``2 T d p``.
+Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost", keep gradients
+where ``2 T^2 > d p``; comparing what is kept gives T (d + p).
 """
 
 from typing import NamedTuple
@@ -23,33 +22,33 @@ from dpprof.norms.linear import PRODUCT_TILE, gram_tile
 from dpprof.norms.tiles import spans
 
 FLOPS_PER_BYTE = 10
-"""A round figure between a CPU's and a GPU's float32: data sheets of both give 5 to 20."""
+"""A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
 
 
 class Price(NamedTuple):
-    """What a way to the norm of one sample's gradient costs."""
+    """The cost of the norm of one per-sample gradient."""
 
     flops: int
     elements: int
-    """Moved, each time a tile's operands are read and its products written and read."""
+    """Read and written: the operands of every tile, and its products."""
 
     def weigh(self, itemsize: int) -> int:
-        """Turn it into one figure, in FLOPs."""
+        """Return the whole cost in FLOPs."""
         return self.flops + FLOPS_PER_BYTE * self.elements * itemsize
 
 
 class Choice(NamedTuple):
-    """The way that was chosen for a layer, and why."""
+    """The way to a layer's norms, and why."""
 
     way: Way
     T: int
     d: int
     p: int
     flops: int
-    """Products of matrices, for the norms of one sample."""
+    """Of the matrix products for the norm of one sample."""
 
     prices: dict[Way, int]
-    """By the way, what ``Price.weigh`` says; the cheapest is taken unless it is kept."""
+    """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""
 
 
 def price_gram(T: int, d: int, p: int) -> Price:
@@ -72,15 +71,10 @@ def price_product(T: int, d: int, p: int) -> Price:
 
 
 def choose(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> Choice:
-    """Choose the way to the norms of a layer.
+    """Choose the way to a layer's norms.
 
-    Args:
-        T: Tokens of a sample.
-        d: Width of the layer's input.
-        p: Width of its output.
-        itemsize: Bytes of an element.
-        keeps: Whether what gradients are made of, or gradients, must be kept for their
-            weighted sum.
+    T is the tokens of a sample, d and p the widths of input and output, ``itemsize`` the bytes of
+    an element; ``keeps`` says whether contributions are kept for the weighted sum.
     """
     gram, product = price_gram(T, d, p), price_product(T, d, p)
     prices = {

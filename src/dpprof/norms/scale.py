@@ -1,7 +1,7 @@
-"""Per-sample gradients of the scale of a normalisation: one vector a sample.
+"""Per-sample gradients of the scale of a normalisation, one vector for each sample.
 
-They are small, so they are made; what is large on the way, normalised inputs for all tokens,
-is made for some tokens at a time, or on CUDA with Triton not at all.
+The normalised inputs, which are large, are computed for some tokens at a time, or never stored in
+Triton's kernel on CUDA.
 
 Shape legend: B samples, T tokens, d width.
 """
@@ -20,8 +20,8 @@ def scale_gradients(
     Args:
         x_BTd: Input of the normalisation.
         g_BTd: Gradient of its output.
-        mean_BT1: What was subtracted, None for nothing.
-        rstd_BT1: What was multiplied by.
+        mean_BT1: Means that were subtracted; None for none.
+        rstd_BT1: Reciprocal standard deviations.
 
     Returns:
         (B, d) in float32, or float64 for float64.

@@ -1,9 +1,8 @@
 """Squared norms of the per-sample gradients of a lookup table.
 
-A sample's gradient has a row for every id in it: the sum of the output gradients at the
-places where the id stands. Places with the same id share a slot, there are at most T slots
-a sample, and the norm is that of the sums in them: no row of the table is ever made, and no
-shape depends on which ids there are.
+A per-sample gradient has one row for each id: the sum of the output gradients at the positions of
+the id. Positions with the same id share a slot, at most T for each sample, and the norm is that of
+the slots' sums. No row of the table is needed, and no shape depends on the ids.
 
 Shape legend: B samples, T tokens, d width of a row.
 """
@@ -15,29 +14,29 @@ from dpprof.norms.rounding import Squares
 from dpprof.norms.tiles import BATCHES, WORKSPACE_BYTES, accumulator_of, spans, square
 
 
-def slots_of(ids_BT: Tensor) -> Tensor:
-    """Give each place the number of its id among the sample's ids; (B, T) to (B, T), below T."""
+def number_slots(ids_BT: Tensor) -> Tensor:
+    """Number each position by the rank of its id among the sample's ids; (B, T) to (B, T)."""
     ordered_BT, order_BT = ids_BT.sort(dim=1)
     is_new_BT = torch.zeros_like(ids_BT)
     is_new_BT[:, 1:] = ordered_BT[:, 1:] != ordered_BT[:, :-1]
     return torch.empty_like(ids_BT).scatter_(1, order_BT, is_new_BT.cumsum(1))
 
 
-def slotted(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
-    """Sum output gradients by slot, as many columns at a time as the workspace allows.
+def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
+    """Sum output gradients by slot, as many columns at a time as the workspace holds.
 
     Args:
-        ids_BT: Which row each place looked up.
-        g_BTd: Gradient of the output.
+        ids_BT: The ids that were looked up.
+        g_BTd: Output gradients.
 
     Returns:
-        Squares in float32, or float64 for float64. A row is a sum of at most T gradients, so
-        rounding is relative to T times their squares.
+        Squares in float32, or float64 for float64. A slot sums at most T gradients, so rounding is
+        relative to T times their squares.
     """
     B, T, d = g_BTd.shape
     accumulator = accumulator_of(g_BTd.dtype)
     first_B1 = torch.arange(B, device=ids_BT.device)[:, None] * T
-    slots_BT = slots_of(ids_BT) + first_B1
+    slots_BT = number_slots(ids_BT) + first_B1
     squares_B = g_BTd.new_zeros(B, dtype=accumulator)
     room = WORKSPACE_BYTES // (2 * accumulator.itemsize * max(1, B * T))
     width = max(1, room, -(-d // BATCHES))

@@ -1,34 +1,33 @@
-"""What two uses of one matrix have in common: as a lookup table, and to multiply tokens with.
+"""The inner product of two gradients of one matrix: as a lookup table and as a weight.
 
-The gradient of a matrix that is used twice is the sum of two gradients, and the squared norm
-of a sum needs their inner product: the sum over places t of the lookup and tokens s of the
-product of ``(e_t . x_s) g_s[id_t]``, taken in tiles.
+The gradient of a tied matrix is the sum of both, and the squared norm of a sum needs their inner
+product: the sum over lookup positions t and tokens s of ``(e_t . x_s) g_s[id_t]``, in tiles.
 
-Shape legend: B samples, T places looked up, S tokens multiplied, d width of a row, V rows.
+Shape legend: B samples, T lookup positions, S tokens, d width of a row, V rows.
 """
 
 import torch
 from torch import Tensor
 
 from dpprof.norms.rounding import Squares, depth_of_tile
-from dpprof.norms.tiles import accumulator_of, multiply, spans, square, use_up
+from dpprof.norms.tiles import accumulator_of, multiply, multiply_and_sum, spans, square
 
 TILE = 256
-"""Places and tokens in a tile."""
+"""Positions, and tokens, in a tile."""
 
 
 def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -> Squares:
-    """Multiply a table's gradient with a matrix's gradient, and sum.
+    """Compute the inner product of both gradients of each sample.
 
     Args:
-        ids_BT: Which row each place looked up.
-        e_BTd: Gradient of what the lookup returned.
-        x_BSd: What the matrix was multiplied with.
-        g_BSV: Gradient of what came of it.
+        ids_BT: The ids that were looked up.
+        e_BTd: Output gradients of the lookup.
+        x_BSd: Inputs of the weight.
+        g_BSV: Output gradients of the weight.
 
     Returns:
-        The products as ``found``, in float32, or float64 for float64. Likenesses are wrong by at
-        most d u |E| |X| in the Frobenius norm, as Gram matrices are (``norms.rounding``), so
+        The products as ``found``, in float32, or float64 for float64. As for Gram matrices
+        (``norms.rounding``), the error of E X^T is at most d u |E| |X| in the Frobenius norm, so
         ``slack`` is that times the norm of the rows.
     """
     B, T, d = e_BTd.shape
@@ -37,18 +36,18 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
     sums_3B = e_BTd.new_zeros((3, B), dtype=torch.float64)
     for sample in range(B):
         one = slice(sample, sample + 1)
-        for places in spans(T, TILE):
+        for positions in spans(T, TILE):
             for tokens in spans(S, TILE):
-                likeness = multiply(
-                    e_BTd[one, places].to(dtype), x_BSd[one, tokens].to(dtype).transpose(1, 2)
+                products = multiply(
+                    e_BTd[one, positions].to(dtype), x_BSd[one, tokens].to(dtype).transpose(1, 2)
                 )
-                rows = g_BSV[sample, tokens].index_select(1, ids_BT[sample, places])
+                rows = g_BSV[sample, tokens].index_select(1, ids_BT[sample, positions])
                 rows = rows.to(dtype).t()[None]
-                both = (likeness, rows)
+                both = (products, rows)
                 squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
-                sums_3B[:, one] += torch.stack([use_up(likeness, rows), *squares])
-    found_B, likenesses_B, rows_B = sums_3B.to(dtype)
+                sums_3B[:, one] += torch.stack([multiply_and_sum(products, rows), *squares])
+    found_B, products_B, rows_B = sums_3B.to(dtype)
     depth = depth_of_tile(TILE)
-    wrong_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + depth * likenesses_B.sqrt()
-    slack_B = torch.finfo(dtype).eps * wrong_B * rows_B.sqrt()
+    error_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + depth * products_B.sqrt()
+    slack_B = torch.finfo(dtype).eps * error_B * rows_B.sqrt()
     return Squares(found_B, slack_B, None)

@@ -1,12 +1,11 @@
-"""What a GPU runs to find the norms of per-sample gradients, in Triton.
+"""Triton kernels for the norms of per-sample gradients.
 
-Two programs take the inputs X (T, d) and the gradients G (T, p) of a linear layer's outputs,
-of one sample after the other, and sum squares of G^T X, the gradient of its weight, tile by
-tile in float32. A tile lives and dies in registers. Of the ``slots`` programs of a sample the
-i-th takes tiles i, i + slots, ... and writes its sums to slot i, 0 if no tile is left for
-it; so nothing depends on how large tiles are, or on the order in which programs run.
+Two kernels read the inputs X (T, d) and output gradients G (T, p) of a linear layer, and sum the
+squares of each sample's weight gradient G^T X, tile by tile in float32, with each tile in
+registers. A sample has ``slots`` programs: program i takes tiles i, i + slots, ... and writes its
+sums to slot i, 0 if there is no tile for it. So results do not depend on the order of programs.
 
-The third makes the gradient of a normalisation's scale, reading inputs and gradients once.
+The third kernel computes the gradient of a normalisation's scale in one pass over its operands.
 
 Shapes: T tokens, d in, p out; R, C a tile's rows and columns; K what a product sums over.
 Strides are ``x_b``, ``x_t`` and ``x_k``, along samples, tokens and features, likewise ``g_b``.
@@ -15,7 +14,7 @@ Strides are ``x_b``, ``x_t`` and ``x_k``, along samples, tokens and features, li
 import triton
 import triton.language as tl
 
-from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SIZES, keep_bearable, time_launch
+from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, TUNING
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -24,7 +23,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 def load_tile(base, rows_R, row_stride, R, columns_C, column_stride, C):
     """Load elements (rows, columns) of a matrix (R, C), zero beyond its edges.
 
-    Offsets have 64 bits: a sample may hold, or a view span, more than 2^31 elements.
+    Offsets have 64 bits: a view may span more than 2^31 elements.
     """
     offsets_RC = rows_R[:, None].to(tl.int64) * row_stride
     offsets_RC += columns_C[None, :].to(tl.int64) * column_stride
@@ -41,7 +40,7 @@ def gram_tile(
     base, T, K, token_stride, k_stride, rows_R, columns_C,
     TILE_T: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the products of some rows of a matrix (T, K) with some others."""
+    """Compute one tile of the Gram matrix of a matrix (T, K)."""
     gram_RC = tl.zeros((TILE_T, TILE_T), dtype=tl.float32)
     for start in range(0, K, TILE_K):
         k_K = start + tl.arange(0, TILE_K)
@@ -51,13 +50,7 @@ def gram_tile(
     return gram_RC
 
 
-@triton.autotune(
-    GRAM,
-    key=SIZES,
-    prune_configs_by={"early_config_prune": keep_bearable},
-    do_bench=time_launch,
-    cache_results=True,
-)
+@triton.autotune(GRAM, **TUNING)
 @triton.jit
 def sum_gram_squares(
     x_ptr, g_ptr, partial_ptr, slots, T, d, p,
@@ -67,7 +60,7 @@ def sum_gram_squares(
 ):  # fmt: skip
     """Sum (x_t . x_s) (g_t . g_s) over the tiles of (t, s) on and below the diagonal.
 
-    And, each behind those of all programs, (x_t . x_s)^2 and (g_t . g_s)^2.
+    Also (x_t . x_s)^2 and (g_t . g_s)^2, each stored after the sums of all programs.
     """
     sample = (tl.program_id(0) // slots).to(tl.int64)
     slot = tl.program_id(0) % slots
@@ -76,8 +69,8 @@ def sum_gram_squares(
     total_x = 0.0
     total_g = 0.0
     for tile in range(slot, side * (side + 1) // 2, slots):
-        # Row i of the triangle from below, of side - i tiles, and row i from above, of i + 1,
-        # are as long as any such two: a rectangle's row. Of an odd side the last is half a row.
+        # The triangle's row i from below has side - i tiles, row i from above has i + 1. Together
+        # they fill one row of a rectangle of side + 1 columns; an odd side fills half of the last.
         i = tile // (side + 1)
         j = tile % (side + 1)
         row = tl.where(j < side - i, side - 1 - i, i)
@@ -100,13 +93,7 @@ def sum_gram_squares(
     tl.store(partial_ptr + 2 * programs + tl.program_id(0), total_g)
 
 
-@triton.autotune(
-    PRODUCT,
-    key=SIZES,
-    prune_configs_by={"early_config_prune": keep_bearable},
-    do_bench=time_launch,
-    cache_results=True,
-)
+@triton.autotune(PRODUCT, **TUNING)
 @triton.jit
 def sum_product_squares(
     x_ptr, g_ptr, partial_ptr, slots, T, d, p,
@@ -141,8 +128,8 @@ def sum_scaled(
 ):  # fmt: skip
     """Sum g (x - mean) rstd over tokens; each program writes TILE_D sums to its slot.
 
-    Means and rstd are (B, T), side by side. Of the ``slots`` programs of a sample and columns the
-    i-th takes tokens i TILE_T, ..., then those ``slots`` tiles further on.
+    Means and rstd are contiguous, (B, T). Program i of a sample's ``slots`` takes token tiles i,
+    i + slots, ...
     """
     sample = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)

@@ -1,19 +1,11 @@
-"""Squared norms of the per-sample gradients of a linear layer's weight, and gradients of a scale.
+"""Launches the Triton kernels of ``norms.triton_kernels``.
 
-The gradient of sample b is G_b^T X_b, of p x d elements, for inputs X and gradients G of the
-outputs. Two Triton kernels sum its squares, tile by tile in registers: one from the Gram
-matrices of the tokens, T^2 (d + p) / 2 multiply-adds a sample, one from the product itself, T d p.
-Neither writes anything of T x T or d x p; what they allocate is one or three float32 for each of
-about `PROGRAMS` programs and the result. A third makes the per-sample gradients of a
-normalisation's scale, which are a vector each, in one pass over inputs and output gradients.
+The norm kernels need T^2 (d + p) / 2 (Gram) or T d p (product) multiply-adds for each sample. They
+allocate one or three float32 for each of about `PROGRAMS` programs, and the result.
 
-Importing this needs the extra ``triton``. The tensors are on a CUDA device, or on a CPU if the
-process interprets Triton (``TRITON_INTERPRET=1``). A launch is no operator of torch: dispatch
-modes, fake tensors and autograd see only the allocation and the last sum.
-
-Source of the Gram form: Goodfellow, "Efficient Per-Example Gradient Computations" (2015), for
-T = 1; Li et al., "Large Language Models Can Be Strong Differentially Private Learners" (2022),
-for sequences.
+Needs the extra ``triton``, and tensors on a CUDA device, or on a CPU if the process interprets
+Triton (``TRITON_INTERPRET=1``). A launch is not an operator of torch: dispatch modes, fake tensors
+and autograd see only the allocation and the last sum.
 
 Shapes: B batch, T tokens, d in, p out, N sums, S slots of partial sums.
 """
@@ -29,32 +21,30 @@ from dpprof.norms.triton_kernels import sum_gram_squares, sum_product_squares, s
 from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SCALED
 
 PROGRAMS = 1024
-"""How many programs share the tiles of a batch, at least one for each sample: about eight for
-each of an H200's 132 multiprocessors. Each loops over its tiles and writes one partial sum, so
-partial sums take 12 (PROGRAMS + B) bytes at most, however long the sequences."""
+"""How many programs share a batch's tiles, at least one for each sample: about eight for each of an
+H200's 132 multiprocessors. Partial sums take at most 12 (PROGRAMS + B) bytes for any T."""
 
 _AXES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Square the norm of each sample's weight gradient, from Gram matrices of its tokens.
+    """Compute the squared norms of per-sample weight gradients from Gram matrices.
 
-    The sum of (x_t . x_s) (g_t . g_s) over all tokens t, s. Its terms have both signs: where the
-    tokens' gradients cancel, rounding leaves an error relative to (sum_t |x_t| |g_t|)^2 and not
-    to the result; it may be below zero. The squares of both Gram matrices, in passing, bound it.
+    Terms of both signs may cancel, so the rounding error is relative to (sum_t |x_t| |g_t|)^2, and
+    a result may be below zero. The squares of both Gram matrices bound the error
+    (``norms.rounding``).
 
     Args:
         x_BTd: Inputs of the layer, (B, T, d), with any strides; bfloat16, float16 or float32.
-        g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
+        g_BTp: Output gradients, (B, T, p), with any strides and the same dtype.
 
     Returns:
-        (3, B) in float32, inf where that is too small: the squared norms, the sums of
-        (x_t . x_s)^2, and of (g_t . g_s)^2. Products of float32 are exact, or three of
-        TF32 each where PyTorch may use TF32 (``norms.float32_products``); sums are float32.
+        (3, B) in float32, inf at overflow: the squared norms, the sums of (x_t . x_s)^2, and of
+        (g_t . g_s)^2. ``norms.float32_products`` says how float32 is multiplied.
 
     Raises:
-        TypeError: The dtypes differ, or are others, such as float64.
+        TypeError: The dtypes differ or are not supported, such as float64.
         ValueError: Shapes or devices do not fit.
     """
     _check(x_BTd, g_BTp)
@@ -63,19 +53,12 @@ def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 
 def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Square the norm of each sample's weight gradient, from its tiles.
+    """Compute the squared norms of per-sample weight gradients from their tiles.
 
-    Args:
-        x_BTd: Inputs of the layer, (B, T, d), with any strides; bfloat16, float16 or float32.
-        g_BTp: Gradients of the loss in its outputs, (B, T, p), likewise and of the same dtype.
+    Arguments and errors: ``gram_squares``.
 
     Returns:
-        (B,) in float32, inf where that is too small. Products of float32 are exact, or three of
-        TF32 each where PyTorch may use TF32 (``norms.float32_products``); sums are float32.
-
-    Raises:
-        TypeError: The dtypes differ, or are others, such as float64.
-        ValueError: Shapes or devices do not fit.
+        (B,) in float32, inf at overflow.
     """
     _check(x_BTd, g_BTp)
     height = cdiv(x_BTd.shape[2], min(config.kwargs["TILE_D"] for config in PRODUCT))
@@ -102,15 +85,7 @@ def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
 
 
 def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int) -> Tensor:
-    """Run a program on a batch and add up what its slots hold; (sums, B).
-
-    Args:
-        program: The Triton program.
-        x_BTd: Inputs.
-        g_BTp: Gradients of outputs.
-        tiles: Of a sample, at most.
-        sums: How many a program writes.
-    """
+    """Run a kernel of at most ``tiles`` tiles for each sample, and add up its slots; (sums, B)."""
     B, T, d = x_BTd.shape
     p = g_BTp.shape[2]
     if B == 0:
@@ -135,16 +110,9 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int
 def scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> Tensor:
-    """Sum ``g * (x - mean) * rstd`` over tokens, for each sample.
+    """Sum ``g * (x - mean) * rstd`` over tokens, as in ``norms.scale``; (B, d) in float32.
 
-    Args:
-        x_BTd: Inputs of the normalisation, with any strides; bfloat16, float16 or float32.
-        g_BTd: Gradients of its outputs, likewise; the dtypes may differ.
-        mean_BT: What was subtracted, None for nothing.
-        rstd_BT: What was multiplied by.
-
-    Returns:
-        (B, d) in float32; products and sums are float32.
+    ``x_BTd`` and ``g_BTd`` may have any strides, and each be bfloat16, float16 or float32.
     """
     B, T, d = x_BTd.shape
     if B == 0:
@@ -153,7 +121,6 @@ def scale_gradients(
     slots = min(cdiv(T, SCALED.TILE_T), cdiv(PROGRAMS, B * stripes))
     partials_BSd = x_BTd.new_empty(B, slots, d, dtype=torch.float32)
     rstd_BT = rstd_BT.float().contiguous()
-    centred = mean_BT is not None
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         sum_scaled[B, slots, stripes](
             x_BTd,
@@ -164,7 +131,7 @@ def scale_gradients(
             *(slots, T, d),
             *x_BTd.stride(),
             *g_BTd.stride(),
-            CENTRED=centred,
+            CENTRED=mean_BT is not None,
             **SCALED._asdict(),
             num_warps=8,
         )
@@ -172,7 +139,7 @@ def scale_gradients(
 
 
 def tell_tiles(kernel: str) -> dict[str, int]:
-    """Tell the configuration with which a kernel ran last, under Triton's names for its parts."""
+    """Return the configuration of a kernel's last run, under Triton's names."""
     config = {"gram_squares": sum_gram_squares, "product_squares": sum_product_squares}[
         kernel
     ].best_config

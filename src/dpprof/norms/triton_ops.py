@@ -1,8 +1,7 @@
-"""The Triton kernels as operators of PyTorch, so that whatever watches operators sees them.
+"""Registers the Triton kernels as PyTorch operators.
 
-Dispatch modes, FLOP counters and fake tensors know an operator by its registration; a bare
-kernel launch they do not. FLOPs are those of the tiles on and below the diagonal, half of
-both Gram matrices, and of the product.
+Dispatch modes, FLOP counters and fake tensors see an operator, but not a kernel launch. FLOPs are
+those of the Gram tiles on and below the diagonal, and of the product.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output.
 """
@@ -22,10 +21,10 @@ from dpprof.norms.float32_products import name_precision
 from dpprof.norms.placement import simulates_kernels
 
 KERNELS = {Way.TILED_GRAM: "gram_squares", Way.TILED_PRODUCT: "product_squares"}
-"""By the way to a norm that they are."""
+"""The kernel of each way to a norm."""
 
 _tiles: dict[tuple[str, int, int, int], dict[str, int]] = {}
-"""With which configuration a kernel ran last, by its name and T, d and p."""
+"""The configuration of a kernel's last run, by its name and T, d and p."""
 
 _is_faster: dict[tuple[str, int, int, int], bool] = {}
 """Whether a kernel was faster than PyTorch's products, by its name and T, d and p."""
@@ -33,11 +32,10 @@ _is_faster: dict[tuple[str, int, int, int], bool] = {}
 
 @functools.cache
 def why_no_kernels() -> str | None:
-    """Say why kernels cannot run on this machine's GPU; None where they can.
+    """Say why kernels cannot run on this machine's GPU; None if they can.
 
-    Triton compiles a part of its driver when that is first used, which takes a C compiler and
-    Python's headers: without either, the first kernel would end the training. It is tried once a
-    process, and only one that has a CUDA tensor asks.
+    Triton compiles a part of its driver at first use. Without a C compiler and Python's headers
+    the first kernel would end the training, so this tries it, once in a process with a CUDA tensor.
     """
     try:
         importlib.import_module("triton.runtime").driver.active.utils  # noqa: B018 (it compiles)
@@ -50,37 +48,33 @@ def why_no_kernels() -> str | None:
 
 
 def tell_reasons() -> dict[str, str]:
-    """Say why norms on CUDA took PyTorch's operators, if they did so for want of kernels."""
-    asked = why_no_kernels.cache_info().currsize
-    reason = why_no_kernels() if asked else None
+    """Say why norms on CUDA used PyTorch's operators in place of kernels, if they did."""
+    has_asked = why_no_kernels.cache_info().currsize
+    reason = why_no_kernels() if has_asked else None
     if reason is None and not all(_is_faster.values()):
         reason = "PyTorch's products were faster than the kernel, where there are no tiles"
     return {} if reason is None else {"norm_plan.tiles": reason}
 
 
 def tell_tiles(way: Way, T: int, d: int, p: int) -> dict[str, int] | None:
-    """Tell the configuration that tuning chose for a kernel; None where none has run."""
+    """Return the configuration that tuning chose for a kernel; None if it has not run."""
     return _tiles.get((KERNELS.get(way, way), T, d, p))
 
 
-def _can_run(x: Tensor) -> bool:
-    """Tell whether a tensor is where kernels run."""
-    return simulates_kernels() or (x.is_cuda and why_no_kernels() is None)
-
-
 def is_fused(x: Tensor) -> bool:
-    """Tell whether there is a kernel for a tensor: on CUDA, with Triton, not for float64."""
-    return _can_run(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    """Tell whether a kernel can run on a tensor: on CUDA, with Triton, not in float64."""
+    can_run = simulates_kernels() or (x.is_cuda and why_no_kernels() is None)
+    return can_run and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def is_faster(way: Way, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], object]) -> bool:
-    """Tell whether a kernel is the faster way to norms of a shape; both are timed, once.
+    """Tell whether a kernel is faster than PyTorch's products; times both once for each shape.
 
-    Only exact products of float32 are in doubt: they take no tensor cores, and cuBLAS's reuse more
-    of what they load. An estimate, which times nothing, takes the kernel to be.
+    Only exact float32 is timed: it uses no tensor cores, and cuBLAS may be faster. In other cases,
+    and in an estimate, the kernel counts as faster.
     """
-    takes_tensor_cores = x_BTd.dtype != torch.float32 or name_precision(x_BTd.dtype) != "ieee"
-    if takes_tensor_cores or isinstance(x_BTd, FakeTensor) or not len(x_BTd):
+    uses_tensor_cores = x_BTd.dtype != torch.float32 or name_precision(x_BTd.dtype) != "ieee"
+    if uses_tensor_cores or isinstance(x_BTd, FakeTensor) or not len(x_BTd):
         return True
     kernel = KERNELS[way]
     key = (kernel, *x_BTd.shape[1:], g_BTp.shape[2])
@@ -97,13 +91,13 @@ def is_faster(way: Way, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], 
 
 @torch.library.custom_op("dpprof::gram_squares", mutates_args=())
 def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Square norms from Gram matrices that stay in registers, and squares of both; (3, B)."""
+    """Compute squared norms from Gram matrices in registers, and the squares of both; (3, B)."""
     return _run("gram_squares", x_BTd, g_BTp)
 
 
 @torch.library.custom_op("dpprof::product_squares", mutates_args=())
 def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Square norms from gradients that stay in registers; (B,) float32."""
+    """Compute squared norms from gradients in registers; (B,) in float32."""
     return _run("product_squares", x_BTd, g_BTp)
 
 
@@ -120,14 +114,14 @@ def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> Tensor:
-    """Sum what a normalisation's scale adds, in one pass over both tensors; (B, d) float32."""
+    """Compute the per-sample gradients of a scale in one pass over both tensors; (B, d)."""
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
     return triton_launch.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
 
 
 SCALE = torch.ops.dpprof.scale_gradients
-"""The operator that it is."""
+"""``scale_gradients`` as PyTorch's operator."""
 
 
 @scale_gradients.register_fake

@@ -1,13 +1,12 @@
-"""How large the tiles of a Triton program are: what there is to choose from, and how it chooses.
+"""The tile sizes that Triton chooses from, and how it times them.
 
-Triton times the configurations at the first call with each dtype and sizes, up to the next power
-of two, and keeps the times on disk beside its compiled programs (``TRITON_CACHE_DIR``), so that
-the next process does not take them again. Which one wins is the machine's doing, and with it the
-order in which float32 sums are taken: where the same one won results are bitwise repeatable, else
-they agree to rounding. Results tell which one ran (``norm_plan``).
+Triton times the configurations at the first call with each dtype and sizes, rounded up to powers of
+two, and caches the times on disk with its compiled kernels (``TRITON_CACHE_DIR``). The choice
+depends on the machine, and decides the order of float32 sums: with the same choice results are
+bitwise repeatable, otherwise equal to rounding. Results record the choice (``norm_plan``).
 
-Under Triton's interpreter (``TRITON_INTERPRET=1`` when triton is imported) tiles are small, so
-that small inputs have many of them and edges too, and nothing is timed.
+Under Triton's interpreter (``TRITON_INTERPRET=1`` when triton is imported) tiles are small, so that
+small inputs have several tiles and edges, and nothing is timed.
 
 Shapes: T tokens, d in, p out; K what a product sums over.
 """
@@ -20,9 +19,6 @@ from triton import Config, knobs
 
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether this process interprets Triton programs, on tensors of a CPU."""
-
-SIZES = ["T_rounded", "d_rounded", "p_rounded", "PRECISION"]
-"""The arguments whose change makes Triton choose again; it adds the dtypes itself."""
 
 _WIDE_K = 64
 _PRODUCTS = 1024
@@ -38,7 +34,7 @@ def _product(tile_d: int, tile_p: int, tile_K: int, warps: int, stages: int) -> 
     return Config(sizes, num_warps=warps, num_stages=stages)
 
 
-# Compiled for an H200 these take at most 144 of its 227 KiB of shared memory for a block.
+# Compiled for an H200 these need at most 144 of the 227 KiB of shared memory of a block.
 # Two float32 tiles of 128 x 128, or one of 128 x 256, are 128 registers for each of 8 warps.
 GRAM: list[Config] = [
     _gram(128, 64, 8, 3),
@@ -63,14 +59,14 @@ PRODUCT: list[Config] = [
 
 
 class Tile(NamedTuple):
-    """Tokens and columns that a program takes at a time, where there is nothing to multiply."""
+    """Tokens and columns of a tile without matrix products."""
 
     TILE_T: int
     TILE_D: int
 
 
 SCALED = Tile(32, 128)
-"""Reads at memory's speed at any size that fills registers; 4,096 float32 are 16 for a thread."""
+"""Reads at the speed of memory at any size that fills registers: 16 float32 for each thread."""
 
 if INTERPRETED:
     SCALED = Tile(8, 16)
@@ -78,17 +74,11 @@ if INTERPRETED:
     PRODUCT = [_product(16, 32, 16, 1, 1)]
 
 
-def keep_bearable(configs: list[Config], arguments: dict[str, Any], **more: Any) -> list[Config]:
+def keep_suitable(configs: list[Config], arguments: dict[str, Any], **more: Any) -> list[Config]:
     """Keep the configurations that suit an input's dtype and precision.
 
-    16-bit elements take wide steps along K and float32 narrow ones, by bytes the same. Exact
-    float32 products are instructions of one product for each thread, all unrolled, so their
-    tiles must be small.
-
-    Args:
-        configs: All there are.
-        arguments: The program's positional arguments by name.
-        more: Its keyword arguments.
+    Steps along K have the same bytes for all dtypes: wide in 16 bits, narrow in float32. Each
+    exact float32 product is one unrolled instruction of a thread, so those tiles must be small.
     """
     if arguments["x_ptr"].dtype != torch.float32:
         return [config for config in configs if config.kwargs["TILE_K"] >= _WIDE_K]
@@ -108,8 +98,8 @@ def _products_of_a_thread(config: Config) -> int:
 def time_launch(launch: Callable[[], object], quantiles: Sequence[float]) -> list[float]:
     """Time a launch on the current CUDA stream, in ms, at some quantiles.
 
-    Triton's own benchmark clears the GPU's cache with a buffer of 256 MB, which whoever measures
-    memory would find in the peak.
+    Triton's own benchmark clears the GPU's cache with a buffer of 256 MB, which would change the
+    measured peak of memory.
     """
     launch()
     pairs = []
@@ -123,3 +113,12 @@ def time_launch(launch: Callable[[], object], quantiles: Sequence[float]) -> lis
     torch.cuda.synchronize()
     times_ms = torch.tensor([start.elapsed_time(end) for start, end in pairs])
     return [times_ms.quantile(quantile).item() for quantile in quantiles]
+
+
+TUNING = {
+    "key": ["T_rounded", "d_rounded", "p_rounded", "PRECISION"],
+    "prune_configs_by": {"early_config_prune": keep_suitable},
+    "do_bench": time_launch,
+    "cache_results": True,
+}
+"""Arguments of ``triton.autotune``. Triton chooses again if one of ``key``, or a dtype, changes."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dpprof.records.record import Part, read_record, write_record
+from dpprof.records.record import Part, read_record
 from dpprof.spec.target import DTYPES, Dtype
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -103,16 +103,10 @@ class Ceilings(Limits):
 
 
 def device_name(description: Mapping[str, Any]) -> str:
-    """Return a device's name for use in file names.
+    """Return a device's name for files: ``cpu-<name>-<n>-cores`` or ``cuda-<name>``.
 
-    A CPU's name includes all cores that dpprof may use, regardless of an experiment's threads,
-    because ceilings are for the whole device.
-
-    Args:
-        description: The device in a result or in ceilings: ``type``, ``name``, a CPU's ``cores``.
-
-    Returns:
-        ``cpu-<name>-<n>-cores`` or ``cuda-<name>``, without unknown parts.
+    Unknown parts are left out. A CPU's cores are all that dpprof may use, regardless of an
+    experiment's threads, because ceilings are for the whole device.
     """
     parts = [str(description["type"])]
     if description.get("name"):
@@ -133,16 +127,6 @@ def ceilings_path(root: Path, name: str) -> Path:
     return root / "results" / CEILINGS / f"{name}.json"
 
 
-def write_ceilings(path: Path, fields: Mapping[str, Any]) -> Ceilings:
-    """Write ceilings with their content digest, as a whole.
-
-    Args:
-        path: The file; replaced atomically.
-        fields: Every field of ``Ceilings`` but ``content_digest``.
-    """
-    return write_record(path, Ceilings, fields)
-
-
 def read_ceilings(path: Path) -> Ceilings:
     """Read and check the ceilings of a device.
 
@@ -159,10 +143,6 @@ def find_ceilings(known: Iterable[Ceilings], description: Mapping[str, Any]) -> 
     The ceilings' own description of the device decides, not the file's name: a machine that plans
     a sweep on a cluster may see no GPU, and then the file is named ``cuda``. Of several ceilings of
     the same kind of device, the last measured ones count.
-
-    Args:
-        known: Ceilings of any devices.
-        description: The device, as a result describes it.
     """
     name = device_name(description)
     of_it = [one for one in known if device_name(one.device) == name]

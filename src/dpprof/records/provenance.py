@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 
-from dpprof.spec.experiment import Experiment
 from dpprof.system.hardware import cpu_name, torch_build
 from dpprof.system.paths import find_checkout
 
@@ -70,17 +69,6 @@ def describe_git() -> dict[str, Any]:
         return {"commit": None, "dirty": None, "reason": "no git, or not a git checkout"}
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "dirty": None if status is None else bool(status), "reason": None}
-
-
-def collect(experiment: Experiment, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return everything that could explain a number of an experiment.
-
-    Args:
-        experiment: The experiment to measure.
-        environment: The environment variables that the measuring process will have.
-    """
-    asked = {"seed": experiment.seed, "spec_digest": experiment.digest}
-    return describe_surroundings(environment) | asked
 
 
 def describe_surroundings(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -17,11 +17,9 @@ def bound_bytes(experiment: Experiment, allocator_peak_bytes: int) -> int:
     """Return the largest gap that counts as reconciled.
 
     It is 0.1 % of the allocator's peak; 0.5 % in bfloat16, whose products need scratch memory that
-    depends on the processor; 1 % on CUDA, where libraries allocate too.
+    depends on the processor, and on CUDA, where libraries allocate too.
     """
-    share = 0.01 if experiment.device == "cuda" else 0.001
-    if experiment.device == "cpu" and experiment.dtype == "bfloat16":
-        share = 0.005
+    share = 0.005 if experiment.device == "cuda" or experiment.dtype == "bfloat16" else 0.001
     return max(SMALL_CHANGE_BYTES, int(share * allocator_peak_bytes))
 
 
@@ -30,13 +28,22 @@ def reconcile(
     timeline_peak_bytes: int,
     allocator_peak_bytes: int | None,
     evidence: Mapping[Evidence, int],
+    rounding_bytes: int = 0,
 ) -> Attribution:
-    """Return how the recorded peak compares with the allocator's, if the latter is known."""
+    """Return how the recorded peak compares with the allocator's, if the latter is known.
+
+    Args:
+        experiment: What was recorded.
+        timeline_peak_bytes: Peak of the timeline.
+        allocator_peak_bytes: On CUDA of ``max_memory_allocated``, which counts whole blocks.
+        evidence: Bytes at the peak by how their owner was identified.
+        rounding_bytes: What whole blocks take beyond the timeline's sizes.
+    """
     gap: int | None = None
     valid: bool | None = None
     reason: str | None = JOINED
     if allocator_peak_bytes is not None:
-        gap = allocator_peak_bytes - timeline_peak_bytes
+        gap = allocator_peak_bytes - timeline_peak_bytes - rounding_bytes
         bound = bound_bytes(experiment, allocator_peak_bytes)
         valid = abs(gap) <= bound
         reason = None if valid else f"the gap of {gap:,} bytes exceeds its bound of {bound:,}"
@@ -44,6 +51,7 @@ def reconcile(
         valid=valid,
         timeline_peak_bytes=timeline_peak_bytes,
         allocator_peak_bytes=allocator_peak_bytes,
+        rounding_bytes=rounding_bytes,
         gap_bytes=gap,
         evidence=dict(evidence),
         reason=reason,

@@ -51,13 +51,41 @@ class Timeline(Part):
     components: dict[Component, list[int]]
 
 
+class Allocator(Part):
+    """PyTorch's CUDA caching allocator, simulated from the first allocation to a steady step."""
+
+    requested_bytes: int = Field(description="peak of sizes as requested")
+    allocated_bytes: int = Field(
+        description="peak of whole blocks, as torch.cuda.max_memory_allocated counts"
+    )
+    reserved_bytes: int = Field(
+        description="peak of segments, as torch.cuda.max_memory_reserved counts"
+    )
+    expandable_reserved_bytes: int = Field(
+        description="the same with PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+    limit_bytes: int | None = Field(description="memory of the target that training can allocate")
+    fits: bool | None = Field(
+        description="whether every request finds room within the limit; null without a limit"
+    )
+    retries: int | None = Field(
+        description="how often a steady step releases the cache to find room; null where it finds "
+        "none"
+    )
+
+
 class Attribution(Part):
     """How far the timeline is reconciled, and how owners were identified."""
 
     valid: bool | None = Field(description="whether the gap is within its bound")
     timeline_peak_bytes: int
     allocator_peak_bytes: int | None
-    gap_bytes: int | None = Field(description="the allocator's peak minus the timeline's")
+    rounding_bytes: int = Field(
+        0, description="what whole blocks take beyond the timeline's sizes, by simulation; CUDA"
+    )
+    gap_bytes: int | None = Field(
+        description="the allocator's peak minus the timeline's and the rounding"
+    )
     evidence: dict[Evidence, int] = Field(
         description="bytes at the peak by how their owner was identified; with unattributed "
         "they sum to the timeline's peak"
@@ -133,6 +161,7 @@ class Memory(Part):
     at_peak: AtPeak | None = None
     timeline: Timeline | None = None
     attribution: Attribution | None = None
+    allocator: Allocator | None = Field(None, description="CUDA alone")
     assumed: dict[str, str] = Field(
         default_factory=dict,
         description="what is assumed about the device, and why",

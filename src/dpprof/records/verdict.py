@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_record, write_record
+from dpprof.records.record import Part, ResultError, read_record
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -162,15 +162,15 @@ def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
     least one case must pass. With a case without a reference the result is unknown.
     """
     cases = judged(cases)
-    by = {kind: [one for one in cases if one.outcome == kind] for kind in _OUTCOMES}
-    for kind, passed in (("failed", False), ("unknown", None)):
-        if found := by[kind]:
-            return passed, _spell(found[0])
-    refused = _spell(by["unsupported"][0]) if by["unsupported"] else None
-    return (True, refused) if by["passed"] else (None, refused or "nothing was compared")
+    first = {one.outcome: one for one in reversed(cases)}
+    if "failed" in first:
+        return False, _spell(first["failed"])
+    if "unknown" in first:
+        return None, _spell(first["unknown"])
+    refused = _spell(first["unsupported"]) if "unsupported" in first else None
+    return (True, refused) if "passed" in first else (None, refused or "nothing was compared")
 
 
-_OUTCOMES = ("passed", "failed", "unsupported", "unknown")
 _HOLE_ENDS = "; "
 
 
@@ -199,16 +199,6 @@ def _spell(case: Case) -> str:
 def verdict_path(root: Path, model: str, method: str) -> Path:
     """Return the path of a verdict: ``results/verify/<model>-<method>.json``."""
     return root / "results" / VERDICTS / f"{model}-{method}.json"
-
-
-def write_verdict(path: Path, fields: dict[str, Any]) -> Verdict:
-    """Write a verdict with its content digest, as a whole.
-
-    Args:
-        path: The file; replaced atomically.
-        fields: Every field of ``Verdict`` but ``content_digest``.
-    """
-    return write_record(path, Verdict, fields)
 
 
 def read_verdict(root: Path, model: str, method: str) -> Verdict:

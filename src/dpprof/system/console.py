@@ -57,11 +57,9 @@ def fail(problem: object) -> NoReturn:
 
 
 def keep_log(path: Path | None) -> None:
-    """Write the output of this process and its children to a file; lines go to the terminal too.
+    """Write the output of this process and its children to a log; lines go to the terminal too.
 
-    Args:
-        path: The log, which is overwritten; None for no log. In both cases, no file opened later
-            takes the descriptor of a closed standard stream.
+    With and without a log, no file opened later takes the descriptor of a closed standard stream.
     """
     _occupy_standard_descriptors()
     if path is None:

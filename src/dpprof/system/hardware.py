@@ -33,10 +33,8 @@ def available_cores() -> int:
 def cpu_name() -> str:
     """Return the operating system's name of the processor."""
     with contextlib.suppress(OSError):
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        if found:
+        text = Path("/proc/cpuinfo").read_text()
+        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
             return found.group(1).strip()
     return platform.processor() or platform.machine()
 
@@ -66,14 +64,9 @@ def _installed_gpus() -> list[Gpu]:
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
-            gpus.append(
-                Gpu(
-                    uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=_text(pynvml.nvmlDeviceGetName(handle)),
-                    memory_total_bytes=int(memory),
-                )
-            )
+            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            gpus.append(Gpu(_text(uuid), _text(name), memory))
     return gpus
 
 
@@ -103,9 +96,7 @@ def visible_gpus() -> list[Gpu]:
 def torch_build() -> tuple[str | None, str | None]:
     """Return the installed torch's version and CUDA version, without importing torch.
 
-    Returns:
-        ``(version, cuda)``; ``cuda`` is None for a build without CUDA; both are None if torch is
-        not installed.
+    Without CUDA in the build, the second is None; without torch, both are.
     """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
@@ -184,25 +175,16 @@ def describe_cpu(threads: int) -> dict[str, Any]:
 
 def describe_gpu(gpu: Gpu) -> dict[str, Any]:
     """Return a description of a GPU: its driver, and its present clocks, power and temperature."""
-    facts: dict[str, Any] = {
-        "type": "cuda",
-        "name": gpu.name,
-        "uuid": gpu.uuid,
-        "memory_total_bytes": gpu.memory_total_bytes,
-        "driver": None,
-        "sm_clock_mhz": None,
-        "memory_clock_mhz": None,
-        "temperature_c": None,
-        "power_w": None,
-    }
+    facts: dict[str, Any] = {"type": "cuda", **gpu._asdict()}
+    measured = ("driver", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w")
+    facts |= dict.fromkeys(measured)
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         if available:
             facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
             handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
             facts["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-            facts["temperature_c"] = pynvml.nvmlDeviceGetTemperature(
-                handle, pynvml.NVML_TEMPERATURE_GPU
-            )
+            sensor = pynvml.NVML_TEMPERATURE_GPU
+            facts["temperature_c"] = pynvml.nvmlDeviceGetTemperature(handle, sensor)
             facts["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
     return facts

@@ -21,9 +21,7 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
     """Return whether an error means that memory ran out, by its type or else its message.
 
-    Args:
-        error: The raised exception.
-        limited: Whether the process has a memory limit.
+    ``limited`` is whether the process has a memory limit.
     """
     if isinstance(error, MemoryError):
         return True

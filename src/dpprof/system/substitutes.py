@@ -1,4 +1,4 @@
-"""Attributes of other packages' objects, replaced for a while where they have no other hook."""
+"""Replaces attributes of other packages' objects for a while, where they offer no hook."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,19 +6,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def substitute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute within; afterwards it is what it was, or is inherited again.
-
-    Args:
-        owner: A module, a class or an object.
-        name: The attribute.
-        value: What it is within.
+    """Set an attribute of a module, class or object inside the context, and restore it afterwards.
 
     Raises:
-        AttributeError: There is no such attribute, so that nobody would ask for it.
+        AttributeError: The attribute does not exist, so nothing would read it.
     """
     getattr(owner, name)
     own = vars(owner)
-    is_own, before = name in own, own.get(name)  # as it is stored: a descriptor is not bound
+    is_own, before = name in own, own.get(name)  # as stored, without binding a descriptor
     setattr(owner, name, value)
     try:
         yield

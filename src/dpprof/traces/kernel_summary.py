@@ -18,15 +18,12 @@ class NoKernelsError(ValueError):
 
 
 def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
-    """Return the summed times of the kernels in the traced steps.
+    """Return the fields of ``Kernels`` for the traced steps, except those about the trace's file.
 
     Args:
         trace: The spans; each step waits at its end for the kernels that it launched.
         family_of: Returns an operator's family by its name.
         on_cuda: Whether a GPU did the work.
-
-    Returns:
-        The fields of ``Kernels``, except those about the trace's file.
 
     Raises:
         NoKernelsError: The steps have no GPU kernel, because the tracer, CUPTI, recorded none.
@@ -98,14 +95,13 @@ def _seconds(ran: Sequence[Ran]) -> float:
     return sum(one.end_s - one.start_s for one in ran)
 
 
+def _per_step(ran: Sequence[Ran], steps: int) -> dict[str, float]:
+    return {"seconds": _seconds(ran) / steps, "launches": len(ran) / steps}
+
+
 def _launched(ran: Sequence[Ran], steps: int) -> list[Launched]:
     return [
-        Launched(
-            phase=phase,
-            op_kind=op_kind,
-            seconds=_seconds(some) / steps,
-            launches=len(some) / steps,
-        )
+        Launched(phase=phase, op_kind=op_kind, **_per_step(some, steps))
         for (phase, op_kind), some in _group(ran, lambda one: (one.phase, one.op_kind)).items()
     ]
 
@@ -113,14 +109,7 @@ def _launched(ran: Sequence[Ran], steps: int) -> list[Launched]:
 def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
     alike = _group(ran, lambda one: (one.name, one.op, one.phase, one.op_kind))
     kernels = [
-        Kernel(
-            name=name,
-            op=op,
-            phase=phase,
-            op_kind=op_kind,
-            seconds=_seconds(some) / steps,
-            launches=len(some) / steps,
-        )
+        Kernel(name=name, op=op, phase=phase, op_kind=op_kind, **_per_step(some, steps))
         for (name, op, phase, op_kind), some in alike.items()
     ]
     return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST]

@@ -60,26 +60,14 @@ def parse_trace(content: bytes) -> dict[str, Any]:
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:
-    """Return the spans of a trace, by place.
-
-    Args:
-        document: The parsed JSON of ``export_chrome_trace``.
-    """
-    trace = Trace([], [], [])
-    for event in document["traceEvents"]:
-        kind = event.get("cat")
-        into = (
-            trace.host
-            if kind in _HOST
-            else trace.calls
-            if kind in _CALLS
-            else trace.device
-            if kind in _DEVICE
-            else None
+    """Return the spans in the parsed JSON of ``export_chrome_trace``, by place."""
+    complete = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    return Trace(
+        *(
+            [_read(event) for event in complete if event.get("cat") in kinds]
+            for kinds in (_HOST, _CALLS, _DEVICE)
         )
-        if event["ph"] == "X" and into is not None:
-            into.append(_read(event))
-    return trace
+    )
 
 
 def _read(event: Mapping[str, Any]) -> Span:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpprof.records.result import Kernels
 from dpprof.system.files import write_atomically
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import read_trace
+from dpprof.traces.tensorboard_events import TensorBoard
 
 LIMIT_BYTES = 32 * 2**20
 """The largest size of a trace's file."""
@@ -29,12 +31,7 @@ class Written(NamedTuple):
 def write_trace(
     folder: Path, document: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES
 ) -> Written | None:
-    """Write a trace; cut it to its first step if the file would exceed the limit.
-
-    Args:
-        folder: The folder for the file, whose name is ``NAME``.
-        document: The parsed JSON of ``export_chrome_trace``.
-        limit_bytes: The largest size of the compressed file.
+    """Write a trace to ``NAME``; cut it to its first step if the file would exceed the limit.
 
     Returns:
         The written file; None, without a file, if even one step exceeds the limit.
@@ -57,3 +54,15 @@ def _cut(document: Mapping[str, Any], end_s: float) -> dict[str, Any]:
     """Return a trace without later events, except those that name processes and threads."""
     kept = [e for e in document["traceEvents"] if e["ph"] == "M" or e["ts"] <= end_s * _US]
     return {**document, "traceEvents": kept}
+
+
+def write_events(folder: Path, kernels: Kernels) -> None:
+    """Write a step's milliseconds by op kind and phase for TensorBoard; replace existing events."""
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    seconds = {"step": kernels.step_s, "idle": kernels.idle_s, "total": kernels.total_s}
+    seconds |= {f"op_kind/{name}": value for name, value in kernels.by_op_kind.items()}
+    seconds |= {f"phase/{name}": value for name, value in kernels.by_phase.items()}
+    board = TensorBoard(folder)
+    board(0, {f"kernels_ms/{name}": value * 1e3 for name, value in seconds.items()})
+    board.close()

@@ -1,7 +1,7 @@
-"""Scenarios in which a guarantee can be lost while ordinary gradients are right.
+"""Scenarios in which a method can lose its guarantee although ordinary gradients are right.
 
-A method may refuse any of them: where it raises an exception nothing is applied. What it
-must not do is go on in silence with something else than the reference's gradient.
+A method may refuse a scenario by an exception, because then it applies no gradient. It must not
+continue with a gradient other than the reference's.
 """
 
 import copy
@@ -23,11 +23,11 @@ from dpprof.verification.subjects import Subject, choose_frozen, choose_layer
 
 
 class RefusedError(Exception):
-    """A method raised an exception, where it may."""
+    """A method raised an exception where it may."""
 
 
 def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
-    """Freeze parameters after set-up: the others' gradient is right, and these do not move."""
+    """Freeze parameters after set-up: they must not change, and the others' gradient is right."""
     with _may_refuse():
         step = begin(method, subject.experiment, subject.model, lr=1.0)
     parameters = list(step.module.parameters())
@@ -38,28 +38,28 @@ def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
     with _may_refuse():
         compute(step, subject.batch)
     samples = zip(parameters, subject.samples, strict=True)
-    _hold(method, look(step), [one for parameter, one in samples if parameter.requires_grad])
+    _compare(method, look(step), [one for parameter, one in samples if parameter.requires_grad])
     with _may_refuse():
         finish(step)
     if not all(map(torch.equal, before, frozen)):
-        raise WrongError("they are changed all the same")
+        raise WrongError("the frozen parameters changed")
 
 
 def thaw_later(method: type[TrainingStep], subject: Subject) -> None:
-    """Thaw a layer after set-up: it is clipped with the others."""
+    """Thaw a layer after set-up: it must be clipped with the others."""
     model = copy.deepcopy(subject.model)
     choose_layer(model).requires_grad_(False)
     with _may_refuse():
         step = begin(method, subject.experiment, model, thaw=True)
         compute(step, subject.batch)
-    _hold(method, look(step), subject.samples)
+    _compare(method, look(step), subject.samples)
 
 
 def poison(method: type[TrainingStep], subject: Subject) -> None:
-    """Let one sample, and no other, look up what is infinite: it alone is left out.
+    """Make one sample's gradient infinite: only this sample must be left out.
 
     Raises:
-        UnsupportedError: The others would not be finite either, as where weights are tied.
+        UnsupportedError: Other gradients would not be finite either, for example with tied weights.
     """
     model = copy.deepcopy(subject.model)
     table = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
@@ -69,22 +69,21 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     batch = Batch(*(ids.masked_fill(ids == poisoned, 0) for ids in subject.batch))
     others = reference.sample_gradients(model, *(ids[1:] for ids in batch))
     batch.tokens_BT[0, 0] = poisoned
-    ill = reference.sample_gradients(model, *(ids[:1] for ids in batch))
-    if _is_finite(ill) or not _is_finite(others):
+    poisoned_sample = reference.sample_gradients(model, *(ids[:1] for ids in batch))
+    if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
     with _may_refuse():
         step = begin(method, subject.experiment, model)
+    expected = [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
     for _ in range(STEPS):
         with _may_refuse():
             compute(step, batch)
-        _hold(
-            method, look(step), [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
-        )
+        _compare(method, look(step), expected)
         finish(step)
 
 
 def empty(method: type[TrainingStep], subject: Subject) -> None:
-    """Take a batch without samples: what is left is zero, for noise to be added to."""
+    """Use a batch without samples: the gradient before noise must be zero."""
     batch = Batch(*(ids[:0] for ids in subject.batch))
     with _may_refuse():
         step = begin(method, subject.experiment, subject.model)
@@ -94,7 +93,7 @@ def empty(method: type[TrainingStep], subject: Subject) -> None:
 
 
 def accumulate(method: type[TrainingStep], subject: Subject) -> None:
-    """Compute two gradients without clearing: what is left is the second, or the sum of both."""
+    """Compute two gradients without clearing: the second or the sum of both must result."""
     experiment, model, batch, samples = subject
     second = make_batch(model, Cpu(), experiment.batch_size, experiment.seq_len)
     with _may_refuse():
@@ -116,7 +115,7 @@ GUARANTEES: Mapping[Scenario, Callable[[type[TrainingStep], Subject], None]] = {
     "empty": empty,
     "accumulated": accumulate,
 }
-"""Each returns where the method is right, and raises ``RefusedError`` or ``WrongError``."""
+"""Functions that raise ``RefusedError`` or ``WrongError`` unless the method is right."""
 
 
 @contextmanager
@@ -127,8 +126,8 @@ def _may_refuse() -> Iterator[None]:
         raise RefusedError(f"{type(error).__name__}: {error}") from error
 
 
-def _hold(method: type[TrainingStep], taken: Taken, samples: Sequence[Tensor]) -> None:
-    """Hold a step to what it should be."""
+def _compare(method: type[TrainingStep], taken: Taken, samples: Sequence[Tensor]) -> None:
+    """Raise ``WrongError`` unless a step has the gradient and the mechanism that it should have."""
     if not taken.gradient.isfinite().all():
         raise WrongError("the gradient is not finite")
     if not _is_close(taken.gradient, reference.clip_and_average(samples, taken.groups)):

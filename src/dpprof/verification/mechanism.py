@@ -1,4 +1,4 @@
-"""Is the mechanism that a method declares the one that its groups amount to?"""
+"""Compares the mechanism that a method declares with its clipping groups."""
 
 import math
 from collections.abc import Sequence
@@ -10,20 +10,14 @@ from dpprof.verification.reference import Group
 
 
 def find_sensitivity(groups: Sequence[Group], noise_bound: float) -> float | None:
-    """Find how far one sample can move the sum, over the bound that the noise is a multiple of."""
+    """Return how far one sample can move the sum, divided by the bound that scales the noise."""
     return math.hypot(*(group.bound for group in groups)) / noise_bound if groups else None
 
 
 def complain_of_mechanism(
     method: type[TrainingStep], groups: Sequence[Group], noise_bound: float
 ) -> str | None:
-    """Say in what the groups of a step are not what the method declares; None if in nothing.
-
-    Args:
-        method: Declares a mechanism and a sensitivity.
-        groups: What the step clipped together, and to which bounds.
-        noise_bound: What its noise is a multiple of.
-    """
+    """Return how a step's groups contradict the method's declarations; None if they do not."""
     name, declared = method.mechanism, method.sensitivity
     found = find_sensitivity(groups, noise_bound)
     if found is None:

@@ -1,4 +1,4 @@
-"""The clipped gradient by definition, from ``torch.func`` and nothing of the methods.
+"""The clipped gradient by definition, from ``torch.func`` and without code of the methods.
 
 Shape legend: B batch, T tokens, P elements of a parameter, G groups.
 """
@@ -16,7 +16,7 @@ NAME = "torch.func"
 
 
 class Group(NamedTuple):
-    """What is clipped as one: parameters by their position, and the bound of their norm."""
+    """Parameters that are clipped together, by position, and the bound of their norm."""
 
     positions: Sequence[int]
     bound: float
@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
 
 def sample_gradients(model: nn.Module, tokens_BT: Tensor, labels_BT: Tensor) -> list[Tensor]:
-    """Compute every sample's gradient of its mean cross-entropy over tokens.
+    """Return every sample's gradient of its mean cross-entropy over tokens.
 
     Returns:
         One (B, P) for each trainable parameter, in the order of ``model.parameters()``.
@@ -37,16 +37,16 @@ def sample_gradients(model: nn.Module, tokens_BT: Tensor, labels_BT: Tensor) -> 
 
     gradient = grad(loss)
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the kernel that vmap can follow
+        with sdpa_kernel(SDPBackend.MATH):  # the only kernel that supports vmap
             samples = vmap(gradient, in_dims=(None, 0, 0))(trainable, tokens_BT, labels_BT)
-    except RuntimeError:  # a model that vmap cannot follow, but one sample at a time can be
+    except RuntimeError:  # the model does not support vmap
         each = [gradient(trainable, *sample) for sample in zip(tokens_BT, labels_BT, strict=True)]
         samples = {name: torch.stack([one[name] for one in each]) for name in trainable}
     return [samples[name].flatten(1) for name in trainable]
 
 
 def group_norms(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
-    """Compute the norms of the samples' gradients over each group; (B, G)."""
+    """Return the norms of the samples' gradients over each group; (B, G)."""
     norms = [torch.cat([samples[at] for at in group.positions], 1).norm(dim=1) for group in groups]
     return torch.stack(norms, dim=1)
 
@@ -57,7 +57,7 @@ def clip_and_average(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tens
     The factor is ``min(1, C / (norm + epsilon))``. Without groups nothing is clipped.
 
     Returns:
-        All parameters' gradients, one after another; (sum of P,).
+        The concatenated gradients of all parameters; (sum of P,).
     """
     scaled = list(samples)
     for group in groups:

@@ -1,4 +1,4 @@
-"""Takes a method's step on a copy of a model, and looks at what it said and did."""
+"""Runs steps of a method on a copy of a model, and reads their results."""
 
 import copy
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from dpprof.spec.experiment import Experiment
 from dpprof.verification.reference import Group
 
 STEPS = 2
-"""What one step leaves behind must not reach the next."""
+"""More than one, because a step must not affect the next."""
 
 
 class WrongError(Exception):
-    """A method does something that no gradient could make good; says what."""
+    """A method did something wrong; the message says what."""
 
 
 class Taken(NamedTuple):
-    """What a method said and did in one step."""
+    """The results of one step."""
 
     groups: list[Group]
     gradient: Tensor
-    """Of all trainable parameters, one after another."""
+    """The concatenated gradients of all trainable parameters."""
 
     norms: Tensor | None
     noise_bound: float
@@ -39,14 +39,14 @@ def begin(
     lr: float = 0.0,
     thaw: bool = False,
 ) -> TrainingStep:
-    """Apply a method to a copy of the model.
+    """Return a method applied to a copy of the model, with plain SGD.
 
     Args:
         method: The method.
         experiment: Its settings.
-        model: Stays as it is.
-        lr: Of plain SGD; at zero no step changes a weight.
-        thaw: Whether to thaw all parameters once the method has seen the model.
+        model: The model, which stays unchanged.
+        lr: The learning rate; with zero no step changes a weight.
+        thaw: Whether to thaw all parameters after the method is set up.
     """
     step = method(copy.deepcopy(model), experiment)
     if thaw:
@@ -56,15 +56,15 @@ def begin(
 
 
 def compute(step: TrainingStep, batch: Batch) -> None:
-    """Have the method compute a gradient, as ``TrainingStep.run`` would."""
+    """Compute a gradient, as ``TrainingStep.run`` does."""
     step.compute_gradient(batch, lambda _: None)
 
 
 def look(step: TrainingStep) -> Taken:
-    """See what the method left.
+    """Return the results of a step.
 
     Raises:
-        WrongError: A parameter has no gradient, or the groups are none that can be.
+        WrongError: A parameter has no gradient, or the groups are impossible.
     """
     trainable = [p for p in step.module.parameters() if p.requires_grad]
     groups = _place_groups(step, trainable)
@@ -76,7 +76,7 @@ def look(step: TrainingStep) -> Taken:
 
 
 def finish(step: TrainingStep) -> None:
-    """End the step, as ``TrainingStep.run`` would."""
+    """End the step, as ``TrainingStep.run`` does."""
     step.apply_gradient()
     step.optimizer.zero_grad()
 
@@ -85,7 +85,7 @@ def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list
     position = {id(parameter): at for at, parameter in enumerate(trainable)}
     told = step.clip_groups()
     if any(id(parameter) not in position for group in told for parameter in group.parameters):
-        raise WrongError("its groups clip what is not trained")
+        raise WrongError("its groups clip parameters that are not trained")
     groups = [
         Group([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
         for group in told
@@ -94,5 +94,5 @@ def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list
     if groups and placed != list(range(len(trainable))):
         raise WrongError("its groups do not clip every trainable parameter once")
     if any(group.epsilon < 0 for group in groups):
-        raise WrongError("it takes something off the norms that it clips by")
+        raise WrongError("its groups have a negative epsilon")
     return groups

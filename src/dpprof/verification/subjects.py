@@ -1,8 +1,8 @@
-"""What methods are tried on: a small model with a batch, and the samples' own gradients.
+"""The subjects of verification: a small model with a batch, and the samples' gradients.
 
-The model is a small one of the same layer types, its weights moved away from where they
-start, since some gradients are too regular there to tell methods apart. Bounds lie
-between the samples' norms, so that some samples are clipped and some are not.
+Weights are moved away from their initial values, where some gradients are too regular to
+distinguish methods. Bounds lie between the samples' norms, so some samples are clipped and some are
+not.
 
 Shape legend: B batch, T tokens.
 """
@@ -24,23 +24,23 @@ from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
 
 REDUCED = Dimensions(vocab_size=11, d_model=12, layers=2, heads=3)
-"""So few tokens that most sequences repeat one, which norms of embeddings must get right."""
+"""Its vocabulary is so small that most sequences repeat a token, a hard case for embeddings."""
 
 SEQ_LEN = 9
 
 
 class Subject(NamedTuple):
-    """What is trained, and what is known of it."""
+    """A model with a batch, an experiment, and the reference's gradients."""
 
     experiment: Experiment
     model: nn.Module
     batch: Batch
     samples: Sequence[Tensor]
-    """Of the samples, the gradients before clipping, as the reference has them."""
+    """The reference's gradients of the samples before clipping."""
 
 
 def describe(model: str, method: str, attention: str, batch_size: int) -> Experiment:
-    """Describe the experiment in which a method is tried; its bound comes from ``prepare``."""
+    """Return the experiment of a case; ``prepare`` sets its bound."""
     return Experiment.model_validate(
         {
             "model": REDUCED if model == BUILT_IN else model,
@@ -56,20 +56,16 @@ def describe(model: str, method: str, attention: str, batch_size: int) -> Experi
 
 
 def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
-    """Make what a method is tried on, with a bound that suits it.
-
-    Args:
-        experiment: What to build.
-        scenario: ``frozen`` and ``ignored labels`` change the model and the batch.
+    """Return a subject with a suitable bound; some scenarios change its model or its batch.
 
     Raises:
-        UnsupportedError: The model cannot be had in this way.
+        UnsupportedError: The model does not support the experiment or the scenario.
     """
     torch.manual_seed(experiment.seed)
     model = apply_dtype(build_model(experiment), experiment, torch.device("cpu")).train()
     for layer in model.modules():
         if isinstance(layer, nn.Dropout):
-            layer.p = 0.0  # or no two passes would compute the same
+            layer.p = 0.0  # so that all passes compute the same
     with torch.no_grad():
         for parameter in model.parameters():
             width = parameter.shape[-1] if parameter.ndim else 1
@@ -86,17 +82,17 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
 
 
 def choose_bound(norms_B: Tensor) -> float:
-    """Choose a bound between the norms, so that some are clipped; of one sample, that it is."""
+    """Return a bound between the norms, so that some are clipped; a single sample is clipped."""
     if len(norms_B) == 1:
         return float(norms_B) / 2
     return float(norms_B.min() + norms_B.max()) / 2
 
 
 def choose_frozen(model: nn.Module) -> list[nn.Parameter]:
-    """Choose what is frozen: one parameter in five, so that there are some of every kind.
+    """Return parameters to freeze: every fifth, so that all kinds are among them.
 
     Raises:
-        UnsupportedError: The model has too few.
+        UnsupportedError: The model has only one parameter.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if len(trainable) == 1:
@@ -105,10 +101,10 @@ def choose_frozen(model: nn.Module) -> list[nn.Parameter]:
 
 
 def choose_layer(model: nn.Module) -> nn.Module:
-    """Choose a layer that is frozen as a whole: the last that has parameters of its own.
+    """Return a layer to freeze as a whole: the last with parameters of its own.
 
     Raises:
-        UnsupportedError: There is no other.
+        UnsupportedError: The model has only one such layer.
     """
     owners = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
     if len(owners) == 1:
@@ -117,7 +113,7 @@ def choose_layer(model: nn.Module) -> nn.Module:
 
 
 def ignore_labels(batch: Batch) -> Batch:
-    """Leave each sample with another number of labels, and the last sample with one alone."""
+    """Return the batch with a different number of labels in each sample, and one in the last."""
     B, T = batch.labels_BT.shape
     labels_BT = batch.labels_BT.clone()
     for row in range(B):

@@ -1,4 +1,4 @@
-"""Compares a method with references: same weights, same batch, no noise, float64."""
+"""Compares a method with references: same weights and batch, without noise, in float64."""
 
 import math
 import traceback
@@ -33,12 +33,7 @@ _MESSAGE_LIMIT = 500
 
 
 def verify(model: str, method: str) -> Findings:
-    """Compare a method on a model with the references, in every case.
-
-    Args:
-        model: A model's name, or ``built-in``.
-        method: A method's name.
-    """
+    """Compare a method on a model (a name, or ``built-in``) with the references in every case."""
     torch.set_num_threads(1)
     cases = [
         verify_case(model, method, attention, batch_size)
@@ -56,9 +51,9 @@ def verify(model: str, method: str) -> Findings:
 def verify_case(
     model: str, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
 ) -> Case:
-    """Compare in one case; whatever goes wrong is in the case."""
-    known: dict[str, Any] = {"scenario": scenario}
-    known |= {"attention": attention, "batch_size": batch_size}
+    """Compare in one case; a failure is part of the case."""
+    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
+    known["batch_size"] = batch_size
     try:
         subject = prepare(describe(model, method, attention, batch_size), scenario)
         by_loop = next(_take_steps(Microbatch, subject)).gradient
@@ -74,23 +69,16 @@ def verify_case(
         return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except WrongError as error:
         return Case(**known, outcome="failed", reason=shorten(str(error)))
-    except Exception as error:  # noqa: BLE001 (however a method fails, it has failed)
+    except Exception as error:  # noqa: BLE001 (a method may raise anything)
         traceback.print_exc()
         return Case(**known, outcome="failed", reason=_spell(error))
 
 
 def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> Case:
-    """Try a method where its guarantee can be lost; whatever goes wrong is in the case.
-
-    Args:
-        model: A model's name, or ``built-in``.
-        method: A method's name.
-        plain: How the method did in the plain case; where it did not pass nothing is tried.
-        scenario: One of ``GUARANTEES``.
-    """
+    """Try one of ``GUARANTEES``, if the plain case passed; a failure is part of the case."""
     attention, batch_size = SPECIAL
-    known: dict[str, Any] = {"scenario": scenario}
-    known |= {"attention": attention, "batch_size": batch_size}
+    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
+    known["batch_size"] = batch_size
     if plain.outcome != "passed":
         outcome = "unsupported" if plain.outcome == "unsupported" else "unknown"
         return Case(**known, outcome=outcome, reason=f"not tried: {plain.reason}")
@@ -102,7 +90,7 @@ def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> C
         return Case(**known, outcome="unsupported", reason=str(error)[:_MESSAGE_LIMIT])
     except WrongError as error:
         return Case(**known, outcome="failed", reason=str(error))
-    except Exception as error:  # noqa: BLE001 (it went past where a method may refuse)
+    except Exception as error:  # noqa: BLE001 (a method may raise anything)
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=_spell(error))
     return Case(**known, outcome="passed")
@@ -111,7 +99,7 @@ def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> C
 def _find_mechanism(method: str) -> str | None:
     try:
         return str(registry.load("methods", method).mechanism)
-    except Exception:  # noqa: BLE001 (each case says why it cannot be had)
+    except Exception:  # noqa: BLE001 (each case has the reason)
         return None
 
 
@@ -145,7 +133,7 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
 
 
 def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[Taken]:
-    """Take steps that change no weight."""
+    """Run steps that change no weight."""
     step = begin(method, subject.experiment, subject.model)
     for _ in range(STEPS):
         compute(step, subject.batch)
@@ -154,15 +142,15 @@ def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[Taken]
 
 
 def _is_flat(groups: Sequence[Group], experiment: Experiment) -> bool:
-    """Tell whether the definition of ``microbatch`` applies."""
+    """Return whether groups are those of ``microbatch``."""
     flat = Group(groups[0].positions, experiment.max_grad_norm) if groups else None
     return list(groups) == [flat]
 
 
 def _error_of_norms(found: Tensor, expected_BG: Tensor | None) -> float:
-    """Compare with norms by group, or over all groups, as a share of the sample's whole norm."""
+    """Return the largest error of a sample's norms, relative to its norm over all groups."""
     if expected_BG is None:
-        raise WrongError("it tells norms, and clips nothing")
+        raise WrongError("it has norms, and clips nothing")
     whole_B = expected_BG.norm(dim=1)
     if found.shape == whole_B.shape:
         return float(((found - whole_B) / whole_B).abs().max())
@@ -172,7 +160,7 @@ def _error_of_norms(found: Tensor, expected_BG: Tensor | None) -> float:
 
 
 def _rank(error: float) -> float:
-    """Let what is no number count as the largest error."""
+    """Return a sort key in which NaN is the largest error."""
     return math.inf if math.isnan(error) else error
 
 

@@ -1,7 +1,7 @@
-"""Which way each type of layer really took to its per-sample gradient, or to its norm.
+"""Watches which code path each layer takes to its per-sample gradients or their norms.
 
-Opacus chooses per layer and falls back without a word: to ``torch.func`` where it has no
-rule for a layer, inside ghost clipping too. What is told here was seen while it ran.
+Opacus chooses by layer, and without a message falls back to ``torch.func`` for a layer without a
+rule, also in ghost clipping. So the path is observed while it runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,32 +12,18 @@ from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipp
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from dpprof.methods.opacus_paths import OpacusPath
+from dpprof.methods.opacus.paths import OpacusPath
 from dpprof.methods.training_step import Watch
-from dpprof.spec.experiment import Experiment
-from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
-
-
-def refuse_checkpointing(experiment: Experiment) -> None:
-    """Refuse what Opacus's hooks do not survive.
-
-    Raises:
-        UnsupportedError: ``non-reentrant``: hooks count a layer's forward again when it is
-            computed again, and find gradients for none or too many.
-    """
-    if experiment.checkpointing == "non-reentrant":
-        raise UnsupportedError(
-            "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
-        )
 
 
 @contextmanager
 def watch_hooks(module: GradSampleHooks, watch: Watch) -> Iterator[None]:
     """Watch a model with Opacus's hooks.
 
-    The last argument of each sampler is the gradient of the layer's output. Opacus looks samplers
-    up in tables of its classes and on layers, and has no other place to watch them.
+    Samplers are replaced where Opacus looks them up, in tables of its classes and on layers,
+    because it offers no hook. The last argument of each sampler is the gradient of the layer's
+    output.
     """
 
     def watched(path: OpacusPath, sampler: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,9 +55,9 @@ def watch_hooks(module: GradSampleHooks, watch: Watch) -> Iterator[None]:
 def watch_expanded_weights(
     module: nn.Module, optimizer: DPOptimizer, watch: Watch
 ) -> Iterator[None]:
-    """Watch a model with expanded weights: who has per-sample gradients when clipping begins.
+    """Watch a model with expanded weights: which layers have per-sample gradients at clipping.
 
-    They have no sampler of their own to call, and the optimizer no hook before clipping.
+    Expanded weights have no sampler, and the optimizer has no hook before clipping.
     """
     clip_and_accumulate = optimizer.clip_and_accumulate
 

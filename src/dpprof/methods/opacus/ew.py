@@ -1,7 +1,7 @@
 """Opacus's per-sample gradients from PyTorch's expanded weights.
 
-``GradSampleModuleExpandedWeights``: layers compute per-sample gradients instead of
-ordinary ones, so a linear layer costs no more than standard's 6 B T d p FLOPs.
+Layers compute per-sample gradients instead of ordinary ones, so a linear layer costs no more than
+the standard step's 6 B T d p FLOPs.
 """
 
 from contextlib import AbstractContextManager
@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
 
-from dpprof.methods.opacus_per_sample import OpacusPerSample
-from dpprof.methods.opacus_samplers import watch_expanded_weights
+from dpprof.methods.opacus.per_sample import OpacusPerSample
+from dpprof.methods.opacus.samplers import watch_expanded_weights
 from dpprof.methods.training_step import Watch
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -20,9 +20,9 @@ class OpacusEw(OpacusPerSample):
     """``grad_sample_mode="ew"``.
 
     Raises:
-        UnsupportedError: ``bfloat16``: expanded weights compute outside autocast's reach, and
-            stop at the first product of a bfloat16 and a float32 matrix. Checkpointing: they
-            are gone when a block is computed again.
+        UnsupportedError: ``bfloat16``: autocast does not reach expanded weights, which then
+            multiply a bfloat16 and a float32 matrix. Checkpointing: a recomputed block has no
+            expanded weights.
     """
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
@@ -34,9 +34,9 @@ class OpacusEw(OpacusPerSample):
 
     @staticmethod
     def wrap(model: nn.Module) -> GradSampleModuleExpandedWeights:
-        """Have the model called with expanded weights."""
+        """Return the model with expanded weights."""
         return GradSampleModuleExpandedWeights(model, batch_first=True, loss_reduction="mean")
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
-        """Look at who has per-sample gradients."""
+        """Watch which layers have per-sample gradients."""
         return watch_expanded_weights(self.module, self.optimizer, watch)

@@ -1,11 +1,10 @@
 """Opacus's fast gradient clipping: per-sample gradients of one layer at a time.
 
-Each layer's per-sample gradient is materialised, reduced to its norm and dropped. Cost
-per linear layer of d x p: 12 B T d p FLOPs. Memory: B d p elements, for one layer at a
-time.
+Each layer's per-sample gradients are computed, reduced to their norms and freed. Cost per linear
+layer of d x p: 12 B T d p FLOPs. Memory: B d p elements for one layer at a time.
 """
 
-from dpprof.methods.opacus_two_pass import OpacusTwoPass
+from dpprof.methods.opacus.two_pass import OpacusTwoPass
 
 
 class OpacusFastGradientClipping(OpacusTwoPass):

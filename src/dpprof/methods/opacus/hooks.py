@@ -1,13 +1,13 @@
 """Opacus's per-sample gradients from backward hooks, by a rule for each type of layer.
 
-Cost per linear layer of d x p over standard's 6 B T d p FLOPs: 2 B T d p for per-sample
-gradients; the ordinary gradient is computed too.
+Cost per linear layer of d x p: 2 B T d p FLOPs beyond the standard step's 6 B T d p, because the
+ordinary gradient is computed too.
 """
 
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from dpprof.methods.opacus_per_sample import OpacusPerSample
+from dpprof.methods.opacus.per_sample import OpacusPerSample
 
 
 class OpacusHooks(OpacusPerSample):

@@ -1,8 +1,8 @@
-"""Opacus's methods that materialise per-sample gradients, clip them and sum them.
+"""The base of Opacus's methods that compute per-sample gradients, clip them and sum them.
 
-They differ in how a gradient per sample comes about, and share ``DPOptimizer`` and its
-memory: B x P elements of per-sample gradients, and P for their clipped sum, which costs
-2 B d p FLOPs for a linear layer of d x p.
+They differ in how they compute per-sample gradients, and share ``DPOptimizer``. Memory: B x P
+elements of per-sample gradients and P of their clipped sum, which costs 2 B d p FLOPs for a linear
+layer of d x p.
 """
 
 from abc import abstractmethod
@@ -14,25 +14,22 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, mean_loss
+from dpprof.methods.opacus.optimizer import OpacusStep
+from dpprof.methods.opacus.samplers import watch_hooks
+from dpprof.methods.training_step import Batch, Enter, Watch, mean_loss
 from dpprof.spec.experiment import Experiment
 
 
-class OpacusPerSample(TrainingStep):
-    """One step of ``DPOptimizer`` on a model that Opacus has wrapped.
+class OpacusPerSample(OpacusStep):
+    """A step of ``DPOptimizer`` on a model that Opacus wraps.
 
-    Formal guarantees: those of Opacus's flat clipping, L2 sensitivity ``max_grad_norm``
-    under adding or removing one sample.
+    Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
+    or removing one sample.
     """
 
     optimizer: DPOptimizer
-    attributes = ATTRIBUTES
-    births = BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        refuse_checkpointing(experiment)
         super().__init__(model, experiment)
         self.module = self.wrap(model)
 
@@ -43,12 +40,12 @@ class OpacusPerSample(TrainingStep):
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer in Opacus's ``DPOptimizer``."""
-        self.optimizer = wrap_optimizer(DPOptimizer, optimizer, self.experiment)
+        self.wrap_optimizer(DPOptimizer, optimizer)
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        From "clip" on these are the calls of ``DPOptimizer.pre_step``, in its order.
+        After "clip" follow the calls of ``DPOptimizer.pre_step``, in its order.
         """
         enter("forward")
         loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
@@ -61,15 +58,11 @@ class OpacusPerSample(TrainingStep):
         self.optimizer.scale_grad()
 
     def sample_norms(self) -> Tensor:
-        """Reduce the per-sample gradients, which stay until they are cleared; (B,)."""
+        """Return the norms of the per-sample gradients; (B,)."""
         samples: list[Tensor] = self.optimizer.grad_samples
         norms = [one.flatten(1).norm(dim=1) for one in samples]
         norms_B: Tensor = torch.stack(norms).norm(dim=0)
         return norms_B
-
-    def apply_gradient(self) -> None:
-        """Let the wrapped optimizer use the gradients."""
-        self.optimizer.original_optimizer.step()
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch Opacus's hooks."""

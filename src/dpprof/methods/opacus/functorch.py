@@ -1,14 +1,13 @@
 """Opacus's per-sample gradients from ``torch.func``, for every layer.
 
-``GradSampleModule`` with ``force_functorch=True``: a hook runs each layer's forward and
-backward again under ``vmap``. Cost per linear layer of d x p over standard's 6 B T d p
-FLOPs: 4 B T d p.
+A hook runs each layer's forward and backward pass again under ``vmap``. Cost per linear layer of
+d x p: 4 B T d p FLOPs beyond the standard step's 6 B T d p.
 """
 
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 
-from dpprof.methods.opacus_per_sample import OpacusPerSample
+from dpprof.methods.opacus.per_sample import OpacusPerSample
 
 
 class OpacusFunctorch(OpacusPerSample):
@@ -16,7 +15,7 @@ class OpacusFunctorch(OpacusPerSample):
 
     @staticmethod
     def wrap(model: nn.Module) -> GradSampleModule:
-        """Attach Opacus's hooks, with no layer's own rule in use."""
+        """Attach Opacus's hooks without its rules for layer types."""
         return GradSampleModule(
             model, batch_first=True, loss_reduction="mean", force_functorch=True
         )

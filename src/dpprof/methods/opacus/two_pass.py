@@ -1,8 +1,7 @@
-"""Opacus's methods that find norms in one backward pass and the clipped sum in a second.
+"""The base of Opacus's methods that compute norms in one backward pass and the sum in a second.
 
-``GradSampleModuleFastGradientClipping``, its loss wrapper and its optimizer. The first
-pass leaves each sample's norm, the second differentiates the loss with each sample
-weighted by its clipping factor; the graph is kept in between.
+The first pass computes each sample's norm. The second differentiates the loss with each sample
+weighted by its clip factor. The graph is kept between them.
 """
 
 from collections.abc import Mapping
@@ -18,24 +17,23 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus_optimizer import ATTRIBUTES, BIRTHS, wrap_optimizer
-from dpprof.methods.opacus_samplers import refuse_checkpointing, watch_hooks
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
+from dpprof.methods.opacus.optimizer import OpacusStep
+from dpprof.methods.opacus.samplers import watch_hooks
+from dpprof.methods.training_step import Batch, Enter, Watch
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
 
 _BIRTHS: Mapping[Function, Component] = {
-    **BIRTHS,
+    **OpacusStep.births,
     GradSampleHooksFastGradientClipping.get_norm_sample: "norm_samples",
 }
 
 
 class _PhasedModule(GradSampleModuleFastGradientClipping):
-    """Opacus's module, which says when its two-pass ``backward`` changes phase.
+    """Opacus's module that reports phases.
 
-    The calls are those that ``DPTensorFastGradientClipping.backward`` makes between its
-    passes; what they compute is left to Opacus.
+    ``DPTensorFastGradientClipping.backward`` calls these methods between its two passes.
     """
 
     enter: Enter
@@ -50,26 +48,24 @@ class _PhasedModule(GradSampleModuleFastGradientClipping):
         super().disable_hooks()
 
 
-class OpacusTwoPass(TrainingStep):
-    """Two passes of ``DPLossFastGradientClipping`` and one of its optimizer's steps.
+class OpacusTwoPass(OpacusStep):
+    """Two passes of ``DPLossFastGradientClipping`` and a step of its optimizer.
 
-    Formal guarantees: those of Opacus's flat clipping, L2 sensitivity ``max_grad_norm``
-    under adding or removing one sample.
+    Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
+    or removing one sample.
     """
 
     use_ghost_clipping: bool
-    """Whether linear layers and embeddings find norms without per-sample gradients."""
+    """Whether norms of linear layers and embeddings need no per-sample gradients."""
 
     criterion_type: type[DPLossFastGradientClipping] = DPLossFastGradientClipping
-    """What turns samples' losses into one whose ``backward`` makes both passes."""
+    """The wrapper of the loss, whose ``backward`` makes both passes."""
 
     module: _PhasedModule
     optimizer: DPOptimizerFastGradientClipping
-    attributes = ATTRIBUTES
     births = _BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        refuse_checkpointing(experiment)
         super().__init__(model, experiment)
         self.module = _PhasedModule(
             model,
@@ -81,7 +77,7 @@ class OpacusTwoPass(TrainingStep):
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
-        self.optimizer = wrap_optimizer(DPOptimizerFastGradientClipping, optimizer, self.experiment)
+        self.wrap_optimizer(DPOptimizerFastGradientClipping, optimizer)
         self.criterion: Any = self.criterion_type(
             self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
         )
@@ -89,7 +85,7 @@ class OpacusTwoPass(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        From "noise" on these are the calls of the optimizer's ``pre_step``, in its order.
+        After "noise" follow the calls of the optimizer's ``pre_step``, in its order.
         """
         self.module.enter = enter
         enter("forward")
@@ -105,13 +101,9 @@ class OpacusTwoPass(TrainingStep):
         self.optimizer.scale_grad()
 
     def sample_norms(self) -> Tensor:
-        """Tell the norms that the first pass left; (B,)."""
+        """Return the norms of the first pass; (B,)."""
         norms_B: Tensor = self.module.per_sample_gradient_norms
         return norms_B
-
-    def apply_gradient(self) -> None:
-        """Let the wrapped optimizer use the gradients."""
-        self.optimizer.original_optimizer.step()
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch Opacus's hooks."""

@@ -1,0 +1,156 @@
+"""Layers without a rule: ``torch.func`` computes their per-sample gradients, as in Opacus."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpprof.clipping.contributions import SampleGradients
+from dpprof.clipping.layers import Receive, apply, autocast_dtype
+from dpprof.clipping.patching import PatchedLayer
+from dpprof.spec.registry import UnsupportedError
+
+
+class _Call(NamedTuple):
+    """One call of a layer, to be repeated with other tensors."""
+
+    layer: nn.Module
+    forward: Callable[..., Any]
+    """The layer's original ``forward``, as a function of the layer and its arguments."""
+
+    names: Sequence[str]
+    """Of its parameters."""
+
+    arguments: Sequence[Any]
+    """Positional and keyword arguments, flattened; None in place of each tensor."""
+
+    structure: Any
+    """How to unflatten ``arguments``."""
+
+    places: Sequence[int]
+    """Indices of the tensors in ``arguments``."""
+
+    autocast: torch.dtype | None
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the layer on other tensors."""
+        flat = list(self.arguments)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            flat[place] = tensor
+        inputs, named = pytree.tree_unflatten(flat, self.structure)
+        return self.forward(self.layer, *inputs, **named)
+
+    def run_with(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """Run it with other parameters too."""
+        state = {f"layer.{name}": one for name, one in zip(self.names, parameters, strict=True)}
+        return torch.func.functional_call(_Caller(self), state, (tensors,))
+
+
+class _Caller(nn.Module):
+    """A call as a module, which ``functional_call`` needs."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.layer, self._call = call.layer, call
+
+    def forward(self, tensors: Sequence[Tensor]) -> Any:
+        return self._call.run(tensors)
+
+
+class _AnyLayer(torch.autograd.Function):
+    """Any layer; its backward materialises the per-sample gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, receive: Receive, *tensors: Tensor) -> Any:
+        count = len(call.names)
+        ctx.save_for_backward(*tensors[count:])
+        ctx.clipped, ctx.call, ctx.receive = tensors[:count], call, receive
+        y = call.run(tensors[count:])
+        if not isinstance(y, Tensor):
+            name = type(call.layer).__name__
+            raise UnsupportedError(f"{name} has no rule and does not return a tensor")
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        call: _Call = ctx.call
+        count = len(call.names)
+        inputs = ctx.saved_tensors
+        needed = [i for i in range(len(inputs)) if ctx.needs_input_grad[2 + count + i]]
+
+        def differentiate(*sample: Tensor) -> Any:
+            *xs, g_b = sample
+
+            def run(parameters: Sequence[Tensor], differentiated: Sequence[Tensor]) -> Tensor:
+                batch = [x[None] for x in xs]
+                for i, x in zip(needed, differentiated, strict=True):
+                    batch[i] = x[None]
+                y: Tensor = call.run_with(parameters, batch)
+                return y[0]
+
+            y, pull_back, *_ = torch.func.vjp(run, list(ctx.clipped), [xs[i] for i in needed])
+            return pull_back(g_b.to(y.dtype))
+
+        with torch.autocast(g.device.type, dtype=call.autocast, enabled=call.autocast is not None):
+            parts = [_make_contiguous(part) for part in (*inputs, g)]
+            if call.autocast is not None:
+                # vmap of a group norm's backward with float32 weights accepts no other inputs.
+                parts = [part.float() if part.dtype == call.autocast else part for part in parts]
+            of_parameters, of_inputs = _map_over_samples(differentiate, call.layer, *parts)
+        ctx.receive(
+            [
+                (parameter, SampleGradients(gradients))
+                for parameter, gradients in zip(ctx.clipped, of_parameters, strict=True)
+                if parameter.requires_grad
+            ]
+        )
+        found = {i: one.to(inputs[i].dtype) for i, one in zip(needed, of_inputs, strict=True)}
+        return None, None, *[None] * count, *[found.get(i) for i in range(len(inputs))]
+
+
+def _make_contiguous(x: Tensor) -> Tensor:
+    """Give a tensor the strides of its shape: vmap of a convolution of one token requires them."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
+
+
+def _map_over_samples(function: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Any:
+    try:
+        return torch.func.vmap(function)(*tensors)
+    except RuntimeError as error:
+        if "randomness" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{type(layer).__name__} has no rule and draws random numbers, which differ when its "
+            "per-sample gradients are computed; move them to a layer without parameters"
+        ) from error
+
+
+def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
+    """Run a patched layer that has no rule.
+
+    Raises:
+        UnsupportedError: It gets no tensor, or returns something else than one.
+        ValueError: Its tensors disagree in the length of their first axis.
+    """
+    arguments, structure = pytree.tree_flatten((inputs, named))
+    places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
+    tensors = [arguments[at] for at in places]
+    name = type(layer).__name__
+    if not tensors:
+        raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
+    if len({one.shape[:1] for one in tensors}) > 1 or not tensors[0].dim():
+        shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
+        raise ValueError(
+            f"{name} has no rule, so the first axis of each tensor that it gets must be the batch; "
+            f"it got {shapes}"
+        )
+    parameters = dict(layer.named_parameters())
+    rest = [None if isinstance(one, Tensor) else one for one in arguments]
+    assert isinstance(layer, PatchedLayer)
+    forward = layer.original.forward
+    autocast = autocast_dtype(tensors[0])
+    call = _Call(layer, forward, list(parameters), rest, structure, places, autocast)
+    return apply(_AnyLayer, call, receive, *parameters.values(), *tensors)

@@ -1,0 +1,90 @@
+"""Patches layers so that a rule runs their ``forward`` while a ``Clipping`` is attached.
+
+A patched layer's class becomes a subclass of its own class, so names, ``isinstance`` and
+``state_dict`` stay the same. Every copy (``copy.deepcopy``, ``AveragedModel``, pickle,
+``torch.save``) has the original class: its parameters are new, so no clipping knows them.
+"""
+
+import copyreg
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from dpprof.system.substitutes import substitute
+
+_PATCH = "_clipping_patch"
+
+
+class _Patch:
+    """The function that runs one layer; a copy of the layer gets None instead."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        self.layer = layer
+        self.forward = forward
+        self.enabled = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class PatchedLayer:
+    """First base class of every patched layer's class."""
+
+    original: type[nn.Module]
+    """The layer's class before it was patched."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the patch, or the original ``forward`` where there is none."""
+        patch = vars(self).get(_PATCH)
+        if patch is None or not patch.enabled or patch.layer is not self:
+            return self.original.forward(self, *inputs, **named)
+        return patch.forward(*inputs, **named)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = reduced
+        own = type(self)
+        arguments = tuple(self.original if given is own else given for given in arguments)
+        if make is getattr(copyreg, "__newobj__"):  # noqa: B009 (its stub leaves it out)
+            make = object.__new__  # pickle accepts __newobj__ only with the object's own class
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != _PATCH}
+        return make, arguments, *rest
+
+
+@functools.cache
+def _derive_class(original: Any) -> Any:
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (PatchedLayer, original), {**names, "original": original})
+
+
+def patch_layer(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let ``forward`` run a layer."""
+    original: Any = type(layer)
+    layer.__class__ = _derive_class(original)
+    vars(layer)[_PATCH] = _Patch(layer, forward)
+
+
+def is_patched(layer: nn.Module) -> bool:
+    """Tell whether a layer is patched."""
+    return vars(layer).get(_PATCH) is not None
+
+
+def unpatch_layer(layer: nn.Module) -> None:
+    """Restore a layer's original ``forward``."""
+    vars(layer).pop(_PATCH, None)
+    # A class derived from the patched one since then runs the original forward without a patch.
+    if isinstance(layer, PatchedLayer) and PatchedLayer in type(layer).__bases__:
+        layer.__class__ = layer.original  # type: ignore[assignment]
+
+
+@contextmanager
+def original_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Run the original ``forward`` of patched layers inside the context."""
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(substitute(vars(layer)[_PATCH], "enabled", value=False))
+        yield

@@ -1,0 +1,100 @@
+"""Finds the rule that runs a layer, and refuses layers that cannot be clipped."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from dpprof.clipping.layers import (
+    run_conv1d,
+    run_embedding,
+    run_layer_norm,
+    run_linear,
+    run_rms_norm,
+)
+from dpprof.clipping.layers_without_rule import run_any_layer
+from dpprof.clipping.patching import is_patched
+from dpprof.spec.registry import UnsupportedError
+
+Rule = Callable[..., Tensor]
+"""Called with the layer, a function that receives its contributions, and the layer's arguments."""
+
+RULES: Mapping[str, Rule] = {
+    "torch.nn.modules.linear.Linear": run_linear,
+    "torch.nn.modules.sparse.Embedding": run_embedding,
+    "torch.nn.modules.normalization.LayerNorm": run_layer_norm,
+    "torch.nn.modules.normalization.RMSNorm": run_rms_norm,
+    "transformers.pytorch_utils.Conv1D": run_conv1d,
+}
+"""By the name of the class whose ``forward`` they replace."""
+
+KNOWN = {"weight", "bias"}
+"""The parameters that every rule knows."""
+
+
+def refuse_mixing(layer: nn.Module) -> None:
+    """Refuse layers, with or without parameters, whose samples depend on one another.
+
+    Raises:
+        UnsupportedError: It is a batch normalisation, or keeps statistics of its inputs, to which
+            no noise is added.
+    """
+    name = type(layer).__name__
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
+        raise UnsupportedError(f"{name} mixes samples; use GroupNorm or LayerNorm")
+    if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats:  # noqa: SLF001
+        raise UnsupportedError(
+            f"{name} keeps statistics of its inputs without noise; set track_running_stats=False"
+        )
+
+
+def find_rule(layer: nn.Module) -> Rule:
+    """Find the rule of a layer; a layer without one is run by ``torch.func``.
+
+    A subclass has the rule of the class whose ``forward`` it inherits.
+
+    Raises:
+        UnsupportedError: The layer has parameters and also contains layers, its parameters are
+            computed from others, it is patched by another ``Clipping``, or it is an embedding whose
+            options change its table or mix samples.
+    """
+    name = type(layer).__name__
+    if "forward" in vars(layer) or is_patched(layer):
+        raise UnsupportedError(
+            f"the forward of {name} is already replaced, maybe by another Clipping; remove() that "
+            "first"
+        )
+    if isinstance(layer, ParametrizationList):
+        raise UnsupportedError(
+            "a parametrized weight is computed once for all samples, so it has no per-sample "
+            "gradient; remove the parametrization, or freeze its parameters"
+        )
+    for base in type(layer).__mro__:
+        rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None and vars(base).get("forward") == type(layer).forward:
+            _refuse_unknown_parameters(layer)
+            if rule is run_embedding:
+                _refuse_options(layer)
+            return rule
+    if any(True for child in layer.children() for _ in child.parameters()):
+        raise UnsupportedError(
+            f"{name} has parameters of its own beside those of the layers in it; move them to a "
+            "layer that contains no others, or freeze them"
+        )
+    return run_any_layer
+
+
+def _refuse_unknown_parameters(layer: nn.Module) -> None:
+    unknown = {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
+    if unknown:
+        raise UnsupportedError(
+            f"{type(layer).__name__} has a parameter {min(unknown)} that its rule does not know; "
+            "a re-parametrized weight, such as weight_norm's, has no per-sample gradient"
+        )
+
+
+def _refuse_options(embedding: Any) -> None:
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(embedding, option):
+            raise UnsupportedError(f"an embedding with {option} has no exact per-sample gradient")

@@ -1,0 +1,203 @@
+"""Finds the norms of one batch's per-sample gradients while backward runs.
+
+``norms.rounding`` says how large the rounding errors of norms are, and how they are bounded.
+
+Shape legend: B samples, T tokens, d width of an input, p width of an output.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.clipping.contributions import (
+    Contribution,
+    Direct,
+    Lookup,
+    Product,
+    SampleGradients,
+    merge,
+)
+from dpprof.clipping.layers import Contributions
+from dpprof.norms.code_paths import Way
+from dpprof.norms.float32_products import exact_products
+from dpprof.norms.linear import WAYS
+from dpprof.norms.plan import Choice, choose
+from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
+from dpprof.norms.table import square_lookup
+from dpprof.norms.tied import inner_product
+from dpprof.norms.tiles import square
+from dpprof.records.births import allocates
+from dpprof.spec.registry import UnsupportedError
+
+if TYPE_CHECKING:
+    from dpprof.clipping.engine import Clipping
+
+Keep = Callable[[nn.Parameter, Contribution], None]
+
+
+class SampleNorms:
+    """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
+
+    Args:
+        clipping: Says how: ``watch``, ``keeps``, ``squares`` and the names of parameters.
+        samples: B.
+        reused: Parameters that may be used more than once. Their norms need all uses, so
+            ``add_reused`` adds them at the end.
+        keep: Gets each contribution whose squared norms were added.
+    """
+
+    def __init__(
+        self, clipping: "Clipping", samples: int, reused: Collection[nn.Parameter], keep: Keep
+    ) -> None:
+        self.totals: dict[str, Tensor] = {}
+        """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
+
+        self.plan: dict[str, Choice] = {}
+        self.computes_in_16_bits = False
+        self._clipping = clipping
+        self._samples = samples
+        self._reused = reused
+        self._keep = keep
+        self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
+        self._seen: set[nn.Parameter] = set()
+
+    def add(self, layer: nn.Module, contributions: Contributions) -> None:
+        """Add the squared norms of a layer's contributions."""
+        for parameter, contribution in contributions:
+            if parameter in self._reused:
+                self._waiting[parameter].append((layer, contribution))
+                continue
+            if parameter in self._seen:
+                name = self._clipping.name_of(parameter)
+                raise RuntimeError(f"{name} was used more than once, {self._clipping.why_once}")
+            self._seen.add(parameter)
+            self._square(layer, parameter, contribution)
+
+    def add_reused(self) -> None:
+        """Add the squared norms of reused parameters, once all their uses are known."""
+        for parameter in list(self._waiting):
+            self._add_uses(parameter, self._waiting.pop(parameter))
+
+    @allocates("norm_samples")
+    def compute(self) -> Tensor:
+        """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,)."""
+        if "found" not in self.totals:
+            raise RuntimeError("the losses depend on no trained parameter")
+        # Negative inner products may exceed the squares.
+        squares_B = self.totals["found"].clamp(min=0)
+        if "slack" in self.totals:
+            squares_B += self.totals["slack"]
+        norms_B = squares_B.sqrt_()
+        if "spread" in self.totals:
+            least_B = self.totals["spread"].sqrt().div_(TOLERATED[norms_B.dtype])
+            norms_B = torch.maximum(norms_B, least_B)
+        return norms_B
+
+    def _square(
+        self, layer: nn.Module, parameter: nn.Parameter, contribution: Contribution
+    ) -> Tensor:
+        """Find a contribution's squared norms, and add them; (B,)."""
+        self._check(parameter, contribution)
+        match contribution:
+            case Product(x_BTd, g_BTp):
+                B, T, d = x_BTd.shape
+                keeps = self._clipping.keeps
+                choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=keeps)
+                self.plan[self._clipping.name_of(parameter)] = choice
+                if choice.way is Way.KEPT:
+                    return self._square_gradients(layer, Way.KEPT, parameter, contribution)
+                squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
+                rounded = contribution.is_rounded
+            case Lookup(ids_BT):
+                B, T = ids_BT.shape
+                squares = self._measure(
+                    layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
+                )
+                rounded = False
+            case _:
+                return self._square_gradients(layer, Way.DIRECT, parameter, contribution)
+        self._keep(parameter, contribution)
+        assert squares.size_B is not None
+        spread_B = spread(squares.size_B, B * T, is_rounded=rounded)
+        # Rounding can leave a product of Gram matrices a little below zero.
+        found_B: Tensor = squares.found_B.clamp(min=0)
+        self._add(parameter, found_B, squares.slack_B, spread_B)
+        return found_B
+
+    def _measure(
+        self, layer: nn.Module, way: Way, function: Callable[..., Squares], inputs: tuple[Any, ...]
+    ) -> Squares:
+        """Find squared norms with float32 products, even where training itself uses TF32."""
+        with exact_products():
+            squares: Squares = self._clipping.watch(layer, way, function, inputs)
+        return squares
+
+    def _square_gradients(
+        self, layer: nn.Module, way: Way, parameter: nn.Parameter, contribution: Product | Direct
+    ) -> Tensor:
+        """Materialise the per-sample gradients, keep them, and add their squared norms; (B,)."""
+        inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
+        gradients = self._clipping.watch(layer, way, contribution.materialise, inputs)
+        self._keep(parameter, SampleGradients(gradients))
+        found_B = square(gradients)
+        self._add(parameter, found_B)
+        return found_B
+
+    def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        first = contribution[0]
+        self.computes_in_16_bits |= first.dtype in (torch.bfloat16, torch.float16)
+        if len(first) != self._samples:
+            raise ValueError(
+                f"{self._clipping.name_of(parameter)} saw {len(first)} samples, and there are "
+                f"{self._samples} losses; the first axis of every layer's input must be the batch, "
+                "with one entry for each sample (repeat position ids, for example)"
+            )
+
+    def _add_uses(
+        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, Contribution]]
+    ) -> None:
+        """Add the squared norms of the sum of a parameter's uses."""
+        for _, contribution in uses:
+            self._check(parameter, contribution)
+        layer = uses[0][0]
+        merged = merge([contribution for _, contribution in uses])
+        if merged is None:
+            name = self._clipping.name_of(parameter)
+            raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
+        found = {
+            type(contribution): self._square(layer, parameter, contribution)
+            for contribution in merged
+        }
+        match merged:
+            case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
+                e_BTd = table.trained_BTd
+                operands = (ids_BT, e_BTd, x_BTd, g_BTp)
+                both = self._measure(layer, Way.CROSSED, inner_product, operands)
+                assert both.slack_B is not None
+                T, S = e_BTd.shape[1], x_BTd.shape[1]
+                slack_B = (
+                    2 * both.slack_B
+                    + cross_slack(found[Lookup], T * square(e_BTd), T)
+                    + cross_slack(found[Product], square(x_BTd) * square(g_BTp), S)
+                )
+                self._add(parameter, 2 * both.found_B, slack_B)
+
+    def _add(
+        self,
+        parameter: nn.Parameter,
+        found_B: Tensor,
+        slack_B: Tensor | None = None,
+        spread_B: Tensor | None = None,
+    ) -> None:
+        for name, more_B in (("found", found_B), ("slack", slack_B), ("spread", spread_B)):
+            if more_B is not None:
+                total_B = self.totals.get(name)
+                self.totals[name] = (
+                    more_B if total_B is None else total_B + more_B.to(total_B.device)
+                )
+        squares = self._clipping.squares
+        if squares is not None:
+            squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B

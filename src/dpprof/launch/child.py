@@ -1,0 +1,51 @@
+"""The child process of a measurement: calls one function and writes its answer.
+
+``isolated.py`` starts it as ``python -m dpprof.launch.child ASSIGNMENT``.
+"""
+
+import faulthandler
+import json
+import os
+import pkgutil
+import sys
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_jsonable_python
+
+from dpprof.launch.device_lock import keep_to_this_process
+from dpprof.system.messages import escape_all
+from dpprof.system.process_groups import die_with, end_group_with
+
+
+class Assignment(BaseModel):
+    """What a child has to do, its only command-line argument."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    function: str
+    """The function to call, as ``module:name``; only the child imports it."""
+
+    arguments: list[str | int]
+    parent_pid: int
+    lock_fd: int
+    lifeline_fd: int
+    answer_fd: int
+
+
+def main() -> None:
+    """Carry out the assignment on the command line."""
+    faulthandler.enable()
+    assignment = Assignment.model_validate_json(sys.argv[1])
+    die_with(assignment.parent_pid)
+    end_group_with(assignment.lifeline_fd)
+    keep_to_this_process(assignment.lock_fd)
+    answer = pkgutil.resolve_name(assignment.function)(*assignment.arguments)
+    with os.fdopen(assignment.answer_fd, "w", encoding="utf-8") as file:
+        json.dump(escape_all(to_jsonable_python(answer)), file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # do not wait until libraries shut down
+
+
+if __name__ == "__main__":
+    main()

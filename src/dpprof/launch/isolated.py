@@ -1,0 +1,207 @@
+"""Runs functions in child processes, on a device that no other measurement uses meanwhile.
+
+A child may crash, exit, hang, print without end, or start processes that would outlive it. Its
+parent always learns how it ended, and none of its processes survives.
+"""
+
+import datetime as dt
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from dpprof.launch import child
+from dpprof.launch.contention import Contention
+from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_slots import DeviceSlot
+from dpprof.planning.code_in_use import CodeInUse
+from dpprof.records.provenance import describe_surroundings
+from dpprof.system.child_output import Output, Sink
+from dpprof.system.console import say
+from dpprof.system.files import check_writable
+from dpprof.system.paths import PACKAGE
+from dpprof.system.process_groups import end_group, no_survivors
+
+Answer = TypeVar("Answer")
+
+
+class Ended(NamedTuple, Generic[Answer]):
+    """How a child process ended."""
+
+    answer: Answer | None
+    """The function's result; None if the child ended before the result was complete."""
+
+    returncode: int
+    """As in ``subprocess``: negative for a signal."""
+
+    timed_out: bool
+    output: str
+    """The end of what it printed."""
+
+    wall_s: float
+    others_busy_cores: float
+
+    def explain(self, what: str, timeout_s: float) -> str:
+        """Return why there is no answer, in words; ``what`` is the child's task, as a noun."""
+        if self.timed_out:
+            return f"the {what} took longer than {timeout_s:g} s"
+        code = self.returncode
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the {what}'s process ended with {how} before it could answer"
+
+
+class Isolation:
+    """A device that this process holds, and the facts about its use that every record has."""
+
+    def __init__(self, slot: DeviceSlot, lock_fd: int, code: CodeInUse) -> None:
+        self.slot = slot
+        self._lock_fd, self._code = lock_fd, code
+
+    def begin(self, **variables: str) -> None:
+        """Describe the surroundings of children and start the clock.
+
+        Args:
+            variables: Environment variables of the children.
+        """
+        self._code.start()
+        search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
+        self._environment = os.environ | self.slot.environment | own | variables
+        self._facts = {
+            "device": self.slot.describe(),
+            "provenance": describe_surroundings(self._environment),
+            "started_at": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds"),
+        }
+        self._start = time.monotonic()
+
+    def finish(self) -> dict[str, Any]:
+        """Stop the clock and return the facts, by field of a record.
+
+        Returns:
+            ``device``, ``provenance``, ``started_at``, ``wall_s`` and ``code_digest``.
+        """
+        wall_s = time.monotonic() - self._start
+        return self._facts | {"wall_s": wall_s, "code_digest": self._code.settle()}
+
+    def run(
+        self,
+        answer_type: type[Answer],
+        function: str,
+        *arguments: str | int,
+        timeout_s: float,
+        sink: Sink | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Ended[Answer]:
+        """Call a function in a fresh process and return how the process ended.
+
+        Args:
+            answer_type: The type of the function's result, which travels as JSON.
+            function: The function as ``module:name``; only the child imports it.
+            arguments: The function's arguments.
+            timeout_s: Seconds after which the child counts as hung and is killed.
+            sink: The destination of its output; None for standard error.
+            pass_fds: Descriptors that the child inherits.
+        """
+        lifeline, held = os.pipe()
+        # A file without a name disappears even if a process is killed.
+        with tempfile.TemporaryFile() as answer, os.fdopen(lifeline, "rb"), os.fdopen(held, "wb"):
+            assignment = child.Assignment(
+                function=function,
+                arguments=list(arguments),
+                parent_pid=os.getpid(),
+                lock_fd=self._lock_fd,
+                lifeline_fd=lifeline,
+                answer_fd=answer.fileno(),
+            )
+            start, contention, timed_out = time.monotonic(), Contention(), False
+            with no_survivors():
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(self._lock_fd, lifeline, answer.fileno(), *pass_fds),
+                    start_new_session=True,
+                    env=self._environment,
+                )
+                assert process.stdout is not None
+                output = Output(process.stdout, sink or Sink(None))
+                try:
+                    process.wait(timeout_s)
+                except subprocess.TimeoutExpired:
+                    timed_out = True
+                finally:
+                    end_group(process.pid)
+                    process.wait()
+            wall_s, others = time.monotonic() - start, contention.busy_cores()
+            tail = output.finish()
+            answer.seek(0)
+            content = answer.read()
+        try:
+            found = TypeAdapter(answer_type).validate_json(content)
+        except ValidationError:  # the child ended before it was complete
+            found = None
+        return Ended(found, process.returncode, timed_out, tail, wall_s, others)
+
+
+@contextmanager
+def isolate(
+    output: Path,
+    slots: Sequence[DeviceSlot],
+    digest: Callable[[], str],
+    module: str,
+    *,
+    shared: bool = False,
+) -> Iterator[Isolation]:
+    """Hold the first free device; if none is free, say which process holds it, and wait.
+
+    Inside the context, SIGTERM and SIGHUP raise ``SystemExit``, so that children are ended too.
+
+    Args:
+        output: The file that the caller will write.
+        slots: Interchangeable devices, at least one.
+        digest: Returns the digest of the code that will run.
+        module: The file of the calling module, which this process has imported.
+        shared: Whether others with ``shared`` may use the device at the same time.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    check_writable(output)
+    code = CodeInUse(digest, module)
+    names = [slot.lock_name for slot in slots]
+
+    def waiting() -> None:
+        busy = "the CPU is" if names == ["cpu"] else "every visible GPU is"
+        say(f"{busy} taken by another experiment; waiting for {who_holds(names)}")
+
+    with _ended_by_signals(), hold_one(names, waiting, shared=shared) as (position, lock_fd):
+        yield Isolation(slots[position], lock_fd, code)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into ``SystemExit``."""
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Opacus's methods; one file each, and what they share."""

@@ -1,0 +1,58 @@
+"""Opacus's per-layer clipping: every parameter's gradient has a bound of its own.
+
+It is not flat clipping and does not equal ``microbatch``: clipping changes the direction of a
+sample's gradient. Per-sample gradients are those of ``opacus-hooks``, at the same cost. Each is
+scaled and summed as soon as its own norms are known, because no norm over all parameters is needed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+from opacus.optimizers import DPPerLayerOptimizer
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim import Optimizer
+
+from dpprof.methods.opacus.hooks import OpacusHooks
+from dpprof.methods.training_step import ClipGroup
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
+
+
+class OpacusPerLayer(OpacusHooks):
+    """``grad_sample_mode="hooks"`` with ``clipping="per_layer"``.
+
+    Each of the k trainable parameters has the bound C_i = C / sqrt(k), where C is
+    ``max_grad_norm``. Every element gets noise of standard deviation sigma C.
+
+    Formal guarantees: the sum before noise has L2 sensitivity sqrt(sum of C_i^2) = C under adding
+    or removing one sample.
+
+    Raises:
+        UnsupportedError: ``bfloat16``: unlike ``DPOptimizer``, ``DPPerLayerOptimizer`` does not
+            convert per-sample gradients to the parameter's dtype, so PyTorch refuses the sum.
+    """
+
+    mechanism: ClassVar[str] = "per-parameter clipping"
+
+    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
+        if experiment.dtype == "bfloat16":
+            raise UnsupportedError("Opacus's per-layer optimizer does not work under autocast")
+        super().__init__(model, experiment)
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Wrap the optimizer in Opacus's ``DPPerLayerOptimizer``."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        bounds = [self.experiment.max_grad_norm / math.sqrt(count)] * count
+        # Opacus computes C with tensors, which must be real even if the model's are fake.
+        with unset_fake_temporarily():
+            self.wrap_optimizer(DPPerLayerOptimizer, optimizer, max_grad_norm=bounds)
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Return one group for each parameter."""
+        bounds = self.optimizer.max_grad_norms
+        # Opacus pairs them in this way too: all bounds are equal, and parameters that were frozen
+        # after set-up leave some bounds over.
+        pairs = zip(self.optimizer.params, bounds, strict=False)
+        return [ClipGroup([parameter], bound) for parameter, bound in pairs]
