@@ -37,15 +37,14 @@ _COUNTERS_TEXT = """\
 * **reserved**: the segments that the allocator holds (`torch.cuda.memory_reserved`).
 
 Requested bytes are what is recorded. Allocated and reserved bytes are what the simulated allocator
-does with them, from an empty process on. Unlike an estimate, which has both workspaces of cuBLAS
-from the start, these programs take each when its thread first multiplies matrices. PyTorch's
-version here is newer than in most sources.
+does with them, from an empty process on. PyTorch's version here is newer than in most sources.
 """
 
 _TITLES = {
     "attention": "Eager attention, forward",
     "operators": "Operators in plain PyTorch",
     "llama_like": "A transformer with RMSNorm, SwiGLU and rotary positions",
+    "llama_like_small": "Another one of that kind, small, from an empty process",
     "mini_gpt": "A GPT with dropout",
     "gpt2": "GPT-2: reserved memory from an empty process",
     "small": "Linear layers and softmax",
@@ -59,6 +58,8 @@ _NOTES = {
     "benchmarks of the same process had left behind (12,240 MiB and 13,770 MiB).",
     "llama_like": "Vocabulary 10,000. The peak of a step that follows others; allocated and "
     "reserved after it.",
+    "llama_like_small": "4 layers, D 512, B 10, vocabulary 10,000. The peak of three steps, from the "
+    "first allocation on.",
     "mini_gpt": "The peak of a step, and what is reserved after it.",
     "gpt2": "124 million parameters, B 8, T 1,024; each row changes one thing more. The source "
     "trains an epoch; the program trains two steps with an evaluation after the first, and "

@@ -10,12 +10,10 @@ import numpy as np
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
 from dpprof.memory.recorder import Allocated, Freed, Recorder
-from dpprof.memory.simulated_cuda import EVERYTHING, library_workspace
 from dpprof.records.result import Phase
 from dpprof.spec.target import Target
 
 MIB = 2**20
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "addbmm"}
 
 
 class Tape:
@@ -87,35 +85,24 @@ class Recording:
 
 
 def record(program: Callable[..., None], target: Target, **settings: Any) -> Recording:
-    """Run a program under fake tensors as if on a target.
-
-    cuBLAS takes its workspace when it is first used, as it does on a device; an estimate of dpprof
-    has it from the start.
-    """
-    choices = EVERYTHING._replace(libraries=False)
-    with tracing(target, choices) as recorder:
+    """Run a program under fake tensors as if on a target."""
+    with tracing(target) as recorder:
         tape = Tape(recorder)
         tape.mark("start")
         recorder.enter("forward")
         program(tape, **settings)
         tape.mark("end")
-    return _shorten(recorder, tape.marks, library_workspace(target.compute_capability))
+    return _shorten(recorder, tape.marks)
 
 
-def _shorten(recorder: Recorder, marks: dict[str, int], handle_bytes: int) -> Recording:
-    """Keep allocations, and add what a thread's first product takes after its result."""
+def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:
+    """Keep allocations and frees."""
     changes: list[tuple[int, int]] = []
     instants = {0: 0}
-    handles: set[str] = set()
     for index, event in enumerate(recorder.events, start=1):
         match event:
             case Allocated(number):
-                storage = recorder.storages[number]
-                changes.append((number, storage.nbytes))
-                thread = "forward" if storage.node is None else "backward"
-                if storage.op in _PRODUCTS and thread not in handles:
-                    handles.add(thread)
-                    changes.append((-len(handles), handle_bytes))
+                changes.append((number, recorder.storages[number].nbytes))
             case Freed(number):
                 changes.append((number, -recorder.storages[number].nbytes))
         instants[index] = len(changes)

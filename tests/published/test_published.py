@@ -53,7 +53,7 @@ def test_a_few_layers_peak_is_that_of_a_gpu(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", choose("llama_like", "mini_gpt"))
+@pytest.mark.parametrize("case", choose("llama_like", "llama_like_small", "mini_gpt"))
 def test_a_transformers_step_takes_what_it_took_on_a_gpu(case: Case) -> None:
     check(case)
 

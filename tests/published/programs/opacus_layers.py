@@ -16,7 +16,7 @@ _WIDTHS = 5120, 2560, 1280
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(*pair) for pair in zip(_WIDTHS, _WIDTHS[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in zip(_WIDTHS, _WIDTHS[1:], strict=False)))
 
 
 def _take_handles() -> None:
