@@ -21,6 +21,7 @@ PLUGIN = ROOT / "tests" / "plugin"
 QUICK = {
     "quick_clean.py": "instruments/clean.py",
     "quick_limits.py": "devices/limits.py",
+    "quick_verify.py": "verification/verify.py",
 }
 """What is put in place of modules that would take time."""
 
@@ -122,7 +123,7 @@ def copy_checkout(target: Path) -> Checkout:
 def quick_checkout(target: Path) -> Checkout:
     """Copy the checkout with an instrument that trains nothing, and one figure for all.
 
-    Ceilings are invented too.
+    Ceilings and verdicts are invented too.
     """
     fresh = copy_checkout(target)
     for quick, module in QUICK.items():

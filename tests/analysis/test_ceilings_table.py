@@ -51,8 +51,8 @@ def test_measured_figures_stand_beside_the_data_sheets(root) -> None:
 
 def test_the_table_is_read_back_as_it_was(root) -> None:
     table = build_tables(collected(root))["ceilings"]
-    table.to_csv(root / "x.csv", index=False)
-    again = read_table(root / "x.csv")
+    table.to_csv(root / "ceilings.csv", index=False)
+    again = read_table(root / "ceilings.csv")
 
     assert again["figure"].tolist() == table["figure"].tolist()
     assert again["size"].dropna().tolist() == table["size"].dropna().tolist()

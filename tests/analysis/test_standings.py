@@ -7,7 +7,7 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.standings import name_holes, name_other_mechanisms, name_unverified
 from dpprof.analysis.tables import build_tables
-from dpprof.planning.planner import code_path
+from dpprof.planning.artifacts import code_path
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import verdict_path
 
@@ -49,8 +49,10 @@ def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None
 
 def test_a_method_that_is_not_private_is_no_other_mechanism(tmp_path) -> None:
     write_synthetic_verdict(tmp_path, GHOST, mechanism="none")
-    tables_of(tmp_path, GHOST).get("verification").to_csv(tmp_path / "x.csv", index=False)
-    table = read_table(tmp_path / "x.csv")
+    tables_of(tmp_path, GHOST).get("verification").to_csv(
+        tmp_path / "verification.csv", index=False
+    )
+    table = read_table(tmp_path / "verification.csv")
 
     assert table["mechanism"].tolist() == ["none"]
     assert name_other_mechanisms(table) == {}
@@ -103,6 +105,6 @@ def test_one_row_for_each_method_and_attention_whatever_the_size(tmp_path) -> No
 def test_the_verdict_survives_the_csv(tmp_path) -> None:
     write_synthetic_verdict(tmp_path, GHOST, None, reason="null")
     table = tables_of(tmp_path, GHOST, HOOKS)["verification"]
-    table.to_csv(tmp_path / "x.csv", index=False)
+    table.to_csv(tmp_path / "verification.csv", index=False)
 
-    assert name_unverified(read_table(tmp_path / "x.csv")) == {"opacus-ghost": "null"}
+    assert name_unverified(read_table(tmp_path / "verification.csv")) == {"opacus-ghost": "null"}

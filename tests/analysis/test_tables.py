@@ -7,9 +7,10 @@ from factory import make_experiment, make_manifest, write_synthetic
 from dpprof.analysis.collection import collect
 from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.table_names import TABLES
+from dpprof.analysis.table_columns import TABLES
 from dpprof.analysis.tables import build_tables
-from dpprof.planning.planner import Manifest, code_path
+from dpprof.planning.artifacts import code_path
+from dpprof.planning.planner import Manifest
 from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.spec.validation import InputError
@@ -289,3 +290,6 @@ def test_the_tables_are_those_that_are_declared(tmp_path) -> None:
     tables = build_tables(collect(make_manifest((make_experiment(), 0)), tmp_path, partial=False))
 
     assert set(tables) == set(TABLES)
+    for name, table in tables.items():
+        assert list(table.columns) == list(TABLES[name].columns)
+        assert [c.name for c in TABLES[name].columns.values() if not c.description] == []

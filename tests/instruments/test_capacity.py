@@ -4,7 +4,8 @@ import pytest
 from factory import make_experiment
 
 from dpprof.instruments import capacity, memory
-from dpprof.instruments.capacity import search
+from dpprof.instruments.capacity import back_off, search
+from dpprof.records.step_costs import Allocator
 from dpprof.spec.registry import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
@@ -49,25 +50,61 @@ def test_not_even_one() -> None:
     assert search(lambda batch: 100 + batch, 100, {}) is None
 
 
+@pytest.mark.parametrize("most", [1, 2, 7, 24, 1000])
+def test_backing_off_ends_between_a_batch_that_holds_and_one_that_does_not(most) -> None:
+    for last in {0, 1, most // 3, most - 1, most}:
+        found = back_off(lambda batch, last=last: batch <= last, most)
+        assert found == (last or None)
+
+
+def test_backing_off_asks_few_batches() -> None:
+    asked = []
+    back_off(lambda batch: asked.append(batch) or batch <= 16, 24)
+    assert len(asked) == len(set(asked)) <= 6
+
+
 @pytest.mark.parametrize(
     "method", [pytest.param("opacus-hooks", marks=pytest.mark.slow), "opacus-ghost"]
 )
-def test_the_answers_batch_fits_by_estimate_and_one_more_does_not(method) -> None:
+def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(method) -> None:
     fields = {"model": MODEL, "method": method, "seq_len": 32, "target": TARGET}
     fields |= {"device": "cuda", "memory_limit_bytes": 80 * 2**20}
+    fields["target"] = TARGET | {"memory_bytes": 80 * 2**20}
     found = capacity.measure(make_experiment(**fields), lambda _: None)
     told = found.capacity
 
-    def predict(batch_size: int) -> int:
+    def predict(batch_size: int) -> Allocator:
         experiment = make_experiment(**fields, batch_size=batch_size)
-        return memory.estimate(experiment, lambda _: None).memory.peak_allocated_bytes
+        return memory.estimate(experiment, lambda _: None).memory.allocator
 
-    assert told.limited_by == "memory"
-    assert predict(told.batch_size) == told.peak_bytes <= 80 * 2**20
-    assert predict(told.batch_size + 1) == told.next_peak_bytes > 80 * 2**20
-    assert predict(told.safe_batch_size) == told.safe_peak_bytes <= 72 * 2**20
+    largest, more, safe = map(predict, (told.batch_size, told.batch_size + 1, told.safe_batch_size))
+    assert largest.fits
+    assert not more.fits
+    assert largest.reserved_bytes == told.reserved_bytes
+    assert largest.allocated_bytes == told.peak_bytes
+    assert (safe.retries, safe.allocated_bytes) == (0, told.safe_peak_bytes)
+    assert safe.reserved_bytes <= 80 * 2**20
+    assert found.memory.allocator == safe
     assert found.memory.peak_allocated_bytes == told.safe_peak_bytes
     assert found.compute.executed_flops > 0
+    assert told.batch_size <= told.unfragmented_batch_size
+    assert told.limited_by in {"memory", "fragmentation"}
+
+
+def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:
+    fields = {"model": MODEL, "method": "standard", "seq_len": 32}
+    told = capacity.measure(
+        make_experiment(**fields, target="cpu", memory_limit_bytes=2**20), lambda _: None
+    ).capacity
+
+    def predict(batch_size: int) -> int:
+        experiment = make_experiment(**fields, target="cpu", batch_size=batch_size)
+        return memory.estimate(experiment, lambda _: None).memory.peak_allocated_bytes
+
+    assert predict(told.batch_size) == told.peak_bytes <= 2**20
+    assert predict(told.batch_size + 1) == told.next_peak_bytes > 2**20
+    assert predict(told.safe_batch_size) == told.safe_peak_bytes <= 0.9 * 2**20
+    assert (told.safe_share, told.reserved_bytes, told.limited_by) == (0.9, None, "memory")
 
 
 def test_one_at_a_time_needs_three_estimates() -> None:
@@ -79,9 +116,9 @@ def test_one_at_a_time_needs_three_estimates() -> None:
 
     assert found.extrapolated
     assert found.limited_by == "search"
-    slope = (five.memory.peak_allocated_bytes - three.memory.peak_allocated_bytes) / 2
+    slope = (five.memory.peak_reserved_bytes - three.memory.peak_reserved_bytes) / 2
     assert found.peak_bytes == pytest.approx(
-        three.memory.peak_allocated_bytes + slope * (capacity.MOST - 3), rel=0.01
+        three.memory.peak_reserved_bytes + slope * (capacity.MOST - 3), rel=0.01
     )
 
 

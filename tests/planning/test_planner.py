@@ -8,12 +8,11 @@ import pytest
 import yaml
 
 from dpprof.planning import planner
+from dpprof.planning.artifacts import LIMITS, VERDICT, spec_path, traces_path
 from dpprof.planning.planner import (
     files_beyond,
     make_plan,
     read_manifest,
-    spec_path,
-    traces_path,
     write_plan,
 )
 from dpprof.spec.target import DTYPES
@@ -98,15 +97,9 @@ def test_manifests_of_two_configs_live_side_by_side(folder) -> None:
 def reported(folder) -> Path:
     """A folder in which the config's results and tables exist; their content is not read."""
     plan = plan_of(CONFIG)
-    for run in plan.manifest.runs:
-        run.path(folder).parent.mkdir(parents=True, exist_ok=True)
-        run.path(folder).touch()
-    for verdict in plan.verdicts(folder):
-        verdict.parent.mkdir(parents=True, exist_ok=True)
-        verdict.touch()
-    for ceilings in plan.ceilings(folder):
-        ceilings.parent.mkdir(parents=True, exist_ok=True)
-        ceilings.touch()
+    for artifact in plan.artifacts:
+        (folder / artifact.path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / artifact.path).touch()
     tables = folder / "results" / "tables" / "manifest.txt"
     tables.parent.mkdir(parents=True)
     tables.write_text(plan.manifest.path.name + "\n")
@@ -172,7 +165,7 @@ def test_predictions_alone_ask_for_no_ceilings(folder) -> None:
     plan = plan_of({"sweeps": {"s": sweep}})
     write_plan(plan)
 
-    assert plan.ceilings(folder) == []
+    assert plan.paths(LIMITS) == []
     assert not (folder / "results" / "plan" / "code" / "ceilings.sha256").exists()
 
 
@@ -181,7 +174,10 @@ def test_a_method_is_verified_once_for_all_sizes_of_our_transformer() -> None:
     sizes = {"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}
     config["sweeps"]["two"]["model"] = ["small", "1b", sizes]
 
-    assert plan_of(config).pairs == [("built-in", "opacus-hooks"), ("built-in", "standard")]
+    assert [path.stem for path in plan_of(config).paths(VERDICT)] == [
+        "built-in-opacus-hooks",
+        "built-in-standard",
+    ]
 
 
 def test_tables_are_due_when_those_on_disk_are_of_another_config(reported) -> None:
@@ -322,7 +318,7 @@ def test_files_beyond_the_plan_are_found_and_no_others(folder) -> None:
     kept_log = folder / "results" / "logs" / "ceilings" / f"{name}.log"
     report = folder / "results" / "report.md"
     trace = folder / traces_path(plan.manifest.runs[0].id, 0) / "x.gz"
-    kept = [wanted, kept_log, report, trace, *plan.verdicts(folder), *plan.ceilings(folder)]
+    kept = [wanted, kept_log, report, trace, *(folder / one.path for one in plan.artifacts[1:])]
     for path in beyond + kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")

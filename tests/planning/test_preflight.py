@@ -25,6 +25,21 @@ def test_every_config_file_of_the_command_line_is_looked_at(arguments) -> None:
         refuse_config_files(arguments)
 
 
+BAD = {
+    b"sweeps:\n  one: {}\n  one: {}\n": "the key 'one' occurs twice in the mapping",
+    b"sweeps: \xff\n": "is not UTF-8 text, see byte 9",
+    b"a: " + b"[" * 100_000: "nests deeper than 50 levels",
+}
+
+
+@pytest.mark.parametrize("content", BAD, ids=["twice", "binary", "deep"])
+def test_what_cannot_be_meant_is_one_sentence(tmp_path, content) -> None:
+    (tmp_path / "my.yaml").write_bytes(content)
+
+    with pytest.raises(SystemExit, match=f"^error: my.yaml: {BAD[content]}"):
+        refuse_config_files(["--configfile", "my.yaml"])
+
+
 def test_a_missing_config_file_is_one_sentence() -> None:
     with pytest.raises(SystemExit, match=r"^error: .*No such file or directory: 'no\.yaml'$"):
         refuse_config_files(["--configfile", "no.yaml"])

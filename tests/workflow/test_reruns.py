@@ -10,8 +10,14 @@ pytestmark = pytest.mark.workflow
 CONFIG = "config/config.yaml"
 
 
+@pytest.fixture
+def before(finished: Checkout):
+    return finished.results()
+
+
 @pytest.fixture(params=["with .snakemake", "without .snakemake, all touched"])
-def before(request, finished: Checkout):
+def either(request, finished: Checkout):
+    """The results, where Snakemake may know nothing of how they came about."""
     if request.param.startswith("without"):
         finished.forget_snakemakes_records()
     return finished.results()
@@ -24,12 +30,8 @@ def methods_measured_again(checkout: Checkout, before) -> list[str]:
     return sorted(re.split(r"-b\d+-t\d+-", name)[0].partition("-")[2] for name in changed)
 
 
-def test_nothing_changed_and_nothing_runs(finished: Checkout, before) -> None:
+def test_nothing_new_in_the_config_runs_nothing(finished: Checkout, either) -> None:
     assert "Nothing to be done" in finished.snakemake()
-    assert finished.results() == before
-
-
-def test_a_reordered_and_commented_config_runs_nothing(finished: Checkout, before) -> None:
     (finished.path / CONFIG).write_text(
         """
         # the same sweep, written by somebody else
@@ -46,7 +48,7 @@ def test_a_reordered_and_commented_config_runs_nothing(finished: Checkout, befor
     )
 
     assert "Nothing to be done" in finished.snakemake()
-    assert finished.results() == before
+    assert finished.results() == either
 
 
 def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, before) -> None:
@@ -68,27 +70,17 @@ def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None
     assert figure.read_bytes() != drawn
 
 
-@pytest.mark.parametrize(
-    "file", ["src/dpprof/report/templates/report.md.j2", "src/dpprof/analysis/tables.py"]
-)
-def test_an_edited_report_or_table_runs_no_experiment(finished: Checkout, file: str) -> None:
+def test_an_edited_report_and_table_run_no_experiment(finished: Checkout) -> None:
     before = finished.results()
-    report = finished.path / "results" / "report.md"
-    age = report.stat().st_mtime_ns
-    with (finished.path / file).open("a") as opened:
-        opened.write("\n")
+    made = [finished.path / "results" / name for name in ("report.md", "tables/runs.csv")]
+    ages = [path.stat().st_mtime_ns for path in made]
+    for file in ("report/templates/report.md.j2", "analysis/tables.py"):
+        with (finished.path / "src" / "dpprof" / file).open("a") as opened:
+            opened.write("\n")
     finished.snakemake()
 
     assert finished.results() == before
-    assert report.stat().st_mtime_ns > age
-
-
-def test_an_edited_method_runs_that_method_alone(finished: Checkout, before) -> None:
-    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
-    finished.snakemake(TABLES)
-
-    assert methods_measured_again(finished, before) == ["opacus-hooks"]
-    assert finished.table("runs")["code_is_current"].all()
+    assert all(path.stat().st_mtime_ns > age for path, age in zip(made, ages, strict=True))
 
 
 def verdicts(checkout: Checkout) -> dict[str, int]:
@@ -96,15 +88,16 @@ def verdicts(checkout: Checkout) -> dict[str, int]:
     return {path.stem: path.stat().st_mtime_ns for path in found}
 
 
-def test_an_edited_method_is_verified_again_alone(finished: Checkout) -> None:
-    before = verdicts(finished)
+def test_an_edited_method_is_measured_and_verified_again_alone(finished: Checkout, either) -> None:
+    known = verdicts(finished)
     finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
-    finished.edit("src/dpprof/figures/tradeoff.py", "step time (ms)", "time of a step (ms)")
-    finished.snakemake("results/verify/built-in-opacus-hooks.json", "results/figures/tradeoff.png")
+    finished.snakemake(TABLES)
     after = verdicts(finished)
 
+    assert methods_measured_again(finished, either) == ["opacus-hooks"]
+    assert finished.table("runs")["code_is_current"].all()
     assert set(after) == {"built-in-opacus-hooks", "built-in-standard"}
-    assert [name for name in after if after[name] != before[name]] == ["built-in-opacus-hooks"]
+    assert [name for name in after if after[name] != known[name]] == ["built-in-opacus-hooks"]
 
 
 def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, before) -> None:
@@ -125,11 +118,11 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
     assert "Nothing to be done" in finished.snakemake()
 
 
-def test_a_deleted_result_is_measured_again(finished: Checkout, before) -> None:
+def test_a_deleted_result_is_measured_again(finished: Checkout, either) -> None:
     next((finished.path / "results" / "clean").glob("*hooks*.json")).unlink()
     finished.snakemake(TABLES)
 
-    assert methods_measured_again(finished, before) == ["opacus-hooks"]
+    assert methods_measured_again(finished, either) == ["opacus-hooks"]
 
 
 def test_deleted_ceilings_are_measured_again_and_nothing_else(finished: Checkout, before) -> None:

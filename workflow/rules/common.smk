@@ -5,9 +5,9 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from dpprof.analysis.table_names import TABLES
+from dpprof.analysis.table_columns import TABLES
 from dpprof.launch import progress
-from dpprof.planning import planner
+from dpprof.planning import artifacts, planner
 from dpprof.spec import registry
 from dpprof.spec.experiment import ID_PATTERN, read_spec
 from dpprof.planning.interpreter import offer_interpreter
@@ -60,19 +60,18 @@ onstart:
 @functools.lru_cache(maxsize=None)
 def experiment_of(experiment_id):
     """Read an experiment's spec, which is all that a profile rule may look at."""
-    return read_spec(planner.spec_path(experiment_id))
+    return read_spec(artifacts.spec_path(experiment_id))
 
 
 def code_of(wildcards):
     """Name the digest of the code that measures this experiment."""
     experiment = experiment_of(wildcards.id)
-    return str(planner.code_path(planner.code_name(wildcards.instrument, experiment)))
+    return str(artifacts.code_of_run(wildcards.instrument, experiment).path)
 
 
 def code_of_verdict(wildcards):
     """Name the digest of the code that a verdict rests on."""
-    name = planner.verdict_code_name(wildcards.model, wildcards.method)
-    return str(planner.code_path(name))
+    return str(artifacts.code_of_verdict(wildcards.model, wildcards.method).path)
 
 
 def gpus_of(wildcards):
@@ -101,26 +100,14 @@ def due_of(wildcards):
     return str(PLAN.manifest.due_path)
 
 
-def results_of(wildcards):
-    """List the results of the current config; none with partial=true, so that none runs."""
-    if PLAN.config.partial:
-        return []
-    return [str(run.path(Path())) for run in PLAN.manifest.runs]
+def planned(kind):
+    """Make a function that lists the current config's records of one kind."""
+    return lambda wildcards: [str(path) for path in PLAN.paths(kind)]
 
 
-def verdicts_of(wildcards):
-    """List the verdicts on the current config's methods; none with partial=true."""
-    return [] if PLAN.config.partial else [str(path) for path in PLAN.verdicts(Path())]
-
-
-def ceilings_paths(wildcards):
-    """List the ceilings of the devices that the current config measures on."""
-    return [str(path) for path in PLAN.ceilings(Path())]
-
-
-def ceilings_of(wildcards):
-    """List the same as what must be there; nothing with partial=true."""
-    return [] if PLAN.config.partial else ceilings_paths(wildcards)
+def required(kind):
+    """The same for what must be there: nothing with partial=true, so that nothing runs."""
+    return lambda wildcards: [] if PLAN.config.partial else planned(kind)(wildcards)
 
 
 def kind_of_device(wildcards):
@@ -144,7 +131,7 @@ def start_progress():
         return
     jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name == "profile"]
     progress.Progress.start(
-        planner.PLAN / "progress.jsonl",
+        artifacts.PLAN / "progress.jsonl",
         [
             (
                 progress.run_name(w.id, w.instrument, int(w.replicate)),

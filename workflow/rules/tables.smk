@@ -1,9 +1,9 @@
 rule tables:
     input:
         manifest=manifest_of,
-        results=results_of,
-        verdicts=verdicts_of,
-        ceilings=ceilings_of,
+        results=required(artifacts.RUN),
+        verdicts=required(artifacts.VERDICT),
+        ceilings=required(artifacts.LIMITS),
         due=due_of,
         code="results/plan/code/tables.sha256",
     output:
@@ -14,7 +14,7 @@ rule tables:
     conda:
         "../../envs/dpprof.yaml"
     params:
-        ceilings=ceilings_paths,
+        ceilings=planned(artifacts.LIMITS),
         partial=PARTIAL,
     shell:
         "python workflow/scripts/build_tables.py --manifest {input.manifest:q}"

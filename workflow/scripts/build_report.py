@@ -1,7 +1,5 @@
 """Write the report from tables and figures that exist."""
 
-import _source_tree  # noqa: F401
-from dpprof.cli.report import main
+import _source_tree
 
-if __name__ == "__main__":
-    main()
+_source_tree.run("report")

@@ -1,7 +1,5 @@
 """Read the results that a manifest lists and write tidy CSV tables."""
 
-import _source_tree  # noqa: F401
-from dpprof.cli.tables import main
+import _source_tree
 
-if __name__ == "__main__":
-    main()
+_source_tree.run("tables")

@@ -1,7 +1,5 @@
 """Draw one figure from tables that exist."""
 
-import _source_tree  # noqa: F401
-from dpprof.cli.figure import main
+import _source_tree
 
-if __name__ == "__main__":
-    main()
+_source_tree.run("figure")

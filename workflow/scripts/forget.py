@@ -1,7 +1,5 @@
 """Forget results, so that the next snakemake runs those experiments again."""
 
-import _source_tree  # noqa: F401
-from dpprof.cli.forget import main
+import _source_tree
 
-if __name__ == "__main__":
-    main()
+_source_tree.run("forget")

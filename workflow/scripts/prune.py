@@ -1,7 +1,5 @@
 """List files in results/ that none of the given configs asks for; --delete deletes them."""
 
-import _source_tree  # noqa: F401
-from dpprof.cli.prune import main
+import _source_tree
 
-if __name__ == "__main__":
-    main()
+_source_tree.run("prune")

@@ -1,7 +1,5 @@
 """Prove that a method computes the reference's clipped gradient, and leave one JSON file."""
 
-import _source_tree  # noqa: F401
-from dpprof.cli.verify import main
+import _source_tree
 
-if __name__ == "__main__":
-    main()
+_source_tree.run("verify")

@@ -1,15 +1,19 @@
-"""Write the schemas and the key tables of config/README.md from the models."""
+"""Write schemas, key tables and the page of table columns from what declares them."""
 
 from pathlib import Path
 
 import _source_tree  # noqa: F401
+from dpprof.analysis.columns import write_page
+from dpprof.analysis.table_columns import TABLES
 from dpprof.records.schemas import generated_files
 from dpprof.system.files import write_if_changed
 
 
 def main() -> None:
     """Run from the command line."""
-    for path, text in generated_files(Path(__file__).resolve().parents[2]).items():
+    root = Path(__file__).resolve().parents[2]
+    files = generated_files(root) | {root / "docs" / "numbers" / "tables.md": write_page(TABLES)}
+    for path, text in files.items():
         print(f"{path}: {'written' if write_if_changed(path, text) else 'up to date'}")
 
 

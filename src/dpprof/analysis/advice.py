@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
+from dpprof.analysis.axes import BASELINE, SETTING, axes_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import setting_key
 from dpprof.analysis.standings import UNKNOWN
 from dpprof.records.result import Result
@@ -34,31 +35,21 @@ class _Frozen(BaseModel):
 
 
 class Option(_Frozen):
-    """One method, with its verdict and the numbers behind the verdict."""
+    """One method, with its verdict and the numbers behind it: the last columns of ``advice``."""
 
     method: str
     verdict: Verdict
     private: bool
-    mechanism: str | None = Field(
-        None, description="what makes it private; null: the method has no verdict"
-    )
-    verified: bool | None = Field(
-        None, description="whether its gradient equals the reference's; null: not verified"
-    )
-    largest_batch_size: int | None = Field(
-        None, description="largest that is predicted to fit in memory"
-    )
+    mechanism: str | None = None
+    verified: bool | None = None
+    largest_batch_size: int | None = None
     largest_peak_bytes: int | None = None
-    safe_batch_size: int | None = Field(
-        None, description="largest that leaves a tenth of the memory free"
-    )
+    safe_batch_size: int | None = None
     safe_peak_bytes: int | None = None
-    tokens_per_s_at_most: float | None = Field(
-        None, description="at the safe batch, if every operator reached its ceiling"
-    )
-    dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
-    limited_by: str | None = Field(None, description="memory, or the end of the search")
-    message: str | None = Field(None, description="why it is not advised, or has no batch")
+    tokens_per_s_at_most: float | None = None
+    dp_flop_multiplier: float | None = None
+    limited_by: str | None = None
+    message: str | None = None
 
 
 class Advice(_Frozen):
@@ -129,8 +120,7 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
             setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()
             for option in advice.options
         ]
-    columns = [name for name in SETTING if name != "batch_size"]
-    return make_frame(rows, [*columns, "budget_bytes", *Option.model_fields])
+    return make_frame("advice", rows)
 
 
 def _describe(result: Result, standing: Standing) -> Option:

@@ -9,11 +9,6 @@ from dpprof.analysis.frames import make_frame
 from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.spec.datasheets import find_by_device_name
 
-_COLUMNS = [
-    *("device", "dtype", "figure", "measured", "size", "datasheet", "source", "reason"),
-    "others_busy_cores",
-]
-
 
 def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
     """Return one row per device and figure.
@@ -23,7 +18,7 @@ def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
     not measured has a ``reason``. ``source`` names the data sheet.
     """
     rows = [row for ceilings in known for row in _rows(ceilings)]
-    return make_frame(rows, _COLUMNS).astype({"size": "Int64"})
+    return make_frame("ceilings", rows).astype({"size": "Int64"})
 
 
 def _rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpprof.analysis.standings import read_standings
-from dpprof.planning.planner import Manifest, PlannedRun, code_name, code_path, verdict_code_name
+from dpprof.planning.artifacts import code_of_run, code_of_verdict
+from dpprof.planning.planner import Manifest, PlannedRun
 from dpprof.records.ceilings import Ceilings, read_ceilings
 from dpprof.records.record import ManyResultsError, ResultError
 from dpprof.records.result import Result, read_run
@@ -68,7 +69,7 @@ def collect(
     standings = read_standings(
         root,
         (result.experiment for _, result in found),
-        lambda *pair: _planned_digest(root, verdict_code_name(*pair)),
+        lambda *pair: code_of_verdict(*pair).planned(root),
         damaged,
     )
     limits, absent = _read_ceilings(ceilings, damaged)
@@ -84,7 +85,7 @@ def collect(
     outdated = {
         (run.id, run.instrument, run.replicate)
         for run, result in found
-        if result.code_digest != _planned_digest(root, code_name(run.instrument, result.experiment))
+        if result.code_digest != code_of_run(run.instrument, result.experiment).planned(root)
     }
     return Collected(tuple(found), missing, frozenset(outdated), standings, limits, tuple(damaged))
 
@@ -103,8 +104,3 @@ def _read_ceilings(
         except ResultError as error:
             damaged.append(error)
     return tuple(found), absent
-
-
-def _planned_digest(root: Path, name: str) -> str | None:
-    path = root / code_path(name)
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None

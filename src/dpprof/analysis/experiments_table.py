@@ -7,45 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import AXES, BASELINE, axes_of, make_frame
+from dpprof.analysis.axes import BASELINE, axes_of
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import Group, Noise, merge, setting_key
 from dpprof.analysis.standings import UNKNOWN
 from dpprof.analysis.statistics import median_interval
 from dpprof.records.terms import OUTCOMES
 from dpprof.records.verdict import Standing
-
-_COLUMNS = [
-    "experiment_id",
-    *AXES,
-    "parameters_total",
-    "runs",
-    "runs_ok",
-    "outcome",
-    "processes",
-    "median_step_s",
-    "step_low_s",
-    "step_high_s",
-    "tokens_per_s",
-    "peak_kind",
-    "peak_processes",
-    "peak_bytes",
-    "peak_min_bytes",
-    "peak_max_bytes",
-    "reserved_min_bytes",
-    "reserved_max_bytes",
-    "rss_min_bytes",
-    "rss_max_bytes",
-    "step_ratio",
-    "step_ratio_low",
-    "step_ratio_high",
-    "step_p_value",
-    "step_floor",
-    "step_verdict",
-    "peak_ratio",
-    "mechanism",
-    "verified",
-    "max_relative_error",
-]
 
 
 def tabulate_experiments(
@@ -76,7 +44,7 @@ def tabulate_experiments(
             base = merge(alike)
             row |= _compare_steps(group, base, noise) | _compare_peaks(group, base)
         rows.append(row)
-    return make_frame(rows, _COLUMNS)
+    return make_frame("experiments", rows)
 
 
 def _describe(group: Group) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
 
-_COLUMNS = ["kind", "experiment_id", "instrument", "finding"]
 Row = dict[str, str]
 
 TOLERATED_CORES = 0.25
@@ -26,25 +25,7 @@ TOLERATED_OTHER = 0.05
 def find(
     collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame, kernels: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return one row per finding.
-
-    Kinds: ``peaks-differ`` (the allocator's peak differs between processes; it should be equal to
-    the byte), ``fallback`` (Opacus used functorch although the method's name says otherwise),
-    ``contended`` (other processes kept the run's cores busy), ``gpu-shared`` (other processes used
-    the GPU or held its memory before or after the run), ``devices-differ`` (replicates ran on
-    devices of different names), ``memory-unreconciled`` (the gap between the allocator's peak and
-    the recorded one exceeds its bound), ``beyond-peak`` (MFU or HFU exceeds 1), ``other-kernels``
-    (too much of a trace's time has no known op kind), ``ceilings-contended`` (other processes kept
-    cores busy while a device's ceilings were measured), ``ceilings-exceeded`` (kernels were faster
-    than the fastest measured matrix product), ``nonfinite-samples`` (a method left out samples
-    whose loss or gradient was not finite).
-
-    Args:
-        collected: The results of a config.
-        peaks: The table ``peaks``.
-        costs: The table ``costs``.
-        kernels: The table ``kernels``.
-    """
+    """Return one row per finding; docs/how-to/read-the-report.md explains each kind."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for run, result in collected.found:
         if result.outcome == "ok":
@@ -58,20 +39,17 @@ def find(
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
-    return make_frame(rows, _COLUMNS)
+    return make_frame("findings", rows)
 
 
 def _looked_at(results: list[Result]) -> Iterator[tuple[str, str]]:
-    for look in (
-        _unequal_peaks,
-        _fallbacks,
-        _contended,
-        _shared_gpu,
-        _unlike_devices,
-        _other_kernels,
-        _nonfinite_samples,
-    ):
-        yield from look(results)
+    yield from _unequal_peaks(results)
+    yield from _fallbacks(results)
+    yield from _contended(results)
+    yield from _shared_gpu(results)
+    yield from _unlike_devices(results)
+    yield from _other_kernels(results)
+    yield from _nonfinite_samples(results)
 
 
 def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:

@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dpprof.analysis.axes import NOT_IN_BASELINE, axes_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import NOT_IN_BASELINE, axes_of
 from dpprof.analysis.statistics import Comparison, compare, noise_floor
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment

@@ -7,35 +7,21 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import AXES, axes_of, make_frame
+from dpprof.analysis.axes import axes_of
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import Group
 from dpprof.records.result import Observed
 
 CLEAN = "clean"
 _FIGURES = ("step_s", "peak_rss_bytes", "peak_allocated_bytes")
-_COLUMNS = [
-    "experiment_id",
-    "instrument",
-    *AXES,
-    "processes",
-    "clean_processes",
-    *_FIGURES,
-    *(f"clean_{figure}" for figure in _FIGURES),
-    "step_ratio",
-    "rss_ratio",
-    "allocated_ratio",
-]
 
 
 def tabulate_instrument_overhead(groups: Sequence[Group]) -> pd.DataFrame:
     """Return one row per experiment and instrument: medians over processes, and ratios to clean.
 
     Experiments without a clean run, and instruments that run nothing, have no row.
-
-    Args:
-        groups: The experiments of a config.
     """
-    return make_frame((row for group in groups for row in _describe(group)), _COLUMNS)
+    return make_frame("instrument_overhead", (row for group in groups for row in _describe(group)))
 
 
 def _describe(group: Group) -> list[dict[str, Any]]:

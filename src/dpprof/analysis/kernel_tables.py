@@ -12,53 +12,16 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from dpprof.analysis.axes import axes_of, key_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.analysis.table_columns import TABLES
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.records.result import Kernels, Result
 from dpprof.records.step_costs import Work
 
-_KERNEL_COLUMNS = [
-    *RUN_KEY,
-    *AXES,
-    "parameters_total",
-    "phase",
-    "op_kind",
-    "seconds",
-    "launches",
-    "flops",
-    "read_bytes",
-    "written_bytes",
-    "arithmetic_intensity",
-    "flops_per_s",
-    "bytes_per_s",
-    "ceiling_flops_per_s",
-    "ceiling_bytes_per_s",
-    "ceilings_of",
-    "bound",
-]
-_TRACE_COLUMNS = [
-    *RUN_KEY,
-    *AXES,
-    "parameters_total",
-    "steps",
-    "step_s",
-    "total_s",
-    "compute_bound_s",
-    "memory_bound_s",
-    "unknown_s",
-    "idle_s",
-    "waiting_s",
-    "other_share",
-    "host_to_device_bytes",
-    "device_to_host_bytes",
-    "launch_latency_s",
-    "trace",
-    "trace_bytes",
-    "trace_steps",
-]
 Rows = Iterator[dict[str, Any]]
 
 
@@ -89,8 +52,8 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
     """
     told = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
     return {
-        "kernels": make_frame((row for _, rows in told for row in rows), _KERNEL_COLUMNS),
-        "traces": make_frame((_trace_row(one, rows) for one, rows in told), _TRACE_COLUMNS),
+        "kernels": make_frame("kernels", (row for _, rows in told for row in rows)),
+        "traces": make_frame("traces", (_trace_row(one, rows) for one, rows in told)),
     }
 
 
@@ -173,7 +136,7 @@ def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any
     bound_s: dict[str, float] = defaultdict(float)
     for row in rows:
         bound_s[row.get("bound") or "unknown"] += row["seconds"]
-    told = one.kernels.model_dump(include=set(_TRACE_COLUMNS))
+    told = one.kernels.model_dump(include=set(TABLES["traces"].columns))
     return (
         _common(one)
         | told

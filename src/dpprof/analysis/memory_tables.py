@@ -11,60 +11,22 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from dpprof.analysis.axes import axes_of, key_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import Group
 from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import Result
-from dpprof.records.step_costs import Compute, Io, LiveAllocation, Memory, Moved
-from dpprof.records.terms import COMPONENTS, EVIDENCE
+from dpprof.records.step_costs import Compute, Io, Memory, Moved
+from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
 from dpprof.spec.target import Target
 from dpprof.system.files import canonical_json
-
-_PEAK_COLUMNS = [
-    *RUN_KEY,
-    *AXES,
-    "parameters_total",
-    "target_memory_bytes",
-    "peak_bytes",
-    "first_step_peak_bytes",
-    "phase",
-    "module",
-    "op",
-    *(f"by_{kind}_bytes" for kind in EVIDENCE),
-    "unattributed_bytes",
-    "allocator_peak_bytes",
-    "gap_bytes",
-    "bound_bytes",
-    "valid",
-    "reason",
-]
-_COST_COLUMNS = [
-    *RUN_KEY,
-    *AXES,
-    "model_flops",
-    "executed_flops",
-    "other_flops",
-    "dp_flop_multiplier",
-    "bytes_read",
-    "bytes_written",
-    "arithmetic_intensity",
-    "peak_flops_per_s",
-    "peak_source",
-    "roofline_step_s",
-    "median_step_s",
-    "mfu",
-    "hfu",
-    "beyond_peak",
-    "utilisation_reason",
-]
-_TIMELINE_COLUMNS = [*RUN_KEY, "ops", "elapsed_s", "phase", *COMPONENTS]
 
 Rows = Iterator[dict[str, Any]]
 
@@ -80,31 +42,18 @@ class _Recorded(NamedTuple):
 
 
 def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
-    """Return the tables of the runs that recorded or estimated memory.
-
-    Returns:
-        ``peaks`` and ``costs`` (one row per run), ``owners`` (one row per component alive
-        at the peak), ``holdings`` (the largest holdings at the peak), ``timeline`` (one row
-        per instant, a column for each component) and ``traffic`` (one row per phase,
-        op kind or component: FLOPs, and bytes read and written).
-    """
+    """Return the tables of the runs that recorded or estimated memory, by name."""
     recorded = list(_find_recorded(collected))
     measured = _Measured(groups)
-    return {
-        "peaks": make_frame((_peak_row(one, measured) for one in recorded), _PEAK_COLUMNS),
-        "costs": make_frame(
-            (_cost_row(one, measured, collected.ceilings) for one in recorded), _COST_COLUMNS
-        ),
-        "owners": make_frame(_owner_rows(recorded), [*RUN_KEY, "component", "bytes"]),
-        "holdings": make_frame(
-            _holding_rows(recorded),
-            [*RUN_KEY, *LiveAllocation.model_fields],
-        ),
-        "timeline": make_frame(_instants(recorded), _TIMELINE_COLUMNS),
-        "traffic": make_frame(
-            _traffic_rows(recorded), [*RUN_KEY, "by", "key", "flops", "read_bytes", "written_bytes"]
-        ),
+    rows: dict[str, Iterable[dict[str, Any]]] = {
+        "peaks": (_peak_row(one, measured) for one in recorded),
+        "costs": (_cost_row(one, measured, collected.ceilings) for one in recorded),
+        "owners": _owner_rows(recorded),
+        "holdings": _holding_rows(recorded),
+        "timeline": _instants(recorded),
+        "traffic": _traffic_rows(recorded),
     }
+    return {name: make_frame(name, found) for name, found in rows.items()}
 
 
 def _find_recorded(collected: Collected) -> Iterator[_Recorded]:

@@ -7,14 +7,6 @@ import pandas as pd
 from dpprof.analysis.frames import make_frame
 
 _RATIOS = ("step_ratio", "peak_ratio")
-_COLUMNS = [
-    "method",
-    "experiments",
-    *(f"{ratio}_{name}" for ratio in _RATIOS for name in ("count", "median", "min", "max")),
-    "mechanism",
-    "verified",
-    "max_relative_error",
-]
 
 
 def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
@@ -22,9 +14,6 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
 
     Ratios of resident memory count only if no experiment has an allocator's peak. A method counts
     as verified if it is in every experiment, and as failed if it failed in one.
-
-    Args:
-        experiments: The table ``experiments``.
     """
     allocated = experiments["peak_kind"] == "allocated"
     if allocated.any():
@@ -42,7 +31,7 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
         row["verified"] = _all_verified(group["verified"])
         row["max_relative_error"] = group["max_relative_error"].astype(float).max()
         rows.append(row)
-    return make_frame(rows, _COLUMNS)
+    return make_frame("methods", rows)
 
 
 def _all_verified(verified: "pd.Series[bool]") -> bool | None:

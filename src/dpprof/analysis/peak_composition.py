@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.axes import RUN_KEY
 from dpprof.records.terms import COMPONENTS
 
 RECORDERS = ("memory", "estimate")
@@ -22,20 +22,12 @@ def choose(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def compose(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the peaks of the chosen runs, with the bytes of each component as a column.
-
-    Args:
-        tables: The tables; uses ``peaks`` and ``owners``.
-    """
+    """Return the peaks of the chosen runs, with the bytes of each component as a column."""
     owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
     by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
     return choose(tables["peaks"]).merge(by_owner, left_on=RUN_KEY, right_index=True)
 
 
 def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
-    """Return the bytes that must fit: the higher of the steady-state and the first step's peak.
-
-    Args:
-        peaks: Rows of the table ``peaks``.
-    """
+    """Return the bytes that must fit: the higher of the steady-state and the first step's peak."""
     return peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)

@@ -11,27 +11,10 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import BASELINE, SETTING, axes_of, make_frame
+from dpprof.analysis.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import Group, Noise, merge, setting_key
 from dpprof.analysis.statistics import NO_DIFFERENCE
-
-_COLUMNS = [
-    *SETTING,
-    "parameters_total",
-    "methods",
-    "smallest",
-    "peak_kind",
-    "smallest_peak_bytes",
-    "smallest_ratio",
-    "fastest",
-    "fastest_step_s",
-    "fastest_ratio",
-    "fastest_ratio_low",
-    "fastest_ratio_high",
-    "fastest_verdict",
-    "not_slower",
-    "noise_known",
-]
 
 
 def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
@@ -40,16 +23,12 @@ def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
     ``smallest`` and ``fastest`` compare medians over processes. ``not_slower`` names the methods
     whose step time does not detectably differ from the fastest one's. ``noise_known`` is false
     where nothing was replicated. Ratios are to ``standard``.
-
-    Args:
-        groups: The experiments of a config.
-        noise: How much their processes differ.
     """
     settings: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         settings[setting_key(group.experiment)].append(group)
     rows = (_describe(competing, noise) for competing in settings.values())
-    return make_frame((row for row in rows if row["methods"]), _COLUMNS)
+    return make_frame("settings", (row for row in rows if row["methods"]))
 
 
 def _describe(groups: Sequence[Group], noise: Noise) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpprof.analysis.frames import axes_of, make_frame
+from dpprof.analysis.axes import axes_of
+from dpprof.analysis.frames import make_frame
 from dpprof.planning.code_digest import verified_as
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import Standing, read_verdict, split_holes
@@ -22,7 +23,6 @@ Marks = Mapping[str, Collection[str]]
 """Maps each sign to the methods that bear it."""
 
 UNKNOWN = Standing(None, "it has no verdict yet")
-_COLUMNS = ["model", "attention", "method", *Standing._fields]
 
 
 def read_standings(
@@ -80,35 +80,23 @@ def tabulate_verification(
         named |= {name: axes[name] for name in ("attention", "method")}
         standing = standings.get(experiment.id, UNKNOWN)
         rows[tuple(named.values())] = named | standing._asdict()
-    return make_frame((rows[key] for key in sorted(rows)), _COLUMNS)
+    return make_frame("verification", (rows[key] for key in sorted(rows)))
 
 
 def name_unverified(verification: pd.DataFrame) -> dict[str, str]:
-    """Return the methods that are not verified everywhere, each with one of the reasons.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the methods that are not verified everywhere, each with one of the reasons."""
     rows = verification[~verification["verified"].eq(True)]
     return dict(zip(rows["method"].astype(str), rows["reason"].astype(str), strict=True))
 
 
 def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
-    """Return the methods that use another mechanism than flat clipping, with that mechanism.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the methods that use another mechanism than flat clipping, with that mechanism."""
     pairs = zip(verification["method"], verification["mechanism"], strict=True)
     return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
 
 
 def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
-    """Return the ways in which guarantees were lost, each with the methods concerned.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the ways in which guarantees were lost, each with the methods concerned."""
     methods: dict[str, list[str]] = {}
     rows = verification[verification["holes"].notna()]
     for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():
@@ -118,11 +106,7 @@ def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def find_marks(verification: pd.DataFrame) -> Marks:
-    """Return the methods that bear each sign.
-
-    Args:
-        verification: The table ``verification``.
-    """
+    """Return the methods that bear each sign."""
     return {
         DAGGER: name_unverified(verification),
         DOUBLE_DAGGER: name_other_mechanisms(verification),

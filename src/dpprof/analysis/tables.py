@@ -6,11 +6,12 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.advice import tabulate_advice
+from dpprof.analysis.axes import axes_of, key_of
 from dpprof.analysis.ceilings_table import tabulate_ceilings
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments_table import tabulate_experiments
 from dpprof.analysis.findings import find
-from dpprof.analysis.frames import AXES, RUN_KEY, axes_of, key_of, make_frame
+from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import Noise, group_runs
 from dpprof.analysis.instrument_overhead import tabulate_instrument_overhead
 from dpprof.analysis.kernel_tables import tabulate_kernels
@@ -18,6 +19,7 @@ from dpprof.analysis.memory_tables import tabulate_memory
 from dpprof.analysis.methods_table import tabulate_methods
 from dpprof.analysis.settings_table import tabulate_settings
 from dpprof.analysis.standings import tabulate_verification
+from dpprof.analysis.table_columns import TABLES
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Memory
@@ -27,92 +29,39 @@ Rows = Iterable[dict[str, Any]]
 
 
 def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Return every table, by file stem; ``table_names.TABLES`` lists them."""
+    """Return every table, by file stem; ``TABLES`` declares them."""
     groups = group_runs(collected)
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise, collected.standings)
     recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
-    return {
-        "runs": make_frame(
-            (_run_row(run, result, collected) for run, result in collected.found), _RUN_COLUMNS
+    rows: dict[str, Rows] = {
+        "runs": (_run_row(run, result, collected) for run, result in collected.found),
+        "steps": _step_rows(collected),
+        "phases": _phase_rows(collected),
+        "snapshots": _snapshot_rows(collected),
+        "components": _component_rows(collected),
+        "samplers": _sampler_rows(collected),
+        "missing": (
+            key_of(run) | {"method": run.method, "reason": reason}
+            for run, reason in collected.missing.items()
         ),
+    }
+    return {
+        **{name: make_frame(name, found) for name, found in rows.items()},
+        **recorded,
+        **kernels,
         "experiments": experiments,
         "settings": tabulate_settings(groups, noise),
         "methods": tabulate_methods(experiments),
         "outcomes": _outcomes(collected),
-        "steps": make_frame(_step_rows(collected), [*RUN_KEY, "stage", "index", "step_s"]),
-        "phases": make_frame(
-            _phase_rows(collected), [*RUN_KEY, "phase", "median_s", "min_s", "max_s"]
-        ),
-        "snapshots": make_frame(
-            _snapshot_rows(collected),
-            [*RUN_KEY, "name", "elapsed_s", "allocated_bytes", "reserved_bytes", "rss_bytes"],
-        ),
-        "components": make_frame(
-            _component_rows(collected), [*RUN_KEY, "snapshot", "component", "bytes"]
-        ),
-        **recorded,
-        **kernels,
         "instrument_overhead": tabulate_instrument_overhead(groups),
         "advice": tabulate_advice(collected),
-        "samplers": make_frame(_sampler_rows(collected), [*RUN_KEY, "method", "layer", "path"]),
         "verification": tabulate_verification(
             (group.experiment for group in groups), collected.standings
         ),
         "ceilings": tabulate_ceilings(collected.ceilings),
         "findings": find(collected, recorded["peaks"], recorded["costs"], kernels["kernels"]),
-        "missing": make_frame(
-            (
-                key_of(run) | {"method": run.method, "reason": reason}
-                for run, reason in collected.missing.items()
-            ),
-            [*RUN_KEY, "method", "reason"],
-        ),
     }
-
-
-_MEMORY = [
-    "peak_allocated_bytes",
-    "first_step_peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "peak_rss_bytes",
-    "peak_device_used_bytes",
-    "alloc_retries",
-]
-_RUN_COLUMNS = [
-    *RUN_KEY,
-    "sweeps",
-    *AXES,
-    "outcome",
-    "attempts",
-    "others_busy_cores",
-    "error_kind",
-    "error_phase",
-    "error_message",
-    "error_requested_bytes",
-    "error_log",
-    "parameters_total",
-    "median_step_s",
-    "tokens_per_s",
-    "samples_per_s",
-    "steps_per_s",
-    *_MEMORY,
-    "fragmentation",
-    "host_read_bytes",
-    "host_written_bytes",
-    "joules_per_step",
-    "started_at",
-    "wall_s",
-    "device_name",
-    "hostname",
-    "python",
-    "torch",
-    "opacus",
-    "git_commit",
-    "git_dirty",
-    "code_digest",
-    "code_is_current",
-]
 
 
 def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str, Any]:
@@ -148,7 +97,9 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
     if result.throughput is not None:
         row |= result.throughput.model_dump()
     if memory is not None:
-        row |= memory.model_dump(include=set(_MEMORY)) | {"fragmentation": _fragmentation(memory)}
+        row |= memory.model_dump(include=set(TABLES["runs"].columns)) | {
+            "fragmentation": _fragmentation(memory)
+        }
     return row
 
 

@@ -1,31 +1,16 @@
 """Say which private method to use on a GPU that need not be here, and what that rests on."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.analysis.advice import Advice, advise
-from dpprof.analysis.frames import target_text
+from dpprof.analysis.axes import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.cli.capacities import add_capacity_options, find_capacities, read_capacity_options
-from dpprof.cli.common import Parser, ending_in_a_sentence
-from dpprof.launch.progress import tell_result
+from dpprof.cli.capacities import answer
 from dpprof.planning.code_digest import verdict_digest
+from dpprof.records.result import Result
+from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import is_other_mechanism
-from dpprof.system.console import printable
-from dpprof.system.files import check_writable, write_atomically
-
-
-def make_parser() -> Parser:
-    """Make the options: the methods, then one for every other field of an experiment."""
-    parser = Parser(
-        prog="dpprof advise",
-        description=__doc__,
-        epilog="example: dpprof advise --model 1b --target h200 "
-        "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
-    )
-    add_capacity_options(parser)
-    return parser
 
 
 def _number(value: float | None, form: str, otherwise: str = "unknown") -> str:
@@ -77,17 +62,14 @@ def tell(advice: Advice) -> str:
     return "\n".join(said)
 
 
+def judge(experiments: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:
+    """Return the methods in order, as far as their verdicts are known here."""
+    standings = read_standings(Path(), experiments, verdict_digest)
+    advice = advise(results, target_text(experiments[0]) or "this machine", standings)
+    fits = any(option.safe_batch_size for option in advice.options)
+    return advice.model_dump_json(indent=1), tell(advice), fits
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args(argv)
-    with ending_in_a_sentence():
-        experiments = read_capacity_options(arguments)
-        if arguments.json is not None:
-            check_writable(arguments.json)
-        results = find_capacities(experiments, Path(), again=arguments.again, tell=tell_result)
-        standings = read_standings(Path(), experiments, verdict_digest)
-        advice = advise(results, target_text(experiments[0]) or "this machine", standings)
-        if arguments.json is not None:
-            write_atomically(arguments.json, advice.model_dump_json(indent=1) + "\n")
-    print(printable(tell(advice)))
-    sys.exit(0 if any(option.safe_batch_size for option in advice.options) else 1)
+    answer(argv, "advise", __doc__, judge)

@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dpprof.cli.common import path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.cli.options import add_experiment_options, read_experiments
+from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.planning.code_digest import code_digest
 from dpprof.records.record import ResultError
@@ -15,14 +17,33 @@ from dpprof.records.result import Result, read_run, result_path
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.validation import InputError
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable, write_atomically
 from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
 
 
-def add_capacity_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that select the experiments whose capacity to find."""
+Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]]
+"""Returns what is said of results: JSON, a text, and whether a batch fits with any method."""
+
+
+def answer(argv: Sequence[str] | None, command: str, about: str | None, judge: Judge) -> None:
+    """Run a subcommand that finds capacities; the exit status is 1 where no batch fits.
+
+    Args:
+        argv: The command line without the program's name.
+        command: The subcommand's name.
+        about: What it does, for ``--help``.
+        judge: What distinguishes it from other subcommands.
+    """
+    parser = Parser(
+        prog=f"dpprof {command}",
+        description=about,
+        epilog=f"example: dpprof {command} --model 1b --target h200 "
+        "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
+    )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
     parser.add_argument(
         "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
@@ -31,6 +52,17 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
         "--again", action="store_true", help="ignore existing results in results/capacity"
     )
     add_experiment_options(parser, leave_out=("method", "batch_size"))
+    arguments = parser.parse_args(argv)
+    with ending_in_a_sentence():
+        experiments = read_capacity_options(arguments)
+        if arguments.json is not None:
+            check_writable(arguments.json)
+        results = find_capacities(experiments, Path(), again=arguments.again)
+        json, text, fits = judge(experiments, results)
+        if arguments.json is not None:
+            write_atomically(arguments.json, json + "\n")
+    print(printable(text))
+    sys.exit(0 if fits else 1)
 
 
 def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
@@ -50,16 +82,13 @@ def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
     return read_experiments(arguments, method=list(dict.fromkeys(methods)), batch_size=[1])
 
 
-def find_capacities(
-    experiments: Sequence[Experiment], root: Path, *, again: bool, tell: Callable[[Result], None]
-) -> list[Result]:
-    """Find the capacity of each experiment, or read it from results that are still valid.
+def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
+    """Find and tell the capacity of each experiment, or read it from a result that is still valid.
 
     Args:
         experiments: The experiments; their batch size does not matter.
         root: The folder that holds ``results``, where every result is stored.
         again: Whether to ignore existing results.
-        tell: Called with each result as soon as it exists.
     """
 
     def find(experiment: Experiment) -> Result:
@@ -67,7 +96,7 @@ def find_capacities(
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)
         result = known or supervise(experiment, INSTRUMENT, 0, output, log)
-        tell(result)
+        tell_result(result)
         return result
 
     pool = ThreadPoolExecutor(max_workers=available_cores())

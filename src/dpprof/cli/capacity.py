@@ -1,30 +1,13 @@
 """Say how large a batch fits on a GPU that need not be here, for every method."""
 
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from dpprof.cli.capacities import add_capacity_options, find_capacities, read_capacity_options
-from dpprof.cli.common import Parser, ending_in_a_sentence
-from dpprof.launch.progress import tell_result
+from dpprof.cli.capacities import answer
 from dpprof.records.result import Result
-from dpprof.system.console import printable
-from dpprof.system.files import check_writable, write_atomically
+from dpprof.spec.experiment import Experiment
 
 _MIB = 2**20
-
-
-def make_parser() -> Parser:
-    """Make the options: the methods, then one for every other field of an experiment."""
-    parser = Parser(
-        prog="dpprof capacity",
-        description=__doc__,
-        epilog="example: dpprof capacity --model 1b --target h200 "
-        "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
-    )
-    add_capacity_options(parser)
-    return parser
 
 
 def describe(result: Result) -> dict[str, object]:
@@ -35,7 +18,7 @@ def describe(result: Result) -> dict[str, object]:
     return {"method": method, "outcome": outcome, "message": message, "capacity": found}
 
 
-def tabulate(results: list[Result]) -> str:
+def tabulate(results: Sequence[Result]) -> str:
     """Lay out what was found, for people."""
     width = max(len(result.experiment.method) for result in results)
     lines = [f"{'method':{width}}  largest batch  predicted peak  safe batch"]
@@ -54,16 +37,12 @@ def tabulate(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def judge(_: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:
+    """Return the largest batch of each method."""
+    text = json.dumps([describe(result) for result in results], indent=1)
+    return text, tabulate(results), any(result.capacity for result in results)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args(argv)
-    with ending_in_a_sentence():
-        experiments = read_capacity_options(arguments)
-        if arguments.json is not None:
-            check_writable(arguments.json)
-        results = find_capacities(experiments, Path(), again=arguments.again, tell=tell_result)
-        if arguments.json is not None:
-            text = json.dumps([describe(result) for result in results], indent=1)
-            write_atomically(arguments.json, text + "\n")
-    print(printable(tabulate(results)))
-    sys.exit(0 if any(result.capacity for result in results) else 1)
+    answer(argv, "capacity", __doc__, judge)

@@ -4,7 +4,6 @@ The exit status is 0 whenever the JSON was written: what could not be measured i
 with the reason.
 """
 
-import sys
 from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
@@ -45,10 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args(argv)
     keep_log(arguments.log)
-    try:
-        with ending_in_a_sentence():
-            ceilings = measure_apart(arguments.device, arguments.output)
-    except KeyboardInterrupt:
-        say("interrupted; no ceilings were written")
-        sys.exit(130)
+    with ending_in_a_sentence("no ceilings were written"):
+        ceilings = measure_apart(arguments.device, arguments.output)
     say(tell(ceilings))

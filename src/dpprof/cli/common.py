@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -9,7 +10,7 @@ from typing import NoReturn
 from dpprof.records.record import ResultError
 from dpprof.spec.registry import EntryPointError
 from dpprof.spec.validation import InputError
-from dpprof.system.console import fail, printable, shorten_lines
+from dpprof.system.console import fail, printable, say, shorten_lines
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,9 +34,18 @@ def add_log_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 @contextlib.contextmanager
-def ending_in_a_sentence() -> Iterator[None]:
-    """End the script with one sentence where its input or a file causes an error."""
+def ending_in_a_sentence(what: str = "") -> Iterator[None]:
+    """End the script with one sentence where its input or a file causes an error.
+
+    Args:
+        what: What an interruption leaves unwritten, for the sentence about that.
+    """
     try:
         yield
     except (InputError, ResultError, EntryPointError, OSError) as error:
         fail(error)
+    except KeyboardInterrupt:
+        if not what:
+            raise
+        say(f"interrupted; {what}")
+        sys.exit(130)

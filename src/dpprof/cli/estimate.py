@@ -10,7 +10,7 @@ from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Result, result_path
 from dpprof.records.step_costs import Allocator
-from dpprof.system.console import printable, say
+from dpprof.system.console import printable
 from dpprof.system.files import check_writable
 
 INSTRUMENT = "estimate"
@@ -83,15 +83,11 @@ def _describe_allocator(allocator: Allocator) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line; the exit status is 1 where nothing could be predicted."""
     arguments = make_parser().parse_args(argv)
-    try:
-        with ending_in_a_sentence():
-            experiment = make_experiment(read_given(arguments))
-            output = arguments.output or result_path(Path(), INSTRUMENT, experiment.id, 0)
-            check_writable(output)
-            result = supervise(experiment, INSTRUMENT, 0, output, keep=True)
-    except KeyboardInterrupt:
-        say("interrupted; no result was written")
-        sys.exit(130)
+    with ending_in_a_sentence("no result was written"):
+        experiment = make_experiment(read_given(arguments))
+        output = arguments.output or result_path(Path(), INSTRUMENT, experiment.id, 0)
+        check_writable(output)
+        result = supervise(experiment, INSTRUMENT, 0, output, keep=True)
     tell_result(result)
     if result.outcome != "ok":
         sys.exit(1)

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.cli.common import Parser, ending_in_a_sentence
-from dpprof.planning.code_digest import code_digest, verdict_digest
-from dpprof.records.record import ResultError, read_record
-from dpprof.records.result import read_result
+from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, Kind
+from dpprof.records.record import ResultError
 from dpprof.records.terms import OUTCOMES
-from dpprof.records.verdict import SCHEMA_VERSION, VERDICTS, Verdict
 from dpprof.spec.validation import one_of
 from dpprof.system.console import printable
 
 FAILURES = OUTCOMES[1:]
+FORGOTTEN = (RUN, VERDICT)
 
 
 def outcomes(text: str) -> list[str]:
@@ -26,25 +25,23 @@ def outcomes(text: str) -> list[str]:
     return names
 
 
-def what_to_forget(path: Path, arguments: argparse.Namespace) -> str | None:
+def what_to_forget(path: Path, kind: Kind, arguments: argparse.Namespace) -> str | None:
     """Say what a file tells that is to be forgotten; None where it stays.
 
     Raises:
         ResultError: The file cannot be trusted.
     """
-    if path.parent.name == VERDICTS:
-        verdict = read_record(path, Verdict, SCHEMA_VERSION)
-        if arguments.unverified and not verdict.passed:
-            return "failed verification" if verdict.passed is False else "not verified"
-        present = arguments.outdated and verdict_digest(verdict.model, verdict.method)
-        told, digest = "verdict", verdict.code_digest
+    record = kind.read(path)
+    if kind is RUN:
+        told = record.outcome
+        if told in arguments.outcome:
+            return str(told)
     else:
-        result = read_result(path)
-        if result.outcome in arguments.outcome:
-            return result.outcome
-        present = arguments.outdated and code_digest(result.instrument, result.experiment)
-        told, digest = result.outcome, result.code_digest
-    return told if present and present != digest else None
+        told = "verdict"
+        if arguments.unverified and not record.passed:
+            return "failed verification" if record.passed is False else "not verified"
+    outdated = arguments.outdated and kind.code_of(record).digest() != record.code_digest
+    return told if outdated else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (arguments.outcome or arguments.unverified or arguments.outdated):
         parser.error("say what to forget: --outcome, --unverified, --outdated or several")
     forgotten, damaged = 0, 0
-    results = Path("results")
     with ending_in_a_sentence():
-        for path in sorted([*results.glob("*/*.r*.json"), *results.glob(f"{VERDICTS}/*.json")]):
+        found = {path: kind for kind in FORGOTTEN for path in RESULTS.glob(f"{kind.pattern}.json")}
+        for path in sorted(found):
             try:
-                told = what_to_forget(path, arguments)
+                told = what_to_forget(path, found[path], arguments)
             except ResultError as error:
                 print(f"warning: {printable(str(error))}", file=sys.stderr)
                 damaged += 1

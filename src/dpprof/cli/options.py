@@ -1,4 +1,7 @@
-"""Reads an experiment from command-line options, one for every field."""
+"""Reads an experiment from command-line options, one for every field.
+
+argparse does it: pydantic-settings is no dependency, and its errors are not one sentence.
+"""
 
 import argparse
 import itertools

@@ -6,7 +6,6 @@ written, out of memory and crashes included: what came of the experiment is in i
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
@@ -14,7 +13,7 @@ from dpprof.cli.options import add_experiment_options, read_experiment
 from dpprof.launch.progress import Progress, run_name, tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.spec import registry
-from dpprof.system.console import keep_log, say
+from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable
 
 
@@ -57,21 +56,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     progress = Progress.current()
     if progress is not None:
         progress.announce(name)
-    try:
-        with ending_in_a_sentence():
-            check_writable(arguments.output)
-            result = supervise(
-                experiment,
-                arguments.instrument,
-                arguments.replicate,
-                arguments.output,
-                arguments.log,
-                traces=arguments.traces or arguments.output.with_suffix(".traces"),
-                keep=arguments.keep,
-            )
-    except KeyboardInterrupt:
-        say("interrupted; no result was written")
-        sys.exit(130)
+    with ending_in_a_sentence("no result was written"):
+        check_writable(arguments.output)
+        result = supervise(
+            experiment,
+            arguments.instrument,
+            arguments.replicate,
+            arguments.output,
+            arguments.log,
+            traces=arguments.traces or arguments.output.with_suffix(".traces"),
+            keep=arguments.keep,
+        )
     if progress is not None:
         progress.conclude(name, result)
     tell_result(result)

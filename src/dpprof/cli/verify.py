@@ -3,7 +3,6 @@
 The exit status is 0 whenever the JSON was written, whatever the verdict: it is in the file.
 """
 
-import sys
 from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
@@ -55,12 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args(argv)
     keep_log(arguments.log)
-    try:
-        with ending_in_a_sentence():
-            model = check_model(arguments.model)
-            registry.check("methods", arguments.method, "--method")
-            verdict = verify_apart(model, arguments.method, arguments.output)
-    except KeyboardInterrupt:
-        say("interrupted; no verdict was written")
-        sys.exit(130)
+    with ending_in_a_sentence("no verdict was written"):
+        model = check_model(arguments.model)
+        registry.check("methods", arguments.method, "--method")
+        verdict = verify_apart(model, arguments.method, arguments.output)
     say(tell(verdict))

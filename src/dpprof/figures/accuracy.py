@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dpprof.analysis.frames import BASELINE
+from dpprof.analysis.axes import BASELINE
 from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
@@ -24,9 +24,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Filled marks are recorded peaks, empty ones are estimated without a run. On the line both peaks
     are equal; below it the allocator held more. A gap outside the grey bar is a finding. The
     allocator's peak is from another process.
-
-    Args:
-        tables: The tables; uses ``peaks``.
     """
     peaks = tables["peaks"]
     known = peaks[peaks["instrument"].isin(RECORDERS)].dropna(subset=["allocator_peak_bytes"])

@@ -20,9 +20,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
     The instrument memory recorded it, or estimate predicted it where memory did not run. The tick
     is the allocator's peak, measured by another process. Unattributed memory has no known owner.
-
-    Args:
-        tables: The tables; uses ``peaks`` and ``owners``.
     """
     told = compose(tables)
     panels = split(told[told["target"].isna()], MISSING, most=8)

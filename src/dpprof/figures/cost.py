@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.panels import Panel, split
 from dpprof.figures.scaling import dress
-from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+from dpprof.figures.style import NothingToDrawError, method_style, name_methods, new_figure
 
 _ROWS = 4
 _ALONG = "seq_len"
@@ -27,9 +26,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     FLOPs count matrix products and attention. Bytes are what operators must read and write. Time
     is measured by the instrument clean. Dashed lines are lower bounds from a target's data sheet,
     where nothing ran.
-
-    Args:
-        tables: The tables; uses ``costs`` and ``experiments``.
     """
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
     known = _per_token(choose(tables["costs"]).merge(parameters, on="experiment_id"))
@@ -45,9 +41,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             dress(axis, panel, _ALONG, label)
             axis.set_title("")
         row[0].set_title(panel.title, loc="left")
-    methods = sort_methods(name for panel in panels for name in panel.rows["method"])
-    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    name_methods(figure, (name for panel in panels for name in panel.rows["method"]))
     return figure
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.axes import RUN_KEY
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import BOUND_COLOURS, OP_KIND_COLOURS, NothingToDrawError
@@ -20,9 +20,6 @@ def draw_op_kinds(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Clip is the rest of the phase clip, and optimizer is all of the phase step. Idle is time
     without kernels: on a CPU it is Python, autograd and dispatch. All times include the tracer's
     cost.
-
-    Args:
-        tables: The tables; uses ``kernels`` and ``traces``.
     """
     if tables["kernels"].empty:
         raise NothingToDrawError(MISSING)
@@ -42,9 +39,6 @@ def draw_bound(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Kernels of one op kind in a phase are compute bound if their FLOPs would take longer than
     their bytes at the measured ceilings, else memory bound. They may still be far from both
     ceilings. Bytes are what operators must read and write, whether or not a cache serves them.
-
-    Args:
-        tables: The tables; uses ``traces``.
     """
     parts = {name: f"{name.replace(' ', '_')}_s" for name in BOUND_COLOURS}
     return _draw(tables["traces"], BOUND_COLOURS, parts)

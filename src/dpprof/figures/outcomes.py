@@ -10,11 +10,7 @@ from dpprof.figures.style import OUTCOME_COLOURS, NothingToDrawError, new_figure
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Number of runs by method and outcome.
-
-    Args:
-        tables: The tables; uses ``outcomes``.
-    """
+    """Number of runs by method and outcome."""
     outcomes = tables["outcomes"].set_index("method")
     if outcomes.empty:
         raise NothingToDrawError("no run was planned")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.axes import RUN_KEY
 from dpprof.figures.bars import bracket, height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import PHASE_COLOURS
@@ -17,9 +17,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     Each part is the median over processes of medians over steps. The error bar spans the
     smallest and the largest sum of a process. The processes wait for the device at the end of
     each phase.
-
-    Args:
-        tables: The tables; uses ``phases`` and ``experiments``.
     """
     phases = tables["phases"]
     over_processes = phases.groupby(["experiment_id", "phase"])["median_s"].median()

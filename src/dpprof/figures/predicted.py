@@ -19,9 +19,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
     The dashed line is the memory that a training can allocate there. The instrument estimate
     predicts the bytes of tensors without the device; the allocator may reserve more.
-
-    Args:
-        tables: The tables; uses ``peaks`` and ``owners``.
     """
     told = compose(tables)
     missing = "no run of the instrument estimate succeeded for a target"

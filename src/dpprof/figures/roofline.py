@@ -33,9 +33,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     in use. A point's area is its share of the step's time; parts below 1 % have no point. FLOPs
     include elementwise operators. Bytes count each read and write once, so caches can lift a point
     above the slope.
-
-    Args:
-        tables: The tables; uses ``kernels``.
     """
     known = tables["kernels"].dropna(
         subset=["arithmetic_intensity", "flops_per_s", "ceiling_flops_per_s", "ceiling_bytes_per_s"]

@@ -6,11 +6,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from dpprof.figures.panels import Panel, split
-from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
+from dpprof.figures.style import NothingToDrawError, method_style, name_methods, new_figure
 
 _LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
 _ROWS = 4
@@ -21,9 +20,6 @@ def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the batch size, all else equal.
 
     Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
-
-    Args:
-        tables: The tables; uses ``experiments``.
     """
     return _draw(tables["experiments"], "batch_size")
 
@@ -32,9 +28,6 @@ def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the sequence length, all else equal.
 
     Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
-
-    Args:
-        tables: The tables; uses ``experiments``.
     """
     return _draw(tables["experiments"], "seq_len")
 
@@ -57,9 +50,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
         dress(memory, panel, along, "peak (MiB)")
         dress(time, panel, along, "step time (ms)")
     panels.tell_beyond(figure)
-    methods = sort_methods(name for panel in shown for name in panel.rows["method"])
-    handles = [Line2D([], [], label=name, **method_style(name)) for name in methods]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    name_methods(figure, (name for panel in shown for name in panel.rows["method"]))
     return figure
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from dpprof.analysis.frames import BASELINE
+from dpprof.analysis.axes import BASELINE
 
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text is legible at this size."""
@@ -158,6 +159,12 @@ def method_style(method: str) -> dict[str, Any]:
 def sort_methods(names: Iterable[str]) -> list[str]:
     """Return methods in the order of every figure: the baseline first, then by name."""
     return sorted(set(names), key=lambda name: (name != BASELINE, name))
+
+
+def name_methods(figure: Figure, names: Iterable[str]) -> None:
+    """Draw a legend of methods under all panels."""
+    handles = [Line2D([], [], label=name, **method_style(name)) for name in sort_methods(names)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
 
 
 def new_figure(

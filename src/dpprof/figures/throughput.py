@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import SETTING
+from dpprof.analysis.axes import SETTING
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import bracket, height_of
 from dpprof.figures.panels import split
@@ -24,9 +24,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     The peak is the dense peak of the dtype in use; values beyond it (dashed line) are wrong.
     Settings without MFU and HFU are left out, unless no setting has them. Error bars are 95 %
     bootstrap intervals over processes.
-
-    Args:
-        tables: The tables; uses ``experiments`` and ``costs``.
     """
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]

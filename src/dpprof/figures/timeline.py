@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import RUN_KEY
+from dpprof.analysis.axes import RUN_KEY
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split
@@ -33,9 +33,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     and bwd2: forward, backward and second backward). The setting is the one in which most methods
     have a timeline, recorded by the instrument memory or else estimated. Each of 300 parts of a
     step shows its highest instant. Owners below 0.5 % of the highest peak are left out.
-
-    Args:
-        tables: The tables; uses ``peaks`` and ``timeline``.
     """
     chosen = choose(tables["peaks"])
     here = chosen[chosen["target"].isna()]

@@ -23,9 +23,6 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     A line joins the batch sizes of a method; larger markers are larger batches. Points are
     medians over processes. Error bars are 95 % bootstrap intervals for time, and the smallest and
     largest process for memory.
-
-    Args:
-        tables: The tables; uses ``experiments``.
     """
     drawn = tables["experiments"].dropna(subset=["median_step_s", "peak_bytes"])
     missing = "no experiment has both a time and a peak"

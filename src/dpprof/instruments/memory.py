@@ -7,7 +7,7 @@ runs them. ``estimate`` runs them under fake tensors, without their memory or th
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -176,17 +176,43 @@ def estimate(experiment: Experiment, enter: Enter) -> Measurement:
     Raises:
         UnsupportedError: The device is a GPU without a known target.
     """
+    return state_estimate(trace_steps(experiment, enter), experiment)
+
+
+class Traced(NamedTuple):
+    """A training that was traced: its first step, and one like every later one."""
+
+    training: Training
+    paths: SamplerPaths
+    first: MemoryTimeline
+    steady: MemoryTimeline
+    target: Target | None
+
+
+def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
+    """Set up a training under fake tensors, and record two steps.
+
+    Raises:
+        UnsupportedError: The device is a GPU without a known target.
+    """
     method = import_method(experiment)
     target = find_target(experiment)
     with tracing(target) as recorder:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
-    allocator = simulate_allocator(steady, int(target.memory_bytes)) if target else None
+    return Traced(training, timeline_recorder.paths, first, steady, target)
+
+
+def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:
+    """Build the measurement of a traced training."""
+    training, paths, first, steady, target = traced
+    allocator = None
+    if target is not None:
+        limit = int(experiment.memory_limit_bytes or target.memory_bytes)
+        allocator = simulate_allocator(steady, limit)
     memory = state_memory(experiment, first, steady, None, real=False, allocator=allocator)
-    return state(
-        experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=target
-    )
+    return state(experiment, training, paths, steady, memory=memory, ceilings=target)
 
 
 def find_target(experiment: Experiment) -> Target | None:

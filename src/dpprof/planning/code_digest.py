@@ -9,9 +9,9 @@ of that method only.
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 from dpprof.records.provenance import package_versions
 from dpprof.records.verdict import BUILT_IN
@@ -19,7 +19,15 @@ from dpprof.spec import registry
 from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.system.paths import PACKAGE, TEMPLATES
 
+P = ParamSpec("P")
 _COMMANDS = PACKAGE / "cli"
+_CACHED: list[Any] = []
+
+
+def _remember(digest: Callable[P, str]) -> Callable[P, str]:
+    """Cache a function that returns a digest, until ``read_anew``."""
+    _CACHED.append(functools.cache(digest))
+    return cast("Callable[P, str]", _CACHED[-1])
 
 
 def _module_files(module: str) -> list[Path]:
@@ -90,7 +98,7 @@ def file_digest(file: Path) -> str:
 
 def read_anew() -> None:
     """Clear the cached digests, so that the next ones read the files again."""
-    for cached in (_code_digest, verdict_digest, ceilings_digest):
+    for cached in _CACHED:
         cached.cache_clear()
 
 
@@ -131,7 +139,7 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
     return _code_digest(instrument, experiment.method, foreign_parts(experiment))
 
 
-@functools.cache
+@_remember
 def _code_digest(
     instrument: str, method: str, foreign: tuple[tuple[registry.Group, str], ...]
 ) -> str:
@@ -174,7 +182,7 @@ def verifying_files(model: str, method: str) -> list[Path]:
     return closure([*entries, *(file for file in named if file is not None)])
 
 
-@functools.cache
+@_remember
 def verdict_digest(model: str, method: str) -> str:
     """Return the digest of what a verdict depends on: sources, torch's and Opacus's versions.
 
@@ -197,7 +205,7 @@ def limiting_files() -> list[Path]:
     return closure(entries)
 
 
-@functools.cache
+@_remember
 def ceilings_digest() -> str:
     """Return the digest of what ceilings depend on: their sources, and torch's version."""
     return _digest(limiting_files(), package_versions(("torch",)))

@@ -6,24 +6,33 @@ its own digest in its name.
 """
 
 import datetime as dt
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dpprof.planning.code_digest import (
-    ceilings_digest,
-    code_digest,
-    derived_digests,
-    foreign_parts,
-    verdict_digest,
-    verified_as,
+from dpprof.planning.artifacts import (
+    KINDS,
+    PLAN,
+    PLAN_FILES,
+    RESULTS,
+    RUN,
+    TABLES,
+    Artifact,
+    Kind,
+    ceilings_of,
+    code_of_run,
+    code_path,
+    spec_path,
+    traces_path,
+    verdict_on,
 )
-from dpprof.records.ceilings import CEILINGS, ceilings_path, device_name
+from dpprof.planning.code_digest import derived_digests, verified_as
+from dpprof.records.ceilings import device_name
 from dpprof.records.result import result_path
-from dpprof.records.verdict import BUILT_IN, VERDICTS, verdict_path
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS, refuse_target
@@ -37,9 +46,6 @@ from dpprof.system.files import (
     write_if_changed,
 )
 from dpprof.system.hardware import available_cores, cpu_name, resolve_device, visible_gpus
-
-PLAN = Path("results") / "plan"
-TABLES = Path("results") / "tables"
 
 
 class PlannedRun(BaseModel):
@@ -98,18 +104,23 @@ class Plan:
         kinds = {self.experiments[run.id].device for run in measured}
         return sorted(_name_here(kind) for kind in kinds)
 
-    def ceilings(self, root: Path) -> list[Path]:
-        """Return the paths of the devices' ceilings."""
-        return [ceilings_path(root, name) for name in self.devices]
+    @cached_property
+    def artifacts(self) -> list[Artifact]:
+        """What rules make for this config: results, verdicts and ceilings."""
+        experiments = self.experiments
+        pairs = sorted({(verified_as(e.model), e.method) for e in experiments.values()})
+        return [
+            *(
+                Artifact(RUN, run.path(Path()), code_of_run(run.instrument, experiments[run.id]))
+                for run in self.manifest.runs
+            ),
+            *(verdict_on(*pair) for pair in pairs),
+            *(ceilings_of(name) for name in self.devices),
+        ]
 
-    @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """The pairs of model and method to verify, for all experiments, each once."""
-        return sorted({(verified_as(e.model), e.method) for e in self.experiments.values()})
-
-    def verdicts(self, root: Path) -> list[Path]:
-        """Return the paths of the pairs' verdicts."""
-        return [verdict_path(root, *pair) for pair in self.pairs]
+    def paths(self, kind: Kind) -> list[Path]:
+        """Return the paths of the records of one kind."""
+        return [one.path for one in self.artifacts if one.kind is kind]
 
 
 def _name_here(kind: str) -> str:
@@ -121,32 +132,6 @@ def _name_here(kind: str) -> str:
     if kind == "cpu":
         return device_name({"type": kind, "name": cpu_name(), "cores": available_cores()})
     return device_name({"type": kind, "name": next((gpu.name for gpu in visible_gpus()), None)})
-
-
-def spec_path(experiment_id: str) -> Path:
-    """Return the path of an experiment's spec, relative to the working folder."""
-    return PLAN / "specs" / f"{experiment_id}.json"
-
-
-def traces_path(experiment_id: str, replicate: int) -> Path:
-    """Return the folder of a run's trace files, relative to the working folder."""
-    return Path("results") / "traces" / experiment_id / f"r{replicate}"
-
-
-def code_path(name: str) -> Path:
-    """Return the path of a code digest: ``<instrument>-<method>``, ``tables``, ``report`` ..."""
-    return PLAN / "code" / f"{name}.sha256"
-
-
-def code_name(instrument: str, experiment: Experiment) -> str:
-    """Return the name of the digest of the code that measures an experiment under an instrument."""
-    foreign = (name for _, name in foreign_parts(experiment))
-    return "-".join([instrument, experiment.method, *foreign])
-
-
-def verdict_code_name(model: str, method: str) -> str:
-    """Return the name of the digest of the code that a verdict depends on."""
-    return "-".join(["verify", method, *([] if model == BUILT_IN else [model])])
 
 
 def _check_names(config: Config) -> None:
@@ -203,15 +188,10 @@ def write_plan(plan: Plan) -> None:
     """Write specs, code digests and the manifest where their content differs."""
     for experiment in plan.experiments.values():
         write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
-    digests = derived_digests()
-    for run in plan.manifest.runs:
-        experiment = plan.experiments[run.id]
-        digests[code_name(run.instrument, experiment)] = code_digest(run.instrument, experiment)
-    if plan.devices:
-        digests[CEILINGS] = ceilings_digest()
-    digests |= {verdict_code_name(*pair): verdict_digest(*pair) for pair in plan.pairs}
-    for name, digest in digests.items():
+    for name, digest in derived_digests().items():
         write_if_changed(code_path(name), digest + "\n")
+    for code in {one.code.name: one.code for one in plan.artifacts}.values():
+        write_if_changed(code.path, code.digest() + "\n")
     write_if_changed(plan.manifest.path, plan.manifest.text)
     _mark_tables_due(plan)
 
@@ -225,9 +205,7 @@ def _mark_tables_due(plan: Plan) -> None:
     is always due, because it uses the results that exist at the time.
     """
     manifest = plan.manifest
-    files = [run.path(Path()) for run in manifest.runs]
-    files += [*plan.verdicts(Path()), *plan.ceilings(Path())]
-    missing = sum(not path.is_file() for path in files)
+    missing = sum(not one.path.is_file() for one in plan.artifacts)
     tables_are_of = TABLES / "manifest.txt"
     name = manifest.path.name.encode()
     others = tables_are_of.is_file() and tables_are_of.read_bytes().strip() != name
@@ -250,38 +228,23 @@ def read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path}: is not a manifest ({why})") from None
 
 
-def files_beyond(root: Path, plans: Iterable[Plan]) -> list[Path]:
+def files_beyond(root: Path, plans: Sequence[Plan]) -> list[Path]:
     """Return the files of runs under ``results`` that none of the plans needs.
 
     These are result files, traces, verdicts, ceilings, logs, specs, code digests and manifests.
     Tables, figures and the report belong to the last config and are not included.
     """
-    keep: set[Path] = {root / code_path(name) for name in derived_digests()}
+    keep = {code_path(name) for name in derived_digests()}
+    keep |= {spec_path(name) for plan in plans for name in plan.experiments}
     for plan in plans:
-        keep |= {root / plan.manifest.path, root / plan.manifest.due_path}
-        for run in plan.manifest.runs:
-            log = root / "results" / "logs" / run.instrument / f"{run.id}.r{run.replicate}.log"
-            keep |= {run.path(root), log, root / spec_path(run.id)}
-            keep.update((root / traces_path(run.id, run.replicate)).glob("*"))
-            keep.add(root / code_path(code_name(run.instrument, plan.experiments[run.id])))
-        for pair in plan.pairs:
-            verdict = verdict_path(root, *pair)
-            keep |= {verdict, root / code_path(verdict_code_name(*pair))}
-            keep.add(root / "results" / "logs" / VERDICTS / f"{verdict.stem}.log")
-        for name in plan.devices:
-            keep |= {ceilings_path(root, name), root / code_path(CEILINGS)}
-            keep.add(root / "results" / "logs" / CEILINGS / f"{name}.log")
-    candidates = [
-        *(root / "results").glob("*/*.r*.json"),
-        *(root / "results" / "traces").glob("*/*/*"),
-        *(root / "results" / VERDICTS).glob("*.json"),
-        *(root / "results" / CEILINGS).glob("*.json"),
-        *(root / "results" / "logs").glob("*/*.r*.log"),
-        *(root / "results" / "logs" / VERDICTS).glob("*.log"),
-        *(root / "results" / "logs" / CEILINGS).glob("*.log"),
-        *(root / PLAN).glob("specs/*.json"),
-        *(root / PLAN).glob("code/*.sha256"),
-        *(root / PLAN).glob("manifest-*.json"),
-        *(root / PLAN).glob("due-*.txt"),
-    ]
-    return sorted(path for path in candidates if path not in keep)
+        keep |= {plan.manifest.path, plan.manifest.due_path}
+        for one in plan.artifacts:
+            keep |= {one.path, one.log, one.code.path}
+    traced = {traces_path(run.id, run.replicate) for plan in plans for run in plan.manifest.runs}
+    patterns = [f"{kind.pattern}.json" for kind in KINDS]
+    patterns += [f"logs/{kind.pattern}.log" for kind in KINDS]
+    patterns += [f"{PLAN.name}/{pattern}" for pattern in PLAN_FILES]
+    found = {path.relative_to(root) for one in patterns for path in (root / RESULTS).glob(one)}
+    traces = {path.relative_to(root) for path in (root / RESULTS).glob("traces/*/*/*")}
+    beyond = (found - keep) | {path for path in traces if path.parent not in traced}
+    return sorted(root / path for path in beyond)

@@ -71,23 +71,43 @@ class Attempt(Part):
 
 
 class Capacity(Part):
-    """The largest batch that fits, found by a search over estimates."""
+    """The largest batch that fits, found by a search over estimates.
+
+    On CUDA a batch fits if the simulated caching allocator finds room for every request.
+    """
 
     budget_bytes: int = Field(description="memory that training may allocate")
     batch_size: int = Field(description="the largest batch found to fit")
-    peak_bytes: int = Field(description="predicted peak of that batch")
-    next_peak_bytes: int | None = Field(
-        description="predicted peak of one sample more, which does not fit; null where the search "
-        "ended before the memory was full"
+    peak_bytes: int = Field(description="predicted peak of that batch; on CUDA in whole blocks")
+    reserved_bytes: int | None = Field(
+        None, description="what its allocator would reserve without a limit; CUDA"
     )
-    limited_by: Literal["memory", "search"]
+    retries: int | None = Field(
+        None, description="how often a step of that batch releases the cache to find room; CUDA"
+    )
+    next_peak_bytes: int | None = Field(
+        description="predicted peak of one sample more, by the timeline; null where that was not "
+        "estimated"
+    )
+    limited_by: Literal["memory", "fragmentation", "search"] = Field(
+        description="memory; free memory that no segment holds together; or the end of the search"
+    )
+    unfragmented_batch_size: int | None = Field(
+        None, description="the largest batch if free memory were always in one piece; CUDA"
+    )
+    expandable_batch_size: int | None = Field(
+        None, description="the largest batch with expandable_segments:True; CUDA"
+    )
     extrapolated: bool = Field(
-        description="whether peaks beyond two samples are extrapolated linearly, because the "
+        description="whether peaks beyond three samples are extrapolated linearly, because the "
         "method processes one sample at a time"
     )
-    safe_share: float = Field(description="share of the budget that a safe batch may take")
+    safe_share: float | None = Field(
+        description="share of the budget that a safe batch may take; null on CUDA, where a batch "
+        "is safe if the allocator never has to release its cache"
+    )
     safe_batch_size: int | None = Field(
-        description="the largest batch within that share; null where even one sample exceeds it"
+        description="the largest safe batch; null where not even one sample is safe"
     )
     safe_peak_bytes: int | None
     stated_batch_size: int = Field(description="the batch size of memory, compute and io")

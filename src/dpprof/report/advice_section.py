@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.advice import CLOSE
-from dpprof.report.cells import Cell, column, number, plural, tabulate
+from dpprof.report.cells import Cell, column, listed, number, plural, tabulate
 from dpprof.report.document import Bullets, Paragraph, Table
 
 _GIB = 2**30
@@ -63,7 +63,7 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
         where = f"{first['model']} at {first['seq_len']:,} tokens in {first['dtype']}"
         best = options[options["verdict"] == "first"]
         wrong = options.loc[options["verdict"] == "wrong", "method"]
-        failed = f"; {_listed(wrong)} failed verification" if len(wrong) else ""
+        failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
         if (options["verdict"] == "unranked").any():
             yield f"The ceilings of {target} are unknown, so methods for {where} are not ranked."
             continue
@@ -77,10 +77,10 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
         )
         close = options.loc[options["verdict"] == "close", "method"]
         if len(close):
-            said += f"; {_listed(close)} {plural(len(close), 'is', 'are')} too close to rank"
+            said += f"; {listed(close)} {plural(len(close), 'is', 'are')} too close to rank"
         beyond = options.loc[options["verdict"] == "does not fit", "method"]
         if len(beyond):
-            said += f"; {_listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
+            said += f"; {listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
         yield f"{said}{failed}."
 
 
@@ -88,8 +88,3 @@ def _largest(row: Any) -> str:
     return number(row["largest_batch_size"], digits=0) + (
         "+" if row["limited_by"] == "search" else ""
     )
-
-
-def _listed(names: "pd.Series[str]") -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else str(last)

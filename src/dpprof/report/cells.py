@@ -1,7 +1,7 @@
 """Text for the cells of a table."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -78,6 +78,12 @@ def span(low: float | None, high: float | None, unit: float = 1.0, digits: int =
 def text_of(value: Any) -> str:
     """Return a text; a dash where there is none."""
     return "-" if value is None or pd.isna(value) else str(value)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names as words: a, b and c."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:

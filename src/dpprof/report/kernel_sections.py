@@ -18,12 +18,7 @@ Told = list[Table | Paragraph]
 
 
 def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
-    """Return the time of a step by op kind; nothing where no run was traced.
-
-    Args:
-        kernels: The table ``kernels``.
-        traces: The table ``traces``.
-    """
+    """Return the time of a step by op kind; nothing where no run was traced."""
     if traces.empty:
         return []
     sums = kernels.groupby(["experiment_id", "replicate", "op_kind"])["seconds"].sum()
@@ -81,12 +76,7 @@ def _over_processes(traces: pd.DataFrame) -> pd.DataFrame:
 
 
 def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
-    """Return what binds a step, and how fast bytes move; nothing where ceilings are unknown.
-
-    Args:
-        traces: The table ``traces``.
-        kernels: The table ``kernels``.
-    """
+    """Return what binds a step, and how fast bytes move; nothing where ceilings are unknown."""
     rows = _over_processes(traces)
     rows = rows[rows["compute_bound_s"] + rows["memory_bound_s"] > 0]
     if rows.empty:
@@ -149,11 +139,7 @@ _CEILINGS = {
 
 
 def ceilings(table: pd.DataFrame) -> Told:
-    """Return the ceilings of the devices; nothing where none were measured.
-
-    Args:
-        table: The table ``ceilings``.
-    """
+    """Return the ceilings of the devices; nothing where none were measured."""
     if table.empty:
         return []
     columns: dict[str, Cell] = {
@@ -180,11 +166,7 @@ def _name_figure(row: Any) -> str:
 
 
 def instrument_overhead(table: pd.DataFrame) -> Told:
-    """Return the overhead of each instrument; nothing where no experiment has one besides clean.
-
-    Args:
-        table: The table ``instrument_overhead``.
-    """
+    """Return the overhead of each instrument; nothing where no experiment has one besides clean."""
     if table.empty:
         return []
     rows = table.sort_values(["instrument", *ORDER, "method"])
@@ -235,11 +217,7 @@ def _ratio(figure: str) -> Cell:
 
 
 def host_io(runs: pd.DataFrame) -> Told:
-    """Return the bytes that processes read and wrote in timed steps, and the energy of a step.
-
-    Args:
-        runs: The table ``runs``.
-    """
+    """Return the bytes that processes read and wrote in timed steps, and the energy of a step."""
     told: Told = []
     known = runs.dropna(subset=["host_read_bytes", "host_written_bytes"])
     if len(known):

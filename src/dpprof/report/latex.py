@@ -36,20 +36,17 @@ _LIGATURE = re.compile(r"([-,])(?=\1)")
 _LONG = 30
 """A column with texts of more letters is broken into lines."""
 
-_TEXT_MM = 174
-"""Width of a line of text on an A4 page."""
+_LINE = {"scriptsize": 134, "tiny": 157}
+"""How many letters fit a line, by the font size of a table."""
 
-_GAP_MM = 2.1
-"""Gap between two columns."""
+_GAP = 1.6
+"""Gap between two columns, in letters."""
 
-_LETTER_MM = {"scriptsize": 1.3, "tiny": 1.08}
-"""Average width of a letter, by the font size of a table."""
+_ROOM = 45
+"""If fewer letters are left for long columns, the table is set in the smaller size."""
 
-_ROOM_MM = 60
-"""If less width is left for long columns, the table is set in the smaller size."""
-
-_LEAST_ROOM_MM = 30
-"""The least width of long columns in the smaller size."""
+_LEAST_ROOM = 28
+"""The fewest letters that long columns get in the smaller size."""
 
 _TIMEOUT_S = 300
 
@@ -110,29 +107,28 @@ def _path(picture: str) -> _Markup:
     return _Markup(f"figures/{picture}.pdf")
 
 
-def _left_mm(table: Table, size: str) -> float:
-    """Return the width that the other columns leave for the long ones."""
-    short = [length for length in _longest(table) if length <= _LONG]
-    return _TEXT_MM - _GAP_MM * len(table.header) - _LETTER_MM[size] * sum(short)
-
-
 def _size(table: Table) -> _Markup:
     """Return the font size of a table that fits the page."""
-    needed = _ROOM_MM if max(_longest(table)) > _LONG else 0
-    return _Markup("scriptsize" if _left_mm(table, "scriptsize") >= needed else "tiny")
+    longest = _longest(table)
+    needed = _ROOM if max(longest) > _LONG else 0
+    taken = sum(_GAP + (length if length <= _LONG else 0) for length in longest)
+    return _Markup("scriptsize" if taken + needed <= _LINE["scriptsize"] else "tiny")
 
 
 def _columns(table: Table) -> _Markup:
-    """Return the column types: paragraphs for long texts, natural width for the rest."""
-    longest = _longest(table)
-    size = _size(table)
+    """Return the column types: long texts share the rest of the line, the others are as wide.
+
+    By hand, because ``tabularx`` stretches no column of a table that breaks over pages.
+    """
+    longest, line = _longest(table), _LINE[_size(table)]
     shared = sum(length for length in longest if length > _LONG)
-    room = min(max(_left_mm(table, size), _LEAST_ROOM_MM), _LETTER_MM[size] * shared)
+    left = line - sum(_GAP + (length if length <= _LONG else 0) for length in longest)
+    room = min(max(left, _LEAST_ROOM), shared)
     kinds = []
     for length, numeric in zip(longest, table.numeric, strict=True):
         if length > _LONG:
-            width = room * length / shared
-            kinds.append(rf">{{\raggedright\arraybackslash}}p{{{width:.1f}mm}}")
+            width = room * length / shared / line
+            kinds.append(rf">{{\raggedright\arraybackslash}}p{{{width:.3f}\linewidth}}")
         else:
             kinds.append("r" if numeric else "l")
     return _Markup("".join(kinds))

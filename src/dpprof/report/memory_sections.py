@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import BASELINE, SETTING
+from dpprof.analysis.axes import BASELINE, SETTING
 from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
@@ -33,11 +33,7 @@ Told = list[Table | Paragraph]
 
 
 def owners(composition: pd.DataFrame) -> Told:
-    """Return the owners at the peak, and what causes it; nothing where no memory was recorded.
-
-    Args:
-        composition: Of ``analysis.peak_composition``.
-    """
+    """Return the owners at the peak, and what causes it; nothing where no memory was recorded."""
     rows = _here(composition)
     if rows.empty:
         return []
@@ -74,12 +70,7 @@ def _here(composition: pd.DataFrame) -> pd.DataFrame:
 
 
 def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
-    """Return the predictions for targets; nothing where there are none.
-
-    Args:
-        composition: Of ``analysis.peak_composition``.
-        costs: The table ``costs``, one row for each experiment.
-    """
+    """Return the predictions for targets; nothing where there are none."""
     rows = composition[composition["target"].notna()]
     if rows.empty:
         return []
@@ -122,12 +113,7 @@ def _most_tokens(row: Any) -> str:
 
 
 def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
-    """Return the gaps between recorded and allocator's peaks, and how owners were identified.
-
-    Args:
-        composition: Of ``analysis.peak_composition``.
-        peaks: The table ``peaks``.
-    """
+    """Return the gaps between recorded and allocator's peaks, and how owners were identified."""
     here = composition["target"].isna() | composition["allocator_peak_bytes"].notna()
     rows = composition[here].sort_values([*ORDER, "method"])
     if rows.empty:
@@ -194,11 +180,7 @@ _COSTS = {
 
 
 def costs(costs: pd.DataFrame) -> Told:
-    """Return what a step computes and moves, here and on targets; nothing without records.
-
-    Args:
-        costs: The table ``costs``, one row for each experiment.
-    """
+    """Return what a step computes and moves, here and on targets; nothing without records."""
     caption = (
         "What a step computes and moves. FLOPs count matrix products and attention. Model FLOPs "
         "are what the non-private step needs; the multiplier is executed FLOPs over model FLOPs. "

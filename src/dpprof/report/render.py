@@ -56,7 +56,10 @@ def render_summary(document: Document) -> str:
 
 
 def align(table: Table) -> list[str]:
-    """Return a table as aligned lines; long texts are cut here, but not in the report."""
+    """Return a table as aligned lines; long texts are cut here, but not in the report.
+
+    By hand: pandas aligns all columns alike, and tabulate is a dependency of Snakemake alone.
+    """
     cells = [tuple(_cut(text) for text in row) for row in (table.header, *table.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(table.header))]
 

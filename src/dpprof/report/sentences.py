@@ -4,11 +4,12 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import BASELINE, varying_axes
+from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.frames import varying_axes
 from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.records.terms import COMPONENTS
-from dpprof.report.cells import number, plural, span
+from dpprof.report.cells import listed, number, plural, span
 from dpprof.report.document import Bullets, Paragraph
 
 MAX_SETTINGS = 8
@@ -19,12 +20,7 @@ _PEAKS = {"allocated": "allocated", "rss": "resident, libraries included"}
 
 
 def tell_findings(settings: pd.DataFrame, methods: pd.DataFrame) -> list[Bullets | Paragraph]:
-    """Return the findings about settings and methods as sentences.
-
-    Args:
-        settings: The table ``settings``.
-        methods: The table ``methods``.
-    """
+    """Return the findings about settings and methods as sentences."""
     if settings.empty:
         return [Paragraph(text="No private method succeeded, so there is nothing to compare.")]
     said = _each(settings) if len(settings) <= MAX_SETTINGS else _all(settings, methods)
@@ -73,15 +69,11 @@ def _fastest(row: Any) -> str | None:
         return f"{said}, but without replicates the noise is unknown"
     if pd.isna(row["not_slower"]):
         return said
-    return f"{said}, with no detectable difference from {_listed(row['not_slower'].split())}"
+    return f"{said}, with no detectable difference from {listed(row['not_slower'].split())}"
 
 
 def tell_memory(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
-    """Return the main owner of the largest setting's highest peak, and what fits on targets.
-
-    Args:
-        composition: Of ``analysis.peak_composition``.
-    """
+    """Return the main owner of the largest setting's highest peak, and what fits on targets."""
     here = composition[composition["target"].isna()]
     said = [] if here.empty else [_highest_peak(here)]
     targets = composition.dropna(subset=["target_memory_bytes"]).groupby("target")
@@ -116,12 +108,8 @@ def _fitting(target: str, rows: pd.DataFrame) -> str:
         "in some settings": share.index[(share > 0) & (share < 1)],
         "in no setting": share.index[share == 0],
     }
-    said = [f"{where} {_listed(list(names))}" for where, names in groups.items() if len(names)]
+    said = [f"{where} {listed(names)}" for where, names in groups.items() if len(names)]
     return f"Predicted to fit on {target}: {'; '.join(said)}."
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _all(settings: pd.DataFrame, methods: pd.DataFrame) -> list[str]:
@@ -131,7 +119,7 @@ def _all(settings: pd.DataFrame, methods: pd.DataFrame) -> list[str]:
         known = int(counts.sum())
         shares = [f"{name} in {count:,}" for name, count in counts.items()]
         if shares:
-            said.append(f"The private method {what}, over {known:,} settings: {_comma(shares)}.")
+            said.append(f"The private method {what}, over {known:,} settings: {', '.join(shares)}.")
     for ratio, what in (("peak_ratio", "peak memory"), ("step_ratio", "step time")):
         private = methods[(methods["method"] != BASELINE) & (methods[f"{ratio}_count"] > 0)]
         shares = [
@@ -141,10 +129,6 @@ def _all(settings: pd.DataFrame, methods: pd.DataFrame) -> list[str]:
         ]
         if shares:
             said.append(
-                f"Ratio to standard's {what}, median over settings (range): {_comma(shares)}."
+                f"Ratio to standard's {what}, median over settings (range): {', '.join(shares)}."
             )
     return said
-
-
-def _comma(parts: list[str]) -> str:
-    return ", ".join(parts)

@@ -33,9 +33,6 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bu
     """Return the error of each method's gradient against the reference, and lost guarantees.
 
     The result is empty without methods.
-
-    Args:
-        verification: The table ``verification``.
     """
     if verification.empty:
         return []

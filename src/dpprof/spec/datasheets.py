@@ -28,25 +28,16 @@ def _gpu(  # noqa: PLR0917 (a row of a table)
         bandwidth_bytes_per_s=gb_per_s * 1e9,
         compute_capability=cc,
         multiprocessors=multiprocessors,
-        source=at,
+        source=f"NVIDIA {at}, without sparsity",
     )
 
 
-H200 = _gpu(
-    150_109_945_856,
-    (67, 67, 494.7, 989.4),
-    4800,
-    "9.0",
-    132,
-    "NVIDIA H200 Tensor Core GPU data sheet, SXM, without sparsity",
-)
+_HOPPER = (67, 67, 494.7, 989.4)
+_AMPERE = (19.5, 19.5, 156, 312)
+
+H200 = _gpu(150_109_945_856, _HOPPER, 4800, "9.0", 132, "H200 Tensor Core GPU data sheet, SXM")
 H100 = _gpu(
-    85_017_493_504,
-    (67, 67, 494.7, 989.4),
-    3350,
-    "9.0",
-    132,
-    "NVIDIA H100 Tensor Core GPU data sheet, SXM5 80 GB, without sparsity",
+    85_017_493_504, _HOPPER, 3350, "9.0", 132, "H100 Tensor Core GPU data sheet, SXM5 80 GB"
 )
 H100_PCIE = _gpu(
     81_008 * 2**20,
@@ -54,7 +45,7 @@ H100_PCIE = _gpu(
     2000,
     "9.0",
     114,
-    "NVIDIA H100 Tensor Core GPU architecture white paper, PCIe 80 GB, without sparsity",
+    "H100 Tensor Core GPU architecture white paper, PCIe 80 GB",
 )
 H100_NVL = _gpu(
     93.00 * 2**30,
@@ -62,63 +53,29 @@ H100_NVL = _gpu(
     3900,
     "9.0",
     132,
-    "NVIDIA H100 Tensor Core GPU data sheet, NVL 94 GB, without sparsity",
+    "H100 Tensor Core GPU data sheet, NVL 94 GB",
 )
 A100 = _gpu(
-    85_093_711_872,
-    (19.5, 19.5, 156, 312),
-    2039,
-    "8.0",
-    108,
-    "NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB, without sparsity",
+    85_093_711_872, _AMPERE, 2039, "8.0", 108, "A100 Tensor Core GPU data sheet, SXM4 80 GB"
 )
 A100_PCIE = _gpu(
-    81_049 * 2**20,
-    (19.5, 19.5, 156, 312),
-    1935,
-    "8.0",
-    108,
-    "NVIDIA A100 Tensor Core GPU data sheet, PCIe 80 GB, without sparsity",
+    81_049 * 2**20, _AMPERE, 1935, "8.0", 108, "A100 Tensor Core GPU data sheet, PCIe 80 GB"
 )
 A100_40GB = _gpu(
-    42_298_834_944,
-    (19.5, 19.5, 156, 312),
-    1555,
-    "8.0",
-    108,
-    "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB, without sparsity",
+    42_298_834_944, _AMPERE, 1555, "8.0", 108, "A100 Tensor Core GPU data sheet, SXM4 40 GB"
 )
 B200 = _gpu(
-    182_631 * 2**20,
-    (37, 75, 1100, 2250),
-    7700,
-    "10.0",
-    148,
-    "NVIDIA Blackwell data sheet, HGX B200, without sparsity",
+    182_631 * 2**20, (37, 75, 1100, 2250), 7700, "10.0", 148, "Blackwell data sheet, HGX B200"
 )
-L40S = _gpu(
-    47_803_531_264,
-    (1.43, 91.6, 183, 362),
-    864,
-    "8.9",
-    142,
-    "NVIDIA L40S data sheet, without sparsity",
-)
-L4 = _gpu(
-    23_622_320_128,
-    (0.47, 30.3, 60, 121),
-    300,
-    "8.9",
-    58,
-    "NVIDIA L4 Tensor Core GPU data sheet, without sparsity",
-)
+L40S = _gpu(47_803_531_264, (1.43, 91.6, 183, 362), 864, "8.9", 142, "L40S data sheet")
+L4 = _gpu(23_622_320_128, (0.47, 30.3, 60, 121), 300, "8.9", 58, "L4 Tensor Core GPU data sheet")
 RTX_4090 = _gpu(
     25_756_172_288,
     (1.29, 82.6, 82.6, 165.2),
     1008,
     "8.9",
     128,
-    "NVIDIA Ada GPU architecture white paper, appendix on the RTX 4090, without sparsity",
+    "Ada GPU architecture white paper, appendix on the RTX 4090",
 )
 
 CPU = None

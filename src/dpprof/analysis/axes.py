@@ -1,0 +1,48 @@
+"""The columns that many tables share: the key of a run, and the axes of an experiment."""
+
+from typing import Any
+
+from dpprof.planning.planner import PlannedRun
+from dpprof.spec.experiment import Experiment
+
+RUN_KEY = ["experiment_id", "instrument", "replicate"]
+_PATIENCE = {"timeout_s", "wait_for_idle_gpu_s"}
+AXES = [name for name in Experiment.model_fields if name not in _PATIENCE]
+"""The columns that distinguish experiments; timeouts and waiting times do not."""
+
+BASELINE = "standard"
+NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}
+"""The axes that the non-private step does not depend on."""
+
+SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]
+"""The axes that must be equal for methods to be compared."""
+
+
+def key_of(run: PlannedRun) -> dict[str, Any]:
+    """Return a run's key as columns."""
+    return {"experiment_id": run.id, "instrument": run.instrument, "replicate": run.replicate}
+
+
+def axes_of(experiment: Experiment) -> dict[str, Any]:
+    """Return an experiment's axes as columns."""
+    fields = experiment.model_dump(mode="json")
+    spelled = {"model": _model_text(experiment), "target": target_text(experiment)}
+    return {name: fields[name] for name in AXES} | spelled
+
+
+def target_text(experiment: Experiment) -> str | None:
+    """Return the target's name; for a mapping its main figures, as ``24GiB-100TF-2TBps``."""
+    target = experiment.target
+    if target is None or isinstance(target, str):
+        return target
+    fastest = max(target.flops_per_s.values()) / 1e12
+    bandwidth = target.bandwidth_bytes_per_s / 1e12
+    return f"{target.memory_bytes / 2**30:.4g}GiB-{fastest:.4g}TF-{bandwidth:.3g}TBps"
+
+
+def _model_text(experiment: Experiment) -> str:
+    """Return the model's name; for a mapping its dimensions, as ``V1000-d64-L2-H4``."""
+    model = experiment.model
+    if isinstance(model, str):
+        return model
+    return f"V{model.vocab_size}-d{model.d_model}-L{model.layers}-H{model.heads}"

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from factory import make_experiment, make_manifest, write_synthetic
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.columns import integer, number, text, write_page
+from dpprof.analysis.frames import make_frame, read_table
+from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.tables import build_tables
+
+PAGE = Path(__file__).parents[2] / "docs" / "numbers" / "tables.md"
+FITS = {
+    "text": lambda value: isinstance(value, str),
+    "integer": lambda value: float(value).is_integer(),
+    "number": lambda value: float(value) == value and not isinstance(value, bool),
+    "boolean": lambda value: value in (True, False),
+}
+
+
+def test_the_page_of_columns_is_in_step_with_the_declarations() -> None:
+    assert PAGE.read_text() == write_page(TABLES), "run: make schemas"
+
+
+def test_the_values_of_tables_are_of_the_declared_kinds(tmp_path) -> None:
+    experiment = make_experiment()
+    write_synthetic(tmp_path, experiment)
+    tables = build_tables(collect(make_manifest((experiment, 0)), tmp_path, partial=False))
+
+    for name, table in tables.items():
+        for column in TABLES[name].columns.values():
+            odd = [one for one in table[column.name].dropna() if not FITS[column.kind](one)]
+            assert odd == [], f"{name}.{column.name}"
+
+
+def test_units_stand_in_names() -> None:
+    assert number("flops_per_s", "").unit == "FLOP/s"
+    assert integer("bytes", "").unit == "B"
+    assert number("step_low_s", "").unit == "s"
+    assert number("step_ratio", "").unit == text("seconds", "").unit == ""
+
+
+def test_a_column_that_is_not_declared_is_refused() -> None:
+    with pytest.raises(ValueError, match="the table steps declares no column step_ms"):
+        make_frame("steps", [{"step_s": 1.0, "step_ms": 1000.0}])
+
+
+def test_texts_stay_texts_in_the_table_that_declares_them(tmp_path) -> None:
+    pd.DataFrame({"layer": ["12"], "path": ["null"], "replicate": [1]}).to_csv(
+        tmp_path / "samplers.csv", index=False
+    )
+
+    assert read_table(tmp_path / "samplers.csv").to_dict("records") == [
+        {"layer": "12", "path": "null", "replicate": 1}
+    ]
