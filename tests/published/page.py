@@ -58,8 +58,8 @@ _NOTES = {
     "benchmarks of the same process had left behind (12,240 MiB and 13,770 MiB).",
     "llama_like": "Vocabulary 10,000. The peak of a step that follows others; allocated and "
     "reserved after it.",
-    "llama_like_small": "4 layers, D 512, B 10, vocabulary 10,000. The peak of three steps, from the "
-    "first allocation on.",
+    "llama_like_small": "4 layers, D 512, B 10, vocabulary 10,000. The peak of three steps, from "
+    "the first allocation on.",
     "mini_gpt": "The peak of a step, and what is reserved after it.",
     "gpt2": "124 million parameters, B 8, T 1,024; each row changes one thing more. The source "
     "trains an epoch; the program trains two steps with an evaluation after the first, and "
@@ -94,10 +94,10 @@ def row(case: Case) -> str:
 
 def row_of_replay(replay: Replay) -> str:
     """Write a snapshot's line of the table."""
-    played = replay.play()
+    pairs = zip(replay.published, replay.play(), strict=True)
     end, reserved = (
-        f"{published / _MIB:,.2f} | {simulated / _MIB:,.2f} | {percent(_differ(simulated, published))}"
-        for simulated, published in zip(played, replay.published, strict=True)
+        f"{was / _MIB:,.2f} | {simulated / _MIB:,.2f} | {percent(100 * (simulated / was - 1))}"
+        for was, simulated in pairs
     )
     return f"| [{replay.label}]({replay.url}) | {end} | {reserved} |"
 
@@ -107,34 +107,40 @@ def percent(difference: float) -> str:
     return "0" if abs(difference) < _EXACT else f"{difference:+.3g} %"
 
 
-def _differ(simulated: int, published: int) -> float:
-    return 100 * (simulated / published - 1)
-
-
 def _summarise(cases: Iterable[Case]) -> str:
     differences = [abs(case.difference()) for case in cases]
     counts = [sum(one <= limit for one in differences) for limit in _LIMITS]
     within = ", ".join(
         f"{count} within {limit:g} %" for count, limit in zip(counts, _LIMITS, strict=True)
     )
-    return _wrap(f"**Of {len(differences)} published numbers, predictions agree: {within}.**") + "\n"
+    return (
+        _wrap(f"**Of {len(differences)} published numbers, predictions agree: {within}.**") + "\n"
+    )
 
 
 def _list_sources(cases: Iterable[Case]) -> str:
     names = dict.fromkeys(case.source for case in cases)
-    return "\n".join(
-        _wrap(
-            f"* [{SOURCES[name].name}]({SOURCES[name].url}): GPU {SOURCES[name].gpu}; "
-            f"PyTorch {SOURCES[name].torch}",
-            "  ",
+    return (
+        "\n".join(
+            _wrap(
+                f"* [{SOURCES[name].name}]({SOURCES[name].url}): GPU {SOURCES[name].gpu}; "
+                f"PyTorch {SOURCES[name].torch}",
+                "  ",
+            )
+            for name in names
         )
-        for name in names
-    ) + "\n"
+        + "\n"
+    )
 
 
 def _table(cases: Iterable[Case]) -> str:
     head = "| settings | counter | published | predicted | unit | difference | source |\n"
-    return head + "| --- | --- | ---: | ---: | --- | ---: | --- |\n" + "\n".join(map(row, cases)) + "\n"
+    return (
+        head
+        + "| --- | --- | ---: | ---: | --- | ---: | --- |\n"
+        + "\n".join(map(row, cases))
+        + "\n"
+    )
 
 
 def _explain(cases: Iterable[Case]) -> str:
@@ -148,9 +154,7 @@ def _explain(cases: Iterable[Case]) -> str:
 
 def unexplained(cases: Iterable[Case]) -> list[str]:
     """List the cases that differ by much, and say nothing of why."""
-    return [
-        case.id for case in cases if abs(case.difference()) > EXPLAINED_FROM and not case.why
-    ]
+    return [case.id for case in cases if abs(case.difference()) > EXPLAINED_FROM and not case.why]
 
 
 def _tell_replays() -> str:

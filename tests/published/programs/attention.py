@@ -6,9 +6,8 @@ Shape legend: B samples, T tokens, D width.
 import math
 
 import torch
-from torch import Tensor
-
 from published.recording import Tape
+from torch import Tensor
 
 
 def _scores(q_BTD: Tensor, k_BTD: Tensor) -> Tensor:

@@ -7,10 +7,9 @@ import math
 from typing import NamedTuple
 
 import torch
+from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
-
-from published.recording import Tape
 
 B, T, V, D, H, LAYERS, DROPOUT = 8, 1024, 50257, 768, 12, 12, 0.1
 

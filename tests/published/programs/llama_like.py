@@ -1,4 +1,4 @@
-"""A transformer with RMSNorm, SwiGLU, rotary positions and eager attention, all of single operators.
+"""A transformer with RMSNorm, SwiGLU, rotary positions and eager attention, of single operators.
 
 AdamW is a loop over parameters that replaces its state tensors.
 
@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
-
 from published.programs.attention import softmax_of_steps
 from published.recording import Tape
+from torch import Tensor, nn
 
 
 class Linear(nn.Module):
@@ -47,7 +46,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (
-            project(x).view(B, T, self.H, -1).transpose(1, 2) for project in (self.q, self.k, self.v)
+            project(x).view(B, T, self.H, -1).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
         )
         q, k = _turn(q, angles), _turn(k, angles)
         positions = torch.arange(T)
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, V: int, T: int, D: int, H: int, layers: int, width: int) -> None:
+    def __init__(self, *, V: int, T: int, D: int, H: int, layers: int, width: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(V, D))
         self.angles = torch.empty(2, T, D // H // 2)
@@ -162,7 +162,7 @@ def training(
     run_up: int,
 ) -> None:
     """Train some steps, and another one, which is measured."""
-    model = Model(V, T, D, H, layers, width)
+    model = Model(V=V, T=T, D=D, H=H, layers=layers, width=width)
     optimizer = AdamW(model.parameters())
     ids, last_ids, labels, last_labels = (
         torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1, _BATCHES, 1)
@@ -170,7 +170,7 @@ def training(
     batches = [*zip(ids[:run_up], labels, strict=False), (last_ids[0], last_labels[0])]
     for step, (some, others) in enumerate(batches):
         if step == run_up:
-            del logits, loss
+            logits = loss = None
             tape.mark("last step")
         with _autocast(dtype):
             logits = model(some)
@@ -190,7 +190,7 @@ def keeping_results(
     tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int
 ) -> None:
     """Let gradients add up, and keep logits and loss until those of the next step are there."""
-    model = Model(V, T, D, H, layers, width)
+    model = Model(V=V, T=T, D=D, H=H, layers=layers, width=width)
     ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
     for _ in range(2):
         tape.mark("last step")
@@ -205,7 +205,7 @@ def inference(
     tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, dtype: str
 ) -> None:
     """Compute logits some times; the last one is measured."""
-    model = Model(V, T, D, H, layers, width)
+    model = Model(V=V, T=T, D=D, H=H, layers=layers, width=width)
     ids, last_ids = (torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1))
     with torch.no_grad():
         for at in range(2):

@@ -10,10 +10,9 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
-
 from published.programs.llama_like import Linear
 from published.recording import Tape
+from torch import Tensor, nn
 
 
 class RmsNorm(nn.Module):

@@ -6,10 +6,9 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import math
 
 import torch
+from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
-
-from published.recording import Tape
 
 _DROPOUT = 0.1
 

@@ -3,20 +3,21 @@
 Shape legend: B samples.
 """
 
+from itertools import pairwise
+
 import torch
 from opacus import GradSampleModule
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
-
-from published.recording import Tape
 
 _WIDTHS = 5120, 2560, 1280
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in zip(_WIDTHS, _WIDTHS[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(_WIDTHS)))
 
 
 def _take_handles() -> None:

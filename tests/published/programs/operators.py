@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
-
-from published.recording import Tape
 
 Mode = Literal["full", "forward", "backward"]
 _RUNS = 3

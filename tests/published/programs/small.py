@@ -1,11 +1,12 @@
 """A few operators whose peak somebody published."""
 
+from itertools import pairwise
+
 import torch
 import torch.utils.checkpoint
+from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
-
-from published.recording import Tape
 
 
 def linear_steps(tape: Tape, *, batch: int, accumulate: int, steps: int) -> None:
@@ -39,7 +40,7 @@ def wide_layers(tape: Tape) -> None:
     """Run three linear layers checkpointed, copy the gradients, and run them again without."""
     sizes = 1000, 40000, 1000, 5
     model = nn.Sequential()
-    for wide, narrow in zip(sizes, sizes[1:], strict=False):
+    for wide, narrow in pairwise(sizes):
         model += nn.Sequential(nn.Linear(wide, narrow), nn.ReLU())
     x = torch.empty(10, 1000, requires_grad=True)
     out = torch.utils.checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=True)
