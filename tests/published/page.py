@@ -14,8 +14,8 @@ _MIB = 2**20
 _LIMITS = 0.01, 0.1, 0.5, 2.0
 EXPLAINED_FROM = 0.5
 _COUNTERS = {"rounded": "requested", "allocated": "allocated", "reserved": "reserved"}
-_EXACT = 5e-5
-"""Percent below which no difference is shown: the published digits end there."""
+_EXACT = 5e-4
+"""Percent below which no difference is shown."""
 
 _HEAD = """\
 # Predictions against published measurements
@@ -77,7 +77,8 @@ def render() -> str:
         parts.append(f"## {title}\n\n{_wrap(_NOTES[name])}\n")
         parts += [_list_sources(cases), _table(cases), _explain(cases)]
     parts.append(_tell_replays())
-    parts.append(_NOT_COVERED)
+    parts += [_INFERRED, _NOT_COVERED]
+    parts.append("\n".join(f"[{name}]: {source.url}" for name, source in SOURCES.items()) + "\n")
     return "\n".join(part for part in parts if part)
 
 
@@ -88,7 +89,7 @@ def row(case: Case) -> str:
     source = SOURCES[case.source]
     return (
         f"| {case.label} | {_COUNTERS[case.counter]} | {values} | {case.unit} "
-        f"| {percent(case.difference())} | [{source.name}]({source.url}) |"
+        f"| {percent(case.difference())} | [{source.name}][{case.source}] |"
     )
 
 
@@ -103,8 +104,8 @@ def row_of_replay(replay: Replay) -> str:
 
 
 def percent(difference: float) -> str:
-    """Write a difference; 0 below the published digits."""
-    return "0" if abs(difference) < _EXACT else f"{difference:+.3g} %"
+    """Write a difference."""
+    return "0" if abs(difference) < _EXACT else f"{difference:+.3f} %"
 
 
 def _summarise(cases: Iterable[Case]) -> str:
@@ -123,7 +124,7 @@ def _list_sources(cases: Iterable[Case]) -> str:
     return (
         "\n".join(
             _wrap(
-                f"* [{SOURCES[name].name}]({SOURCES[name].url}): GPU {SOURCES[name].gpu}; "
+                f"* [{SOURCES[name].name}][{name}]: GPU {SOURCES[name].gpu}; "
                 f"PyTorch {SOURCES[name].torch}",
                 "  ",
             )
@@ -192,6 +193,24 @@ from what the step frees; that explains the total but for the inputs, in all fou
 played five times, as the training had run steps before. Places still depend on the order in which
 all that was allocated, so these differences are not the simulation's: from an empty process, the
 program above gives the first snapshot's 1,313.93 and 13,524 MiB exactly.
+"""
+
+_INFERRED = """\
+## What was read off the numbers
+
+A source does not say everything. These choices were made because the published numbers ask for
+them, so they are no evidence by themselves:
+
+* the kind of GPU where it is not named, from the size of cuBLAS's workspaces;
+* what earlier benchmarks of the same process left behind: one number for each table of embeddings,
+  and the workspaces under GEGLU and SwiGLU;
+* second modules in Liger's benchmarks, which its later versions no longer make;
+* that the layers of Opacus's blog have no biases, and that its SGD holds the logits in a variable;
+* that in the GPT with dropout the logits of the step before are gone;
+* how many steps went before, where a source does not say.
+
+What variables hold tensors, and for how long, follows the sources' code. It decides a good part of
+a peak: one variable that holds logits is one tensor of logits more.
 """
 
 _NOT_COVERED = """\
