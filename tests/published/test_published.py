@@ -75,13 +75,6 @@ def test_an_epoch_reserves_no_more_than_two_steps() -> None:
     assert longer.predict() == case.predict()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_case_is_complete(case: Case) -> None:
-    assert case.program
-    assert case.source in page.SOURCES
-    assert (case.differs is None) or abs(case.differs) < page.EXPLAINED_FROM or case.why
-
-
 def test_the_page_shows_what_is_computed() -> None:
     text = page.PAGE.read_text()
     cases = [case for case in CASES if not case.slow]
