@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from factory import make_experiment
+from operator_names import COLLECTIVES, OPERATORS
 from torch import Tensor, nn
 
 from dpprof.devices.cpu import Cpu
@@ -183,6 +184,22 @@ def test_no_operator_that_is_called_a_product_is_something_else() -> None:
 
     assert {"aten::baddbmm_", "aten::_grouped_mm", "aten::_cudnn_attention_forward"} < set(families)
     assert set(families.values()) == {"matmul", "attention", None}
+
+
+@pytest.mark.parametrize("family", OPERATORS)
+def test_families_of_operators(family) -> None:
+    names = [f"aten::{name}" for name in OPERATORS[family].split()]
+
+    assert {name: family_of(name) for name in names} == dict.fromkeys(names, family)
+
+
+def test_families_of_other_namespaces() -> None:
+    names = COLLECTIVES.split()
+
+    assert {name: family_of(name) for name in names} == dict.fromkeys(names, "communication")
+    assert family_of("dpprof::gram_squares") == "matmul"
+    for name in ("aten::__upsample_bilinear", "AddmmBackward0", "no::such"):
+        assert family_of(name) is None
 
 
 def list_products(**fields) -> dict[str, set[str]]:

@@ -1,6 +1,7 @@
 """Whose time it is, in traces written by hand: two threads, a GPU, known answers."""
 
 import pytest
+from kernel_names import KERNELS
 
 from dpprof.flops.op_costs import family_of
 from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
@@ -211,76 +212,31 @@ def test_on_a_cpu_the_outermost_operator_that_works_counts() -> None:
     assert told["waiting_s"] is None
 
 
-FAMILIES = {
-    "aten::addmm": "matmul",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
-    "aten::linalg_vector_norm": "norm",
-    "aten::mul": "elementwise",
-    "aten::sum": "reduction",
-    "aten::gather": "indexing",
-    "aten::clone": "copy",
-    "aten::normal_": "random",
-    "aten::baddbmm_": "matmul",
-    "aten::_grouped_mm": "matmul",
-    "aten::_addmm_activation": "matmul",
-    "aten::_cudnn_attention_forward": "attention",
-    "aten::_scaled_dot_product_cudnn_attention_backward": "attention",
-    "aten::masked_fill_": "elementwise",
-    "aten::rsub": "elementwise",
-    "aten::silu_backward": "elementwise",
-    "aten::_fused_adam_": "elementwise",
-    "aten::_fused_adamw_": "elementwise",
-    "aten::var": "reduction",
-    "aten::max": "reduction",
-    "aten::scatter": "indexing",
-    "aten::index_put": "indexing",
-    "aten::index_put_": "indexing",
-    "aten::index_add": "indexing",
-    "aten::topk": "indexing",
-    "aten::sort": "indexing",
-    "aten::_unique2": "indexing",
-    "dpprof::gram_squares": "matmul",
-    "aten::linear": None,  # made of others
-    "aten::einsum": None,
-    "aten::scaled_dot_product_attention": None,
-    "aten::squeeze_": None,
-    "aten::__upsample_bilinear": None,  # for TorchScript alone
-    "aten::transpose": None,  # a view
-    "aten::empty": None,  # moves nothing
-    "AddmmBackward0": None,
-    "no::such": None,
-}
+@pytest.mark.parametrize("family", KERNELS)
+def test_families_by_the_name_of_a_kernel(family) -> None:
+    found = {name: family_by_kernel(name) for name in KERNELS[family]}
+
+    assert found == dict.fromkeys(KERNELS[family], family)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_by_name(name) -> None:
-    import dpprof.norms.triton_ops  # noqa: F401, PLC0415 (declares the operators)
+def test_the_operator_decides_and_the_kernel_where_it_is_unknown() -> None:
+    """Whatever phase it runs in, communication stays communication."""
+    names = [
+        ("aten::mul", "sm90_xmma_gemm_f32f32", "elementwise"),
+        ("aten::_fft_r2c", "triton_red_fused_sum_0", "reduce"),
+        ("aten::_fused_adam_", "multi_tensor_apply_kernel", "optimizer"),
+        ("c10d::allreduce_", "Memcpy DtoD (Device -> Device)", "communication"),
+        ("vllm::all_reduce", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
+    ]
+    events = [note(STEP, 0, 1000), note(f"{PHASE}step", 500, 1000)]
+    for i, (op, name, _) in enumerate(names * 2):
+        at = 100 * i
+        events += [host(op, at, at + 90), launch(i, at + 10, at + 20)]
+        events += [kernel(name, i, at + 30, at + 40)]
+    found = [one.op_kind for one in attribute(read(*events), family_of, on_cuda=True)]
 
-    assert family_of(name) == FAMILIES[name]
-
-
-KERNELS = {
-    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>": "matmul",
-    "nvjet_hsh_128x256": "matmul",
-    "void pytorch_flash::flash_fwd_kernel": "attention",
-    "fmha_cutlassB_bf16": "attention",
-    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "copy",
-    "void at::native::unrolled_elementwise_kernel": "elementwise",
-    "void at::native::(anonymous)::cunn_SoftMaxForward": "reduction",
-    "void at::native::distribution_elementwise_grid_stride_kernel": "random",
-    "indexSelectLargeIndex": "indexing",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
-    "void cudnn::fusion::compute_dot_do_o<true, __nv_bfloat16>": "attention",
-    "sum_gram_squares": "norm",
-    "sum_product_squares": "norm",
-    "void at::native::(anonymous)::compute_grad_weight<float, long>": "indexing",
-    "something_new": "other",
-}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_families_by_the_name_of_a_kernel(name) -> None:
-    assert family_by_kernel(name) == KERNELS[name]
+    assert found[:5] == [kind for *_, kind in names]
+    assert found[5:] == ["optimizer"] * 3 + ["communication"] * 2
 
 
 def test_what_is_no_number_becomes_null() -> None:

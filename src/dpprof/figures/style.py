@@ -90,6 +90,7 @@ OP_KIND_COLOURS: dict[str, str] = {
     "reduce": "#B2DF8A",
     "indexing": "#332288",
     "copy": _PALETTE[6],
+    "communication": "#8B5A2B",
     "other": "#F2F2F2",
     "idle": "#FFFFFF",
 }

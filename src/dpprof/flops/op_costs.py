@@ -74,13 +74,13 @@ _CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
     for suffix in ("", "_backward")
 }
 
-_PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olution|[123]d)?")
+_PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olution|[123]d)?|rnn")
 """Matches a word in the name of an operator that is a product."""
 
 _FREE = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
     *(aten.detach, aten.lift_fresh, aten.sym_size, aten._local_scalar_dense, aten._unsafe_view),  # noqa: SLF001
-    *(aten.resize_, aten.set_),
+    *(aten.resize_, aten.set_, aten.empty_permuted, aten.record_stream, aten._fused_sdp_choice),  # noqa: SLF001
 }
 """Operators that move no bytes and that their schema does not mark as views."""
 
@@ -89,7 +89,8 @@ _COPIES = {
     *(aten.zeros, aten.ones, aten.zeros_like, aten.ones_like, aten.full, aten.full_like),
     *(aten.new_zeros, aten.new_ones, aten.new_full, aten.arange, aten.repeat),
     *(aten.scalar_tensor, aten._foreach_copy, aten._foreach_zero, aten.constant_pad_nd),  # noqa: SLF001
-    *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril, aten.expand_copy),
+    *(aten.slice_backward, aten.select_backward, aten.triu, aten.tril),
+    *(aten._stack, aten._cudnn_rnn_flatten_weight),  # noqa: SLF001
 }
 _FRESH = {
     *(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones),
@@ -117,6 +118,7 @@ _SORTS = {
 
 _INDEXING = {
     *(*_LOOKUPS, *_SCATTERS, *_SORTS, aten.index_fill, aten.masked_scatter),
+    *(aten.nonzero_static, aten.repeat_interleave, aten.isin, aten.unfold_backward),
     *(aten.embedding_dense_backward, aten._embedding_bag, aten._embedding_bag_dense_backward),  # noqa: SLF001
 }
 _WRITES_ONLY = {
@@ -127,15 +129,29 @@ _WRITES_ONLY = {
 
 _OPTIMIZERS = {aten._fused_adam, aten._fused_adamw, aten._fused_sgd, aten._fused_adagrad}  # noqa: SLF001
 _NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}  # noqa: SLF001
+_COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
+"""Namespaces of operators that move data between devices."""
+
 _REDUCTIONS = {
     *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.prod, aten.argmax),
     *(aten.var, aten.var_mean, aten.std, aten.std_mean, aten.argmin, aten.nansum, aten.cumprod),
     *(aten.all, aten.any, aten.cumsum, aten.logsumexp, aten.nll_loss_forward),
-    *(aten._softmax, aten._log_softmax, aten._softmax_backward_data),  # noqa: SLF001
-    *(aten._log_softmax_backward_data, aten.nll_loss_backward),  # noqa: SLF001
-    *(aten.native_layer_norm, aten.native_layer_norm_backward),
-    triton_ops.SCALE,
+    *(aten.nll_loss_backward, aten.trace, aten._foreach_max, triton_ops.SCALE),  # noqa: SLF001
 }
+
+_UNTAGGED: tuple[tuple[str, Family], ...] = (
+    (r"(batch|group|layer|rms|weight)_norm|softmax|(?<!un)pool", "reduction"),
+    (r"cum(sum|max|min)|segment_reduce|is_(all|any)_true", "reduction"),
+    (r"(loss|cross_entropy|with_logits)$|loss(2d)?_forward", "reduction"),
+    (r"upsample|grid_sampler|unpool|embedding|col2im|median|index|hist|bincount", "indexing"),
+    (r"masked_scatter|^mode$", "indexing"),
+    (r"_copy$|_clone$|_cat$|_scatter$|shuffle$|pad[123]d|pad(ded)?_|_dense|block_diag", "copy"),
+    (r"^(im2col|flip|roll|rot90|eye|linspace|logspace|range|lift|_pin_memory)$", "copy"),
+    (r"diag_embed|diagonal_backward|(tril|triu)_indices|_nested_select_backward", "copy"),
+    (r"glu|hardswish|log_sigmoid|prelu|floor_divide|scale|quant|lstm|gru", "elementwise"),
+    (r"^(complex|polar|_add_relu)$", "elementwise"),
+)
+"""Families by name of operators whose tags do not say what they do; the first pattern decides."""
 
 
 @cache
@@ -209,7 +225,7 @@ class Rule(NamedTuple):
         return None
 
     def _count_others(self, reads: Moved, writes: Moved) -> int:
-        if self.family == "elementwise":
+        if self.family in ("elementwise", "optimizer"):
             return sum(tensor.numel() for tensor, _ in writes)
         if self.family in ("reduction", "norm"):
             return max((tensor.numel() for tensor, _ in reads), default=0)
@@ -295,12 +311,15 @@ def _find_family(packet: Any, functional: Any) -> Family:
         (_COPIES, "copy"),
         (_NORMS, "norm"),
         (_REDUCTIONS, "reduction"),
-        (_OPTIMIZERS, "elementwise"),
+        (_OPTIMIZERS, "optimizer"),
     ]
     for packets, family in known:
         if functional in packets:
             return family
-    return _find_product(functional) or _find_by_tags(packet, functional)
+    found = _find_product(functional)
+    if found is None and str(packet).partition(".")[0] in _COMMUNICATION:
+        return "communication"
+    return found or _find_by_tags(packet, functional)
 
 
 def _find_product(functional: Any) -> Family | None:
@@ -326,7 +345,10 @@ def _find_by_tags(packet: Any, functional: Any) -> Family:
         return "elementwise"
     if getattr(torch.Tag, "reduction", None) in tags:  # not in every supported torch
         return "reduction"
-    return "elementwise" if "backward" in str(functional) else "other"
+    for pattern, family in _UNTAGGED:
+        if re.search(pattern, functional.__name__):
+            return family
+    return "elementwise" if "backward" in functional.__name__ else "other"
 
 
 def _flat(value: Any) -> Sequence[Tensor]:

@@ -16,6 +16,8 @@ Family = Literal[
     "indexing",
     "copy",
     "random",
+    "optimizer",
+    "communication",
     "other",
 ]
 """What an operator does, whatever calls it."""
@@ -32,6 +34,7 @@ _ALWAYS: dict[Family, OpKind] = {
     "matmul": "gemm",
     "indexing": "indexing",
     "random": "random",
+    "optimizer": "optimizer",
 }
 _UNLESS_CLIPPING: dict[Family, OpKind] = {
     "elementwise": "elementwise",
@@ -44,8 +47,9 @@ _UNLESS_CLIPPING: dict[Family, OpKind] = {
 def kind_of_op(family: Family, phase: Phase | None, scope: Scope | None) -> OpKind:
     """Return the kind of an operator.
 
-    All operators of a search for norms are ``norm``, others of the phase step ``optimizer``, and
-    others of a contraction ``einsum``. The rest have a kind by their family; in the phase clip,
+    Communication between devices is ``communication`` everywhere. All other operators of a search
+    for norms are ``norm``, others of the phase step ``optimizer``, and others of a contraction
+    ``einsum``. The rest have a kind by their family; in the phase clip,
     ``clip`` for elementwise operators, reductions and copies.
 
     Args:
@@ -53,6 +57,8 @@ def kind_of_op(family: Family, phase: Phase | None, scope: Scope | None) -> OpKi
         phase: In which phase; None if that is not known.
         scope: The caller.
     """
+    if family == "communication":
+        return "communication"
     if scope == "norm":
         return "norm"
     if phase == "step":

@@ -44,6 +44,7 @@ OpKind = Literal[
     "indexing",
     "random",
     "copy",
+    "communication",
     "other",
 ]
 OP_KINDS: tuple[OpKind, ...] = get_args(OpKind)

@@ -1,10 +1,10 @@
 """Assigns each kernel, or CPU operator, to the operator that launched it.
 
 The launching operator decides the op kind; the kernel's own name decides only where no operator is
-known. Of nested operators, the outermost one that does work decides: a copy within a lookup is the
-lookup's. Some operators do no work of their own, such as a view or reading a number. A kernel that
-they launch is theirs, with the op kind of the kernel's name. On a CPU, the operators that do work
-take the place of kernels.
+known, or not what the operator does. Of nested operators, the outermost one that does work decides:
+a copy within a lookup is the lookup's. Some operators do no work of their own, such as a view or
+reading a number. A kernel that they launch is theirs, with the op kind of the kernel's name. On a
+CPU, the operators that do work take the place of kernels.
 """
 
 import re
@@ -26,16 +26,39 @@ _OPERATOR = re.compile(r"\w+::\w+")
 _EINSUMS = tuple(f"aten::{name}" for name in EINSUMS)
 
 _BY_KERNEL: tuple[tuple[str, Family], ...] = (
-    (r"memcpy|memset|copy_kernel|CatArray|FillFunctor", "copy"),
-    (r"gram_squares|product_squares", "norm"),
-    (r"fmha|flash|attention|sdpa|cudnn::fusion", "attention"),
-    (r"gemm|gemv|cutlass|cublas|xmma|wgmma|splitK|nvjet|dot_kernel", "matmul"),
-    (r"softmax|layer_?norm|reduce|nll_loss|welford|scan", "reduction"),
-    (r"philox|curand|distribution|random", "random"),
-    (r"gather|scatter|index|embedding|grad_weight|sort|unique", "indexing"),
-    (r"elementwise|vectorized|unrolled|multi_tensor_apply", "elementwise"),
+    # torch.compile names a kernel after all operators that it fuses.
+    (r"^triton_(poi|for)_", "elementwise"),
+    (r"^triton_(red|per|spl|mix)_", "reduction"),
+    (r"^triton_\w*(attention|sdpa)", "attention"),
+    (r"^triton_(tem_|\w*mm_|convolution)", "matmul"),
+    (r"nccl|nvshmem|multimem|cross_device_reduce|(one|two)_shot_all_reduce", "communication"),
+    (r"memcpy|memset|copy_kernel|_copy_|CatArray|chunk_cat|arange|tri[ul]_|im2col|jagged", "copy"),
+    (r"(Fill|Copy|Zero)Functor|::Copy<|(fill|copy)Buffer|nchwToNhwc|nhwcToNchw|AddPadding", "copy"),
+    (r"convertTensor|permut(e_|ation)|_pad\d?d?_|(cast|batched)_transpose|transpose_read", "copy"),
+    (r"roll_cuda|flip_kernel", "copy"),
+    (r"gram_squares|product_squares|\bNorm\w*Ops|l[p2]_?norm|nrm2", "norm"),
+    (r"fmha|flash(?!infer)|attention|attn|sdpa|cudnn::fusion", "attention"),
+    (r"embedding", "indexing"),
+    (r"adam|sgd|adagrad|rmsprop|lamb_?(stage|functor)|optimizer", "optimizer"),
+    (r"scal_kernel|scalePackedTensor", "elementwise"),
+    (r"(?<!fb)gemm|gemv|cutlass|cublas|xmma|wgmma|splitK|nvjet|dot_kernel|matmul|Cijk_", "matmul"),
+    (r"conv(?!er)|wgrad|dgrad|winograd|scudnn|cask|fft2d|rnn|\dcudnn|trsm", "matmul"),
+    (r"softmax|(layer|batch|group|instance|rms|weight)_?norm|\b(bn|ln)_", "reduction"),
+    (r"reduce|welford|scan|(nll|ctc)_loss|(?<!binary_)cross_entropy|(?<!un)pool", "reduction"),
+    (r"RowwiseMoments|GammaBeta|FusedParams|InternalGradients|adaptive_average", "reduction"),
+    (r"philox|curand|distribution|random|dropout", "random"),
+    (r"gather|scatter|ind(ex|ices)|grad_weight|sort|topk|unique|nonzero|histogram", "indexing"),
+    (r"unpool|upsample|grid_sampler|partial_segment|of_segments|segment_offset", "indexing"),
+    (r"DeviceSelect", "indexing"),
+    (r"elementwise|pointwise|vectorized|unrolled|multi_tensor_apply|masked_", "elementwise"),
+    (r"relu|gelu|silu|swiglu|rope_|rotary|(lstm|gru)_cell|quantize|axpy|amp_", "elementwise"),
+    (r"op_?(generic_)?tensor|^triton_(fused_|_\d)", "elementwise"),
 )
-"""Families by name of CUDA kernels, for kernels that no operator launched."""
+"""Families by name of GPU kernels, for kernels of no known operator; the first pattern decides.
+
+Names that older versions of torch.compile gave, such as ``triton__0d1d2d``, do not say what the
+kernel does and count as elementwise.
+"""
 
 
 class Ran(NamedTuple):
@@ -102,7 +125,7 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
         Kernels of a GPU, empty if the tracer recorded none; else operators of the CPU.
     """
     phases = Phases(trace.host)
-    launches: dict[int, tuple[_Caller, float]] = {}
+    launches: dict[int | None, tuple[_Caller, float]] = {}
     operators: list[Ran] = []
     by_thread: dict[Any, list[Span]] = defaultdict(list)
     for span in (*trace.host, *trace.calls):
@@ -115,7 +138,7 @@ def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
                 operators.append(_settle(span, caller, span.start_s, phases))
     kernels = []
     for span in trace.device:
-        caller, launched_s = launches.get(span.correlation or -1, (_Caller(), span.start_s))
+        caller, launched_s = launches.get(span.correlation, (_Caller(), span.start_s))
         kernels.append(_settle(span, caller, launched_s, phases))
     return sorted(kernels if on_cuda else operators, key=lambda one: one.start_s)
 
@@ -145,7 +168,9 @@ def _walk(spans: Iterable[Span], family_of: FamilyOf) -> Iterator[tuple[Span, _C
 
 def _settle(span: Span, caller: _Caller, launched_s: float, phases: Phases) -> Ran:
     phase = phases.at(launched_s)
-    family = caller.family or family_by_kernel(span.name)
+    family = caller.family or "other"
+    if family == "other" and span.name != caller.op:
+        family = family_by_kernel(span.name)
     return Ran(
         name=span.name,
         op=caller.op,
