@@ -39,8 +39,6 @@ _FIGURES_OF = {
 }
 """The section of each of dpprof's own figures; other packages' figures have their own section."""
 
-_SUMMARY = ("Findings", "Comparison", "Outcomes", "Missing results")
-
 
 def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     """Return the content of the report.
@@ -103,7 +101,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         title="What differentially private training costs",
         headline=_headline(tables),
         sections=tuple(
-            Section(title=title, blocks=tuple(blocks), in_summary=title in _SUMMARY)
+            Section(title=title, blocks=tuple(blocks))
             for title, blocks in sections.items()
             if blocks
         ),
@@ -149,8 +147,7 @@ def _headline(tables: Tables) -> tuple[str, ...]:
     if outdated:
         said.append(
             f"{outdated:,} {plural(outdated, 'run was', 'runs were')} measured by other code than "
-            "the present; to measure again, run workflow/scripts/forget.py --outdated, then "
-            "snakemake."
+            "the present; to measure again, run dpprof forget --outdated, then snakemake."
         )
     return tuple(said)
 

@@ -80,8 +80,6 @@ class Section(BaseModel):
 
     title: Text
     blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
-    in_summary: bool = False
-    """Whether the summary for the terminal includes the section."""
 
 
 class Document(BaseModel):
