@@ -1,10 +1,7 @@
 """What every way of clipping shares: patched layers, and checks around one backward.
 
 Privacy unit: a sample is the inputs at one index of their first axis, and one element of the
-losses. Each sample's gradient over all trained parameters is scaled to a norm of at most
-``max_grad_norm``; a sample whose loss or norm is not finite contributes nothing. The sum of these
-gradients has L2 sensitivity ``max_grad_norm`` under adding or removing one sample;
-``norms.rounding`` says how much rounding may add.
+losses.
 """
 
 import math

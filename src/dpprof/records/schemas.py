@@ -109,11 +109,7 @@ def _with_key_tables(text: str) -> str:
 
 
 def generated_files(root: Path) -> dict[Path, str]:
-    """Return the content of every generated file, by path.
-
-    Args:
-        root: The folder of the repository.
-    """
+    """Return the content of every generated file, by path."""
     readme = root / "config" / "README.md"
     schemas = root / "workflow" / "schemas"
     return {

@@ -37,10 +37,10 @@ def _failures(failed: pd.DataFrame) -> Table | Paragraph:
     columns: dict[str, Cell] = {
         "experiment": lambda row: f"{row['experiment_id']} {row['instrument']} r{row['replicate']}",
         "outcome": column("outcome"),
-        "kind": lambda row: text_of(row["error_kind"]),
-        "phase": lambda row: text_of(row["error_phase"]),
+        "kind": column("error_kind"),
+        "phase": column("error_phase"),
         "message": lambda row: text_of(row["error_message"])[:200],
-        "log": lambda row: text_of(row["error_log"]),
+        "log": column("error_log"),
     }
     caption = "Failed runs, with their log files."
     return tabulate(caption, columns, failed, tuple(columns), "results/tables/runs.csv")

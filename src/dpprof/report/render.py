@@ -41,9 +41,7 @@ def render_pdf(content: Path, output: Path) -> None:
     The template is fixed and reads the content as JSON, so Typst never parses any of its text as
     markup.
 
-    Args:
-        content: ``report.json``; figures are looked up in ``figures/`` beside it.
-        output: The PDF to write.
+    Figures are looked up in ``figures/`` beside ``content``, which is ``report.json``.
     """
     document = typst.compile(  # type: ignore[type-var]  # its stub cannot infer font_paths
         (TEMPLATES / "report.typ").read_bytes(),
@@ -56,11 +54,9 @@ def render_pdf(content: Path, output: Path) -> None:
 def write_report(document: Document, folder: Path, pdf: str = "auto") -> None:
     """Write ``report.json``, ``report.md``, ``report.tex`` and ``report.pdf``.
 
-    Args:
-        document: What to write.
-        folder: The folder to write to; its ``figures/`` holds the figures.
-        pdf: The program that makes the PDF, one of ``ROUTES``; ``auto`` is latex where it is
-            installed and works, else typst. Both lay out the same content.
+    Figures are in ``figures/`` of the folder. ``pdf`` is the program that makes the PDF, one of
+    ``ROUTES``; ``auto`` is latex where it is installed and works, else typst. Both lay out the
+    same content.
 
     Raises:
         LatexError: ``pdf`` is ``latex``, and LaTeX made no PDF.
