@@ -143,7 +143,7 @@ def _describe(result: Result, standing: Standing) -> Option:
     message = None
     if tight:
         verdict = "tight" if private else verdict
-        message = "it fits, but does not leave a tenth of the memory free"
+        message = "it fits, but with nothing to spare: see capacity"
     if private and standing.verified is False:
         verdict, message = "wrong", f"its gradient is wrong: {standing.reason}"
     return Option(

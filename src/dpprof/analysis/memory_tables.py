@@ -116,7 +116,9 @@ def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
             attribution.timeline_peak_bytes,
             int(median(group.peaks.sizes)) if group is not None and known else None,
             attribution.evidence,
+            attribution.rounding_bytes,
         )
+    placed = one.memory.allocator
     allocator = attribution.allocator_peak_bytes
     target = _target_of(experiment)
     return (
@@ -131,6 +133,11 @@ def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
             "module": at_peak.module,
             "op": at_peak.op,
             "unattributed_bytes": at_peak.components["unattributed"],
+            "requested_bytes": placed and placed.requested_bytes,
+            "rounding_bytes": placed and attribution.rounding_bytes,
+            "reserved_bytes": placed and placed.reserved_bytes,
+            "expandable_reserved_bytes": placed and placed.expandable_reserved_bytes,
+            "fits": placed and placed.fits,
             "allocator_peak_bytes": allocator,
             "gap_bytes": attribution.gap_bytes,
             "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from dpprof.cli.capacities import answer
-from dpprof.records.result import Result
+from dpprof.records.result import Capacity, Result
 from dpprof.spec.experiment import Experiment
 
 _MIB = 2**20
@@ -32,9 +32,27 @@ def tabulate(results: Sequence[Result]) -> str:
         safe = "none" if capacity.safe_batch_size is None else f"{capacity.safe_batch_size:,}"
         peak = f"{capacity.peak_bytes / _MIB:,.0f} MiB"
         lines.append(f"{method:{width}}  {largest:>13}  {peak:>14}  {safe:>10}")
-    budgets = {r.capacity.budget_bytes for r in results if r.capacity}
-    lines += [f"memory: {budget / _MIB:,.0f} MiB; safe leaves a tenth of it" for budget in budgets]
+    found = [result.capacity for result in results if result.capacity]
+    budgets = {capacity.budget_bytes for capacity in found}
+    lines += [f"memory: {budget / _MIB:,.0f} MiB" for budget in budgets]
+    if any(capacity.safe_share for capacity in found):
+        lines.append("safe: a tenth of the memory is left")
+    if any(capacity.safe_share is None for capacity in found):
+        lines.append("safe: the allocator never has to release its cache to find room")
+    lines += [
+        f"{result.experiment.method}: {_explain_fragmentation(result.capacity)}"
+        for result in results
+        if result.capacity and result.capacity.limited_by == "fragmentation"
+    ]
     return "\n".join(lines)
+
+
+def _explain_fragmentation(capacity: Capacity) -> str:
+    by_size, expandable = capacity.unfragmented_batch_size, capacity.expandable_batch_size
+    return (
+        f"free memory is in pieces too small for {capacity.batch_size + 1:,} samples; by size "
+        f"{by_size:,} fit, with PYTORCH_ALLOC_CONF=expandable_segments:True {expandable or 0:,}"
+    )
 
 
 def judge(_: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:

@@ -137,7 +137,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     else:
         capacity = _search_by_size(batches) if target is None else _search_by_placement(batches)
     if capacity is None:
-        raise MemoryError(_explain(experiment, batches.peaks[1], budget))
+        raise MemoryError(_explain(experiment, batches.need_one(), budget))
     stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})
     measurement = state_estimate(batches.trace(capacity.stated_batch_size), stated_as)
     return measurement.model_copy(update={"capacity": capacity})
@@ -202,6 +202,10 @@ class _Batches:
         if batch_size not in self._reserved:
             self._reserved[batch_size] = self.place(batch_size, limited=False).peaks.reserved_bytes
         return self._reserved[batch_size]
+
+    def need_one(self) -> int:
+        """Return what one sample needs: its peak, or what the allocator would reserve for it."""
+        return self.peaks[1] if self._target is None else self.reserved(1)
 
     def find_retries(self, batch_size: int, settings: Settings = DEFAULT) -> int | None:
         """Return how often a step releases the cache; None if it runs out of memory."""

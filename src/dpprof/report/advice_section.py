@@ -43,7 +43,8 @@ def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
     memory = ", ".join(f"{name} {size / _GIB:,.1f} GiB" for name, size in budgets.items())
     caption = (
         "The largest batch whose predicted peak fits in memory "
-        f"({memory or 'none does'}), and a safe batch, which leaves a tenth of the memory free. "
+        f"({memory or 'none does'}), and a safe batch: its allocator never has to release "
+        "its cache. "
         "Tokens per second are upper bounds at the safe batch, from the roofline, not predictions: "
         f"methods within {CLOSE - 1:.0%} of the first are called close. A + marks a search that "
         "ended before the memory was full. FLOPs x is executed FLOPs over model FLOPs."

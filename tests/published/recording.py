@@ -1,0 +1,109 @@
+"""Records a program as if on a CUDA device, and reads the allocator's counters off the record."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dpprof.instruments.memory import tracing
+from dpprof.memory.caching_allocator import CachingAllocator
+from dpprof.memory.recorder import Allocated, Freed, Recorder
+from dpprof.records.result import Phase
+from dpprof.spec.target import Target
+
+MIB = 2**20
+
+
+class Tape:
+    """What a program is given: it marks instants, and tells where the optimizer runs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.marks: dict[str, int] = {}
+
+    def mark(self, name: str) -> None:
+        """Name the present instant."""
+        self.marks[name] = len(self._recorder.events)
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Say which phase of a step runs within: in ``step``, scalars live on the host."""
+        self._recorder.enter(name)
+        yield
+        self._recorder.enter("forward")
+
+
+class Recording:
+    """What was allocated and freed, and the counters at each instant; bytes.
+
+    Args:
+        changes: Key and signed bytes, in order; negative bytes free the key.
+        marks: Instants by name, as the number of changes before them.
+    """
+
+    def __init__(self, changes: list[tuple[int, int]], marks: dict[str, int]) -> None:
+        self.changes = changes
+        self.marks = marks
+
+    @cached_property
+    def rounded(self) -> np.ndarray:
+        """Sizes rounded up to 512 bytes that are alive."""
+        return np.cumsum([0, *(size for _, size in self.changes)])
+
+    @cached_property
+    def _simulated(self) -> np.ndarray:
+        allocator = CachingAllocator()
+        rows = [(0, 0)]
+        for key, size in self.changes:
+            if size > 0:
+                allocator.allocate(key, size)
+            else:
+                allocator.free(key)
+            rows.append((allocator.allocated_bytes, allocator.reserved_bytes))
+        return np.array(rows)
+
+    @property
+    def allocated(self) -> np.ndarray:
+        """Whole blocks that are in use."""
+        return self._simulated[:, 0]
+
+    @property
+    def reserved(self) -> np.ndarray:
+        """Segments."""
+        return self._simulated[:, 1]
+
+    def at(self, counter: str, mark: str = "end") -> float:
+        """Read a counter at an instant; MiB."""
+        return float(getattr(self, counter)[self.marks[mark]]) / MIB
+
+    def peak(self, counter: str, since: str = "start", until: str = "end") -> float:
+        """Read the most that a counter showed between two instants; MiB."""
+        values = getattr(self, counter)
+        return float(values[self.marks[since] : self.marks[until] + 1].max()) / MIB
+
+
+def record(program: Callable[..., None], target: Target, **settings: Any) -> Recording:
+    """Run a program under fake tensors as if on a target."""
+    with tracing(target) as recorder:
+        tape = Tape(recorder)
+        tape.mark("start")
+        recorder.enter("forward")
+        program(tape, **settings)
+        tape.mark("end")
+    return _shorten(recorder, tape.marks)
+
+
+def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:
+    """Keep allocations and frees."""
+    changes: list[tuple[int, int]] = []
+    instants = {0: 0}
+    for index, event in enumerate(recorder.events, start=1):
+        match event:
+            case Allocated(number):
+                changes.append((number, recorder.storages[number].nbytes))
+            case Freed(number):
+                changes.append((number, -recorder.storages[number].nbytes))
+        instants[index] = len(changes)
+    return Recording(changes, {name: instants[index] for name, index in marks.items()})
