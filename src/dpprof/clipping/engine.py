@@ -43,10 +43,6 @@ def _call(
     return function(*inputs)
 
 
-def _ignore_phase(_phase: Any) -> None:
-    pass
-
-
 class Clipping(ABC):
     """Clips the gradient of each sample of a batch, for any optimizer.
 
@@ -181,7 +177,7 @@ class Clipping(ABC):
             hook.remove()
         self._layers.clear()
 
-    def backward(self, losses: Tensor, enter: Enter = _ignore_phase) -> None:
+    def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
         """Add the sum of clipped gradients to every trained parameter's ``.grad``.
 
         In place of ``loss.backward()``. Called again before gradients are cleared it adds to them,

@@ -11,8 +11,16 @@ from dpprof.records.terms import OUTCOMES
 from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
 from dpprof.report.advice_section import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
-from dpprof.report.document import Bullets, Document, Drawing, Paragraph, Picture, Section, Table
-from dpprof.report.outcome_section import Blocks
+from dpprof.report.document import (
+    Blocks,
+    Bullets,
+    Document,
+    Drawing,
+    Paragraph,
+    Picture,
+    Section,
+    Table,
+)
 from dpprof.report.sentences import tell_findings, tell_memory
 from dpprof.report.verification_section import TITLE as VERIFICATION
 from dpprof.report.verification_section import count_verified, mark_methods, tell_verification

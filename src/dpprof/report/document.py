@@ -60,6 +60,9 @@ class Picture(Block):
     caption: Text
 
 
+Blocks = list[Paragraph | Bullets | Table | Picture]
+
+
 class Drawing(BaseModel, frozen=True, extra="forbid"):
     """A figure's caption, or why nothing was drawn."""
 

@@ -4,9 +4,7 @@ import pandas as pd
 
 from dpprof.records.terms import OUTCOMES
 from dpprof.report.cells import MAX_ROWS, Cell, column, tabulate, text_of
-from dpprof.report.document import Bullets, Paragraph, Picture, Table
-
-Blocks = list[Paragraph | Bullets | Table | Picture]
+from dpprof.report.document import Blocks, Bullets, Paragraph, Table
 
 _FAILURE = ["method", "outcome", "error_kind", "error_phase"]
 
