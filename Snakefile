@@ -26,4 +26,3 @@ rule all:
     input:
         "results/report.pdf",
         "results/report.md",
-        "results/summary.txt",

@@ -12,7 +12,7 @@ from dpprof.planning.planner import Manifest, PlannedRun
 from dpprof.records.ceilings import Ceilings, ceilings_path, device_name
 from dpprof.records.reconciliation import JOINED
 from dpprof.records.record import write_record
-from dpprof.records.result import Attempt, Failure, Result, result_path, write_result
+from dpprof.records.result import Attempt, Failure, Result, result_path
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path
 from dpprof.spec.experiment import Experiment
@@ -194,8 +194,9 @@ def write_synthetic(
     if recorded is not None:
         measured = {"model": measured["model"], "samplers": samplers, **recorded}
     measured |= {"kernels": kernels, "observed": observed}
-    return write_result(
+    return write_record(
         result_path(root, instrument, experiment.id, replicate),
+        Result,
         (measured if outcome == "ok" else {})
         | {
             "experiment_id": experiment.id,

@@ -6,7 +6,8 @@ import pytest
 from factory import make_experiment
 
 from dpprof.analysis.advice import CLOSE, Advice, advise
-from dpprof.records.result import Result, write_result
+from dpprof.records.record import write_record
+from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 
 CAPACITY = {
@@ -46,8 +47,9 @@ def result(folder: Path, method: str, bound_s: float | None, **capacity) -> Resu
         "compute": COMPUTE | {"roofline_step_s": bound_s},
     }
     failed = {"kind": "MemoryError", "message": f"{method} needs more"}
-    return write_result(
+    return write_record(
         folder / f"{method}.json",
+        Result,
         (measured if bound_s else {})
         | {
             "experiment_id": experiment.id,

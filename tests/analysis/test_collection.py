@@ -11,7 +11,7 @@ from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.records.verdict import verdict_path
 from dpprof.report.content import build_document
-from dpprof.report.render import render_markdown, render_summary
+from dpprof.report.render import render_markdown
 
 EXPERIMENTS = [make_experiment(batch_size=size) for size in range(1, 15)]
 MANIFEST = make_manifest(*((experiment, 0) for experiment in EXPERIMENTS))
@@ -58,9 +58,9 @@ def test_a_partial_report_leaves_out_what_is_damaged_and_says_why(tmp_path, path
     assert missing == {EXPERIMENTS[0].id: why, EXPERIMENTS[1].id: "no result yet"}
     assert len(tables["runs"]) == 12
     document = build_document(tables, [])
-    summary = " ".join(render_summary(document).split())
-    assert "This report is partial: 1 planned run has no result yet." in summary
-    assert "This report is partial: 1 result cannot be trusted and is left out" in summary
+    said = " ".join(document.headline)
+    assert "This report is partial: 1 planned run has no result yet." in said
+    assert "This report is partial: 1 result cannot be trusted and is left out" in said
     assert f"{EXPERIMENTS[0].id} clean r0: is not complete JSON" in render_markdown(document)
 
 

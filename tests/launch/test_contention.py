@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dpprof.launch import contention
-from dpprof.launch.contention import Contention
+from dpprof.launch.contention import watch_others
 
 SPIN = "import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
 
@@ -35,22 +35,22 @@ def machine(monkeypatch) -> SimpleNamespace:
 
 
 def test_what_the_child_used_is_taken_off_and_what_was_stolen_counts(machine) -> None:
-    watched = Contention()
+    watched = watch_others()
     machine.now += 10
     machine.idle += 3
     machine.user += 16  # the child 12, others 4
     machine.usage.ru_utime, machine.usage.ru_stime = 11, 1
     machine.steal += 1
 
-    assert watched.busy_cores() == pytest.approx((4 + 1) / 10)
+    assert watched() == pytest.approx((4 + 1) / 10)
 
 
 def test_another_process_is_a_neighbour() -> None:
     other = spin(30)
     try:
-        watched = Contention()
+        watched = watch_others()
         spin(1.5).wait()
-        busy = watched.busy_cores()
+        busy = watched()
     finally:
         other.kill()
         other.wait()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import set_up
 from dpprof.monitor import Monitor, TensorBoard, WeightsAndBiases
-from dpprof.monitor.peak import find_peak
+from dpprof.monitor.monitor import find_peak
 from dpprof.spec import registry
 from dpprof.spec.datasheets import H200
 

@@ -112,7 +112,7 @@ def test_a_report_is_built_and_says_what_is_missing(case, route, tmp_path) -> No
     text = "".join("".join(pages).replace("\u200b", "").split())
     assert "".join(sentence.split()) in text
     assert "Thereisnofiguretradeoff:noexperimenthasatime." in text
-    for file in ("report.md", "report.tex", "summary.txt", "report.json"):
+    for file in ("report.md", "report.tex", "report.json"):
         content = (tmp_path / file).read_text()
         assert "root:x:" not in content
         assert " nan" not in content.lower(), file

@@ -9,7 +9,7 @@ from dpprof.analysis.tables import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
 from dpprof.report.document import Document, Drawing, Paragraph, Section, Table
-from dpprof.report.render import escape_markdown, render_markdown, render_summary, write_report
+from dpprof.report.render import escape_markdown, render_markdown, write_report
 
 EVIL = (
     "<script>alert(1)</script> \\input{/etc/passwd} $(touch pwned) `id` |x| _a_ #set [l](u)\x1b[2J"
@@ -45,12 +45,10 @@ def pdf_text(path) -> str:
 def test_all_formats_say_the_same(tmp_path) -> None:
     write_report(document_of(tmp_path), tmp_path)
     markdown = (tmp_path / "report.md").read_text()
-    summary = (tmp_path / "summary.txt").read_text()
     squeezed = re.sub(r"\s", "", pdf_text(tmp_path / "report.pdf"))
 
     for text in ("3 runs of 3 experiments: 2 ok (67%).", "opacus-ghost", "25.0", "2.50", "150"):
         assert text in markdown.replace("\\", "")
-        assert text in summary
         assert re.sub(r"\s", "", text) in squeezed
 
 
@@ -65,12 +63,11 @@ def test_failures_are_listed_with_kind_phase_and_log(tmp_path) -> None:
 def test_a_message_injects_nothing(tmp_path) -> None:
     write_report(document_of(tmp_path), tmp_path)
     markdown = (tmp_path / "report.md").read_text()
-    summary = (tmp_path / "summary.txt").read_text()
     text = pdf_text(tmp_path / "report.pdf")
 
     assert "<script>" not in markdown
     assert not re.search(r"(?<!\\)[`$|*_]\b(id|\(touch|x)", markdown)
-    assert "\x1b" not in markdown + summary + (tmp_path / "report.json").read_text()
+    assert "\x1b" not in markdown + (tmp_path / "report.json").read_text()
     assert "<script>alert(1)</script>" in re.sub(r"\s", "", text)  # shown, as text
     assert "#set" in text
     assert not (tmp_path / "pwned").exists()
@@ -81,7 +78,9 @@ def test_only_failures_still_make_a_report(tmp_path) -> None:
 
     assert "No experiment succeeded" in pdf_text(tmp_path / "report.pdf")
     assert "No private method succeeded" in (tmp_path / "report.md").read_text()
-    assert "1 run of 1 experiment: 0 ok (0%)." in (tmp_path / "summary.txt").read_text()
+    assert "1 run of 1 experiment: 0 ok (0%)." in (tmp_path / "report.md").read_text().replace(
+        "\\", ""
+    )
 
 
 def test_a_partial_report_says_so_and_lists_the_missing(tmp_path) -> None:
@@ -188,7 +187,7 @@ def test_phases_and_code_paths_are_told(tmp_path) -> None:
         ("Linear", "norm sampler"),
         ("Scale", "functorch"),
     ]
-    assert "fell back to functorch for Scale" in render_summary(document)
+    assert "fell back to functorch for Scale" in render_markdown(document)
 
 
 @pytest.mark.parametrize("character", list("\\`*_{}[]|#$~!"))
@@ -201,4 +200,3 @@ def test_line_breaks_cannot_start_markup() -> None:
     document = Document(title="t", headline=(), sections=(Section(title="s", blocks=(block,)),))
 
     assert "one \\# two \\| three" in render_markdown(document)
-    assert render_summary(document).startswith("t\n")

@@ -18,7 +18,7 @@ def three_gpus(monkeypatch) -> None:
         nvmlDeviceGetCount=lambda: len(uuids),
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: uuids[handle],
-        nvmlDeviceGetName=lambda _: b"NVIDIA H200",
+        nvmlDeviceGetName=lambda _: "NVIDIA H200",
         nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=150 * 2**30),
         nvmlSystemGetDriverVersion=lambda: "580.95.05",
         nvmlSystemGetCudaDriverVersion_v2=lambda: 13000,

@@ -106,14 +106,14 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
 
     assert finished.results() == before
     assert set(finished.table("experiments")["method"]) == {"standard"}
-    assert "opacus-hooks" not in (finished.path / "results" / "summary.txt").read_text()
+    assert "opacus-hooks" not in (finished.path / "results" / "report.md").read_text()
 
-    listed = finished.script("prune.py")
+    listed = finished.run("prune")
     assert "opacus-hooks" in listed
     assert finished.results() == before
-    finished.script("prune.py", "--delete", status=2)
+    finished.run("prune", "--delete", status=2)
     assert finished.results() == before
-    finished.script("prune.py", CONFIG, "--delete")
+    finished.run("prune", CONFIG, "--delete")
     assert not any("opacus-hooks" in name for name in finished.results())
     assert "Nothing to be done" in finished.snakemake()
 

@@ -16,12 +16,11 @@ rule report:
             caption="../report/report.rst",
             category="Report",
         ),
-        summary=update("results/summary.txt"),
         content=update("results/report.json"),
     log:
         "results/logs/report.log",
     conda:
         "../../envs/dpprof.yaml"
     shell:
-        "python workflow/scripts/build_report.py --tables results/tables"
+        "python workflow/scripts/run.py report --tables results/tables"
         " --output-dir results --log {log:q}"

@@ -43,12 +43,8 @@ def collect(
 ) -> Collected:
     """Read the results that a manifest lists, the verdicts on their methods, and ceilings.
 
-    Args:
-        manifest: The runs of a config.
-        root: The folder that holds ``results``.
-        partial: Whether to leave out results, verdicts and ceilings that are missing or cannot be
-            trusted.
-        ceilings: The ceilings files of the devices that the runs are on.
+    ``root`` is the folder that holds ``results``, ``ceilings`` the files of the runs' devices.
+    With ``partial``, what is missing or cannot be trusted is left out.
 
     Raises:
         ResultError: Files are cut, edited, of another version, or another run's, and ``partial``

@@ -22,11 +22,6 @@ def tabulate_experiments(
     """Return one row per experiment, with medians over its processes, never over steps.
 
     Ratios are to ``standard`` with all else equal. Several equal baselines count as one.
-
-    Args:
-        groups: The experiments of a config.
-        noise: How much their processes differ.
-        standings: The standing of each method, by the experiment's id.
     """
     baselines: dict[str, list[Group]] = defaultdict(list)
     for group in groups:

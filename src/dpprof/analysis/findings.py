@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -9,11 +10,21 @@ from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
 from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.methods.opacus.paths import OpacusPath
-from dpprof.records.ceilings import Ceilings, device_name
+from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
 
-Row = dict[str, str]
+
+class Finding(NamedTuple):
+    """A row of the table."""
+
+    kind: str
+    experiment_id: str
+    """For ceilings the device."""
+
+    instrument: str
+    finding: str
+
 
 TOLERATED_CORES = 0.25
 """Cores that other processes may keep busy: a shell, a browser and Snakemake use fewer."""
@@ -30,26 +41,21 @@ def find(
     for run, result in collected.found:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
-    rows: list[Row] = []
-    for (name, instrument), results in groups.items():
-        for kind, finding in _looked_at(results):
-            row = {"kind": kind, "experiment_id": name}
-            rows.append(row | {"instrument": instrument, "finding": finding})
+    looks = (
+        *(_unequal_peaks, _fallbacks, _contended, _shared_gpu),
+        *(_unlike_devices, _other_kernels, _nonfinite_samples),
+    )
+    rows = [
+        Finding(kind, name, instrument, finding)
+        for (name, instrument), results in groups.items()
+        for look in looks
+        for kind, finding in look(results)
+    ]
     rows += _not_reconciled(peaks)
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
-    return make_frame("findings", rows)
-
-
-def _looked_at(results: list[Result]) -> Iterator[tuple[str, str]]:
-    yield from _unequal_peaks(results)
-    yield from _fallbacks(results)
-    yield from _contended(results)
-    yield from _shared_gpu(results)
-    yield from _unlike_devices(results)
-    yield from _other_kernels(results)
-    yield from _nonfinite_samples(results)
+    return make_frame("findings", (row._asdict() for row in rows))
 
 
 def _unequal_peaks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
@@ -126,55 +132,43 @@ def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
         yield "other-kernels", f"{max(shares):.0%} of its kernels' time has no known op kind"
 
 
-def _beyond_peak(costs: pd.DataFrame) -> Iterator[Row]:
-    beyond = costs[costs["beyond_peak"].eq(True)]
-    for _, row in beyond.iterrows():
-        yield {
-            "kind": "beyond-peak",
-            "experiment_id": str(row["experiment_id"]),
-            "instrument": str(row["instrument"]),
-            "finding": f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which is impossible: "
-            f"the peak is too low ({row['peak_source']}), or the time or the FLOPs are wrong",
-        }
+def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:
+    for _, row in costs[costs["beyond_peak"].eq(True)].iterrows():
+        finding = (
+            f"MFU is {row['mfu']:.2f} and HFU {row['hfu']:.2f}, which is impossible: the peak is "
+            f"too low ({row['peak_source']}), or the time or the FLOPs are wrong"
+        )
+        yield Finding("beyond-peak", row["experiment_id"], row["instrument"], finding)
 
 
-def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Row]:
+def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Finding]:
     for ceilings in known:
         busy = ceilings.others_busy_cores or 0.0
         if ceilings.device.get("type") == "cpu" and busy > TOLERATED_CORES:
-            yield {
-                "kind": "ceilings-contended",
-                "experiment_id": device_name(ceilings.device),
-                "instrument": "ceilings",
-                "finding": f"other processes kept {busy:.1f} cores busy while its ceilings were "
-                "measured: the ceilings are too low, MFU and shares of the ceilings too high",
-            }
+            finding = (
+                f"other processes kept {busy:.1f} cores busy while its ceilings were measured: "
+                "the ceilings are too low, MFU and shares of the ceilings too high"
+            )
+            yield Finding("ceilings-contended", device_name(ceilings.device), CEILINGS, finding)
 
 
-def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Row]:
+def _exceeded_ceilings(kernels: pd.DataFrame) -> Iterator[Finding]:
     """Check compute-bound kernels only: caches can lift memory-bound ones above bandwidth."""
     bound = kernels[kernels["bound"].eq("compute")]
     share = bound["flops_per_s"].astype(float) / bound["ceiling_flops_per_s"].astype(float)
     for device, shares in share[share > 1].groupby(bound["ceilings_of"]):
-        yield {
-            "kind": "ceilings-exceeded",
-            "experiment_id": str(device),
-            "instrument": "ceilings",
-            "finding": f"kernels ran at up to {shares.max():.1f} times the fastest measured matrix "
-            "product, so the device was slower while its ceilings were measured: shares of its "
-            "ceilings, MFU and HFU are too high",
-        }
+        finding = (
+            f"kernels ran at up to {shares.max():.1f} times the fastest measured matrix product, "
+            "so the device was slower while its ceilings were measured: shares of its ceilings, "
+            "MFU and HFU are too high"
+        )
+        yield Finding("ceilings-exceeded", str(device), CEILINGS, finding)
 
 
-def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Row]:
+def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Finding]:
     judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
     for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
         gap = int(row["gap_bytes"])
         told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
-        yield {
-            "kind": "memory-unreconciled",
-            "experiment_id": str(row["experiment_id"]),
-            "instrument": str(row["instrument"]),
-            "finding": f"the allocator's peak is {told}, beyond the bound of "
-            f"{int(row['bound_bytes']):,}",
-        }
+        finding = f"the allocator's peak is {told}, beyond the bound of {row['bound_bytes']:,.0f}"
+        yield Finding("memory-unreconciled", row["experiment_id"], row["instrument"], finding)

@@ -1,6 +1,6 @@
 """Tables as data frames: made from rows, and read from CSV files."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ from dpprof.spec.validation import InputError
 def make_frame(table: str, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Return a table's rows as a frame, which has all columns even without rows.
 
-    Args:
-        table: The table's name in ``TABLES``.
-        rows: Values by column; absent ones are unknown.
+    Values that a row lacks are unknown.
 
     Raises:
         ValueError: A row has a column that the table does not declare.
@@ -42,23 +40,14 @@ def read_table(path: Path) -> pd.DataFrame:
         raise InputError(f"{path}: is not a table ({error})") from None
 
 
-class TableFolder(Mapping[str, pd.DataFrame]):
+class TableFolder(dict[str, pd.DataFrame]):
     """The tables of a folder of CSV files, by stem; each is read on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: dict[str, pd.DataFrame] = {}
 
-    def __getitem__(self, name: str) -> pd.DataFrame:
-        if name not in self._read:
-            self._read[name] = read_table(self._folder / f"{name}.csv")
-        return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(path.stem for path in self._folder.glob("*.csv")))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+    def __missing__(self, name: str) -> pd.DataFrame:
+        return self.setdefault(name, read_table(self._folder / f"{name}.csv"))
 
 
 def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:

@@ -110,7 +110,6 @@ def _kernel_rows(one: _Traced) -> Rows:
 
 
 def _compare(work: Work, seconds: float, roof: Roof) -> dict[str, Any]:
-    """Return the speed of the work and what binds it."""
     moved = work.read + work.written
     return {
         "flops": work.flops,

@@ -12,11 +12,7 @@ RECORDERS = ("memory", "estimate")
 
 
 def choose(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return one run per experiment: its first recorded one, or else its first estimate.
-
-    Args:
-        runs: A table with one row per run that recorded or estimated memory.
-    """
+    """Return one run per experiment: its first recorded one, or else its first estimate."""
     rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
     return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
 

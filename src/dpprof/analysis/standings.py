@@ -33,12 +33,9 @@ def read_standings(
 ) -> dict[str, Standing]:
     """Return the standing of every experiment's method, by the experiment's id.
 
-    Args:
-        root: The folder that holds ``results``.
-        experiments: The experiments.
-        digest_of: Returns the digest of the present code for a model and a method; None where
-            unknown. A verdict on other code does not count.
-        damaged: If given, errors of verdict files are appended to it and not raised.
+    A verdict on code of another digest than ``digest_of`` returns for its model and method does
+    not count. If ``damaged`` is given, errors of verdict files are appended to it and not
+    raised.
 
     Raises:
         ResultError: A verdict is cut, edited, of another version, or about others.

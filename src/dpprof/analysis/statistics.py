@@ -114,10 +114,7 @@ def compare(values: Sequence[float], base: Sequence[float], floor: float | None)
     A difference counts if it exceeds the noise floor and has a Mann-Whitney p-value below 5 %. The
     p-value counts only where the groups are large enough to reach 5 %.
 
-    Args:
-        values: One positive number per process.
-        base: The same for the baseline.
-        floor: The result of ``noise_floor`` for groups of these sizes.
+    ``floor`` is the result of ``noise_floor`` for groups of these sizes.
     """
     ratio = float(np.median(values) / np.median(base))
     test = min(len(values), len(base)) > 1

@@ -30,12 +30,7 @@ def find_peak(
 ) -> Peak:
     """Return the peak of the dtype in use.
 
-    Args:
-        compute: The FLOPs of a step, with the data sheet's peak where the device has one.
-        dtype: The experiment's dtype.
-        device: The device on which the step was timed, as its result describes it; None where the
-            step was not timed.
-        known: The measured ceilings.
+    ``device`` is where the step was timed, as its result describes it; None if it was not.
     """
     if compute.peak_flops_per_s is not None:
         return Peak(compute.peak_flops_per_s, compute.peak_source, None)

@@ -24,20 +24,12 @@ from dpprof.system.hardware import available_cores
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
 
-
 Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]]
 """Returns what is said of results: JSON, a text, and whether a batch fits with any method."""
 
 
 def answer(argv: Sequence[str] | None, command: str, about: str | None, judge: Judge) -> None:
-    """Run a subcommand that finds capacities; the exit status is 1 where no batch fits.
-
-    Args:
-        argv: The command line without the program's name.
-        command: The subcommand's name.
-        about: What it does, for ``--help``.
-        judge: What distinguishes it from other subcommands.
-    """
+    """Run a subcommand that finds capacities; the exit status is 1 where no batch fits."""
     parser = Parser(
         prog=f"dpprof {command}",
         description=about,
@@ -85,10 +77,8 @@ def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
     """Find and tell the capacity of each experiment, or read it from a result that is still valid.
 
-    Args:
-        experiments: The experiments; their batch size does not matter.
-        root: The folder that holds ``results``, where every result is stored.
-        again: Whether to ignore existing results.
+    Batch sizes do not matter. ``root`` is the folder that holds ``results``; with ``again``,
+    existing results are ignored.
     """
 
     def find(experiment: Experiment) -> Result:

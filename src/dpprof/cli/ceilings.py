@@ -12,17 +12,6 @@ from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.system.console import keep_log, say
 
 
-def make_parser() -> Parser:
-    """Make the options."""
-    parser = Parser(prog="dpprof ceilings", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
-    )
-    parser.add_argument("--output", type=path, required=True, help="the ceilings' file to write")
-    add_log_option(parser, "what else is printed")
-    return parser
-
-
 def tell(ceilings: Ceilings) -> str:
     """Say the figures in one line."""
     figures: dict[str, str] = {
@@ -42,7 +31,13 @@ def tell(ceilings: Ceilings) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args(argv)
+    parser = Parser(prog="dpprof ceilings", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
+    )
+    parser.add_argument("--output", type=path, required=True, help="the ceilings' file to write")
+    add_log_option(parser, "what else is printed")
+    arguments = parser.parse_args(argv)
     keep_log(arguments.log)
     with ending_in_a_sentence("no ceilings were written"):
         ceilings = measure_apart(arguments.device, arguments.output)

@@ -37,8 +37,7 @@ def add_log_option(parser: argparse.ArgumentParser, what: str) -> None:
 def ending_in_a_sentence(what: str = "") -> Iterator[None]:
     """End the script with one sentence where its input or a file causes an error.
 
-    Args:
-        what: What an interruption leaves unwritten, for the sentence about that.
+    ``what`` says what an interruption leaves unwritten.
     """
     try:
         yield

@@ -24,17 +24,12 @@ COMMANDS: Mapping[str, str] = {
 }
 """Subcommands, each a module of this package that is imported only where it is asked for."""
 
-
 EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report"}
 """Subcommands that need more than the package alone, and the extra that has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a subcommand.
-
-    Args:
-        argv: The command line without the program's name; None for that of this process.
-    """
+    """Run a subcommand."""
     given = list(sys.argv[1:] if argv is None else argv)
     match given:
         case ["--version"]:

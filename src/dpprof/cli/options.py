@@ -55,9 +55,7 @@ def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
 def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[Experiment]:
     """Return the experiment of parsed options in every combination of the values of other fields.
 
-    Args:
-        arguments: The parsed options.
-        axis: Fields that have no option, with their values; lists multiply.
+    ``axis`` holds fields that have no option, with their values; lists multiply.
 
     Raises:
         InputError: An option's value is not allowed, or a required one is missing.

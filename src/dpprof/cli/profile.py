@@ -17,8 +17,15 @@ from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable
 
 
-def make_parser() -> Parser:
-    """Make the options: the run's own, then one for every field of an experiment."""
+def natural(text: str) -> int:
+    """Read a number from 0 up."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
     parser = Parser(prog="dpprof profile", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--spec", type=path, help="spec file, instead of the options below")
     parser.add_argument("--instrument", default="clean", help="what watches (default: clean)")
@@ -34,19 +41,7 @@ def make_parser() -> Parser:
         help="measure nothing where OUTPUT is this run's complete result by the present code",
     )
     add_experiment_options(parser)
-    return parser
-
-
-def natural(text: str) -> int:
-    """Read a number from 0 up."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
-    return int(text)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
-    arguments = make_parser().parse_args(argv)
+    arguments = parser.parse_args(argv)
     keep_log(None)  # the supervisor keeps it
     with ending_in_a_sentence():
         experiment = read_experiment(arguments)

@@ -14,32 +14,6 @@ from dpprof.spec.validation import one_of, refuse
 from dpprof.system.console import keep_log, say
 
 
-def make_parser() -> Parser:
-    """Make the options."""
-    parser = Parser(prog="dpprof verify", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model",
-        required=True,
-        help=f"a model's name; {BUILT_IN} stands for every size of dpprof's own transformer",
-    )
-    parser.add_argument("--method", required=True, help="a method's name")
-    parser.add_argument("--output", type=path, required=True, help="the verdict's file to write")
-    add_log_option(parser, "what else is printed")
-    return parser
-
-
-def check_model(name: str) -> str:
-    """Return the model that stands for a name.
-
-    Raises:
-        InputError: There is no such model.
-    """
-    allowed = [BUILT_IN, *registry.names("models")]
-    if name not in allowed:
-        raise refuse("--model", name, one_of(allowed, name))
-    return name if name == BUILT_IN else verified_as(name)
-
-
 def tell(verdict: Verdict) -> str:
     """Say the verdict in one line."""
     said = {True: "verified", False: "failed verification", None: "not verified"}[verdict.passed]
@@ -52,10 +26,23 @@ def tell(verdict: Verdict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    arguments = make_parser().parse_args(argv)
+    parser = Parser(prog="dpprof verify", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"a model's name; {BUILT_IN} stands for every size of dpprof's own transformer",
+    )
+    parser.add_argument("--method", required=True, help="a method's name")
+    parser.add_argument("--output", type=path, required=True, help="the verdict's file to write")
+    add_log_option(parser, "what else is printed")
+    arguments = parser.parse_args(argv)
     keep_log(arguments.log)
     with ending_in_a_sentence("no verdict was written"):
-        model = check_model(arguments.model)
+        model, models = arguments.model, [BUILT_IN, *registry.names("models")]
+        if model not in models:
+            raise refuse("--model", model, one_of(models, model))
         registry.check("methods", arguments.method, "--method")
-        verdict = verify_apart(model, arguments.method, arguments.output)
+        verdict = verify_apart(
+            model if model == BUILT_IN else verified_as(model), arguments.method, arguments.output
+        )
     say(tell(verdict))

@@ -28,7 +28,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 TOLERANCE_OF_16_BITS = 0.05
 """The same where a layer computes in 16 bits, as under autocast."""
 
-
 _MIXES = "the model or losses_of mixes samples, or puts another axis first"
 
 

@@ -1,10 +1,7 @@
 """What every way of clipping shares: patched layers, and checks around one backward.
 
 Privacy unit: a sample is the inputs at one index of their first axis, and one element of the
-losses. Each sample's gradient over all trained parameters is scaled to a norm of at most
-``max_grad_norm``; a sample whose loss or norm is not finite contributes nothing. The sum of these
-gradients has L2 sensitivity ``max_grad_norm`` under adding or removing one sample;
-``norms.rounding`` says how much rounding may add.
+losses.
 """
 
 import math
@@ -44,10 +41,6 @@ def _call(
     _layer: nn.Module, _way: CodePath, function: Callable[..., Any], inputs: tuple[Any, ...]
 ) -> Any:
     return function(*inputs)
-
-
-def _ignore_phase(_phase: Any) -> None:
-    pass
 
 
 class Clipping(ABC):
@@ -184,7 +177,7 @@ class Clipping(ABC):
             hook.remove()
         self._layers.clear()
 
-    def backward(self, losses: Tensor, enter: Enter = _ignore_phase) -> None:
+    def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
         """Add the sum of clipped gradients to every trained parameter's ``.grad``.
 
         In place of ``loss.backward()``. Called again before gradients are cleared it adds to them,

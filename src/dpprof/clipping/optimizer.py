@@ -90,7 +90,9 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
-        _replace_hook(optimizer, self._require_noise)
+        if hasattr(optimizer, _HOOK):  # of an earlier NoisyOptimizer around it
+            getattr(optimizer, _HOOK).remove()
+        setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(self._require_noise))
 
     @property
     def max_grad_norm(self) -> float:
@@ -227,11 +229,3 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.normal(0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device)
-
-
-def _replace_hook(optimizer: Optimizer, hook: Any) -> None:
-    """Replace the hook of an earlier ``NoisyOptimizer`` around the same optimizer."""
-    before = getattr(optimizer, _HOOK, None)
-    if before is not None:
-        before.remove()
-    setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(hook))

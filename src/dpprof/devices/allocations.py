@@ -83,7 +83,6 @@ def _position(levels: Sequence[_Level], at_ns: int) -> int:
 
 
 def _counters(levels: Sequence[_Level], at_ns: int) -> Counters:
-    """Return the counters of an instant."""
     return Counters(levels[_position(levels, at_ns)].allocated_bytes, reserved_bytes=None)
 
 

@@ -108,9 +108,7 @@ class Device(ABC):
     def energy(self, run: Callable[[], None], step_s: float) -> Energy:
         """Return the energy of a step, measured over several.
 
-        Args:
-            run: Runs one step.
-            step_s: About how long a step takes.
+        ``run`` runs one step, which takes about ``step_s``.
 
         Raises:
             NoEnergyError: The device has no energy counter, or it cannot be read.

@@ -28,10 +28,7 @@ def measure_energy(
     The energy is the whole GPU's, with idle power. As in timed steps, the host waits for the device
     only at both ends of the window.
 
-    Args:
-        run: Runs one step.
-        synchronize: Waits until the device has finished its work.
-        step_s: About how long a step takes.
+    A step takes about ``step_s``; ``synchronize`` waits until the device has finished.
 
     Raises:
         NoEnergyError: The counter cannot be read, or did not move.

@@ -205,12 +205,7 @@ def _time_sizes(
 ) -> _Timed:
     """Time one size after another, until one would take too long or does not fit in memory.
 
-    Args:
-        device: The device.
-        extent: How long a size may take.
-        sizes: The sizes, smallest first.
-        power: Time grows with this power of the size.
-        prepare: Returns the action to time for a size.
+    The smallest size comes first. Time grows with ``power`` of the size.
 
     Raises:
         RuntimeError: The first size failed.

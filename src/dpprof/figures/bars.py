@@ -20,10 +20,8 @@ _LEGEND_ROW_INCHES = 0.17
 def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
     """Draw a horizontal bar for each row, the first on top; leave out invisible parts.
 
-    Args:
-        axis: Where to draw.
-        parts: Lengths, one row per bar and one column per part.
-        colours: The colour of each part, in stacking order.
+    ``parts`` are lengths, one row per bar and one column per part; ``colours`` are in stacking
+    order.
     """
     rows = range(len(parts))
     left = pd.Series(0.0, index=parts.index)
@@ -42,7 +40,13 @@ def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
                 label=name.replace("_", " "),
             )
             left = left + parts[name].fillna(0)
-    axis.set_yticks(rows, [str(name) for name in parts.index])
+    name_bars(axis, map(str, parts.index))
+
+
+def name_bars(axis: Axes, names: Iterable[str]) -> None:
+    """Write a name beside each bar, the first on top."""
+    labels = list(names)
+    axis.set_yticks(range(len(labels)), labels)
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
 

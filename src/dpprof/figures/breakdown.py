@@ -1,4 +1,4 @@
-"""What owns the memory at the peak, and how much more is it than non-private training needs?"""
+"""What owns the memory at the peak, how much more is it than without privacy, and does it fit?"""
 
 from collections.abc import Mapping
 
@@ -13,6 +13,8 @@ from dpprof.figures.style import COMPONENT_COLOURS
 MISSING = "no run of the instruments memory or estimate succeeded without a target"
 
 _MIB = 2**20
+_GIB = 2**30
+_MEMORY = "target's memory"
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -33,4 +35,28 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         note(axis, pd.concat([peaks, measured], axis=1).max(axis=1), over_baseline(peaks))
         axis.set_xlabel("live memory at the peak (MiB)")
     share_legend(figure, axes, COMPONENT_COLOURS)
+    return figure
+
+
+def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
+
+    The dashed line is the memory that a training can allocate there. The instrument estimate
+    predicts the bytes of tensors without the device; the allocator may reserve more.
+    """
+    told = compose(tables)
+    missing = "no run of the instrument estimate succeeded for a target"
+    panels = split(told[told["target"].notna()], missing, most=8)
+    figure, axes = panels.lay_out(row_inches=height_of(panels))
+    for axis, panel in zip(axes, panels.shown, strict=True):
+        rows = panel.by_method
+        stack(axis, rows[list(COMPONENT_COLOURS)] / _GIB, COMPONENT_COLOURS)
+        peaks = rows["peak_bytes"] / _GIB
+        note(axis, peaks, over_baseline(peaks))
+        memory = rows["target_memory_bytes"].astype(float).max() / _GIB
+        if pd.notna(memory):
+            axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
+            axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
+        axis.set_xlabel("predicted peak (GiB)")
+    share_legend(figure, axes, [*COMPONENT_COLOURS, _MEMORY])
     return figure

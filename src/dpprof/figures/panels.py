@@ -65,12 +65,8 @@ def split(
 
     The method and the axes in ``but`` do not separate panels.
 
-    Args:
-        rows: Rows with the axes of experiments as columns.
-        missing: The message where there are no rows.
-        but: Axes that vary within a panel.
-        also: Other columns that must not vary within a panel.
-        most: The largest number of panels; those of the largest models and batches are kept.
+    ``missing`` is the message where there are no rows. Columns in ``also`` must not vary within
+    a panel. Of more than ``most`` panels, those of the largest models and batches are kept.
 
     Raises:
         NothingToDrawError: There are no rows.

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dpprof.figures.panels import MAX_PANELS, split
+from dpprof.figures.panels import MAX_PANELS, Panel, Panels, split
 from dpprof.figures.style import (
     OP_KIND_COLOURS,
     PHASE_MARKERS,
     NothingToDrawError,
-    new_figure,
     sort_methods,
 )
 
@@ -45,19 +44,14 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         )
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
-    columns = min(3, len(methods))
-    rows = -(-len(methods) // columns)
-    figure, axes = new_figure(columns, rows, row_inches=2.1, sharex=True, sharey=True)
-    for axis in axes.flat[len(methods) :]:
-        axis.axis("off")
-    for axis, method in zip(axes.flat, methods, strict=False):
-        _draw_method(axis, panel.rows[panel.rows["method"] == method])
-        axis.set_title(method)
+    shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
+    figure, axes = Panels(shown, 0).lay_out(3, row_inches=2.1, sharex=True, sharey=True)
+    for axis, one in zip(axes, shown, strict=True):
+        _draw_method(axis, one.rows)
         _dress(axis, panel.rows)
-    for axis in axes[:, 0]:
         axis.set_ylabel("GFLOP/s")
-    for axis in axes[-1]:
         axis.set_xlabel("FLOPs per byte")
+        axis.label_outer()
     figure.suptitle(panel.title, fontsize=8)
     _explain(figure, panel.rows)
     return figure

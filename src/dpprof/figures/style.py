@@ -173,11 +173,8 @@ def new_figure(
 ) -> tuple[Figure, Any]:
     """Return a figure of panels, one or two columns of a paper wide.
 
-    Args:
-        columns: Panels per row.
-        rows: Rows of panels.
-        row_inches: Height of a row; reduced where the figure would be too high for a page.
-        options: Passed to ``Figure.subplots``.
+    ``row_inches`` is reduced where the figure would be too high for a page. ``options`` are
+    those of ``Figure.subplots``.
 
     Returns:
         The figure, and its axes as a (rows, columns) array.

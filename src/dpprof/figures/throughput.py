@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from dpprof.analysis.axes import SETTING
 from dpprof.analysis.peak_composition import choose
-from dpprof.figures.bars import bracket, height_of
+from dpprof.figures.bars import bracket, height_of, name_bars
 from dpprof.figures.panels import split
 from dpprof.figures.style import method_style, new_figure
 
@@ -51,7 +51,7 @@ def _draw_tokens(axis: Axes, rows: pd.DataFrame) -> None:
     axis.barh(range(len(rows)), rows["tokens_per_s"], color=colours, height=0.7)
     tokens = rows["tokens_per_s"] * rows["median_step_s"]
     bracket(axis, tokens / rows["step_high_s"], tokens / rows["step_low_s"])
-    _dress(axis, [str(name) for name in rows.index])
+    name_bars(axis, map(str, rows.index))
     axis.set_xlabel("tokens/s")
 
 
@@ -65,11 +65,5 @@ def _draw_shares(axis: Axes, rows: pd.DataFrame) -> None:
     axis.barh(places, rows["mfu"].astype(float) * 100, color=_MFU, height=0.35, label="MFU")
     if (rows["hfu"] > 1).any():
         axis.axvline(100, color="black", linestyle="--", linewidth=1)
-    _dress(axis, [""] * len(rows))
+    name_bars(axis, [""] * len(rows))
     axis.set_xlabel("% of the peak")
-
-
-def _dress(axis: Axes, labels: list[str]) -> None:
-    axis.set_yticks(range(len(labels)), labels)
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")

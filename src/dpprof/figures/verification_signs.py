@@ -23,9 +23,7 @@ MEANINGS: Mapping[str, str] = {
 def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
     """Append signs to the names of methods in a figure, and explain the signs in its title.
 
-    Args:
-        figure: The drawn figure; names are found in titles, legends and tick labels.
-        marks: The methods that bear each sign.
+    Names are found in titles, legends and tick labels.
 
     Returns:
         The methods that were marked, by sign.

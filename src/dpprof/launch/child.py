@@ -9,7 +9,7 @@ import os
 import pkgutil
 import sys
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dpprof.launch.device_lock import keep_to_this_process
@@ -17,10 +17,8 @@ from dpprof.system.messages import escape_all
 from dpprof.system.process_groups import die_with, end_group_with
 
 
-class Assignment(BaseModel):
+class Assignment(BaseModel, frozen=True, extra="forbid"):
     """What a child has to do, its only command-line argument."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     function: str
     """The function to call, as ``module:name``; only the child imports it."""

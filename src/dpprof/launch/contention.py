@@ -2,28 +2,20 @@
 
 import resource
 import time
+from collections.abc import Callable
 
 import psutil
 
 
-class Contention:
-    """Measures from its creation on, for one child process at a time.
+def watch_others() -> Callable[[], float]:
+    """Return a function for the average number of cores that others keep busy from now on.
 
     All time that is not this process's children's counts as others': other programs, the kernel,
-    and on a virtual machine the hypervisor.
+    and on a virtual machine the hypervisor; 0.01 is negligible. Wait for the one child before the
+    call, because its time counts only then.
     """
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._others = _busy_s() - _children_s()
-
-    def busy_cores(self) -> float:
-        """Return the average number of cores that others kept busy since; 0.01 is negligible.
-
-        Wait for the child before the call, because its time counts only then.
-        """
-        elapsed_s = time.monotonic() - self._since
-        return (_busy_s() - _children_s() - self._others) / elapsed_s
+    since_s, before_s = time.monotonic(), _busy_s() - _children_s()
+    return lambda: (_busy_s() - _children_s() - before_s) / (time.monotonic() - since_s)
 
 
 def _busy_s() -> float:

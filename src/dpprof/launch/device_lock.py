@@ -70,10 +70,8 @@ def hold_one(
 ) -> Iterator[tuple[int, int]]:
     """Hold the lock of the first free device; wait while none is free.
 
-    Args:
-        devices: Names of interchangeable devices, at least one.
-        waiting: Called once if all of them are taken.
-        shared: Whether other callers with ``shared`` may hold the lock too.
+    ``waiting`` is called once if all are taken. With ``shared``, others with ``shared`` may
+    hold the lock too.
 
     Yields:
         The position of the device, and the descriptor to pass to a child.

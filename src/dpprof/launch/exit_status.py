@@ -25,11 +25,8 @@ def judge_death(
 ) -> tuple[Outcome, Failure]:
     """Return the outcome and failure of a process that ended without a report.
 
-    Args:
-        returncode: As in ``subprocess``: negative for a signal.
-        phase: The phase in which it ended.
-        tail: The end of its output.
-        limited: Whether it had a memory limit.
+    ``returncode`` is as in ``subprocess``, negative for a signal; ``tail`` is the end of the
+    output.
     """
     number = -returncode
     name = _signal_name(number) if number > 0 else None

@@ -21,7 +21,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from dpprof.launch import child
-from dpprof.launch.contention import Contention
+from dpprof.launch.contention import watch_others
 from dpprof.launch.device_lock import hold_one, who_holds
 from dpprof.launch.device_slots import DeviceSlot
 from dpprof.planning.code_in_use import CodeInUse
@@ -68,11 +68,7 @@ class Isolation:
         self._lock_fd, self._code = lock_fd, code
 
     def begin(self, **variables: str) -> None:
-        """Describe the surroundings of children and start the clock.
-
-        Args:
-            variables: Environment variables of the children.
-        """
+        """Describe the surroundings of children, with variables of theirs; start the clock."""
         self._code.start()
         search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
         own = {"PYTHONPATH": os.pathsep.join(filter(None, search_path)), "PYTHONUNBUFFERED": "1"}
@@ -104,13 +100,9 @@ class Isolation:
     ) -> Ended[Answer]:
         """Call a function in a fresh process and return how the process ended.
 
-        Args:
-            answer_type: The type of the function's result, which travels as JSON.
-            function: The function as ``module:name``; only the child imports it.
-            arguments: The function's arguments.
-            timeout_s: Seconds after which the child counts as hung and is killed.
-            sink: The destination of its output; None for standard error.
-            pass_fds: Descriptors that the child inherits.
+        ``function`` is ``module:name``, which only the child imports; its result travels as
+        JSON of ``answer_type``. After ``timeout_s`` the child counts as hung and is killed.
+        Without a sink its output goes to standard error. It inherits ``pass_fds``.
         """
         lifeline, held = os.pipe()
         # A file without a name disappears even if a process is killed.
@@ -123,7 +115,7 @@ class Isolation:
                 lifeline_fd=lifeline,
                 answer_fd=answer.fileno(),
             )
-            start, contention, timed_out = time.monotonic(), Contention(), False
+            start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
@@ -143,7 +135,7 @@ class Isolation:
                 finally:
                     end_group(process.pid)
                     process.wait()
-            wall_s, others = time.monotonic() - start, contention.busy_cores()
+            wall_s, others = time.monotonic() - start, others_busy_cores()
             tail = output.finish()
             answer.seek(0)
             content = answer.read()
@@ -167,12 +159,9 @@ def isolate(
 
     Inside the context, SIGTERM and SIGHUP raise ``SystemExit``, so that children are ended too.
 
-    Args:
-        output: The file that the caller will write.
-        slots: Interchangeable devices, at least one.
-        digest: Returns the digest of the code that will run.
-        module: The file of the calling module, which this process has imported.
-        shared: Whether others with ``shared`` may use the device at the same time.
+    ``slots`` are interchangeable. ``digest`` returns the digest of the code that will run;
+    ``module`` is the calling module's file, imported already. With ``shared``, others with
+    ``shared`` may use the device at the same time.
 
     Raises:
         OSError: The file cannot be written.

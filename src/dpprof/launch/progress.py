@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from dpprof.records.result import Kernels, Result
 from dpprof.spec.experiment import Experiment
@@ -23,15 +23,9 @@ from dpprof.system.files import write_atomically
 
 _VARIABLE = "DPPROF_PROGRESS"
 
-
 _PLANNED = TypeAdapter(dict[str, str])
-
-
-class _Ended(BaseModel):
-    """The line of a progress file about a run that has ended."""
-
-    run: str
-    wall_s: float
+_ENDED = TypeAdapter(dict[str, float])
+"""The first line of a progress file, kinds by run, and a later line, the seconds of a run."""
 
 
 class Progress:
@@ -47,8 +41,7 @@ class Progress:
         self._walls: dict[str, float] = {}
         for text in others:
             with contextlib.suppress(ValueError):  # cut by a full disk or a kill
-                line = _Ended.model_validate_json(text)
-                self._walls[line.run] = line.wall_s
+                self._walls |= _ENDED.validate_json(text)
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -101,9 +94,8 @@ class Progress:
 
     def conclude(self, name: str, result: Result) -> None:
         """Append a run that has ended, if the file can be written."""
-        line = {"run": name, "wall_s": result.wall_s, "outcome": result.outcome}
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({name: result.wall_s}) + "\n")
 
 
 def run_name(experiment_id: str, instrument: str, replicate: int) -> str:

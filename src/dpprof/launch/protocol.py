@@ -4,7 +4,7 @@ import mmap
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from dpprof.records.result import Failure, Measurement
 from dpprof.records.terms import PHASES, Outcome, Phase
@@ -19,10 +19,8 @@ def traces_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True, extra="forbid"):
     """The report that a worker writes at its end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     outcome: Outcome
     measurement: Measurement | None = None

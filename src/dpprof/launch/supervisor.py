@@ -15,7 +15,7 @@ from dpprof.launch.isolated import Isolation, isolate
 from dpprof.launch.protocol import TRACES, PhaseMark, Report
 from dpprof.planning.code_digest import code_digest
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.record import ResultError
+from dpprof.records.record import ResultError, write_record
 from dpprof.records.result import (
     SCHEMA_VERSION,
     Attempt,
@@ -24,7 +24,6 @@ from dpprof.records.result import (
     Others,
     Result,
     read_result,
-    write_result,
 )
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS
@@ -115,15 +114,9 @@ def supervise(
     The clock starts when the device's lock is held. A run that crashed or was killed is tried once
     more. The result has every attempt.
 
-    Args:
-        experiment: The experiment.
-        instrument: The instrument to run it under.
-        replicate: The number of the replicate.
-        output: The result file.
-        log_path: The file for the worker's output; None for standard error.
-        traces: The folder for an instrument's trace files; None for none.
-        keep: Whether to return an existing complete result of this run by the present code, which
-            a process wrote after its Snakemake was killed.
+    The worker's output goes to ``log_path``, or to standard error; an instrument's traces go to
+    the folder ``traces``, if any. With ``keep``, an existing complete result of this run by the
+    present code is returned: a process wrote it after its Snakemake was killed.
 
     Raises:
         OSError: The result cannot be written; this is checked before the measurement.
@@ -155,8 +148,9 @@ def supervise(
     facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
     measured = (measurement or Measurement()).model_dump()
     measured["reasons"] |= {"verification": JOINED}
-    return write_result(
+    return write_record(
         output,
+        Result,
         {
             **measured,
             **facts,

@@ -3,8 +3,8 @@
 Shape legend: B batch.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
 from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
+from dpprof.system.substitutes import substitute
 
 
 class ClippedStep(TrainingStep):
@@ -94,11 +95,6 @@ class ClippedStep(TrainingStep):
         """Why a Triton kernel did not run where one should have."""
         return tell_reasons()
 
-    @contextmanager
-    def watch_samplers(self, watch: Watch) -> Iterator[None]:
+    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch how norms are computed."""
-        before, self.clipping.watch = self.clipping.watch, watch
-        try:
-            yield
-        finally:
-            self.clipping.watch = before
+        return substitute(self.clipping, "watch", watch)

@@ -178,10 +178,7 @@ def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     A sample without labels has the loss 0.
     """
     losses = functional.cross_entropy(
-        logits_BTV.flatten(0, 1),
-        labels_BT.flatten(),
-        ignore_index=UNLABELLED,
-        reduction="none",
+        logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=UNLABELLED, reduction="none"
     )
     labelled_B = (labels_BT != UNLABELLED).sum(1).clamp(min=1)
     return losses.view(labels_BT.shape).sum(1) / labelled_B

@@ -36,12 +36,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Maps token ids to logits.
 
-    Args:
-        dimensions: The model's size.
-        seq_len: The number of learned positions, and so the longest sequence.
-        attention: ``sdpa``, ``eager`` or ``opacus``.
-        checkpointing: ``none``, or ``non-reentrant`` or ``reentrant`` for blocks that save only
-            their input.
+    ``seq_len`` is the number of learned positions, and so the longest sequence. ``attention`` and
+    ``checkpointing`` are an experiment's.
     """
 
     def __init__(

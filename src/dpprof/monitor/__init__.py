@@ -5,11 +5,4 @@ from dpprof.monitor.metrics import Metrics
 from dpprof.monitor.monitor import Monitor
 from dpprof.monitor.sinks import Sink, TensorBoard, WeightsAndBiases
 
-__all__ = [
-    "Metrics",
-    "Monitor",
-    "Sink",
-    "TensorBoard",
-    "WeightsAndBiases",
-    "model_flops_per_token",
-]
+__all__ = ["Metrics", "Monitor", "Sink", "TensorBoard", "WeightsAndBiases", "model_flops_per_token"]

@@ -22,8 +22,8 @@ import torch
 
 from dpprof.flops.counter import Counter
 from dpprof.monitor.metrics import NAMES, Figure, Metrics, Window, Work, derive_metrics
-from dpprof.monitor.peak import find_peak
 from dpprof.monitor.sinks import Sink
+from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.target import DTYPES, Dtype
 from dpprof.spec.validation import one_of, refuse
 
@@ -203,6 +203,24 @@ def _find_executed(counter: Counter, tokens: int) -> Figure:
     if counter.flops == 0:  # the dispatcher does not see CUDA graphs
         return Figure(None, "the profiled step ran no matrix product")
     return Figure(counter.flops / tokens)
+
+
+def find_peak(dtype: Dtype | None) -> Figure:
+    """Look up the current CUDA device in the data sheets; dense FLOP/s.
+
+    There is no default dtype, as the peaks of a device differ by up to fifteen times.
+    """
+    missing = "peak_flops_per_s was not given, and "
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return Figure(None, missing + "a CPU has no data sheet")
+    name = torch.cuda.get_device_name()
+    target = find_by_device_name(name)
+    if target is None:
+        return Figure(None, missing + f"there is no data sheet of {name}")
+    if dtype is None:
+        return Figure(None, missing + "neither was dtype")
+    peak = target.flops_per_s.get(dtype)
+    return Figure(peak, "" if peak else missing + f"the data sheet of {name} lacks {dtype}")
 
 
 def _check_count(name: str, value: Any, *, least: int) -> int:

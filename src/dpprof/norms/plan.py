@@ -77,10 +77,7 @@ def choose(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> Choice:
     an element; ``keeps`` says whether contributions are kept for the weighted sum.
     """
     gram, product = price_gram(T, d, p), price_product(T, d, p)
-    prices = {
-        Way.TILED_GRAM: gram.weigh(itemsize),
-        Way.TILED_PRODUCT: product.weigh(itemsize),
-    }
+    prices = {Way.TILED_GRAM: gram.weigh(itemsize), Way.TILED_PRODUCT: product.weigh(itemsize)}
     if keeps and d * p <= T * (d + p):
         return Choice(Way.KEPT, T, d, p, product.flops, prices)
     way = min(prices, key=lambda name: prices[name])

@@ -17,11 +17,7 @@ def scale_gradients(
 ) -> Tensor:
     """Sum ``g * (x - mean) * rstd`` over tokens.
 
-    Args:
-        x_BTd: Input of the normalisation.
-        g_BTd: Gradient of its output.
-        mean_BT1: Means that were subtracted; None for none.
-        rstd_BT1: Reciprocal standard deviations.
+    ``rstd_BT1`` are reciprocal standard deviations; the means are None if none were subtracted.
 
     Returns:
         (B, d) in float32, or float64 for float64.

@@ -25,10 +25,6 @@ def number_slots(ids_BT: Tensor) -> Tensor:
 def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     """Sum output gradients by slot, as many columns at a time as the workspace holds.
 
-    Args:
-        ids_BT: The ids that were looked up.
-        g_BTd: Output gradients.
-
     Returns:
         Squares in float32, or float64 for float64. A slot sums at most T gradients, so rounding is
         relative to T times their squares.

@@ -19,11 +19,7 @@ TILE = 256
 def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -> Squares:
     """Compute the inner product of both gradients of each sample.
 
-    Args:
-        ids_BT: The ids that were looked up.
-        e_BTd: Output gradients of the lookup.
-        x_BSd: Inputs of the weight.
-        g_BSV: Output gradients of the weight.
+    ``e_BTd`` are output gradients of the lookup, ``g_BSV`` those of the weight.
 
     Returns:
         The products as ``found``, in float32, or float64 for float64. As for Gram matrices

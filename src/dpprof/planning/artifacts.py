@@ -9,12 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.planning.code_digest import (
-    ceilings_digest,
-    code_digest,
-    foreign_parts,
-    verdict_digest,
-)
+from dpprof.planning.code_digest import ceilings_digest, code_digest, foreign_parts, verdict_digest
 from dpprof.records.ceilings import CEILINGS, ceilings_path, read_ceilings
 from dpprof.records.record import read_record
 from dpprof.records.result import read_result
@@ -55,11 +50,7 @@ class Code(NamedTuple):
         return code_path(self.name)
 
     def planned(self, root: Path) -> str | None:
-        """Return the digest as planned last; None where it was not.
-
-        Args:
-            root: The folder that holds ``results``.
-        """
+        """Return the digest as planned last; None where it was not."""
         path = root / self.path
         found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
         return found and found.strip()

@@ -20,6 +20,7 @@ from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.system.paths import PACKAGE, TEMPLATES
 
 P = ParamSpec("P")
+Name = tuple[registry.Group, str]
 _COMMANDS = PACKAGE / "cli"
 _CACHED: list[Any] = []
 
@@ -109,20 +110,18 @@ def measuring_files(instrument: str, method: str) -> list[Path]:
     but not the code that parses options or prints progress.
     """
     entries = [PACKAGE / "launch" / "worker.py", PACKAGE / "launch" / "supervisor.py"]
-    entries += sorted((PACKAGE / "models").glob("*.py"))
-    named = (
-        registry.source_file("instruments", instrument),
-        registry.source_file("methods", method),
-    )
-    return closure([*entries, *(file for file in named if file is not None)])
+    entries += (PACKAGE / "models").glob("*.py")
+    return closure([*entries, *_files_of(("instruments", instrument), ("methods", method))])
 
 
-def foreign_parts(experiment: Experiment) -> tuple[tuple[registry.Group, str], ...]:
+def _files_of(*names: Name) -> list[Path]:
+    return [file for name in names if (file := registry.source_file(*name)) is not None]
+
+
+def foreign_parts(experiment: Experiment) -> tuple[Name, ...]:
     """Return the experiment's model and target, by group and name, if from other packages."""
-    named: list[tuple[registry.Group, Any]] = [
-        ("models", experiment.model),
-        ("targets", experiment.target),
-    ]
+    named: tuple[tuple[registry.Group, Any], ...]
+    named = (("models", experiment.model), ("targets", experiment.target))
     return tuple(
         (group, name)
         for group, name in named
@@ -140,21 +139,15 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
 
 
 @_remember
-def _code_digest(
-    instrument: str, method: str, foreign: tuple[tuple[registry.Group, str], ...]
-) -> str:
-    names: list[tuple[registry.Group, str]] = [
-        ("instruments", instrument),
-        ("methods", method),
-        *foreign,
-    ]
-    files = measuring_files(instrument, method)
-    files += filter(None, [registry.source_file(*part) for part in foreign])
-    return _digest(
-        files,
-        package_versions(("torch", "opacus")),
-        [registry.distribution_of(group, name) for group, name in names],
-    )
+def _code_digest(instrument: str, method: str, foreign: tuple[Name, ...]) -> str:
+    files = [*measuring_files(instrument, method), *_files_of(*foreign)]
+    return _digest_named(files, ("instruments", instrument), ("methods", method), *foreign)
+
+
+def _digest_named(files: Iterable[Path], *names: Name) -> str:
+    """Return the digest of files, and of the versions of torch, Opacus and names' packages."""
+    distributions = [registry.distribution_of(*name) for name in names]
+    return _digest(files, package_versions(("torch", "opacus")), distributions)
 
 
 @functools.cache
@@ -176,27 +169,21 @@ def verifying_files(model: str, method: str) -> list[Path]:
     """
     entries = [PACKAGE / "launch" / "verification_run.py"]
     entries += [*(PACKAGE / "verification").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
-    named = [registry.source_file("methods", method)]
-    if model != BUILT_IN:
-        named.append(registry.source_file("models", model))
-    return closure([*entries, *(file for file in named if file is not None)])
+    return closure([*entries, *_files_of(*_verified_names(model, method))])
+
+
+def _verified_names(model: str, method: str) -> list[Name]:
+    names: list[Name] = [("methods", method), ("models", model)]
+    return names[:1] if model == BUILT_IN else names
 
 
 @_remember
 def verdict_digest(model: str, method: str) -> str:
     """Return the digest of what a verdict depends on: sources, torch's and Opacus's versions.
 
-    Args:
-        model: A result of ``verified_as``.
-        method: A method's name.
+    ``model`` is a result of ``verified_as``.
     """
-    names: list[tuple[registry.Group, str]] = [("methods", method)]
-    names += [("models", model)] if model != BUILT_IN else []
-    return _digest(
-        verifying_files(model, method),
-        package_versions(("torch", "opacus")),
-        [registry.distribution_of(group, name) for group, name in names],
-    )
+    return _digest_named(verifying_files(model, method), *_verified_names(model, method))
 
 
 def limiting_files() -> list[Path]:
@@ -218,7 +205,7 @@ def derived_digests() -> dict[str, str]:
     measurements.
     """
     figures = {
-        f"figure-{name}": _digest(closure([_COMMANDS / "figure.py", *_files_of(name)]))
+        f"figure-{name}": _digest(closure([_COMMANDS / "figure.py", *_files_of(("figures", name))]))
         for name in registry.names("figures")
     }
     templates = sorted(TEMPLATES.iterdir())
@@ -226,8 +213,3 @@ def derived_digests() -> dict[str, str]:
         "tables": _digest(closure([_COMMANDS / "tables.py"])),
         "report": _digest([*closure([_COMMANDS / "report.py"]), *templates]),
     }
-
-
-def _files_of(figure: str) -> list[Path]:
-    file = registry.source_file("figures", figure)
-    return [] if file is None else [file]

@@ -11,9 +11,8 @@ from dpprof.system.files import sha256_hex
 class CodeInUse:
     """Watches source files while they are in use.
 
-    Args:
-        digest: Returns the digest of the files at the time of the call.
-        loaded: A module that this process has already imported.
+    ``digest`` returns the files' digest at the time of the call; ``loaded`` is a module that
+    this process has already imported.
     """
 
     def __init__(self, digest: Callable[[], str], loaded: str) -> None:

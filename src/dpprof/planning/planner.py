@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dpprof.planning.artifacts import (
     KINDS,
@@ -48,10 +48,8 @@ from dpprof.system.files import (
 from dpprof.system.hardware import available_cores, cpu_name, resolve_device, visible_gpus
 
 
-class PlannedRun(BaseModel):
+class PlannedRun(BaseModel, frozen=True, extra="forbid"):
     """One line of a manifest."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     instrument: str
@@ -64,10 +62,8 @@ class PlannedRun(BaseModel):
         return result_path(root, self.instrument, self.id, self.replicate)
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True, extra="forbid"):
     """The runs of one config, in canonical order."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     runs: tuple[PlannedRun, ...]
@@ -148,9 +144,7 @@ def _check_names(config: Config) -> None:
 def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -> Plan:
     """Return the runs of a config; write nothing.
 
-    Args:
-        raw: The config as parsed from YAML.
-        device: Returns the device for ``device: auto``.
+    ``device`` returns the device for ``device: auto``.
 
     Raises:
         InputError: The config is not valid; the message has one sentence per problem.

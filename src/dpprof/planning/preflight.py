@@ -16,8 +16,7 @@ from dpprof.spec.validation import InputError
 def refuse_config_files(arguments: Sequence[str]) -> None:
     """End the process with an error message if a config file must not be loaded.
 
-    Args:
-        arguments: Snakemake's command line, already accepted by Snakemake's parser.
+    ``arguments`` is Snakemake's command line, which its own parser has accepted.
     """
     for path in _config_files(arguments):
         try:

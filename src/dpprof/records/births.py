@@ -47,10 +47,7 @@ def allocates_for_its_caller(function: _F) -> _F:
 
 
 def components_by_code(births: "Mapping[Function, Component]") -> "dict[CodeType, Component]":
-    """List the code of marked functions, and of those that a method declares.
-
-    Args:
-        births: Components by the function, as a method declares them; they come first.
+    """List the code of marked functions, and of a method's own ``births``, which come first.
 
     Raises:
         TypeError: One of them is no function written in Python.

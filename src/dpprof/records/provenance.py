@@ -74,8 +74,7 @@ def describe_git() -> dict[str, Any]:
 def describe_surroundings(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return a description of code, packages, machine and settings, without importing torch.
 
-    Args:
-        environment: The environment variables that the measuring process will have.
+    ``environment`` is that of the measuring process.
     """
     torch_version, torch_cuda = torch_build()
     return {

@@ -32,12 +32,8 @@ def reconcile(
 ) -> Attribution:
     """Return how the recorded peak compares with the allocator's, if the latter is known.
 
-    Args:
-        experiment: What was recorded.
-        timeline_peak_bytes: Peak of the timeline.
-        allocator_peak_bytes: On CUDA of ``max_memory_allocated``, which counts whole blocks.
-        evidence: Bytes at the peak by how their owner was identified.
-        rounding_bytes: What whole blocks take beyond the timeline's sizes.
+    On CUDA the allocator's peak counts whole blocks, as ``max_memory_allocated`` does;
+    ``rounding_bytes`` is what they take beyond the timeline's sizes.
     """
     gap: int | None = None
     valid: bool | None = None

@@ -56,10 +56,7 @@ def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> R
     Text that cannot be encoded is escaped, here and when a file is read, so that later uses of it
     do not fail.
 
-    Args:
-        path: The file; replaced atomically.
-        kind: The record's class; the fields that it declares itself come first.
-        fields: Every field of it but ``content_digest``.
+    The fields that ``kind`` declares itself come first; ``content_digest`` is added.
     """
     draft = kind.model_validate({**fields, "content_digest": ""})
     dumped = escape_all(draft.model_dump(mode="json"))
@@ -76,11 +73,7 @@ def read_record(
 ) -> Record:
     """Read and check a record.
 
-    Args:
-        path: The file.
-        kind: The record's class.
-        version: The schema version that can be read.
-        older: By older version, what has changed since.
+    ``older`` says, by older version, what has changed since.
 
     Raises:
         ResultError: The file is cut, edited, or of another schema version.

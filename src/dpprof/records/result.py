@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_record, write_record
+from dpprof.records.record import Part, ResultError, read_record
 from dpprof.records.step_costs import Compute, Io, Memory
 from dpprof.records.terms import OpKind, Outcome, Phase
 from dpprof.spec.experiment import Experiment
@@ -290,16 +290,6 @@ class Result(Measurement):
     wall_s: float = Field(description="from started_at to the end of the last attempt")
     device: dict[str, Any]
     provenance: dict[str, Any]
-
-
-def write_result(path: Path, fields: dict[str, Any]) -> Result:
-    """Write a result with its content digest, as a whole.
-
-    Args:
-        path: The file; replaced atomically.
-        fields: Every field of ``Result`` but ``content_digest``.
-    """
-    return write_record(path, Result, fields)
 
 
 def read_result(path: Path) -> Result:

@@ -1,7 +1,6 @@
 """The published schemas and key tables, generated from pydantic models."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,12 @@ def _allowed(schema: dict[str, Any]) -> str:
     return " ".join([kind, *words])
 
 
-def _rows(model: type[BaseModel], names: list[str], default: Callable[[str], str]) -> list[str]:
+def _rows(model: type[BaseModel]) -> list[str]:
     properties = model.model_json_schema()["properties"]
     rows = ["| key | allowed | default | what it is |", "| --- | --- | --- | --- |"]
-    for name in names:
+    for name, field in model.model_fields.items():
         allowed = "`auto`, `cpu`, `cuda`" if name == "device" else _allowed(properties[name])
-        rows.append(
-            f"| `{name}` | {allowed} | {default(name)} | {model.model_fields[name].description} |"
-        )
+        rows.append(f"| `{name}` | {allowed} | {_default(model, name)} | {field.description} |")
     return rows
 
 
@@ -84,7 +81,7 @@ def key_tables() -> str:
     sweep_properties = Sweep.model_json_schema()["properties"]
     parts = [
         "### Keys of an experiment\n",
-        *_rows(Experiment, list(Experiment.model_fields), lambda n: _default(Experiment, n)),
+        *_rows(Experiment),
         "\n### Keys for instruments and replicates\n",
         "| key | allowed | default | what it is |",
         "| --- | --- | --- | --- |",
@@ -95,7 +92,7 @@ def key_tables() -> str:
         parts.append(f"| `{name}` | {_allowed(scalar)} | {watch_defaults[name]} | {description} |")
     parts += [
         "\n### Keys of a mapping of dimensions\n",
-        *_rows(Dimensions, list(Dimensions.model_fields), lambda n: _default(Dimensions, n)),
+        *_rows(Dimensions),
     ]
     return "\n".join(parts) + "\n"
 
@@ -109,11 +106,7 @@ def _with_key_tables(text: str) -> str:
 
 
 def generated_files(root: Path) -> dict[Path, str]:
-    """Return the content of every generated file, by path.
-
-    Args:
-        root: The folder of the repository.
-    """
+    """Return the content of every generated file, by path."""
     readme = root / "config" / "README.md"
     schemas = root / "workflow" / "schemas"
     return {

@@ -8,7 +8,6 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 Phase = Literal["setup", "forward", "backward", "second_backward", "clip", "noise", "step"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-
 Component = Literal[
     "parameters",
     "gradients",
@@ -30,7 +29,6 @@ COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 Evidence = Literal["identity", "birthplace", "phase"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
-
 
 OpKind = Literal[
     "gemm",

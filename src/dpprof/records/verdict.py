@@ -21,7 +21,6 @@ TOLERANCE = 1e-9
 BUILT_IN = "built-in"
 """The model that represents every size of dpprof's own transformer, whose layers are the same."""
 
-
 Scenario = Literal[
     "plain",
     "ignored labels",

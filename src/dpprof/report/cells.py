@@ -1,4 +1,4 @@
-"""Text for the cells of a table."""
+"""Text for the cells of a table, and the columns that name its experiments."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -6,22 +6,40 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.frames import varying_axes
 from dpprof.report.document import Paragraph, Table
 
 Cell = Callable[[Any], str]
+Told = list[Table | Paragraph]
 
 MAX_ROWS = 60
 """For a longer table the report names the CSV instead."""
 
+ORDER = ["model", "seq_len", "batch_size"]
+"""The columns by which rows are sorted."""
+
 
 def column(name: str) -> Cell:
-    """Return a cell writer that writes a column as it is."""
-    return lambda row: str(row[name])
+    """Return a cell writer that writes a column as it is; a dash where it is unknown."""
+    return lambda row: text_of(row[name])
 
 
 def amount(name: str, unit: float = 1.0, digits: int = 1) -> Cell:
     """Return a cell writer that writes a column's figures in a unit."""
     return lambda row: number(row[name], unit, digits)
+
+
+def name_experiments(rows: pd.DataFrame) -> dict[str, Cell]:
+    """Return the columns that name an experiment: the axes that vary among the rows."""
+    varying = varying_axes(rows, but=("model", "method", "batch_size", "seq_len"))
+    named = {name: name for name in ("model", *varying)}
+    named |= {"T": "seq_len", "B": "batch_size", "method": "method"}
+    return {heading: column(name) for heading, name in named.items()}
+
+
+def texts(naming: Mapping[str, Cell]) -> tuple[str, ...]:
+    """Return the naming columns that are not numbers."""
+    return tuple(name for name in naming if name not in ("T", "B"))
 
 
 def tabulate(
@@ -33,12 +51,7 @@ def tabulate(
 ) -> Table | Paragraph:
     """Return a frame as a table of texts; columns not named in ``text`` are set flush right.
 
-    Args:
-        caption: What the table shows.
-        columns: From a heading to the writer of its cells.
-        frame: The rows; beyond ``MAX_ROWS`` rows the result only names the CSV.
-        text: The headings of text columns.
-        source: The CSV that holds the rows.
+    Beyond ``MAX_ROWS`` rows the result only names ``source``, the CSV that holds the rows.
     """
     if len(frame) > MAX_ROWS:
         return Paragraph(text=f"{caption} These are {len(frame):,} rows: see {source}.")

@@ -12,6 +12,7 @@ from dpprof.report import kernel_sections, memory_sections, outcome_section, tim
 from dpprof.report.advice_section import tell_advice, tell_capacity
 from dpprof.report.cells import Cell, column, plural, tabulate
 from dpprof.report.document import (
+    Blocks,
     Bullets,
     Document,
     Drawing,
@@ -25,7 +26,6 @@ from dpprof.report.verification_section import TITLE as VERIFICATION
 from dpprof.report.verification_section import count_verified, mark_methods, tell_verification
 
 Tables = Mapping[str, pd.DataFrame]
-Blocks = list[Paragraph | Bullets | Table | Picture]
 
 _FIGURES_OF = {
     "Memory": ("breakdown", "timeline"),
@@ -39,19 +39,13 @@ _FIGURES_OF = {
 }
 """The section of each of dpprof's own figures; other packages' figures have their own section."""
 
-_SUMMARY = ("Findings", "Comparison", "Outcomes", "Missing results")
-
 
 def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
-    """Return the content of the report.
-
-    Args:
-        tables: The tables of ``analysis.tables``, by file stem.
-        drawings: The figures that exist, with captions or reasons why nothing was drawn.
-    """
+    """Return the content of the report."""
     experiments = tables["experiments"]
     composition, costs = compose(tables), choose(tables["costs"])
-    predicted = _name_predictions(composition)
+    targets = sorted(set(composition["target"].dropna()))
+    predicted = f"Predicted for {', '.join(targets) or 'targets'}"
     sections: dict[str, Blocks] = {
         "Findings": [
             *tell_findings(tables["settings"], tables["methods"]),
@@ -103,7 +97,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         title="What differentially private training costs",
         headline=_headline(tables),
         sections=tuple(
-            Section(title=title, blocks=tuple(blocks), in_summary=title in _SUMMARY)
+            Section(title=title, blocks=tuple(blocks))
             for title, blocks in sections.items()
             if blocks
         ),
@@ -111,17 +105,13 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     return mark_methods(document, find_marks(tables["verification"]))
 
 
-def _name_predictions(composition: pd.DataFrame) -> str:
-    targets = sorted(set(composition["target"].dropna()))
-    return f"Predicted for {', '.join(targets) or 'targets'}"
-
-
 def _headline(tables: Tables) -> tuple[str, ...]:
     runs, missing = tables["runs"], tables["missing"]
     ok = int((runs["outcome"] == "ok").sum())
     experiments = runs["experiment_id"].nunique()
     counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
-    said = [f"{counted}{plural(experiments, 'experiment')}: {_success(ok, len(runs))}."]
+    success = f"{ok:,} ok ({ok / len(runs):.0%})" if len(runs) else "none has a result"
+    said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
     failures = [
         f"{count:,} {outcome}"
         for outcome in OUTCOMES[1:]
@@ -149,14 +139,9 @@ def _headline(tables: Tables) -> tuple[str, ...]:
     if outdated:
         said.append(
             f"{outdated:,} {plural(outdated, 'run was', 'runs were')} measured by other code than "
-            "the present; to measure again, run workflow/scripts/forget.py --outdated, then "
-            "snakemake."
+            "the present; to measure again, run dpprof forget --outdated, then snakemake."
         )
     return tuple(said)
-
-
-def _success(ok: int, total: int) -> str:
-    return f"{ok:,} ok ({ok / total:.0%})" if total else "none has a result"
 
 
 def _caveats(findings: pd.DataFrame) -> list[Table | Paragraph]:

@@ -7,7 +7,7 @@ what it prints, so a name or a message cannot inject markup.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from dpprof.spec.experiment import Name
 from dpprof.spec.validation import InputError, explain
@@ -23,10 +23,8 @@ def _printable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_printable)]
 
 
-class Block(BaseModel):
+class Block(BaseModel, frozen=True, extra="forbid"):
     """A part of a section."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Paragraph(Block):
@@ -62,10 +60,11 @@ class Picture(Block):
     caption: Text
 
 
-class Drawing(BaseModel):
-    """A figure's caption, or why nothing was drawn."""
+Blocks = list[Paragraph | Bullets | Table | Picture]
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class Drawing(BaseModel, frozen=True, extra="forbid"):
+    """A figure's caption, or why nothing was drawn."""
 
     name: Name
     caption: Text
@@ -73,21 +72,15 @@ class Drawing(BaseModel):
     """Why nothing was drawn; the figure then shows only this reason."""
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True, extra="forbid"):
     """A title and its blocks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: Text
     blocks: tuple[Paragraph | Bullets | Table | Picture, ...]
-    in_summary: bool = False
-    """Whether the summary for the terminal includes the section."""
 
 
-class Document(BaseModel):
+class Document(BaseModel, frozen=True, extra="forbid"):
     """A whole report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: Text
     headline: tuple[Text, ...]

@@ -5,16 +5,25 @@ from typing import Any
 import pandas as pd
 
 from dpprof.records.terms import OP_KINDS
-from dpprof.report.cells import Cell, amount, column, number, percent, significant, tabulate
-from dpprof.report.document import Paragraph, Table
-from dpprof.report.naming import ORDER, name_experiments, texts
+from dpprof.report.cells import (
+    ORDER,
+    Cell,
+    Told,
+    amount,
+    column,
+    name_experiments,
+    number,
+    percent,
+    significant,
+    tabulate,
+    texts,
+)
+from dpprof.report.document import Paragraph
 
 _MS = 1e-3
 _MIB = 2**20
 _MOST_OP_KINDS = 8
 """More columns do not fit a page."""
-
-Told = list[Table | Paragraph]
 
 
 def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:

@@ -163,9 +163,7 @@ def has_latex() -> bool:
 def compile_latex(source: Path, output: Path) -> None:
     """Write the PDF of a LaTeX file.
 
-    Args:
-        source: The file; figures are looked up in ``figures/`` beside it.
-        output: The PDF to write.
+    Figures are looked up in ``figures/`` beside it.
 
     Raises:
         LatexError: LaTeX made no PDF.

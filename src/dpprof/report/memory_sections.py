@@ -9,17 +9,20 @@ from dpprof.analysis.axes import BASELINE, SETTING
 from dpprof.analysis.peak_composition import needed_bytes
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
+    ORDER,
     Cell,
+    Told,
     amount,
     column,
+    name_experiments,
     number,
     percent,
     significant,
     tabulate,
     text_of,
+    texts,
 )
 from dpprof.report.document import Paragraph, Table
-from dpprof.report.naming import ORDER, name_experiments, texts
 
 _MIB = 2**20
 _GIB = 2**30
@@ -28,8 +31,6 @@ _LEAST_SHARE = 0.01
 
 _MOST_OWNERS = 8
 """More columns do not fit on a page."""
-
-Told = list[Table | Paragraph]
 
 
 def owners(composition: pd.DataFrame) -> Told:
@@ -52,8 +53,8 @@ def owners(composition: pd.DataFrame) -> Told:
     causes = naming | {
         "peak (MiB)": amount("peak_bytes", _MIB),
         "phase": lambda row: text_of(row["phase"]).replace("_", " "),
-        "operator": lambda row: text_of(row["op"]),
-        "module": lambda row: text_of(row["module"]),
+        "operator": column("op"),
+        "module": column("module"),
         "from": column("instrument"),
     }
     text = (*texts(naming), "phase", "operator", "module", "from")

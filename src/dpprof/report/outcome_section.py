@@ -4,9 +4,7 @@ import pandas as pd
 
 from dpprof.records.terms import OUTCOMES
 from dpprof.report.cells import MAX_ROWS, Cell, column, tabulate, text_of
-from dpprof.report.document import Bullets, Paragraph, Picture, Table
-
-Blocks = list[Paragraph | Bullets | Table | Picture]
+from dpprof.report.document import Blocks, Bullets, Paragraph, Table
 
 _FAILURE = ["method", "outcome", "error_kind", "error_phase"]
 
@@ -37,10 +35,10 @@ def _failures(failed: pd.DataFrame) -> Table | Paragraph:
     columns: dict[str, Cell] = {
         "experiment": lambda row: f"{row['experiment_id']} {row['instrument']} r{row['replicate']}",
         "outcome": column("outcome"),
-        "kind": lambda row: text_of(row["error_kind"]),
-        "phase": lambda row: text_of(row["error_phase"]),
+        "kind": column("error_kind"),
+        "phase": column("error_phase"),
         "message": lambda row: text_of(row["error_message"])[:200],
-        "log": lambda row: text_of(row["error_log"]),
+        "log": column("error_log"),
     }
     caption = "Failed runs, with their log files."
     return tabulate(caption, columns, failed, tuple(columns), "results/tables/runs.csv")

@@ -6,13 +6,22 @@ import pandas as pd
 
 from dpprof.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
 from dpprof.records.terms import PHASES
-from dpprof.report.cells import Cell, amount, column, number, span, tabulate
-from dpprof.report.document import Paragraph, Table
-from dpprof.report.naming import ORDER, name_experiments, texts
+from dpprof.report.cells import (
+    ORDER,
+    Cell,
+    Told,
+    amount,
+    column,
+    name_experiments,
+    number,
+    span,
+    tabulate,
+    texts,
+)
+from dpprof.report.document import Paragraph
 
 _MIB = 2**20
 _MS = 1e-3
-Told = list[Table | Paragraph]
 
 
 def compare(experiments: pd.DataFrame) -> Told:

@@ -42,11 +42,11 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bu
     }
     columns |= {
         "method": column("method"),
-        "mechanism": lambda row: text_of(row["mechanism"]),
+        "mechanism": column("mechanism"),
         "clips": _clips,
         "error of gradients": _error("max_relative_error"),
         "of norms": _error("max_relative_error_of_norms"),
-        "reference": lambda row: text_of(row["reference"]),
+        "reference": column("reference"),
         "verdict": lambda row: _VERDICTS.get(row["verified"], "not verified"),
     }
     if name_unverified(verification):
@@ -118,9 +118,7 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
 def mark_methods(document: Document, marks: Marks) -> Document:
     """Return the report with signs after methods' names, in tables and in findings.
 
-    Args:
-        document: The report; its verification section stays unchanged.
-        marks: The methods that bear each sign.
+    The verification section stays as it is.
     """
     names = {name for methods in marks.values() for name in methods}
     if not names:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -27,10 +26,8 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 ID_PATTERN = r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}"
 
 
-class Dimensions(BaseModel):
+class Dimensions(BaseModel, frozen=True, extra="forbid"):
     """The size of a decoder-only transformer; its MLP is four times ``d_model`` wide."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     vocab_size: Annotated[int, Field(ge=2, le=10**9), BeforeValidator(refuse_bool)] = Field(
         description="tokens in the vocabulary"
@@ -86,14 +83,12 @@ def device_of(target: "str | Target") -> Literal["cpu", "cuda"]:
     return "cpu" if target == CPU_TARGET else "cuda"
 
 
-class Experiment(BaseModel):
+class Experiment(BaseModel, frozen=True, extra="forbid"):
     """A complete description of what is measured.
 
     The canonical JSON of these fields is the spec. Its sha256 is the spec digest. The id is a
     readable stem with the digest's first eight hex digits.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Model = Field(
         description="a preset's name, or a mapping of vocab_size, d_model, layers and heads"
@@ -192,10 +187,7 @@ class Experiment(BaseModel):
 def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:
     """Return fields with a missing or ``auto`` device set to the target's kind or this machine's.
 
-    Args:
-        fields: The given fields of an experiment.
-        auto: Returns this machine's device.
-        key: The user's name for the device, for the error message.
+    ``auto`` returns this machine's device; ``key`` is the user's name for the device.
 
     Raises:
         InputError: The given device is not the target's kind.

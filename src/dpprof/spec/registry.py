@@ -28,7 +28,6 @@ class UnsupportedError(Exception):
 
 Group = Literal["models", "methods", "instruments", "figures", "targets"]
 
-
 NAMING: dict[str, Group] = {
     "model": "models",
     "method": "methods",
@@ -37,7 +36,6 @@ NAMING: dict[str, Group] = {
 }
 """Keys whose values must be names in the registry, with the group of each."""
 
-
 RENAMED: dict[tuple[Group, str], str] = {("instruments", "ledger"): "memory"}
 """Old names, with the new names that replace them."""
 
@@ -45,10 +43,7 @@ RENAMED: dict[tuple[Group, str], str] = {("instruments", "ledger"): "memory"}
 class EntryPointError(ImportError):
     """An entry point's object does not exist, or is not what its group requires.
 
-    Args:
-        group: The group in which the name is declared.
-        name: The name.
-        problem: What is wrong, as words that follow "which".
+    ``problem`` says what is wrong, in words that follow "which".
     """
 
     def __init__(self, group: Group, name: str, problem: str) -> None:

@@ -109,17 +109,14 @@ class Config(BaseModel):
         default_factory=list, description="combinations to drop from every sweep"
     )
     partial: bool = Field(
-        False,
-        description="report on the results that exist, list missing ones and run nothing",
+        False, description="report on the results that exist, list missing ones and run nothing"
     )
 
 
 def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None = None) -> Config:
     """Validate a config mapping.
 
-    Args:
-        raw: The config as parsed from YAML.
-        names: The names that exist, by key, for the message about a name that does not.
+    ``names`` are those that exist, by key, for the message about one that does not.
 
     Raises:
         InputError: The config is not valid; the message has one sentence per problem, with key,
@@ -139,9 +136,7 @@ def given(grid: BaseModel) -> dict[str, Any]:
 def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[Run]]:
     """Return the runs of every sweep.
 
-    Args:
-        config: A validated config.
-        resolve_device: Returns the device for ``device: auto``; called at most once.
+    ``resolve_device`` returns the device for ``device: auto``; it is called at most once.
 
     Returns:
         The runs of each sweep, by sweep name. The same run may be in several sweeps.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from dpprof.spec.quantities import Positive, Size
 from dpprof.system.files import canonical_json
@@ -19,10 +19,8 @@ def _for_every_dtype(value: object) -> object:
     return dict.fromkeys(DTYPES, value)
 
 
-class Target(BaseModel):
+class Target(BaseModel, frozen=True, extra="forbid"):
     """A device, described by the limits that bound a training step on it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_bytes: Size = Field(description="memory that training can allocate")
     flops_per_s: Annotated[dict[Dtype, Positive], BeforeValidator(_for_every_dtype)] = Field(

@@ -109,11 +109,8 @@ def explain(
 ) -> InputError:
     """Return one sentence per problem that pydantic found, and the number of problems beyond ten.
 
-    Args:
-        error: The pydantic error.
-        model: The model that was validated, for its allowed keys.
-        options: Whether to spell keys as command-line options, ``--batch-size`` for ``batch_size``.
-        names: The names that exist, by key, for the message about a value that cannot be one.
+    ``model`` is what was validated, for its allowed keys; ``names`` are those that exist, by
+    key. With ``options``, keys are spelled as options, ``--batch-size`` for ``batch_size``.
     """
     missing: dict[str, list[str]] = {}
     sentences: dict[str, None] = {}
@@ -140,10 +137,7 @@ def shorten(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _sentence(
-    problem: ErrorDetails,
-    model: type[BaseModel],
-    options: bool,
-    names: Mapping[str, Sequence[str]],
+    problem: ErrorDetails, model: type[BaseModel], options: bool, names: Mapping[str, Sequence[str]]
 ) -> str:
     """Return a sentence on what is wrong with one key's value, or with a key itself."""
     location, value = problem["loc"], problem["input"]

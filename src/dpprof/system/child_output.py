@@ -47,9 +47,7 @@ class Sink:
 class Output:
     """Forwards the output of one process, in memory of constant size.
 
-    Args:
-        stream: The reading end of its pipe; closed at the end.
-        sink: The destination.
+    It closes the stream at its end.
     """
 
     def __init__(self, stream: IO[bytes], sink: Sink) -> None:

@@ -53,10 +53,6 @@ def nvml() -> Iterator[bool]:
         pynvml.nvmlShutdown()
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
 def _installed_gpus() -> list[Gpu]:
     """Return every GPU that the driver shows to this process, in PCI order."""
     gpus: list[Gpu] = []
@@ -64,9 +60,10 @@ def _installed_gpus() -> list[Gpu]:
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
             memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            gpus.append(Gpu(_text(uuid), _text(name), memory))
+            gpus.append(
+                Gpu(pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle), memory)
+            )
     return gpus
 
 
@@ -119,7 +116,7 @@ def _driver() -> tuple[str, int, int] | None:
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         if available:
             cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-            name = _text(pynvml.nvmlSystemGetDriverVersion())
+            name = pynvml.nvmlSystemGetDriverVersion()
             return name, cuda // 1000, cuda % 1000 // 10
     return None
 
@@ -180,7 +177,7 @@ def describe_gpu(gpu: Gpu) -> dict[str, Any]:
     facts |= dict.fromkeys(measured)
     with nvml() as available, contextlib.suppress(pynvml.NVMLError):
         if available:
-            facts["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+            facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
             handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
             facts["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)

@@ -32,8 +32,7 @@ def end_group_with(lifeline: int) -> None:
 
     The kernel kills this process with its parent, but not the processes that it has started.
 
-    Args:
-        lifeline: The reading end of a pipe whose other end only the parent has.
+    ``lifeline`` is the reading end; only the parent has the other.
     """
     if os.fork():
         return

@@ -20,10 +20,7 @@ class NoKernelsError(ValueError):
 def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[str, Any]:
     """Return the fields of ``Kernels`` for the traced steps, except those about the trace's file.
 
-    Args:
-        trace: The spans; each step waits at its end for the kernels that it launched.
-        family_of: Returns an operator's family by its name.
-        on_cuda: Whether a GPU did the work.
+    Each traced step waits at its end for the kernels that it launched.
 
     Raises:
         NoKernelsError: The steps have no GPU kernel, because the tracer, CUPTI, recorded none.
@@ -31,7 +28,7 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
     """
     steps = find_steps(trace)
     found = attribute(trace, family_of, on_cuda=on_cuda)
-    ran = [one for one in found if _is_within(one.launched_s, steps)]
+    ran = [one for one in found if any(start <= one.launched_s <= end for start, end in steps)]
     if steps and on_cuda and not ran:
         raise NoKernelsError(
             "the trace has no GPU kernel; PyTorch's profiler sees only the host where CUPTI cannot "
@@ -57,10 +54,6 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         "largest": _largest(ran, count),
         "copies": _copies(ran, count) if on_cuda else {},
     }
-
-
-def _is_within(instant_s: float, steps: Sequence[tuple[float, float]]) -> bool:
-    return any(start <= instant_s <= end for start, end in steps)
 
 
 def _busy_s(ran: Sequence[Ran], start_s: float, end_s: float) -> float:

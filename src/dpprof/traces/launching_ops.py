@@ -116,10 +116,7 @@ def find_steps(trace: Trace) -> list[tuple[float, float]]:
 def attribute(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> list[Ran]:
     """Return the kernels or operators that ran, with their op kinds, in order of start.
 
-    Args:
-        trace: The spans.
-        family_of: Returns an operator's family by its name.
-        on_cuda: Whether a GPU did the work; operators on the host then do not count.
+    With ``on_cuda`` a GPU did the work, and operators on the host do not count.
 
     Returns:
         Kernels of a GPU, empty if the tracer recorded none; else operators of the CPU.

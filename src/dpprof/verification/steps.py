@@ -41,12 +41,8 @@ def begin(
 ) -> TrainingStep:
     """Return a method applied to a copy of the model, with plain SGD.
 
-    Args:
-        method: The method.
-        experiment: Its settings.
-        model: The model, which stays unchanged.
-        lr: The learning rate; with zero no step changes a weight.
-        thaw: Whether to thaw all parameters after the method is set up.
+    With a learning rate of zero no step changes a weight. ``thaw`` trains all parameters, once
+    the method is set up.
     """
     step = method(copy.deepcopy(model), experiment)
     if thaw:

@@ -58,20 +58,15 @@ def verify_case(
         subject = prepare(describe(model, method, attention, batch_size), scenario)
         by_loop = next(_take_steps(Microbatch, subject)).gradient
     except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
+        return _state_error(error, known)
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
     known["max_grad_norm"] = subject.experiment.max_grad_norm
     try:
         return _compare(subject, by_loop, known)
-    except UnsupportedError as error:
-        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
-    except WrongError as error:
-        return Case(**known, outcome="failed", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        traceback.print_exc()
-        return Case(**known, outcome="failed", reason=_spell(error))
+        return _state_error(error, known, otherwise="failed")
 
 
 def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> Case:
@@ -86,14 +81,19 @@ def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> C
     known["max_grad_norm"] = subject.experiment.max_grad_norm
     try:
         GUARANTEES[scenario](registry.load("methods", method), subject)
-    except (RefusedError, UnsupportedError) as error:
-        return Case(**known, outcome="unsupported", reason=str(error)[:_MESSAGE_LIMIT])
-    except WrongError as error:
-        return Case(**known, outcome="failed", reason=str(error))
     except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        traceback.print_exc()
-        return Case(**known, outcome="unknown", reason=_spell(error))
+        return _state_error(error, known)
     return Case(**known, outcome="passed")
+
+
+def _state_error(error: Exception, known: dict[str, Any], otherwise: str = "unknown") -> Case:
+    """Return the case that an error ended; ``otherwise`` is the outcome of unexpected ones."""
+    if isinstance(error, RefusedError | UnsupportedError):
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
+    if isinstance(error, WrongError):
+        return Case(**known, outcome="failed", reason=shorten(str(error)))
+    traceback.print_exception(error)
+    return Case(**known, outcome=otherwise, reason=_spell(error))
 
 
 def _find_mechanism(method: str) -> str | None:

@@ -48,10 +48,7 @@ class OpacusStep(TrainingStep):
     ) -> None:
         """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size.
 
-        Args:
-            wrapper: The class of Opacus's optimizer.
-            optimizer: The optimizer to wrap.
-            others: Settings that differ from the experiment's.
+        ``others`` are settings that differ from the experiment's.
         """
         settings: dict[str, Any] = {
             "noise_multiplier": self.experiment.noise_multiplier,
