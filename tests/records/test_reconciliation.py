@@ -12,8 +12,8 @@ MIB = 2**20
     [
         ({}, MIB),
         ({"dtype": "bfloat16"}, 5 * MIB),
-        ({"device": "cuda"}, 10 * MIB),
-        ({"device": "cuda", "dtype": "bfloat16"}, 10 * MIB),
+        ({"device": "cuda"}, 5 * MIB),
+        ({"device": "cuda", "dtype": "bfloat16"}, 5 * MIB),
     ],
 )
 def test_bounds_are_shares_of_the_peak(fields, bound) -> None:
@@ -28,6 +28,11 @@ def test_a_gap_within_the_bound_is_valid_either_way() -> None:
     for gap in (0, 64 * 1024, -64 * 1024):
         recorded = reconcile(experiment, MIB, MIB + gap, EVIDENCE)
         assert (recorded.valid, recorded.gap_bytes, recorded.reason) == (True, gap, None)
+
+
+def test_what_whole_blocks_take_is_no_gap() -> None:
+    recorded = reconcile(make_experiment(), 25 * MIB, 26 * MIB, EVIDENCE, rounding_bytes=MIB)
+    assert (recorded.valid, recorded.gap_bytes, recorded.rounding_bytes) == (True, 0, MIB)
 
 
 def test_a_gap_beyond_the_bound_is_not_and_says_why() -> None:
