@@ -74,9 +74,9 @@ class Checkout:
         assert process.returncode == status, said
         return said
 
-    def run(self, command: str, *options: str, status: int = 0) -> str:
+    def script(self, name: str, *options: str, status: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "workflow/scripts/run.py", command, *options],
+            [sys.executable, f"workflow/scripts/{name}", *options],
             cwd=self.path,
             env=self._environment,
             capture_output=True,

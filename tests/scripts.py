@@ -1,16 +1,15 @@
-"""Subcommands, run as the workflow's rules run them."""
+"""The scripts of the workflow, run as a user runs them."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "workflow" / "scripts" / "run.py"
 
 
-def run(command: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), command, *options],
+        [sys.executable, str(ROOT / "workflow" / "scripts" / script), *options],
         capture_output=True,
         text=True,
         check=False,

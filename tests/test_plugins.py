@@ -32,13 +32,13 @@ def installed(tmp_path_factory) -> Path:
 
 
 def profile(plugin: Path, output: Path, **options: str) -> dict:
-    """Run dpprof profile with a plug-in on PYTHONPATH; returns the result."""
-    script = ROOT / "workflow" / "scripts" / "run.py"
+    """Run profile_experiment.py with a plug-in on PYTHONPATH; returns the result."""
+    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
     usual = {"model": "example-mixer", "method": "example-vmap", "device": "cpu"}
     usual |= {"batch-size": str(B), "seq-len": str(T), "warmup-steps": "2", "timed-steps": "1"}
     given = [f"--{name}={value}" for name, value in (usual | options).items()]
     done = subprocess.run(
-        [sys.executable, str(script), "profile", *given, "--output", str(output)],
+        [sys.executable, str(script), *given, "--output", str(output)],
         env=os.environ | {"PYTHONPATH": str(plugin)},
         capture_output=True,
         text=True,

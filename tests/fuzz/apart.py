@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from hostile import SCRIPT, make_command, make_config
+from hostile import SCRIPTS, make_command, make_config
 
 from dpprof.planning.planner import make_plan
 from dpprof.spec.config_files import read_config_file
@@ -29,7 +29,7 @@ LETTERS = 6000
 
 
 def plan(seed: int) -> int:
-    """Plan a config as snakemake and prune do; 1 where it is refused."""
+    """Plan a config as snakemake and prune.py do; 1 where it is refused."""
     Path("my.yaml").write_bytes(make_config(seed))
     try:
         make_plan(read_config_file(Path("my.yaml")), device=lambda: "cpu")
@@ -43,9 +43,11 @@ def plan(seed: int) -> int:
 
 def command(seed: int) -> int:
     """Run a script; returns its exit status."""
-    sys.argv = [str(SCRIPT), *make_command(seed)]
+    script, *arguments = make_command(seed)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(SCRIPTS))
     try:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 3
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-SCRIPT = Path(__file__).parents[2] / "workflow" / "scripts" / "run.py"
+SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 
 TEXTS = ["", " ", "\x1b[2J\x1b]0;x\x07", "\u202egnp", "'; touch pwned; '", "$(touch pwned)"]
 TEXTS += [
@@ -210,7 +210,7 @@ def _texts(key: str) -> list[str]:
 def _bad_field(draw: random.Random) -> list[str]:
     key = draw.choice([key for key in BY_KEY if key not in ("instruments", "replicates", "target")])
     value = f"--{key.replace('_', '-')}={draw.choice(_texts(key))}"
-    return ["profile", *FIELDS, "--output=x.json", value]
+    return ["profile_experiment.py", *FIELDS, "--output=x.json", value]
 
 
 def _bad_mapping(draw: random.Random) -> list[str]:
@@ -230,18 +230,18 @@ def _bad_mapping(draw: random.Random) -> list[str]:
         "{a: 010}",
     ]
     option = draw.choice(["--model", "--target"])
-    return ["capacity", *CAPACITY, f"{option}={draw.choice(mapping)}"]
+    return ["capacity.py", *CAPACITY, f"{option}={draw.choice(mapping)}"]
 
 
 def _bad_output(draw: random.Random) -> list[str]:
     script, arguments, option = draw.choice(
         [
-            ("profile", FIELDS, "--output"),
-            ("verify", ["--model=tiny", "--method=standard"], "--output"),
-            ("ceilings", ["--device=cpu"], "--output"),
-            ("capacity", CAPACITY, "--json"),
-            ("advise", CAPACITY, "--json"),
-            ("figure", ["--figure=tradeoff", "--tables=folder"], "--output"),
+            ("profile_experiment.py", FIELDS, "--output"),
+            ("verify_method.py", ["--model=tiny", "--method=standard"], "--output"),
+            ("measure_ceilings.py", ["--device=cpu"], "--output"),
+            ("capacity.py", CAPACITY, "--json"),
+            ("advise.py", CAPACITY, "--json"),
+            ("draw_figure.py", ["--figure=tradeoff", "--tables=folder"], "--output"),
         ]
     )
     return [script, *arguments, f"{option}={draw.choice(SPECIAL)}"]
@@ -251,11 +251,11 @@ def _bad_input(draw: random.Random) -> list[str]:
     damaged = draw.choice(DAMAGED)
     return draw.choice(
         [
-            ["profile", f"--spec={damaged}", "--output=x.json"],
-            ["tables", f"--manifest={damaged}", "--output-dir=t"],
-            ["report", f"--tables={damaged}", "--output-dir=r"],
-            ["figure", "--figure=tradeoff", f"--tables={damaged}", "--output=x.png"],
-            ["prune", "--delete", damaged],
+            ["profile_experiment.py", f"--spec={damaged}", "--output=x.json"],
+            ["build_tables.py", f"--manifest={damaged}", "--output-dir=t"],
+            ["build_report.py", f"--tables={damaged}", "--output-dir=r"],
+            ["draw_figure.py", "--figure=tradeoff", f"--tables={damaged}", "--output=x.png"],
+            ["prune.py", "--delete", damaged],
         ]
     )
 
@@ -264,21 +264,21 @@ def _bad_option(draw: random.Random) -> list[str]:
     text = draw.choice([text for text in TEXTS if text.strip()])
     return draw.choice(
         [
-            ["profile", *FIELDS, "--output=x.json", f"--{text}"],
-            ["profile", *FIELDS, "--output=x.json", text],
-            ["profile", *FIELDS, "--output=x.json", f"--replicate={text}"],
-            ["profile", *FIELDS, "--output=x.json", f"--instrument={text}"],
-            ["profile", *FIELDS],
-            ["verify", f"--model={text}", "--method=standard", "--output=x.json"],
-            ["verify", "--model=tiny", f"--method={text}", "--output=x.json"],
-            ["ceilings", f"--device={text}", "--output=x.json"],
-            ["figure", f"--figure={text}", "--tables=folder", "--output=x.png"],
-            ["figure", "--figure=tradeoff", "--tables=folder", f"--output={text}.xyz"],
-            ["capacity", *CAPACITY, "--methods", "standard", text],
-            ["advise", *CAPACITY, f"--target={text}"],
-            ["forget", f"--outcome={text}"],
-            ["forget"],
-            ["prune", "--delete"],
+            ["profile_experiment.py", *FIELDS, "--output=x.json", f"--{text}"],
+            ["profile_experiment.py", *FIELDS, "--output=x.json", text],
+            ["profile_experiment.py", *FIELDS, "--output=x.json", f"--replicate={text}"],
+            ["profile_experiment.py", *FIELDS, "--output=x.json", f"--instrument={text}"],
+            ["profile_experiment.py", *FIELDS],
+            ["verify_method.py", f"--model={text}", "--method=standard", "--output=x.json"],
+            ["verify_method.py", "--model=tiny", f"--method={text}", "--output=x.json"],
+            ["measure_ceilings.py", f"--device={text}", "--output=x.json"],
+            ["draw_figure.py", f"--figure={text}", "--tables=folder", "--output=x.png"],
+            ["draw_figure.py", "--figure=tradeoff", "--tables=folder", f"--output={text}.xyz"],
+            ["capacity.py", *CAPACITY, "--methods", "standard", text],
+            ["advise.py", *CAPACITY, f"--target={text}"],
+            ["forget.py", f"--outcome={text}"],
+            ["forget.py"],
+            ["prune.py", "--delete"],
         ]
     )
 

@@ -22,7 +22,7 @@ from dpprof.spec import registry
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests" / "plugin"
-SCRIPT = ROOT / "workflow" / "scripts" / "run.py"
+SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
 
 
 @pytest.fixture(autouse=True)
@@ -289,14 +289,7 @@ def test_cuda_oom_is_real_and_says_what_was_held(tmp_path) -> None:
 def start_script(tmp_path: Path, name: str, instrument: str) -> subprocess.Popen[str]:
     fields = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
     output = f"--output={tmp_path / name}"
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "profile",
-        output,
-        *fields,
-        f"--instrument={instrument}",
-    ]
+    command = [sys.executable, str(SCRIPT), output, *fields, f"--instrument={instrument}"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -372,7 +365,7 @@ def test_who_waits_is_told_for_whom(asleep, tmp_path) -> None:
     second.communicate(timeout=120)
 
     assert f"waiting for process {supervisor.pid} (" in said
-    assert "run.py profile" in said
+    assert "profile_experiment.py" in said
     assert "running since 20" in said
 
 

@@ -31,15 +31,15 @@ def copy(tmp_path, monkeypatch) -> Path:
     return tmp_path / "copy"
 
 
-def start(copy: Path, subcommand: str, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "workflow/scripts/run.py", subcommand, "--output=x.json", *options]
+def start(copy: Path, script: str, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, f"workflow/scripts/{script}", "--output=x.json", *options]
     return subprocess.Popen(command, cwd=copy, stderr=subprocess.PIPE, text=True)
 
 
 def profile(copy: Path) -> subprocess.Popen[str]:
     (copy / f"{EXPERIMENT.id}.json").write_text(EXPERIMENT.canonical)
     spec = f"--spec={EXPERIMENT.id}.json"
-    return start(copy, "profile", spec, "--instrument=test-waits")
+    return start(copy, "profile_experiment.py", spec, "--instrument=test-waits")
 
 
 def edit(copy: Path, file: str) -> None:
@@ -118,7 +118,7 @@ def test_a_verdict_is_on_the_method_as_it_was_when_its_turn_came(copy) -> None:
     before = digest(copy, VERIFYING)
     with hold_one(["cpu"], refuse):
         options = ("--model=test-linear", "--method=standard")
-        process = start(copy, "verify", *options)
+        process = start(copy, "verify_method.py", *options)
         edit_while_waiting(copy, process, METHOD)
     said = process.communicate(timeout=120)[1]
 

@@ -66,9 +66,9 @@ def test_every_way_to_fail_ends_in_a_report_that_lists_it(training: Checkout) ->
 
     kept = training.results()
     assert "Nothing to be done" in training.snakemake()
-    training.run("forget", "--outcome", "crashed,timeout")
-    assert "built-in-test-dies.json  not verified" in training.run(
-        "forget", "--unverified", "--dry-run"
+    training.script("forget.py", "--outcome", "crashed,timeout")
+    assert "built-in-test-dies.json  not verified" in training.script(
+        "forget.py", "--unverified", "--dry-run"
     )
     assert len(training.results()) == 5
     training.snakemake(TABLES)
@@ -100,7 +100,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
     finished = sleeping.results()
-    (supervisor,) = process_running("run.py profile", sleeping.path)
+    (supervisor,) = process_running("profile_experiment.py", sleeping.path)
     supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -164,7 +164,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     )
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("run.py profile", sleeping.path)
+    (run,) = process_running("profile_experiment.py", sleeping.path)
     kill_snakemake(sweep, number)
     marker.rename(marker.with_name("let go"))
     sleeping.environment = {}
@@ -190,7 +190,7 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
     )
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("run.py profile", sleeping.path)
+    (run,) = process_running("profile_experiment.py", sleeping.path)
     kill_snakemake(sweep, signal.SIGKILL)
     sleeping.environment = {}
     sleeping.snakemake("--unlock")
@@ -248,9 +248,9 @@ def test_partial_reports_on_what_exists(finished: Checkout) -> None:
     finished.snakemake("--config", "partial=true")
 
     assert finished.results() == before
-    report = (finished.path / "results/report.md").read_text()
-    assert "This report is partial: 1 planned run has no result yet." in report
-    assert path.name.removesuffix(".r0.json") in report
+    summary = (finished.path / "results" / "report.md").read_text()
+    assert "This report is partial: 1 planned run has no result yet." in summary
+    assert path.name.removesuffix(".r0.json") in (finished.path / "results/report.md").read_text()
     finished.snakemake()
     assert len(finished.results()) == 3
-    assert "partial" not in (finished.path / "results/report.md").read_text()
+    assert "partial" not in (finished.path / "results" / "report.md").read_text()

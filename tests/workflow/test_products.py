@@ -25,8 +25,10 @@ def test_snakemakes_own_report_carries_the_figures_with_captions(finished: Check
 def test_scripts_run_alone_on_existing_tables(finished: Checkout) -> None:
     tables, output = finished.path / "results" / "tables", finished.path / "alone"
     files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
-    finished.run("figure", "--figure=tradeoff", f"--tables={tables}", *files)
-    finished.run("report", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst")
+    finished.script("draw_figure.py", "--figure=tradeoff", f"--tables={tables}", *files)
+    finished.script(
+        "build_report.py", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst"
+    )
 
     assert (output / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "figures/tradeoff.png" in (output / "report.md").read_text()

@@ -18,5 +18,5 @@ rule ceilings:
     params:
         kind=kind_of_device,
     shell:
-        "python workflow/scripts/run.py ceilings --device {params.kind}"
+        "python workflow/scripts/measure_ceilings.py --device {params.kind}"
         " --output {output:q} --log {log:q}"

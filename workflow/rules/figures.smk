@@ -18,6 +18,6 @@ rule figure:
     params:
         caption=caption_of,
     shell:
-        "python workflow/scripts/run.py figure --figure {wildcards.figure}"
+        "python workflow/scripts/draw_figure.py --figure {wildcards.figure}"
         " --tables results/tables --output {output.png:q} --output {output.pdf:q}"
         " --output {output.caption:q} --log {log:q}"

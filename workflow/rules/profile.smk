@@ -19,7 +19,7 @@ rule profile:
         gpu=gpus_of,
         gpu_manufacturer="nvidia",
     shell:
-        "python workflow/scripts/run.py profile --spec {input.spec:q}"
+        "python workflow/scripts/profile_experiment.py --spec {input.spec:q}"
         " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
         " --output {output:q} --log {log:q} --keep"
         " --traces results/traces/{wildcards.id}/r{wildcards.replicate}"

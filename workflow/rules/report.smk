@@ -22,5 +22,5 @@ rule report:
     conda:
         "../../envs/dpprof.yaml"
     shell:
-        "python workflow/scripts/run.py report --tables results/tables"
+        "python workflow/scripts/build_report.py --tables results/tables"
         " --output-dir results --log {log:q}"

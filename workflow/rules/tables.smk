@@ -17,6 +17,6 @@ rule tables:
         ceilings=planned(artifacts.LIMITS),
         partial=PARTIAL,
     shell:
-        "python workflow/scripts/run.py tables --manifest {input.manifest:q}"
+        "python workflow/scripts/build_tables.py --manifest {input.manifest:q}"
         " --output-dir results/tables --ceilings {params.ceilings:q} {params.partial}"
         " --log {log:q}"

@@ -12,5 +12,5 @@ rule verify:
     conda:
         "../../envs/dpprof.yaml"
     shell:
-        "python workflow/scripts/run.py verify --model {wildcards.model}"
+        "python workflow/scripts/verify_method.py --model {wildcards.model}"
         " --method {wildcards.method} --output {output:q} --log {log:q}"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import _source_tree  # noqa: F401
 from dpprof.analysis.columns import write_page
 from dpprof.analysis.table_columns import TABLES
 from dpprof.records.schemas import generated_files
