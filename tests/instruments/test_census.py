@@ -8,7 +8,7 @@ from torch import nn
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.census import Holdings, take_census
 from dpprof.instruments.setup import Training, set_up
-from dpprof.methods.opacus.optimizer import OpacusStep
+from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.spec import registry
 
 B, T = 3, 4

@@ -10,7 +10,7 @@ from torch import nn
 from dpprof.memory.owners import Owner, find_owner
 from dpprof.memory.recorder import Storage
 from dpprof.methods.opacus.hooks import OpacusHooks
-from dpprof.methods.opacus.paths import OpacusPath
+from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.births import components_by_code
 from dpprof.spec import registry
 

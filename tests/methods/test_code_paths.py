@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.methods.opacus.paths import OpacusPath
+from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.norms.code_paths import CodePath, Way, finds_norms
 from dpprof.norms.linear import WAYS
 

@@ -9,7 +9,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
 from dpprof.analysis.peak_composition import RECORDERS
-from dpprof.methods.opacus.paths import OpacusPath
+from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS

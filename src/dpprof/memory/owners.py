@@ -10,7 +10,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from dpprof.memory.recorder import Storage
-from dpprof.methods.opacus.paths import OpacusPath
+from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.terms import Component, Evidence
 
 SAVED = "saved"

@@ -12,7 +12,7 @@ from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipp
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
-from dpprof.methods.opacus.paths import OpacusPath
+from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.methods.training_step import Watch
 from dpprof.system.substitutes import substitute
 

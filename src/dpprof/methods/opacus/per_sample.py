@@ -14,8 +14,8 @@ from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus.optimizer import OpacusStep
-from dpprof.methods.opacus.samplers import watch_hooks
+from dpprof.methods.opacus.opacus_step import OpacusStep
+from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.training_step import Batch, Enter, Watch, mean_loss
 from dpprof.spec.experiment import Experiment
 

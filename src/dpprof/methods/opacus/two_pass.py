@@ -17,8 +17,8 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpprof.methods.opacus.optimizer import OpacusStep
-from dpprof.methods.opacus.samplers import watch_hooks
+from dpprof.methods.opacus.opacus_step import OpacusStep
+from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.training_step import Batch, Enter, Watch
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
