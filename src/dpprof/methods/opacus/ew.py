@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
 
-from dpprof.methods.opacus.per_sample import OpacusPerSample
 from dpprof.methods.opacus.path_watchers import watch_expanded_weights
+from dpprof.methods.opacus.per_sample import OpacusPerSample
 from dpprof.methods.training_step import Watch
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
