@@ -57,10 +57,14 @@ def test_backing_off_ends_between_a_batch_that_holds_and_one_that_does_not(most)
         assert found == (last or None)
 
 
-def test_backing_off_asks_few_batches() -> None:
+@pytest.mark.parametrize(("guess", "most_asked"), [(16, 3), (17, 3), (14, 5), (22, 7), (None, 7)])
+def test_backing_off_asks_few_batches_with_a_good_guess(guess, most_asked) -> None:
     asked = []
-    back_off(lambda batch: asked.append(batch) or batch <= 16, 24)
-    assert len(asked) == len(set(asked)) <= 6
+    found = back_off(
+        lambda batch: asked.append(batch) or batch <= 16, 24, guess and (lambda: guess)
+    )
+    assert found == 16
+    assert len(asked) == len(set(asked)) <= most_asked
 
 
 @pytest.mark.parametrize(
@@ -116,10 +120,20 @@ def test_one_at_a_time_needs_three_estimates() -> None:
 
     assert found.extrapolated
     assert found.limited_by == "search"
-    slope = (five.memory.peak_reserved_bytes - three.memory.peak_reserved_bytes) / 2
-    assert found.peak_bytes == pytest.approx(
-        three.memory.peak_reserved_bytes + slope * (capacity.MOST - 3), rel=0.01
+    for told, measured in (
+        (found.peak_bytes, "peak_allocated_bytes"),
+        (found.reserved_bytes, "peak_reserved_bytes"),
+    ):
+        few, more = getattr(three.memory, measured), getattr(five.memory, measured)
+        assert told == pytest.approx(few + (more - few) / 2 * (capacity.MOST - 3), rel=0.01)
+
+
+def test_one_at_a_time_on_a_cpu_that_has_not_enough_says_what_it_needs() -> None:
+    experiment = make_experiment(
+        model=MODEL, method="microbatch", seq_len=64, target="cpu", memory_limit_bytes="10KiB"
     )
+    with pytest.raises(MemoryError, match="with microbatch needs 0 MiB for one sample"):
+        capacity.measure(experiment, lambda _: None)
 
 
 def test_a_model_too_large_for_one_sample_says_so() -> None:

@@ -36,7 +36,6 @@ def test_the_largest_batch_runs_and_one_sample_more_does_not(fields: dict[str, o
     assert not place(told.batch_size + 1).fits
     assert told.safe_batch_size is not None
     assert place(told.safe_batch_size).retries == 0
-    print(fields, told)
 
 
 def test_gpt2_small_with_hooks_strands_gigabytes_on_an_l4() -> None:

@@ -103,6 +103,36 @@ def test_the_first_step_must_fit_too(tmp_path) -> None:
     assert "Predicted to fit on l4: in no setting standard." in findings(document)
 
 
+@pytest.mark.parametrize(
+    ("reserved", "fits", "share", "where"),
+    [
+        (L4.memory_bytes // 2, True, "50%", "in every setting"),
+        (2 * L4.memory_bytes, True, "200%, with retries", "in every setting"),
+        (2 * L4.memory_bytes, False, "does not fit (200%)", "in no setting"),
+    ],
+)
+def test_what_the_allocator_would_reserve_decides_what_fits(
+    tmp_path, reserved, fits, share, where
+) -> None:
+    recorded = make_memory({"parameters": GIB})
+    recorded["memory"]["allocator"] = {
+        "requested_bytes": GIB,
+        "allocated_bytes": GIB,
+        "reserved_bytes": reserved,
+        "expandable_reserved_bytes": GIB,
+        "limit_bytes": L4.memory_bytes,
+        "fits": fits,
+        "retries": 3 if fits else None,
+        "settled": True,
+    }
+    document = document_of(tmp_path, (on("l4", "standard"), "estimate", {"recorded": recorded}))
+    (row,) = table_of(document, "Predicted for l4")
+
+    assert row["reserved (GiB)"] == f"{reserved / GIB:.2f}"
+    assert row["of the memory"] == share
+    assert f"Predicted to fit on l4: {where} standard." in findings(document)
+
+
 def test_a_target_without_a_size_has_no_share_and_no_sentence(tmp_path) -> None:
     here = make_experiment(method="standard", target="cpu")
     document = document_of(tmp_path, kept(here, "estimate"))
@@ -125,7 +155,7 @@ def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
         kept(on("l4", "standard"), "estimate"),
     )
     hooks, standard, unknown = table_of(document, "Reconciled with the allocator")
-    told = ["recorded (MiB)", "from", "allocator (MiB)", "gap", "bound", "closed", "estimate"]
+    told = ["recorded (MiB)", "from", "allocator (MiB)", "gap", "bound", "reconciled", "estimate"]
 
     assert [standard[name] for name in told] == [
         *("40.00", "memory", "40.00", "12", "65,536", "yes", "equal"),

@@ -25,5 +25,18 @@ def compose(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
-    """Return the bytes that must fit: the higher of the steady-state and the first step's peak."""
-    return peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)
+    """Return the bytes that must fit: what the allocator would reserve, where that is known.
+
+    Elsewhere it is the higher of the steady-state and the first step's peak.
+    """
+    tensors = peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)
+    return peaks["reserved_bytes"].astype(float).fillna(tensors)
+
+
+def find_fitting(peaks: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each run fits: by the simulated allocator, or else by its peak.
+
+    A run that would reserve more than the memory fits if releasing the cache makes room.
+    """
+    within = needed_bytes(peaks) <= peaks["target_memory_bytes"].astype(float)
+    return peaks["fits"].where(peaks["fits"].notna(), within).astype(bool)

@@ -42,7 +42,8 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
 
     The dashed line is the memory that a training can allocate there. The instrument estimate
-    predicts the bytes of tensors without the device; the allocator may reserve more.
+    predicts the bytes of tensors without the device; the allocator reserves more, which the table
+    of predictions tells.
     """
     told = compose(tables)
     missing = "no run of the instrument estimate succeeded for a target"

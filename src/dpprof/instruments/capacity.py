@@ -92,33 +92,38 @@ def _interpolate(known: dict[int, int], low: int, high: int, budget: int) -> int
     return high - 1 if slope <= 0 else low + int((budget - known[low]) / slope)
 
 
-def back_off(holds: Callable[[int], bool], most: int) -> int | None:
+def back_off(
+    holds: Callable[[int], bool], most: int, guess: Callable[[], int] | None = None
+) -> int | None:
     """Find a batch for which something holds and for the next one does not.
 
     Args:
         holds: Called as rarely as possible; mostly holds for a batch if it does for a larger one.
         most: The largest batch to try.
+        guess: Says where to look if it does not hold for that one; in the middle by default.
 
     Returns:
         The batch; None if it does not even hold for one sample.
     """
     if holds(most):
         return most
-    high, step = most, max(1, most // 8)
-    while not holds(low := max(high - step, 1)):
-        if low == 1:
-            return None
-        high, step = low, 2 * step
+    low, high, step = 0, most, 1
+    at = guess() if guess else most // 2
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+        at = min(max(at, low + 1), high - 1)
+        # From the guess in growing steps to where it changes, then halving what is left.
+        if holds(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
+        if low > 0 and high < most:
+            at = (low + high) // 2
+    return low or None
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Find the largest batch of one experiment's model, method and sequence length.
-
-    One training is used for all estimates.
 
     Args:
         experiment: The experiment; its batch size is ignored.
@@ -137,7 +142,8 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     else:
         capacity = _search_by_size(batches) if target is None else _search_by_placement(batches)
     if capacity is None:
-        raise MemoryError(_explain(experiment, batches.need_one(), budget))
+        peak, reserved = batches.measure_need(1)
+        raise MemoryError(_explain(experiment, reserved or peak, budget))
     stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})
     measurement = state_estimate(batches.trace(capacity.stated_batch_size), stated_as)
     return measurement.model_copy(update={"capacity": capacity})
@@ -160,11 +166,11 @@ class _Batches:
         self._experiment = experiment
         self._enter = enter
         self._target = target
-        self._reserved: dict[int, int] = {}
         self._traced: dict[int, Traced] = {}
+        self._placed: dict[tuple[int, bool, Settings], Placement | None] = {}
 
-    def find_largest(self, share: float = 1) -> int | None:
-        """Find the largest batch whose peak is within a share of the budget; None for none."""
+    def find_largest(self, *shares: float) -> list[int | None]:
+        """Find the largest batch whose peak is within each share of the budget; None for none."""
         method = import_method(self._experiment)
         with tracing(self._target) as recorder:
             training = set_up(self._experiment, method, Cpu(), lambda *_: None)
@@ -175,14 +181,14 @@ class _Batches:
                 module, seq_len = training.step.module, self._experiment.seq_len
                 training = training._replace(batch=make_batch(module, Cpu(), batch_size, seq_len))
                 step = timeline_recorder.run(training.batch)
-                # Ghost clipping keeps the last batch's norms until the next step, so the first step
-                # with another batch size is not steady.
-                return (
-                    step if step.is_steady else timeline_recorder.run(training.batch)
-                ).peak_bytes
+                if not step.is_steady:
+                    # Ghost clipping keeps the last batch's norms until the next step, so the first
+                    # step with another batch size is not steady.
+                    step = timeline_recorder.run(training.batch)
+                return step.peak_bytes
 
             timeline_recorder.run(training.batch)
-            return search(run, int(share * self.budget), self.peaks)
+            return [search(run, int(share * self.budget), self.peaks) for share in shares]
 
     def trace(self, batch_size: int) -> Traced:
         """Trace a training with this batch size."""
@@ -191,33 +197,42 @@ class _Batches:
             self._traced[batch_size] = trace_steps(experiment, self._enter)
         return self._traced[batch_size]
 
-    def place(self, batch_size: int, *, limited: bool, settings: Settings = DEFAULT) -> Placement:
-        """Place a training with this batch size, within the budget or without a limit."""
-        step = self.trace(batch_size).steady
-        limit = self.budget if limited else None
-        return place(step.before, step.events, step.requested_bytes, limit, settings=settings)
+    def place(self, batch_size: int) -> Placement:
+        """Place a training with this batch size without a limit."""
+        placed = self._place(batch_size, limited=False)
+        assert placed is not None
+        return placed
 
-    def reserved(self, batch_size: int) -> int:
-        """Return what the allocator would reserve without a limit."""
-        if batch_size not in self._reserved:
-            self._reserved[batch_size] = self.place(batch_size, limited=False).peaks.reserved_bytes
-        return self._reserved[batch_size]
+    def place_within(self, batch_size: int, settings: Settings = DEFAULT) -> Placement | None:
+        """Place a training with this batch size within the budget; None if it does not fit."""
+        return self._place(batch_size, limited=True, settings=settings)
 
-    def need_one(self) -> int:
-        """Return what one sample needs: its peak, or what the allocator would reserve for it."""
-        return self.peaks[1] if self._target is None else self.reserved(1)
+    def _place(
+        self, batch_size: int, *, limited: bool, settings: Settings = DEFAULT
+    ) -> Placement | None:
+        key = batch_size, limited, settings
+        if key not in self._placed:
+            step = self.trace(batch_size).steady
+            limit = self.budget if limited else None
+            try:
+                self._placed[key] = place(
+                    step.before, step.events, step.requested_bytes, limit, settings=settings
+                )
+            except OutOfMemoryError:
+                self._placed[key] = None
+        return self._placed[key]
 
-    def find_retries(self, batch_size: int, settings: Settings = DEFAULT) -> int | None:
-        """Return how often a step releases the cache; None if it runs out of memory."""
-        try:
-            return self.place(batch_size, limited=True, settings=settings).retries_in_last_step
-        except OutOfMemoryError:
-            return None
+    def measure_need(self, batch_size: int) -> tuple[int, int | None]:
+        """Return the peak of a batch, and what the allocator would reserve for it on CUDA."""
+        if self._target is None:
+            return self.trace(batch_size).steady.peak_bytes, None
+        peaks = self.place(batch_size).peaks
+        return peaks.allocated_bytes, peaks.reserved_bytes
 
 
 def _search_by_size(batches: _Batches) -> Capacity | None:
     """Search on a CPU, whose allocator has no pool."""
-    largest, safe = (batches.find_largest(share) for share in (1, SAFE_SHARE))
+    largest, safe = batches.find_largest(1, SAFE_SHARE)
     if largest is None:
         return None
     return Capacity(
@@ -237,25 +252,34 @@ def _search_by_size(batches: _Batches) -> Capacity | None:
 
 def _search_by_placement(batches: _Batches) -> Capacity | None:
     """Search on CUDA: a batch fits if the caching allocator finds room for every request."""
-    by_size = batches.find_largest()
+    [by_size] = batches.find_largest(1)
     if by_size is None:
         return None
 
-    def fits(batch_size: int, settings: Settings = DEFAULT) -> bool:
-        return batches.find_retries(batch_size, settings) is not None
+    def guess() -> int:
+        return by_size * batches.budget // batches.place(by_size).peaks.reserved_bytes
 
-    largest = back_off(fits, by_size)
+    largest = back_off(
+        lambda batch_size: batches.place_within(batch_size) is not None, by_size, guess
+    )
     if largest is None:
         return None
-    safe = back_off(lambda batch_size: batches.reserved(batch_size) <= batches.budget, largest)
-    expandable = back_off(lambda batch_size: fits(batch_size, EXPANDABLE), by_size)
+    placed = batches.place_within(largest)
+    assert placed is not None
+    safe = back_off(
+        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget, largest
+    )
+    expandable = back_off(
+        lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None, by_size
+    )
     limited_by = "memory" if largest == by_size else "fragmentation"
+    peaks = batches.place(largest).peaks
     return Capacity(
         budget_bytes=batches.budget,
         batch_size=largest,
-        peak_bytes=batches.place(largest, limited=False).peaks.allocated_bytes,
-        reserved_bytes=batches.reserved(largest),
-        retries=batches.find_retries(largest),
+        peak_bytes=peaks.allocated_bytes,
+        reserved_bytes=peaks.reserved_bytes,
+        retries=placed.retries_in_last_step,
         next_peak_bytes=batches.peaks.get(largest + 1),
         limited_by="search" if largest == MOST else limited_by,
         unfragmented_batch_size=by_size,
@@ -263,43 +287,44 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
         extrapolated=False,
         safe_share=None,
         safe_batch_size=safe,
-        safe_peak_bytes=None
-        if safe is None
-        else batches.place(safe, limited=False).peaks.allocated_bytes,
+        safe_peak_bytes=None if safe is None else batches.place(safe).peaks.allocated_bytes,
         stated_batch_size=safe or largest,
         estimates=dict(sorted(batches.peaks.items())),
     )
 
 
 def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
-    """Search along the line through two and three samples of a method that takes one at a time."""
-    few = {
-        size: batches.reserved(size) if on_cuda else batches.trace(size).steady.peak_bytes
-        for size in (1, 2, 3)
-    }
+    """Search along the line through two and three samples of a method that takes one at a time.
 
-    def extend(batch_size: int) -> int:
-        return few.get(batch_size) or few[2] + (batch_size - 2) * (few[3] - few[2])
-
+    On CUDA the line is that of what the allocator would reserve.
+    """
+    few = {size: batches.measure_need(size) for size in (1, 2, 3)}
+    peaks = _extend({size: peak for size, (peak, _) in few.items()})
+    needs = _extend({size: reserved or peak for size, (peak, reserved) in few.items()})
     known: dict[int, int] = {}
-    largest = search(extend, batches.budget, known)
+    largest = search(needs, batches.budget, known)
     if largest is None:
         return None
-    safe = search(extend, int(SAFE_SHARE * batches.budget), known)
+    safe = search(needs, int(SAFE_SHARE * batches.budget), known)
     return Capacity(
         budget_bytes=batches.budget,
         batch_size=largest,
-        peak_bytes=known[largest],
-        reserved_bytes=known[largest] if on_cuda else None,
-        next_peak_bytes=known.get(largest + 1),
+        peak_bytes=peaks(largest),
+        reserved_bytes=needs(largest) if on_cuda else None,
+        next_peak_bytes=peaks(largest + 1) if largest + 1 in known else None,
         limited_by="memory" if largest < MOST else "search",
         extrapolated=True,
         safe_share=SAFE_SHARE,
         safe_batch_size=safe,
-        safe_peak_bytes=None if safe is None else known[safe],
+        safe_peak_bytes=None if safe is None else peaks(safe),
         stated_batch_size=min(2, largest),
-        estimates=dict(sorted(known.items())),
+        estimates={size: peaks(size) for size in sorted(known)},
     )
+
+
+def _extend(few: dict[int, int]) -> Peak:
+    """Return the line through two and three samples, as a function of the batch size."""
+    return lambda size: few.get(size) or few[2] + (size - 2) * (few[3] - few[2])
 
 
 def _find_budget(experiment: Experiment, target: Target | None) -> int:

@@ -36,7 +36,10 @@ class Placement(NamedTuple):
     """The same in the last step alone: what every later step costs."""
 
     steps: int
-    """How many times the last step was played until its pattern repeated."""
+    """How many times the last step was played."""
+
+    settled: bool
+    """Whether the last step found all that it needed in what was reserved before it."""
 
 
 def place(
@@ -65,16 +68,17 @@ def place(
     player = _Player(allocator, size_of)
     player.play(before, {})
     predecessors = _match(step, size_of)
-    steps, retries = 0, 0
-    while steps < most_steps:
+    steps, retries, settled = 0, 0, False
+    while steps < most_steps and not settled:
         reserved, retries = allocator.reserved_bytes, allocator.retries
         allocator.reset_peaks()
         keys = player.keys
         player.play(step, {n: keys[left] for n, left in predecessors.items() if left in keys})
         steps += 1
-        if steps > 1 and (allocator.reserved_bytes, allocator.retries) == (reserved, retries):
-            break
-    return Placement(allocator.peaks, allocator.retries, allocator.retries - retries, steps)
+        now = allocator.reserved_bytes, allocator.retries
+        settled = steps > 1 and now == (reserved, retries)
+    in_last_step = allocator.retries - retries
+    return Placement(allocator.peaks, allocator.retries, in_last_step, steps, settled)
 
 
 def summarise_allocator(
@@ -108,6 +112,7 @@ def summarise_allocator(
         limit_bytes=limit_bytes,
         fits=fits,
         retries=retries,
+        settled=free.settled,
     )
 
 

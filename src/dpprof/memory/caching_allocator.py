@@ -10,7 +10,7 @@ Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``, several stre
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import NamedTuple
 
 MIB = 2**20
@@ -239,11 +239,6 @@ class CachingAllocator:
         """Let peaks start from what is allocated now."""
         self.peaks = Peaks(0, 0, 0)
         self._note_peaks()
-
-    def live_blocks(self) -> Iterator[tuple[Hashable, int, int]]:
-        """Yield key, requested bytes and bytes of the block of all that is allocated."""
-        for key, (block, nbytes) in self._live.items():
-            yield key, nbytes, block.size
 
     def _note_peaks(self) -> None:
         now = self.requested_bytes, self.allocated_bytes, self.reserved_bytes

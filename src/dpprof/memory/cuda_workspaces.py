@@ -34,7 +34,7 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     if processors is None:
         return always
     sizes: dict[Any, Callable[[Tensor], int]] = {
-        **dict.fromkeys((aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm), _accumulator),
+        **dict.fromkeys((aten.sum, aten.mean, aten.prod), _accumulator),
         **dict.fromkeys((aten.amax, aten.amin), Tensor.element_size),
         **dict.fromkeys((aten.any, aten.all), lambda _: 1),
         **dict.fromkeys((aten.argmax, aten.argmin), lambda _: _VALUE_AND_INDEX),
@@ -44,6 +44,7 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     return always | {
         **{packet: _reduction(size, processors) for packet, size in sizes.items()},
         **dict.fromkeys((aten.max, aten.min), _maximum(processors)),
+        aten.linalg_vector_norm: _vector_norm(processors),
         aten.native_layer_norm_backward: _norm_backward(processors),
     }
 
@@ -58,15 +59,20 @@ def _welford(x: Tensor) -> int:
 
 
 def _reduction(size: Callable[[Tensor], int], processors: Processors) -> Workspace:
+    """Of reductions whose second argument, if any, is an axis, axes, or a flag."""
     vector = 2 if size is _welford else 4  # ReduceMomentKernel.cu loads fewer at once
 
-    def buffers(x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
-        dims = kwargs.get("dim", next((arg for arg in args if isinstance(arg, list | tuple)), ()))
-        if isinstance(dims, int):
-            dims = (dims,)
-        if not dims and args and type(args[0]) is int:  # argmax(x, dim), any(x, dim)
-            dims = (args[0],)
-        return reduction_buffers(x, dims or (), size(x), processors, vector)
+    def buffers(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
+        return reduction_buffers(x, _axes(dim), size(x), processors, vector)
+
+    return buffers
+
+
+def _vector_norm(processors: Processors) -> Workspace:
+    """Of a norm, whose second argument is its order."""
+
+    def buffers(x: Tensor, _order: Any = 2, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
+        return reduction_buffers(x, _axes(dim), _accumulator(x), processors)
 
     return buffers
 
@@ -77,11 +83,17 @@ def _maximum(processors: Processors) -> Workspace:
     def buffers(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
         if isinstance(dim, Tensor):
             return ()
-        if dim is None:
-            return reduction_buffers(x, (), x.element_size(), processors)
-        return reduction_buffers(x, (dim,), _VALUE_AND_INDEX, processors)
+        size = x.element_size() if dim is None else _VALUE_AND_INDEX
+        return reduction_buffers(x, _axes(dim), size, processors)
 
     return buffers
+
+
+def _axes(dim: Any) -> Sequence[int]:
+    """Return the axes that are reduced; none for all, which a flag in their place means too."""
+    if isinstance(dim, bool) or dim is None:
+        return ()
+    return (dim,) if isinstance(dim, int) else dim
 
 
 def _embedding_backward(

@@ -8,9 +8,11 @@ bare run never makes.
 
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -32,8 +34,8 @@ INTO_FRESH: dict[Any, Any] = {
 their first argument was allocated by the formula itself."""
 
 _ENGINE = _engine_run_backward.__code__
-_WATCHERS = {__name__, "dpprof.memory.recorder"}
-_FUNCTORCH = "torch/_functorch/"
+_OWN = str(Path(__file__).parent)
+_FUNCTORCH = str(Path(torch._functorch.__file__).parent)  # noqa: SLF001 (torch.func's own code)
 
 
 def find_in_place(func: Any, args: Any, *, fresh: bool) -> Any:
@@ -84,12 +86,12 @@ def _owners(tensor: Tensor) -> tuple[int, int]:
 def _is_called_by_engine() -> bool:
     """Return whether autograd's own code called, and not Python code or ``torch.func``."""
     frame: Any = sys._getframe(1)  # noqa: SLF001 (the documented way to the stack)
-    while frame is not None and frame.f_globals.get("__name__") in _WATCHERS:
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     if frame is None or frame.f_code is not _ENGINE:
         return False
     while frame is not None:
-        if _FUNCTORCH in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(_FUNCTORCH):
             return False
         frame = frame.f_back
     return True

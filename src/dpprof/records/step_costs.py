@@ -72,6 +72,9 @@ class Allocator(Part):
         description="how often a steady step releases the cache to find room; null where it finds "
         "none"
     )
+    settled: bool = Field(
+        description="whether steps came to repeat without reserving more, within ten of them"
+    )
 
 
 class Attribution(Part):

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.axes import BASELINE, SETTING
-from dpprof.analysis.peak_composition import needed_bytes
+from dpprof.analysis.peak_composition import find_fitting, needed_bytes
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
     ORDER,
@@ -81,12 +81,13 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
     setting = [rows[name] for name in SETTING]
     base = standard.groupby(setting, dropna=False).transform("median")
     share = needed_bytes(rows) / rows["target_memory_bytes"].astype(float)
-    rows = rows.assign(ratio=rows["peak_bytes"] / base, share=share)
+    rows = rows.assign(ratio=rows["peak_bytes"] / base, share=share, fitting=find_fitting(rows))
     rows = rows.sort_values(["target", *ORDER, "method"])
     naming = name_experiments(rows)
     columns = naming | {
         "peak (GiB)": amount("peak_bytes", _GIB, 2),
         "ratio": amount("ratio", digits=2),
+        "reserved (GiB)": amount("reserved_bytes", _GIB, 2),
         "of the memory": _share,
         "FLOP multiplier": amount("dp_flop_multiplier", digits=2),
         "least step (ms)": lambda row: significant(row["roofline_step_s"], 1e-3),
@@ -94,10 +95,11 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
     }
     caption = (
         "Predictions; nothing here ran. The peak is that of a steady-state step, its ratio is to "
-        "standard with all else equal. The share of the memory covers the first step too, but not "
-        "what allocators reserve beyond tensors. The multiplier is executed FLOPs over model "
-        "FLOPs. The least step time is a bound from the target's data sheet, not a prediction: "
-        "each operator at its ceiling, one after another. The tokens follow from it."
+        "standard with all else equal. Reserved is what PyTorch's caching allocator would take for "
+        "the whole training, by simulation, and the share of the memory is that; with retries, it "
+        "fits only because the allocator releases its cache. The multiplier is executed FLOPs over "
+        "model FLOPs. The least step time is a bound from the target's data sheet, not a "
+        "prediction: each operator at its ceiling, one after another. The tokens follow from it."
     )
     text = (*texts(naming), "of the memory")
     return [tabulate(caption, columns, rows, text, "results/tables/peaks.csv and costs.csv")]
@@ -105,7 +107,9 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
 
 def _share(row: Any) -> str:
     share = row["share"]
-    return f"does not fit ({share:.0%})" if share > 1 else percent(share)
+    if share > 0 and not row["fitting"]:  # unknown where the target has no size
+        return f"does not fit ({share:.0%})"
+    return f"{share:.0%}, with retries" if share > 1 else percent(share)
 
 
 def _most_tokens(row: Any) -> str:
@@ -128,13 +132,14 @@ def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
         "allocator (MiB)": amount("allocator_peak_bytes", _MIB, 2),
         "gap": amount("gap_bytes", digits=0),
         "bound": amount("bound_bytes", digits=0),
-        "closed": lambda row: _VERDICTS.get(row["valid"], "-"),
+        "reconciled": lambda row: _VERDICTS.get(row["valid"], "-"),
         "estimate": _estimate_against_memory,
     }
     caption = (
         "Recorded peaks and the allocator's peaks from another process. The gap is the allocator's "
-        "minus the recorded peak, in bytes; it is closed if it is within the bound. Estimate is "
-        "the difference of the estimated from the recorded peak, in bytes."
+        "minus the recorded peak, in bytes, less what whole blocks take on CUDA; both are "
+        "reconciled if it is within the bound. Estimate is the difference of the estimated from "
+        "the recorded peak, in bytes."
     )
     grades = [*(f"by_{kind}_bytes" for kind in EVIDENCE), "unattributed_bytes"]
     shares = rows.assign(**{name: rows[name] / rows["peak_bytes"] for name in grades})
@@ -145,7 +150,7 @@ def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
         "How owners at the peak were identified, in percent of the peak: by an attribute that "
         "refers to the tensor, by the operator and module that created it, or only by the phase."
     )
-    text = (*texts(naming), "from", "closed")
+    text = (*texts(naming), "from", "reconciled")
     source = "results/tables/peaks.csv"
     return [
         tabulate(caption, columns, rows, text, source),

@@ -6,7 +6,7 @@ import pandas as pd
 
 from dpprof.analysis.axes import BASELINE
 from dpprof.analysis.frames import varying_axes
-from dpprof.analysis.peak_composition import needed_bytes
+from dpprof.analysis.peak_composition import find_fitting
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.records.terms import COMPONENTS
 from dpprof.report.cells import listed, number, plural, span
@@ -101,7 +101,7 @@ def _plain(name: str) -> str:
 
 def _fitting(target: str, rows: pd.DataFrame) -> str:
     """Return which methods fit on a target in every setting, in some and in none."""
-    fits = needed_bytes(rows) <= rows["target_memory_bytes"]
+    fits = find_fitting(rows)
     share = fits.groupby(rows["method"]).mean()
     groups = {
         "in every setting": share.index[share == 1],
