@@ -114,7 +114,7 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, mon
 
 
 def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(summary, "find_dimensions", lambda _: None)
+    monkeypatch.setattr(summary, "find_attention_size", lambda *_: None)
     compute = estimate(make("standard"), lambda _: None).compute
 
     assert compute.model_flops is compute.dp_flop_multiplier is None

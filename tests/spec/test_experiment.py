@@ -92,7 +92,7 @@ def test_a_mapping_of_dimensions_has_the_stem_custom() -> None:
         ({"noise_multiplier": float("nan")}, "noise_multiplier: nan is not allowed; it must be a"),
         ({"model": "../up"}, "model: '../up' is not allowed; it must match pattern"),
         ({"model": "small\n"}, r"model: 'small\n' is not allowed; it must match pattern"),
-        ({"model": 3}, "model: 3 is not allowed; it must be a model's name or a mapping"),
+        ({"model": 3}, "model: 3 is not allowed; it must be a model's name, hf:NAME, or a mapping"),
         ({"model": {"vocab_size": 9}}, "model: missing d_model, layers, heads"),
         (
             {"bath_size": 3},

@@ -138,7 +138,7 @@ def _describe(result: Result, standing: Standing) -> Option:
         )
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
-    tokens = capacity.stated_batch_size * experiment.seq_len
+    tokens = experiment.tokens_in(capacity.stated_batch_size)
     verdict: Verdict = "unranked" if private else "baseline"
     message = None
     if tight:

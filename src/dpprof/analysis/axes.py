@@ -3,6 +3,7 @@
 from typing import Any
 
 from dpprof.planning.planner import PlannedRun
+from dpprof.spec.architecture import PREFIX, Architecture
 from dpprof.spec.experiment import Experiment
 
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
@@ -26,7 +27,13 @@ def key_of(run: PlannedRun) -> dict[str, Any]:
 def axes_of(experiment: Experiment) -> dict[str, Any]:
     """Return an experiment's axes as columns."""
     fields = experiment.model_dump(mode="json")
-    spelled = {"model": _model_text(experiment), "target": target_text(experiment)}
+    padding = experiment.padding
+    spelled = {
+        "model": _model_text(experiment),
+        "target": target_text(experiment),
+        "lora": None if experiment.lora is None else experiment.lora.text,
+        "padding": None if padding is None else padding.fraction,
+    }
     return {name: fields[name] for name in AXES} | spelled
 
 
@@ -45,4 +52,6 @@ def _model_text(experiment: Experiment) -> str:
     model = experiment.model
     if isinstance(model, str):
         return model
+    if isinstance(model, Architecture):
+        return f"{PREFIX}{model.hf}"
     return f"V{model.vocab_size}-d{model.d_model}-L{model.layers}-H{model.heads}"

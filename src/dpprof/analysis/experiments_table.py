@@ -61,7 +61,7 @@ def _describe(group: Group) -> dict[str, Any]:
             "median_step_s": step_s,
             "step_low_s": interval and interval.low,
             "step_high_s": interval and interval.high,
-            "tokens_per_s": step_s and experiment.batch_size * experiment.seq_len / step_s,
+            "tokens_per_s": step_s and experiment.tokens_in(experiment.batch_size) / step_s,
             "peak_kind": group.peaks.kind,
             "peak_processes": len(peaks),
             "peak_bytes": _or_none(peaks.median()),

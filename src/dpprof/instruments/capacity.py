@@ -178,8 +178,10 @@ class _Batches:
 
             def run(batch_size: int) -> int:
                 nonlocal training  # frees the last batch before the next step begins
-                module, seq_len = training.step.module, self._experiment.seq_len
-                training = training._replace(batch=make_batch(module, Cpu(), batch_size, seq_len))
+                module = training.step.module
+                training = training._replace(
+                    batch=make_batch(module, Cpu(), self._experiment, batch_size)
+                )
                 step = timeline_recorder.run(training.batch)
                 if not step.is_steady:
                     # Ghost clipping keeps the last batch's norms until the next step, so the first

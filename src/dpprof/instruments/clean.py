@@ -109,7 +109,7 @@ def _energy(
 def _throughput(experiment: Experiment, step_s: float) -> Throughput:
     samples_per_s = experiment.batch_size / step_s
     return Throughput(
-        tokens_per_s=samples_per_s * experiment.seq_len,
+        tokens_per_s=experiment.tokens_in(experiment.batch_size) / step_s,
         samples_per_s=samples_per_s,
         steps_per_s=1 / step_s,
     )

@@ -10,12 +10,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
 from dpprof.instruments.census import Holdings
-from dpprof.methods.training_step import Batch, TrainingStep
+from dpprof.methods.training_step import UNLABELLED, Batch, TrainingStep
 from dpprof.models.attention import find_attention
 from dpprof.models.build import build_model
 from dpprof.models.dtype import apply_dtype
 from dpprof.records.result import ModelFacts
 from dpprof.spec import registry
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 
@@ -87,7 +88,7 @@ def set_up(
     moment("wrapped_with_dp", Holdings(step.module, attributes=step.attributes))
     step.attach_optimizer(_build_optimizer(step.module, experiment))
     moment("optimizer_created", Holdings(step.module, step.optimizer, attributes=step.attributes))
-    batch = make_batch(model, device, experiment.batch_size, experiment.seq_len)
+    batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
 
 
@@ -106,10 +107,19 @@ def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
     return kinds[experiment.optimizer](trainable, lr=experiment.learning_rate)
 
 
-def make_batch(model: nn.Module, device: Device, batch_size: int, seq_len: int) -> Batch:
+def make_batch(
+    model: nn.Module, device: Device, experiment: Experiment, batch_size: int | None = None
+) -> Batch:
     """Return a batch of uniform random tokens on the device, so no step waits for data.
 
-    The vocabulary's size is that of the model's first embedding.
+    The vocabulary's size is that of the model's first embedding. A Hugging Face model gets a mask;
+    what a sample lacks of ``seq_len`` tokens is padding, which has no labels.
+
+    Args:
+        model: The model.
+        device: Where the batch will be.
+        experiment: Its batch size, sequence length and padding.
+        batch_size: The batch size instead of the experiment's.
 
     Raises:
         UnsupportedError: The model has no embedding.
@@ -120,6 +130,15 @@ def make_batch(model: nn.Module, device: Device, batch_size: int, seq_len: int) 
         raise UnsupportedError(
             "the model has no torch.nn.Embedding, the first of which tells the vocabulary's size"
         )
-    shape = (batch_size, seq_len + 1)
-    tokens = torch.randint(embedding.num_embeddings, shape).to(device.torch_device)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    count = experiment.batch_size if batch_size is None else batch_size
+    shape = (count, experiment.seq_len + 1)
+    drawn = torch.randint(embedding.num_embeddings, shape).to(device.torch_device)
+    tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+    if not isinstance(experiment.model, Architecture):
+        return Batch(tokens, labels)
+    mask = torch.ones_like(tokens)
+    for row, length in enumerate(experiment.lengths(count)):
+        tokens[row, length:] = 0
+        labels[row, length:] = UNLABELLED
+        mask[row, length:] = 0
+    return Batch(tokens, labels, mask)

@@ -14,7 +14,7 @@ from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
 from dpprof.memory.recorder import Op
 from dpprof.memory.timeline import LiveStorage, MemoryTimeline
-from dpprof.models.build import find_dimensions
+from dpprof.models.build import find_attention_size
 from dpprof.records.reconciliation import reconcile
 from dpprof.records.step_costs import (
     Allocator,
@@ -228,14 +228,15 @@ def _explain_unknown(
 
 def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
     """Return the FLOPs that the non-private step needs; None for a model of another package."""
-    dimensions = find_dimensions(experiment)
-    if dimensions is None:
+    attention = find_attention_size(experiment, module)
+    if attention is None:
         return None
-    seq_len = experiment.seq_len
-    per_token = model_flops_per_token(
-        module, seq_len=seq_len, layers=dimensions.layers, d_model=dimensions.d_model
+    layers, width = attention
+    counts = Counter(experiment.lengths(experiment.batch_size))
+    return sum(
+        count * length * model_flops_per_token(module, seq_len=length, layers=layers, d_model=width)
+        for length, count in counts.items()
     )
-    return experiment.batch_size * seq_len * per_token
 
 
 _CEILING: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "bfloat16", "float64": "float64"}

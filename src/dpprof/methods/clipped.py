@@ -50,7 +50,7 @@ class ClippedStep(TrainingStep):
         After "noise" follow the calls of Opacus's ``pre_step``, in its order.
         """
         enter("forward")
-        losses_B = sample_losses(self.module(batch.tokens_BT), batch.labels_BT)
+        losses_B = sample_losses(self.module(*batch.inputs), batch.labels_BT)
         self.clipping.backward(losses_B, enter)
         enter("noise")
         self.optimizer.accumulate()

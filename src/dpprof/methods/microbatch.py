@@ -42,9 +42,9 @@ class Microbatch(TrainingStep):
         bound = self.experiment.max_grad_norm
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         sums = _start_sums(parameters)
-        for tokens_T, labels_T in zip(batch.tokens_BT, batch.labels_BT, strict=True):
+        for labels_T, *inputs in zip(batch.labels_BT, *batch.inputs, strict=True):
             enter("forward")
-            loss = mean_loss(self.module(tokens_T[None]), labels_T[None])
+            loss = mean_loss(self.module(*(one[None] for one in inputs)), labels_T[None])
             enter("backward")
             gradients = torch.autograd.grad(loss, parameters)
             enter("clip")

@@ -15,7 +15,7 @@ class Standard(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
         enter("forward")
-        loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
+        loss = mean_loss(self.module(*batch.inputs), batch.labels_BT)
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -41,6 +41,23 @@ class Batch(NamedTuple):
 
     tokens_BT: Tensor
     labels_BT: Tensor
+    mask_BT: Tensor | None = None
+    """For models that take it: 1 for tokens and 0 for padding, int64."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the batch."""
+        return (*self.inputs, self.labels_BT)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the model gets, samples first."""
+        return (self.tokens_BT,) if self.mask_BT is None else (self.tokens_BT, self.mask_BT)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with a function applied to each tensor."""
+        mask = None if self.mask_BT is None else function(self.mask_BT)
+        return Batch(function(self.tokens_BT), function(self.labels_BT), mask)
 
 
 class ClipGroup(NamedTuple):
@@ -56,7 +73,7 @@ class TrainingStep(ABC):
     """A method applied to a model.
 
     Args:
-        model: Maps token ids (B, T) to logits (B, T, V). The method may wrap it or add hooks;
+        model: Maps ``Batch.inputs`` to logits (B, T, V). The method may wrap it or add hooks;
             afterwards train ``self.module``.
         experiment: Gives clipping bound, noise multiplier and batch size.
 

@@ -12,16 +12,21 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
     float64 converts parameters. bfloat16 is autocast of the forward pass: parameters, gradients and
     optimizer state stay float32, and the backward pass uses the forward pass's dtypes. Logits are
     converted to float32, so the loss is float32. float32 and tf32 change nothing here; tf32 is a
-    setting of the device.
+    setting of the device. With ``parameters_dtype: bfloat16``, parameters that are not trained
+    are converted to bfloat16.
     """
+    if experiment.parameters_dtype == "bfloat16":
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
     if experiment.dtype == "float64":
         return model.double()
     if experiment.dtype == "bfloat16":
         forward = model.forward
 
-        def forward_in_bfloat16(tokens_BT: Tensor) -> Tensor:
+        def forward_in_bfloat16(*inputs: Tensor) -> Tensor:
             with torch.autocast(device.type, dtype=torch.bfloat16):
-                logits_BTV: Tensor = forward(tokens_BT)
+                logits_BTV: Tensor = forward(*inputs)
             return logits_BTV.float()
 
         model.forward = forward_in_bfloat16

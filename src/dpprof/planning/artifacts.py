@@ -9,7 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.planning.code_digest import ceilings_digest, code_digest, foreign_parts, verdict_digest
+from dpprof.planning.code_digest import (
+    ceilings_digest,
+    code_digest,
+    foreign_parts,
+    model_libraries,
+    verdict_digest,
+)
 from dpprof.records.ceilings import CEILINGS, ceilings_path, read_ceilings
 from dpprof.records.record import read_record
 from dpprof.records.result import read_result
@@ -59,7 +65,7 @@ class Code(NamedTuple):
 def code_of_run(instrument: str, experiment: Experiment) -> Code:
     """Return the code that measures an experiment under an instrument."""
     foreign = (name for _, name in foreign_parts(experiment))
-    name = "-".join([instrument, experiment.method, *foreign])
+    name = "-".join([instrument, experiment.method, *foreign, *model_libraries(experiment)])
     return Code(name, partial(code_digest, instrument, experiment))
 
 

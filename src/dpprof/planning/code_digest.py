@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, cast
 from dpprof.records.provenance import package_versions
 from dpprof.records.verdict import BUILT_IN
 from dpprof.spec import registry
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.system.paths import PACKAGE, TEMPLATES
 
@@ -135,19 +136,30 @@ def code_digest(instrument: str, experiment: Experiment) -> str:
     For an object of another package it covers the object's file and the version of its
     distribution. dpprof's own models count as one.
     """
-    return _code_digest(instrument, experiment.method, foreign_parts(experiment))
+    libraries = model_libraries(experiment)
+    return _code_digest(instrument, experiment.method, foreign_parts(experiment), libraries)
+
+
+def model_libraries(experiment: Experiment) -> tuple[str, ...]:
+    """Return the distributions that build the experiment's model, besides dpprof and torch."""
+    if not isinstance(experiment.model, Architecture):
+        return ()
+    return ("transformers", *(() if experiment.lora is None else ("peft",)))
 
 
 @_remember
-def _code_digest(instrument: str, method: str, foreign: tuple[Name, ...]) -> str:
+def _code_digest(
+    instrument: str, method: str, foreign: tuple[Name, ...], libraries: tuple[str, ...]
+) -> str:
     files = [*measuring_files(instrument, method), *_files_of(*foreign)]
-    return _digest_named(files, ("instruments", instrument), ("methods", method), *foreign)
+    named: tuple[Name, ...] = (("instruments", instrument), ("methods", method), *foreign)
+    return _digest_named(files, *named, libraries=libraries)
 
 
-def _digest_named(files: Iterable[Path], *names: Name) -> str:
+def _digest_named(files: Iterable[Path], *names: Name, libraries: tuple[str, ...] = ()) -> str:
     """Return the digest of files, and of the versions of torch, Opacus and names' packages."""
     distributions = [registry.distribution_of(*name) for name in names]
-    return _digest(files, package_versions(("torch", "opacus")), distributions)
+    return _digest(files, package_versions(("torch", "opacus", *libraries)), distributions)
 
 
 @functools.cache

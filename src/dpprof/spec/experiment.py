@@ -15,9 +15,19 @@ from pydantic import (
     model_validator,
 )
 
+from dpprof.spec.architecture import PREFIX, Architecture, resolve
+from dpprof.spec.fine_tuning import AsLora, AsPadding, Trainable
 from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
 from dpprof.spec.target import Dtype, Target
-from dpprof.spec.validation import DIMENSIONS_TAG, NAME_TAG, TARGET_TAG, InputError, explain, refuse
+from dpprof.spec.validation import (
+    ARCHITECTURE_TAG,
+    DIMENSIONS_TAG,
+    NAME_TAG,
+    TARGET_TAG,
+    InputError,
+    explain,
+    refuse,
+)
 from dpprof.system.files import canonical_json, read_json, sha256_hex
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
@@ -56,13 +66,21 @@ def _tell_apart(mapping: type[BaseModel], tag: str) -> Callable[[Any], str | Non
     return kind
 
 
+def _kind_of_model(value: Any) -> str | None:
+    if isinstance(value, Architecture) or (isinstance(value, dict) and "hf" in value):
+        return ARCHITECTURE_TAG
+    return _tell_apart(Dimensions, DIMENSIONS_TAG)(value)
+
+
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Model = Annotated[
-    Annotated[Name, Tag(NAME_TAG)] | Annotated[Dimensions, Tag(DIMENSIONS_TAG)],
+    Annotated[Name, Tag(NAME_TAG)]
+    | Annotated[Dimensions, Tag(DIMENSIONS_TAG)]
+    | Annotated[Architecture, Tag(ARCHITECTURE_TAG)],
     Discriminator(
-        _tell_apart(Dimensions, DIMENSIONS_TAG),
+        _kind_of_model,
         custom_error_type="model_kind",
-        custom_error_message="it must be a model's name or a mapping of dimensions",
+        custom_error_message=f"it must be a model's name, {PREFIX}NAME, or a mapping of dimensions",
     ),
 ]
 For = Annotated[
@@ -74,6 +92,9 @@ For = Annotated[
         "flops_per_s and bandwidth_bytes_per_s",
     ),
 ]
+_LATER = ("wait_for_idle_gpu_s", "lora", "trainable", "padding", "parameters_dtype")
+"""Keys that came after the first results."""
+
 CPU_TARGET = "cpu"
 """The target for this machine: an estimate for it models no CUDA libraries."""
 
@@ -90,8 +111,10 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     readable stem with the digest's first eight hex digits.
     """
 
-    model: Model = Field(
-        description="a preset's name, or a mapping of vocab_size, d_model, layers and heads"
+    model: Annotated[Model, BeforeValidator(resolve)] = Field(
+        description="a preset's name; a mapping of vocab_size, d_model, layers and heads; "
+        "hf:NAME or hf:PATH, a Hugging Face model by name or config.json; or a mapping of hf and "
+        "the keys of its config that differ"
     )
     method: Name = Field(description="how the clipped, noised gradient is computed")
     batch_size: Count = Field(description="samples (sequences) in a batch")
@@ -146,6 +169,26 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         description="longest wait, in seconds, for other processes to leave the GPU before the "
         "experiment starts; 0: do not wait",
     )
+    lora: AsLora | None = Field(
+        None,
+        description="adapters for a Hugging Face model: a mapping of rank, alpha, target_modules "
+        "and dropout, or rank=16,alpha=32,target_modules=q_proj+v_proj; null: none",
+    )
+    trainable: Trainable | None = Field(
+        None,
+        description="the parameters that are trained: all, lora, bias, head, or a regular "
+        "expression that is searched in their names; null: lora where there are adapters, else all",
+    )
+    padding: AsPadding | None = Field(
+        None,
+        description="samples of different lengths, for a Hugging Face model: the mean share of "
+        "padding in a batch, or a mapping with the key fraction; null: every sample has seq_len "
+        "tokens",
+    )
+    parameters_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="dtype of parameters that are not trained; those that are trained are float32",
+    )
 
     @model_validator(mode="after")
     def _refuse_other_device(self) -> Self:
@@ -156,14 +199,28 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             )
         return self
 
+    @model_validator(mode="after")
+    def _refuse_fine_tuning(self) -> Self:
+        if not isinstance(self.model, Architecture):
+            for name in ("lora", "padding"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} requires a Hugging Face model, as {PREFIX}NAME")
+        if self.trainable == "lora" and self.lora is None:
+            raise ValueError("trainable lora requires lora, such as lora: {rank: 16}")
+        if self.parameters_dtype == "bfloat16" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"parameters_dtype bfloat16 requires dtype bfloat16, but dtype is {self.dtype}"
+            )
+        return self
+
     @cached_property
     def canonical(self) -> str:
         """The spec: these fields as canonical JSON.
 
-        It includes ``wait_for_idle_gpu_s`` only if that is not 0, so that older ids stay the same.
+        It includes those of ``_LATER`` only if they are given, so that older ids stay the same.
         """
-        waits = self.wait_for_idle_gpu_s > 0
-        left_out = set() if waits else {"wait_for_idle_gpu_s"}
+        fields = type(self).model_fields
+        left_out = {name for name in _LATER if getattr(self, name) == fields[name].default}
         return canonical_json(self.model_dump(mode="json", exclude=left_out))
 
     @cached_property
@@ -180,8 +237,25 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def model_name(self) -> str:
-        """The preset's name, or ``custom`` for a mapping of dimensions."""
-        return self.model if isinstance(self.model, str) else "custom"
+        """The preset's name, ``custom`` for a mapping of dimensions, or ``hf-gpt2-lora16``."""
+        if not isinstance(self.model, Architecture):
+            return self.model if isinstance(self.model, str) else "custom"
+        return self.model.slug + ("" if self.lora is None else f"-lora{self.lora.rank}")
+
+    def lengths(self, batch_size: int) -> list[int]:
+        """Return the lengths of a batch's samples, in tokens, without padding."""
+        if self.padding is None:
+            return [self.seq_len] * batch_size
+        return self.padding.lengths(batch_size, self.seq_len, self.seed)
+
+    def tokens_in(self, batch_size: int) -> int:
+        """Return the number of tokens in a batch, without padding."""
+        return sum(self.lengths(batch_size))
+
+    @property
+    def trained(self) -> str:
+        """``trainable``, settled."""
+        return self.trainable or ("all" if self.lora is None else "lora")
 
 
 def settle_device(fields: dict[str, Any], auto: Callable[[], str], key: str) -> dict[str, Any]:

@@ -177,7 +177,11 @@ def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iter
     axes = {name: keys[name] for name in Experiment.model_fields if name in keys}
     for values in itertools.product(*axes.values()):
         fields = dict(zip(axes, values, strict=True))
-        yield Experiment.model_validate(settle_device(fields, auto, f"sweeps.{sweep}.device"))
+        settled = settle_device(fields, auto, f"sweeps.{sweep}.device")
+        try:
+            yield Experiment.model_validate(settled)
+        except ValidationError as error:
+            raise InputError(f"sweeps.{sweep}: {explain(error, Experiment)}") from None
 
 
 def _matches(experiment: Experiment, keys: dict[str, set[Any]]) -> bool:

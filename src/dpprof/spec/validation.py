@@ -11,9 +11,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
+ARCHITECTURE_TAG = "<architecture>"
 """Tags for the ways to write a model or a target; pydantic puts them into error locations."""
 
-_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, "[key]")
+_NOT_KEYS = (NAME_TAG, DIMENSIONS_TAG, TARGET_TAG, ARCHITECTURE_TAG, "[key]")
 
 MAX_SENTENCES = 10
 """Beyond this number of problems, a message only counts them."""
@@ -156,6 +157,8 @@ def _sentence(
     named = names.get(_keys(location)[-1]) if _keys(location) else None
     if named and problem["type"] == "string_pattern_mismatch":
         message = one_of(named, value)
+    if not key and problem["type"] == "value_error":
+        return message  # keys contradict one another, and the message names them
     spelled = option_name(key) if options else key
     return str(refuse(spelled or "the configuration", value, message))
 

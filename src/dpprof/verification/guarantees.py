@@ -66,10 +66,11 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     poisoned = table.num_embeddings - 1
     with torch.no_grad():
         table.weight[poisoned] = torch.inf
-    batch = Batch(*(ids.masked_fill(ids == poisoned, 0) for ids in subject.batch))
-    others = reference.sample_gradients(model, *(ids[1:] for ids in batch))
+    batch = subject.batch.map(lambda ids: ids.masked_fill(ids == poisoned, 0))
+    batch = batch._replace(mask_BT=subject.batch.mask_BT)
+    others = _sample_gradients(model, batch.map(lambda ids: ids[1:]))
     batch.tokens_BT[0, 0] = poisoned
-    poisoned_sample = reference.sample_gradients(model, *(ids[:1] for ids in batch))
+    poisoned_sample = _sample_gradients(model, batch.map(lambda ids: ids[:1]))
     if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
     with _may_refuse():
@@ -82,9 +83,13 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
         finish(step)
 
 
+def _sample_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:
+    return reference.sample_gradients(model, batch.inputs, batch.labels_BT)
+
+
 def empty(method: type[TrainingStep], subject: Subject) -> None:
     """Use a batch without samples: the gradient before noise must be zero."""
-    batch = Batch(*(ids[:0] for ids in subject.batch))
+    batch = subject.batch.map(lambda ids: ids[:0])
     with _may_refuse():
         step = begin(method, subject.experiment, subject.model)
         compute(step, batch)
@@ -95,7 +100,7 @@ def empty(method: type[TrainingStep], subject: Subject) -> None:
 def accumulate(method: type[TrainingStep], subject: Subject) -> None:
     """Compute two gradients without clearing: the second or the sum of both must result."""
     experiment, model, batch, samples = subject
-    second = make_batch(model, Cpu(), experiment.batch_size, experiment.seq_len)
+    second = make_batch(model, Cpu(), experiment)
     with _may_refuse():
         step = begin(method, experiment, model)
         compute(step, batch)
@@ -103,7 +108,7 @@ def accumulate(method: type[TrainingStep], subject: Subject) -> None:
     with _may_refuse():
         compute(step, second)
     taken = look(step)
-    last = reference.clip_and_average(reference.sample_gradients(model, *second), taken.groups)
+    last = reference.clip_and_average(_sample_gradients(model, second), taken.groups)
     if not any(_is_close(taken.gradient, expected) for expected in (last, first + last)):
         raise WrongError("the gradient is neither the last nor the sum")
 

@@ -23,24 +23,27 @@ class Group(NamedTuple):
     epsilon: float = 1e-6
 
 
-def sample_gradients(model: nn.Module, tokens_BT: Tensor, labels_BT: Tensor) -> list[Tensor]:
-    """Return every sample's gradient of its mean cross-entropy over tokens.
+def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tensor) -> list[Tensor]:
+    """Return every sample's gradient of its mean cross-entropy over labelled tokens.
+
+    ``inputs`` are what the model gets, samples first.
 
     Returns:
         One (B, P) for each trainable parameter, in the order of ``model.parameters()``.
     """
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
-    def loss(parameters: dict[str, Tensor], tokens_T: Tensor, labels_T: Tensor) -> Tensor:
-        logits_1TV = functional_call(model, parameters, (tokens_T[None],))
+    def loss(parameters: dict[str, Tensor], labels_T: Tensor, *sample: Tensor) -> Tensor:
+        logits_1TV = functional_call(model, parameters, tuple(one[None] for one in sample))
         return functional.cross_entropy(logits_1TV[0], labels_T)
 
     gradient = grad(loss)
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the only kernel that supports vmap
-            samples = vmap(gradient, in_dims=(None, 0, 0))(trainable, tokens_BT, labels_BT)
+            dims = (None, 0, *(0 for _ in inputs))
+            samples = vmap(gradient, in_dims=dims)(trainable, labels_BT, *inputs)
     except RuntimeError:  # the model does not support vmap
-        each = [gradient(trainable, *sample) for sample in zip(tokens_BT, labels_BT, strict=True)]
+        each = [gradient(trainable, *sample) for sample in zip(labels_BT, *inputs, strict=True)]
         samples = {name: torch.stack([one[name] for one in each]) for name in trainable}
     return [samples[name].flatten(1) for name in trainable]
 

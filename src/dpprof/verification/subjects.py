@@ -70,13 +70,13 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
         for parameter in model.parameters():
             width = parameter.shape[-1] if parameter.ndim else 1
             parameter.add_(torch.randn_like(parameter) * width**-0.5)
-    batch = make_batch(model, Cpu(), experiment.batch_size, experiment.seq_len)
+    batch = make_batch(model, Cpu(), experiment)
     if scenario == "frozen":
         for parameter in choose_frozen(model):
             parameter.requires_grad_(False)
     elif scenario == "ignored labels":
         batch = ignore_labels(batch)
-    samples = reference.sample_gradients(model, *batch)
+    samples = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
     bound = choose_bound(torch.cat(samples, 1).norm(dim=1))
     return Subject(experiment.model_copy(update={"max_grad_norm": bound}), model, batch, samples)
 
@@ -118,4 +118,4 @@ def ignore_labels(batch: Batch) -> Batch:
     labels_BT = batch.labels_BT.clone()
     for row in range(B):
         labels_BT[row, : T - 1 if row == B - 1 else row + 1] = UNLABELLED
-    return Batch(batch.tokens_BT, labels_BT)
+    return batch._replace(labels_BT=labels_BT)

@@ -48,7 +48,7 @@ class OpacusPerSample(OpacusStep):
         After "clip" follow the calls of ``DPOptimizer.pre_step``, in its order.
         """
         enter("forward")
-        loss = mean_loss(self.module(batch.tokens_BT), batch.labels_BT)
+        loss = mean_loss(self.module(*batch.inputs), batch.labels_BT)
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
         enter("clip")

@@ -89,7 +89,7 @@ class OpacusTwoPass(OpacusStep):
         """
         self.module.enter = enter
         enter("forward")
-        logits_BTV = self.module(batch.tokens_BT)
+        logits_BTV = self.module(*batch.inputs)
         loss = self.criterion(
             logits_BTV.flatten(0, 1), batch.labels_BT.flatten(), shape=logits_BTV.shape
         )

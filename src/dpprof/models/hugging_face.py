@@ -1,0 +1,149 @@
+"""Hugging Face's causal language models, from a config, with random weights.
+
+Shape legend: B batch, T tokens, V vocabulary.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpprof.spec.architecture import Architecture
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
+
+try:
+    import transformers
+    from transformers.models.auto import modeling_auto
+except ImportError as error:
+    raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
+
+
+class CausalLM(nn.Module):
+    """A Hugging Face model that maps token ids to logits.
+
+    It gets position ids and the attention mask as (B, T), so every layer sees the batch first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return the logits of every next token; (B, T) int64 twice to (B, T, V).
+
+        ``mask_BT`` is 1 for tokens and 0 for padding, which follows them.
+        """
+        B, T = tokens_BT.shape
+        positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
+        outputs = self.model(
+            input_ids=tokens_BT,
+            attention_mask=mask_BT,
+            position_ids=positions_BT,
+            use_cache=False,
+        )
+        logits_BTV: Tensor = outputs.logits
+        return logits_BTV
+
+
+def build_causal_lm(experiment: Experiment) -> CausalLM:
+    """Build an experiment's Hugging Face model, with its adapters, on the CPU, in float32.
+
+    Raises:
+        UnsupportedError: The config is not that of a causal language model, or the model cannot be
+            built in this way; the message says why.
+    """
+    assert isinstance(experiment.model, Architecture)
+    config = read_config(experiment.model)
+    _refuse_positions(config, experiment.seq_len)
+    if experiment.attention == "opacus":
+        raise UnsupportedError("a Hugging Face model has its own attention; use sdpa or eager")
+    # None is the library's own choice: sdpa, or eager where the architecture has no sdpa.
+    attention = "eager" if experiment.attention == "eager" else None
+    transformers.logging.set_verbosity_error()
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ValueError, TypeError, ImportError, KeyError, AttributeError) as error:
+        raise UnsupportedError(f"transformers cannot build {config.model_type}: {error}") from error
+    if experiment.lora is not None:
+        _add_adapters(model, experiment)
+    if experiment.checkpointing != "none":
+        _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
+    return CausalLM(model)
+
+
+def read_config(architecture: Architecture) -> Any:
+    """Return a config as transformers has it.
+
+    Raises:
+        UnsupportedError: It is not that of a causal language model, or transformers refuses it.
+    """
+    kind = architecture.model_type
+    given = architecture.config
+    del given["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} knows no architecture {kind}"
+        )
+    if kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedError(f"{kind} is no causal language model")
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+    except Exception as error:
+        raise UnsupportedError(f"transformers refuses the config of {kind}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False) or _is_encoder(config):
+        raise UnsupportedError(f"{kind} is an encoder, and here only causal decoders are trained")
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
+    return config
+
+
+def _is_encoder(config: Any) -> bool:
+    """Tell whether an architecture is bidirectional unless its config makes it a decoder."""
+    masked = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return masked and not getattr(config, "is_decoder", False)
+
+
+def _refuse_positions(config: Any, seq_len: int) -> None:
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and seq_len > most:
+        raise UnsupportedError(
+            f"the model has {most:,} positions, and seq_len is {seq_len:,}; raise "
+            "max_position_embeddings in its config, or shorten the samples"
+        )
+
+
+def _add_adapters(model: Any, experiment: Experiment) -> None:
+    """Put low-rank adapters into a model, and freeze everything else."""
+    try:
+        import peft  # noqa: PLC0415 (only adapters need it)
+    except ImportError as error:
+        raise UnsupportedError(f"adapters need dpprof[hf]: {error}") from error
+    lora = experiment.lora
+    assert lora is not None
+    modules = lora.target_modules
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scale,
+        lora_dropout=lora.dropout,
+        target_modules=list(modules) if isinstance(modules, tuple) else modules,
+        task_type=peft.TaskType.CAUSAL_LM,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")
+            peft.inject_adapter_in_model(config, model)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UnsupportedError(f"lora: peft cannot add the adapters: {error}") from error
+
+
+def _checkpoint(model: Any, *, reentrant: bool) -> None:
+    """Let each block store its input alone, and compute the rest again in backward."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UnsupportedError(f"{type(model).__name__} does not support checkpointing")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        # Below the first trained parameter nothing requires a gradient, and reentrant
+        # checkpointing then computes none above it either.
+        model.enable_input_require_grads()

@@ -1,0 +1,190 @@
+"""Hugging Face models by name: from ``hf:llama-3.2-1b`` to the whole config.
+
+A config holds the shape of a model. Weights are never read: they are random. Nothing here imports
+transformers, so planning stays fast.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, Field
+
+from dpprof.spec.validation import one_of
+from dpprof.system.files import canonical_json, read_json
+from dpprof.system.paths import PACKAGE
+
+PREFIX = "hf:"
+"""What the name of a Hugging Face model begins with."""
+
+_ABOUT_FILES = {
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys of a config that say how a checkpoint was saved, and nothing about the model's shape."""
+
+_REFUSED = {
+    "auto_map": "its config names code of its own, and dpprof runs no code from a config",
+    "quantization_config": "its weights are quantised, and only float weights are trained here",
+}
+"""Keys of a config that make a model one that cannot be built from the config alone."""
+
+_MAX_NAME = 40
+
+
+class Architecture(BaseModel, frozen=True, extra="allow"):
+    """The config of a Hugging Face causal language model.
+
+    Every key but ``hf`` is the config's own, as in the model's ``config.json``.
+    """
+
+    hf: str = Field(description="the model's name in ids and reports")
+    model_type: str = Field(description="the architecture, by the name that transformers gives it")
+
+    def __hash__(self) -> int:
+        """Hash the whole config, which may hold lists and mappings."""
+        return hash(canonical_json(self.model_dump()))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, for transformers."""
+        return self.model_dump(exclude={"hf"})
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a file's name: ``hf-llama-3-2-1b``."""
+        return f"hf-{re.sub(r'[^a-z0-9]+', '-', self.hf.lower()).strip('-')}"[:_MAX_NAME].strip("-")
+
+
+class _Bundled(NamedTuple):
+    config: dict[str, Any]
+    source: str | None
+
+
+@functools.cache
+def _bundled() -> dict[str, _Bundled]:
+    text = (PACKAGE / "spec" / "architectures.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text).items()
+    return {name: _Bundled(one["config"], one.get("from")) for name, one in entries}
+
+
+def bundled_names() -> list[str]:
+    """Return the names of the configs that dpprof has, sorted."""
+    return sorted(_bundled())
+
+
+def source_of(name: str) -> str | None:
+    """Return where a bundled model is published, with its licence; None for one of the tests."""
+    return _bundled()[name].source
+
+
+def resolve(value: Any) -> Any:
+    """Replace a Hugging Face model's name, or a mapping with overrides, by the whole config.
+
+    Any other value is returned as it is. So is a whole config, which has ``model_type``.
+
+    Raises:
+        ValueError: There is no such config, or it cannot be used; the message says what can.
+    """
+    if isinstance(value, str) and value.startswith(PREFIX):
+        name = value.removeprefix(PREFIX)
+        return _make(_last_part(name), _find(name))
+    if not (isinstance(value, dict) and "hf" in value):
+        return value
+    name = value["hf"]
+    if not isinstance(name, str):
+        raise ValueError("hf must be a model's name")  # noqa: TRY004 (pydantic's way)
+    overrides = {key: one for key, one in value.items() if key != "hf"}
+    if "model_type" in overrides:
+        return _make(name, overrides)
+    base = _find(name.removeprefix(PREFIX))
+    changed = {key for key, one in overrides.items() if key not in base or base[key] != one}
+    return _make(_name_variant(_last_part(name), overrides, changed), base | overrides)
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a path or of a name on the hub that says something."""
+    path = Path(name.removeprefix(PREFIX))
+    return (
+        path.absolute().parent.name
+        if path.name == "config.json"
+        else path.name.removesuffix(".json")
+    )
+
+
+def _name_variant(name: str, overrides: Mapping[str, Any], changed: set[str]) -> str:
+    """Name a config with overrides; the option by which Opacus's users untie weights is spelled."""
+    untied = overrides.get("tie_word_embeddings") is False and "tie_word_embeddings" in changed
+    name += "-untied" if untied else ""
+    return name + ("-custom" if changed - {"tie_word_embeddings"} else "")
+
+
+def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    for key, why in _REFUSED.items():
+        if config.get(key):
+            raise ValueError(why)
+    if not isinstance(config.get("model_type"), str):
+        why = "its config has no model_type, which names the architecture"
+        raise ValueError(why)  # noqa: TRY004 (pydantic's way)
+    kept = {key: one for key, one in config.items() if key not in _ABOUT_FILES}
+    return {"hf": name, **kept}
+
+
+def _find(name: str) -> dict[str, Any]:
+    """Return the config of a bundled name, a path, an architecture, or a name on the hub."""
+    if name in _bundled():
+        return _bundled()[name].config
+    path = Path(name).expanduser()
+    if path.is_dir() or path.is_file() or name.endswith(".json") or name.startswith((".", "/")):
+        return _read(path / "config.json" if path.is_dir() else path)
+    if name.count("/") == 1:
+        return _read(_fetch(name))
+    architectures = sorted({str(one.config["model_type"]) for one in _bundled().values()})
+    if name in architectures:
+        return {"model_type": name}
+    raise ValueError(
+        f"after {PREFIX} comes the path of a config.json or of its folder, a name on the hub, as "
+        f"owner/name, an architecture ({', '.join(architectures)}), or a bundled name; "
+        + one_of(bundled_names(), name)
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no mapping")  # noqa: TRY004 (pydantic's way)
+    return config
+
+
+@functools.cache
+def _fetch(name: str) -> Path:
+    """Fetch a config, and nothing else, from the hub or from its cache."""
+    otherwise = f"give the path of its config.json, or a bundled name: {', '.join(bundled_names())}"
+    try:
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415 (an extra)
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+    except ImportError:
+        raise ValueError(f"fetching a config from the hub needs dpprof[hf]; {otherwise}") from None
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except LocalEntryNotFoundError:
+        why = "its config is not in the cache, and the hub cannot be reached"
+    except HfHubHTTPError as error:
+        why = f"the hub gives no config for it ({type(error).__name__})"
+    except (ValueError, OSError) as error:
+        why = f"its config cannot be fetched ({json.dumps(str(error)[:100])})"
+    raise ValueError(f"{why}; {otherwise}")
