@@ -206,6 +206,25 @@ def test_every_phase_and_outcome_has_a_colour_of_its_own() -> None:
         assert len(set(colours.values())) == len(colours)
 
 
+def test_titles_name_what_differs_within_a_model_and_its_dtype() -> None:
+    plain = {"model": "m", "parameters_total": 10, "lora": None}
+    adapted = {"model": "n", "dtype": "bfloat16", "checkpointing": "reentrant"}
+    rows = [
+        plain,
+        plain | {"optimizer": "sgd"},
+        plain | adapted | {"lora": "rank 4"},
+        plain | adapted,
+    ]
+    panels = split(pd.DataFrame([make_experiment().model_dump() | row for row in rows]), "nothing")
+
+    assert sorted(panel.title for panel in panels.shown) == [
+        "m, T = 4, B = 2, dtype = float32, optimizer = adamw",
+        "m, T = 4, B = 2, dtype = float32, optimizer = sgd",
+        "n with LoRA, T = 4, B = 2, dtype = bfloat16, optimizer = adamw",
+        "n, T = 4, B = 2, dtype = bfloat16, optimizer = adamw",
+    ]
+
+
 def test_of_too_many_settings_the_largest_are_shown() -> None:
     rows = pd.DataFrame(
         [

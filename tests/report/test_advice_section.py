@@ -5,6 +5,7 @@ import pandas as pd
 from dpprof.report.advice_section import tell_advice, tell_capacity
 
 SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
+SETTING |= {"lora": None, "trainable": None}
 
 
 def make(*options: dict[str, object], **setting) -> pd.DataFrame:
@@ -42,6 +43,24 @@ def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
         "On h200, a could be the fastest private method for 1b at 1,024 tokens in float32; "
         "batches of 19 safely fit; b and c are too close to rank; e does not fit at all."
     )
+
+
+def test_adapters_and_whole_training_are_told_apart() -> None:
+    table = pd.concat(
+        [
+            make({"method": "a", "verdict": "first"}, lora="rank 16, alpha 32"),
+            make({"method": "b", "verdict": "first"}),
+            make({"method": "c", "verdict": "first"}, trainable="bias"),
+        ]
+    )
+
+    [bullets] = tell_advice(table)
+
+    assert [sentence.partition(" for ")[2].partition(" at ")[0] for sentence in bullets.items] == [
+        "1b with LoRA (rank 16, alpha 32)",
+        "1b",
+        "1b, training bias",
+    ]
 
 
 def test_every_setting_has_its_sentence() -> None:

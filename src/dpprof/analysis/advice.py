@@ -56,6 +56,9 @@ class Advice(_Frozen):
     """Methods for a model, a sequence length and a target, best first."""
 
     model: str
+    lora: str | None = None
+    """The adapters that are trained; None where the model has none."""
+
     seq_len: int
     dtype: str
     target: str
@@ -63,6 +66,8 @@ class Advice(_Frozen):
     options: tuple[Option, ...]
     sure_of_memory: str
     sure_of_time: str
+    whole: "Advice | None" = None
+    """The same for the model without adapters, where that was asked too."""
 
     @property
     def best(self) -> Option | None:
@@ -89,6 +94,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     budgets = [result.capacity.budget_bytes for result in results if result.capacity]
     return Advice(
         model=experiment.model_name,
+        lora=None if experiment.lora is None else experiment.lora.text,
         seq_len=experiment.seq_len,
         dtype=experiment.dtype,
         target=target,

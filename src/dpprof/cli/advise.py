@@ -1,9 +1,9 @@
 """Say which private method to use on a GPU that need not be here, and what that rests on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dpprof.analysis.advice import Advice, advise
+from dpprof.analysis.advice import Advice, Option, advise
 from dpprof.analysis.axes import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
 from dpprof.cli.capacities import answer
@@ -17,40 +17,84 @@ def _number(value: float | None, form: str, otherwise: str = "unknown") -> str:
     return otherwise if value is None else format(value, form)
 
 
+def _recommend(advice: Advice) -> list[str]:
+    """Say which method to use, in a sentence or two."""
+    best = advice.best
+    trained = "" if advice.lora is None else f" with LoRA ({advice.lora})"
+    where = f"{advice.model}{trained}, {advice.seq_len:,} tokens, {advice.dtype}"
+    where += f", on {advice.target}"
+    if any(option.verdict == "unranked" for option in advice.options):
+        return [f"The ceilings are not known, so methods that fit are not ranked: {where}."]
+    if best is None:
+        wrong = any(option.verdict == "wrong" for option in advice.options)
+        return [f"No private method {'can be advised' if wrong else 'safely fits'}: {where}."]
+    said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
+    close = [option.method for option in advice.options if option.verdict == "close"]
+    if close:
+        said.append(f"Too close to tell apart from it: {', '.join(close)}.")
+    return said
+
+
+_COLUMNS = ("verdict", "safe batch", "tokens/s at most", "FLOPs x")
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    fits = option.largest_batch_size is not None
+    return (
+        option.verdict,
+        _number(option.safe_batch_size, ",", "none" if fits else ""),
+        _number(option.tokens_per_s_at_most, ",.0f", "unknown" if fits else ""),
+        _number(option.dp_flop_multiplier, ".2f", "unknown" if fits else ""),
+    )
+
+
+def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
+    """Lay out the methods, with adapters and without side by side."""
+    sides = [advice, *([] if advice.whole is None else [advice.whole])]
+    found = [{option.method: _cells(option) for option in side.options} for side in sides]
+    rows = [
+        [names[one.method], *(c for side in found for c in side[one.method])]
+        for one in advice.options
+    ]
+    header = ["method", *_COLUMNS * len(sides)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    if len(sides) > 1:
+        whole_at = sum(widths[: 1 + len(_COLUMNS)]) + 2 * (1 + len(_COLUMNS))
+        lines.append(f"{' ' * (widths[0] + 2)}LoRA".ljust(whole_at) + "whole")
+    text = (0, *range(1, len(header), len(_COLUMNS)))
+    for row in [header, *rows]:
+        aligned = [
+            cell.ljust(width) if at in text else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return lines
+
+
+def _explain(advice: Advice) -> list[str]:
+    """Say why options do not work or need care, once for each reason."""
+    methods: dict[str, list[str]] = {}
+    for trained, side in (("", advice), (" (whole)", advice.whole)):
+        for option in () if side is None else side.options:
+            if option.message is not None:
+                methods.setdefault(option.message, []).append(option.method + trained)
+    return [f"{', '.join(named)}: {message}" for message, named in methods.items()]
+
+
 def tell(advice: Advice) -> str:
     """Say the advice, for people."""
-    best = advice.best
-    where = f"{advice.model}, {advice.seq_len:,} tokens, {advice.dtype}, on {advice.target}"
-    if any(option.verdict == "unranked" for option in advice.options):
-        said = [f"The ceilings are not known, so methods that fit are not ranked: {where}."]
-    elif best is None:
-        wrong = any(option.verdict == "wrong" for option in advice.options)
-        said = [f"No private method {'can be advised' if wrong else 'safely fits'}: {where}."]
-    else:
-        close = [option.method for option in advice.options if option.verdict == "close"]
-        said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
-        if close:
-            said.append(f"Too close to tell apart from it: {', '.join(close)}.")
+    sides = [advice, *([] if advice.whole is None else [advice.whole])]
+    options = [option for side in sides for option in side.options]
     marks: Marks = {
-        DAGGER: [option.method for option in advice.options if not option.verified],
+        DAGGER: [option.method for option in options if not option.verified],
         DOUBLE_DAGGER: [
-            option.method for option in advice.options if is_other_mechanism(option.mechanism)
+            option.method for option in options if is_other_mechanism(option.mechanism)
         ],
     }
-    names = {option.method: option.method + sign(option.method, marks) for option in advice.options}
-    width = max(len("method"), *map(len, names.values()))
-    said.append(f"{'method':{width}}  {'verdict':12}  safe batch  tokens/s at most  FLOPs x")
-    for option in advice.options:
-        row = f"{names[option.method]:{width}}  {option.verdict:12}"
-        if option.message is not None:
-            said.append(f"{row}  {option.message}")
-            continue
-        cells = (
-            _number(option.safe_batch_size, ",", "none").rjust(len("safe batch")),
-            _number(option.tokens_per_s_at_most, ",.0f").rjust(len("tokens/s at most")),
-            _number(option.dp_flop_multiplier, ".2f").rjust(len("FLOPs x")),
-        )
-        said.append("  ".join([row, *cells]))
+    names = {option.method: option.method + sign(option.method, marks) for option in options}
+    said = [sentence for side in sides for sentence in _recommend(side)]
+    said += [*_lay_out(advice, names), *_explain(advice)]
     if marks[DAGGER]:
         said.append(
             f"{DAGGER} Not verified here to compute the right gradient; "
@@ -65,11 +109,16 @@ def tell(advice: Advice) -> str:
 def judge(experiments: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:
     """Return the methods in order, as far as their verdicts are known here."""
     standings = read_standings(Path(), experiments, verdict_digest)
-    advice = advise(results, target_text(experiments[0]) or "this machine", standings)
+    target = target_text(experiments[0]) or "this machine"
+    asked = [one for one in results if one.experiment.lora == experiments[0].lora]
+    whole = [one for one in results if one.experiment.lora != experiments[0].lora]
+    advice = advise(asked, target, standings)
+    if whole:
+        advice = advice.model_copy(update={"whole": advise(whole, target, standings)})
     fits = any(option.safe_batch_size for option in advice.options)
     return advice.model_dump_json(indent=1), tell(advice), fits
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    answer(argv, "advise", __doc__, judge)
+    answer(argv, "advise", __doc__, judge, whole_too=True)

@@ -28,8 +28,18 @@ Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]
 """Returns what is said of results: JSON, a text, and whether a batch fits with any method."""
 
 
-def answer(argv: Sequence[str] | None, command: str, about: str | None, judge: Judge) -> None:
-    """Run a subcommand that finds capacities; the exit status is 1 where no batch fits."""
+def answer(
+    argv: Sequence[str] | None,
+    command: str,
+    about: str | None,
+    judge: Judge,
+    *,
+    whole_too: bool = False,
+) -> None:
+    """Run a subcommand that finds capacities; the exit status is 1 where no batch fits.
+
+    With ``whole_too``, a model that gets adapters is also asked about without them.
+    """
     parser = Parser(
         prog=f"dpprof {command}",
         description=about,
@@ -47,6 +57,8 @@ def answer(argv: Sequence[str] | None, command: str, about: str | None, judge: J
     arguments = parser.parse_args(argv)
     with ending_in_a_sentence():
         experiments = read_capacity_options(arguments)
+        if whole_too:
+            experiments += [whole for one in experiments if (whole := _without_lora(one))]
         if arguments.json is not None:
             check_writable(arguments.json)
         results = find_capacities(experiments, Path(), again=arguments.again)
@@ -55,6 +67,14 @@ def answer(argv: Sequence[str] | None, command: str, about: str | None, judge: J
             write_atomically(arguments.json, json + "\n")
     print(printable(text))
     sys.exit(0 if fits else 1)
+
+
+def _without_lora(experiment: Experiment) -> Experiment | None:
+    """Return the experiment that trains the whole model; None where this one does already."""
+    if experiment.lora is None:
+        return None
+    others = {"lora": None, "trainable": None}
+    return Experiment.model_validate(experiment.model_dump() | others)
 
 
 def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:

@@ -75,8 +75,9 @@ def split(
         raise NothingToDrawError(missing)
     inside = {"method", *but}
     named = [name for name in ("model", "seq_len", "batch_size") if name not in inside]
-    named += varying_axes(rows, but={*named, *inside})
-    outside = [*named, *also]
+    varying = varying_axes(rows, but={*named, *inside})
+    outside = [*named, *varying, *also]
+    named += [name for name in varying if name == "dtype" or _varies_within_models(rows, name)]
     size = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
     groups = [group for _, group in rows.assign(_size=size).groupby(outside, dropna=False)]
     sizes = sorted((float(group["_size"].max()) for group in groups), reverse=True)
@@ -86,11 +87,20 @@ def split(
     return Panels(panels, len(groups) - len(panels))
 
 
+def _varies_within_models(rows: pd.DataFrame, name: str) -> bool:
+    """Tell whether an axis distinguishes the experiments of a model, trained in the same way."""
+    has_lora = rows["lora"].notna() if "lora" in rows else pd.Series(data=False, index=rows.index)
+    models = rows.groupby(["model", has_lora.rename("_has_lora")])
+    return any(len(set(group[name].map(str))) > 1 for _, group in models)
+
+
 def _title(row: Any, named: Iterable[str]) -> str:
     target = row.get("target")
     silent = {"target"} if pd.isna(target) else {"target", "device"}
+    lora = row.get("lora")
+    model = str(row["model"]) + ("" if pd.isna(lora) else " with LoRA")
     parts = [
-        str(row[name]) if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
+        model if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
         for name in named
         if name not in silent and pd.notna(row[name])
     ]

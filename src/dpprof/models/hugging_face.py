@@ -65,7 +65,9 @@ def build_causal_lm(experiment: Experiment) -> CausalLM:
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, ImportError, KeyError, AttributeError) as error:
-        raise UnsupportedError(f"transformers cannot build {config.model_type}: {error}") from error
+        raise UnsupportedError(
+            f"transformers cannot build {config.model_type}: {_one_line(error)}"
+        ) from error
     if experiment.lora is not None:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
@@ -91,12 +93,18 @@ def read_config(architecture: Architecture) -> Any:
     try:
         config = transformers.AutoConfig.for_model(kind, **given)
     except Exception as error:
-        raise UnsupportedError(f"transformers refuses the config of {kind}: {error}") from error
+        raise UnsupportedError(
+            f"transformers refuses the config of {kind}: {_one_line(error)}"
+        ) from error
     if getattr(config, "is_encoder_decoder", False) or _is_encoder(config):
         raise UnsupportedError(f"{kind} is an encoder, and here only causal decoders are trained")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
     return config
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _is_encoder(config: Any) -> bool:
@@ -135,7 +143,7 @@ def _add_adapters(model: Any, experiment: Experiment) -> None:
             warnings.filterwarnings("ignore", "fan_in_fan_out")
             peft.inject_adapter_in_model(config, model)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise UnsupportedError(f"lora: peft cannot add the adapters: {error}") from error
+        raise UnsupportedError(f"lora: peft cannot add the adapters: {_one_line(error)}") from error
 
 
 def _checkpoint(model: Any, *, reentrant: bool) -> None:

@@ -6,13 +6,22 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.advice import CLOSE
-from dpprof.report.cells import Cell, column, listed, number, plural, tabulate
+from dpprof.report.cells import Cell, column, listed, number, plural, tabulate, text_of
 from dpprof.report.document import Bullets, Paragraph, Table
 
 _GIB = 2**30
-_SETTING = ["model", "seq_len", "dtype", "target"]
+_SETTING = ["model", "lora", "trainable", "seq_len", "dtype", "target"]
+
+
+def _name_model(row: Any) -> str:
+    """Return the model, and what of it is trained where that is not everything."""
+    lora, trainable = text_of(row["lora"]), text_of(row["trainable"])
+    name = str(row["model"]) + ("" if lora == "-" else f" with LoRA ({lora})")
+    return name + ("" if trainable == "-" else f", training {trainable}")
+
+
 _NAMING: dict[str, Cell] = {
-    "model": column("model"),
+    "model": _name_model,
     "target": column("target"),
     "dtype": column("dtype"),
     "T": column("seq_len"),
@@ -61,7 +70,7 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
     for _, options in rows.groupby(_SETTING, sort=False, dropna=False):
         first = options.iloc[0]
         target = first["target"]
-        where = f"{first['model']} at {first['seq_len']:,} tokens in {first['dtype']}"
+        where = f"{_name_model(first)} at {first['seq_len']:,} tokens in {first['dtype']}"
         best = options[options["verdict"] == "first"]
         wrong = options.loc[options["verdict"] == "wrong", "method"]
         failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""

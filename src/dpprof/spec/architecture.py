@@ -144,7 +144,7 @@ def _find(name: str) -> dict[str, Any]:
     if name in _bundled():
         return _bundled()[name].config
     path = Path(name).expanduser()
-    if path.is_dir() or path.is_file() or name.endswith(".json") or name.startswith((".", "/")):
+    if name and (path.exists() or name.endswith(".json") or name[0] in "./~"):
         return _read(path / "config.json" if path.is_dir() else path)
     if name.count("/") == 1:
         return _read(_fetch(name))

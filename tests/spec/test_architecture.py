@@ -1,0 +1,157 @@
+"""Hugging Face models by name: what resolves to which config, and what is refused."""
+
+import json
+
+import pytest
+from factory import make_experiment
+from pydantic import ValidationError
+
+from dpprof.spec.architecture import Architecture, bundled_names, resolve, source_of
+from dpprof.spec.config_files import parse_config_text
+from dpprof.spec.experiment import Experiment
+from dpprof.spec.sweep import expand, parse_config
+from dpprof.spec.validation import explain
+
+TINY = {"model_type": "llama", "hidden_size": 8, "vocab_size": 11}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Work in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal_of(model):
+    """Return the sentence that refuses a model."""
+    with pytest.raises(ValidationError) as refusal:
+        make_experiment(model=model)
+    return str(explain(refusal.value, Experiment))
+
+
+def write_config(path, **config):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config))
+
+
+def test_a_name_stands_for_its_whole_config() -> None:
+    model = make_experiment(model="hf:llama-3.1-8b").model
+
+    assert isinstance(model, Architecture)
+    assert model.hf == "llama-3.1-8b"
+    assert model.config["num_key_value_heads"] == 8
+    assert model.config["rope_scaling"]["factor"] == 8.0
+
+
+def test_bundled_models_say_where_they_are_published() -> None:
+    real = [name for name in bundled_names() if not name.startswith("tiny")]
+
+    assert len(real) == 10
+    for name in real:
+        assert "https://huggingface.co/" in (source_of(name) or "")
+
+
+def test_a_spec_reads_back_as_the_same_experiment() -> None:
+    experiment = make_experiment(model="hf:llama-3.2-1b", lora={"rank": 8}, padding=0.25)
+    again = Experiment.model_validate(json.loads(experiment.canonical))
+
+    assert again == experiment
+    assert hash(again) == hash(experiment)
+    assert again.id == experiment.id
+
+
+@pytest.mark.parametrize(
+    ("model", "stem"),
+    [
+        ("hf:qwen2.5-0.5b", "hf-qwen2-5-0-5b-"),
+        ({"hf": "llama-3.2-1b", "tie_word_embeddings": False}, "hf-llama-3-2-1b-untied-"),
+        ({"hf": "llama-3.1-8b", "tie_word_embeddings": False}, "hf-llama-3-1-8b-flash"),
+        ({"hf": "llama-3.1-8b", "num_hidden_layers": 2}, "hf-llama-3-1-8b-custom-"),
+    ],
+)
+def test_ids_stay_readable_and_tell_what_was_changed(model, stem) -> None:
+    assert make_experiment(model=model, method="flash-bk").id.startswith(stem)
+
+
+def test_the_same_name_with_another_config_is_another_experiment(folder) -> None:
+    path = folder / "mine" / "config.json"
+    write_config(path, **TINY)
+    first = make_experiment(model=f"hf:{path.parent}")
+    write_config(path, **TINY | {"hidden_size": 16})
+    second = make_experiment(model="hf:./mine/config.json")
+
+    assert first.model_name == second.model_name == "hf-mine"
+    assert first.id != second.id
+
+
+def test_how_a_checkpoint_was_saved_is_no_part_of_the_model(folder) -> None:
+    write_config(folder / "a.json", **TINY, torch_dtype="bfloat16", transformers_version="4.1")
+
+    assert resolve("hf:a.json") == {"hf": "a", **TINY}
+
+
+def test_models_multiply_and_are_excluded_like_names() -> None:
+    text = """
+    sweeps: {s: {model: [hf:tiny-gpt2, {hf: tiny-llama, vocab_size: 50}, tiny], method: flash,
+                 batch_size: 1, seq_len: 8}}
+    exclude: [{model: hf:tiny-gpt2}]
+    """
+    runs = expand(parse_config(parse_config_text(text)), lambda: "cpu")["s"]
+
+    assert [run.experiment.model_name for run in runs] == ["hf-tiny-llama-custom", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("hf:llama-3.1-9b", "did you mean 'llama-3.1-8b'?"),
+        ("hf:", "comes the path of a config.json"),
+        ("hf:./nothing.json", "nothing.json cannot be read: No such file"),
+        ({"hf": 3}, "hf must be a model's name"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_sentence(folder, model, said) -> None:
+    sentence = refusal_of(model)
+
+    assert sentence.startswith("model: ")
+    assert said in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (TINY | {"auto_map": {"AutoModel": "evil.Evil"}}, "dpprof runs no code from a config"),
+        (TINY | {"quantization_config": {"bits": 4}}, "its weights are quantised"),
+        ({"hidden_size": 8}, "its config has no model_type"),
+        ([1], "holds no mapping"),
+    ],
+)
+def test_a_config_that_is_not_one_of_a_plain_model_is_refused(folder, config, said) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('it ran')")
+
+    assert said in refusal_of("hf:config.json")
+
+
+def test_without_a_network_a_sentence_says_what_to_give(monkeypatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    errors = pytest.importorskip("huggingface_hub.errors")
+
+    def fail(*_):
+        raise errors.LocalEntryNotFoundError("no")
+
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    assert "cannot be reached; give the path of its config.json" in refusal_of("hf:owner/unknown")
+
+
+def test_a_name_on_the_hub_fetches_its_config_alone(folder, monkeypatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    write_config(folder / "fetched.json", **TINY)
+    asked = []
+    monkeypatch.setattr(
+        hub, "hf_hub_download", lambda *names: asked.append(names) or str(folder / "fetched.json")
+    )
+
+    assert make_experiment(model="hf:owner/Some-Model").model_name == "hf-some-model"
+    assert asked == [("owner/Some-Model", "config.json")]
