@@ -143,10 +143,10 @@ def _find(name: str) -> dict[str, Any]:
     """Return the config of a bundled name, a path, an architecture, or a name on the hub."""
     if name in _bundled():
         return _bundled()[name].config
-    path = Path(name).expanduser()
-    if name and (path.exists() or name.endswith(".json") or name[0] in "./~"):
-        return _read(path / "config.json" if path.is_dir() else path)
-    if name.count("/") == 1:
+    path = Path(name)
+    if name and (_exists(path) or name.endswith(".json") or name[0] in "./"):
+        return _read(path / "config.json" if _exists(path) and path.is_dir() else path)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _read(_fetch(name))
     architectures = sorted({str(one.config["model_type"]) for one in _bundled().values()})
     if name in architectures:
@@ -156,6 +156,13 @@ def _find(name: str) -> dict[str, Any]:
         f"owner/name, an architecture ({', '.join(architectures)}), or a bundled name; "
         + one_of(bundled_names(), name)
     )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no file can have such a name
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:
