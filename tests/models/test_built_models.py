@@ -3,6 +3,7 @@
 import pytest
 import torch
 from factory import make_experiment
+from transformers import OPTForCausalLM
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
@@ -40,6 +41,24 @@ def test_the_loss_is_the_library_s_own(name) -> None:
             theirs += torch.nn.functional.cross_entropy(whole.logits[0, -1], shifted[0, -1])
             last += 1
         assert ours[row].item() == pytest.approx((theirs / last).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> None:
+    config = {"hf": "tiny-opt", "do_layer_norm_before": before}
+    experiment = make_experiment(**LLAMA | {"model": config})
+    model = build_causal_lm(experiment).double()
+    batch = make_batch(model, Cpu(), experiment)
+    library = OPTForCausalLM(model.model.config).double()
+    library.load_state_dict(model.model.state_dict())
+    seen = []
+    block = model.model.model.decoder.layers[1]
+    for layer in (block.final_layer_norm, block.fc1, block.fc2):
+        layer.register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape))
+    mask = {"attention_mask": batch.mask_BT}
+
+    assert torch.equal(model(*batch.inputs), library(batch.tokens_BT, **mask).logits)
+    assert {shape[:2] for shape in seen} == {(4, 12)}
 
 
 def test_padding_has_no_mask_and_no_label() -> None:

@@ -16,6 +16,8 @@ from dpprof.spec.registry import UnsupportedError
 try:
     import transformers
     from transformers.models.auto import modeling_auto
+
+    from dpprof.models.batch_first import keep_batch_first
 except ImportError as error:
     raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
@@ -68,6 +70,7 @@ def build_causal_lm(experiment: Experiment) -> CausalLM:
         raise UnsupportedError(
             f"transformers cannot build {config.model_type}: {_one_line(error)}"
         ) from error
+    keep_batch_first(model)
     if experiment.lora is not None:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":

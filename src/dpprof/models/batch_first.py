@@ -1,0 +1,43 @@
+"""Keeps samples in the first axis where a Hugging Face model joins samples and tokens.
+
+Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
+their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
+belongs to which sample.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+
+class _BatchFirstOPTBlock(OPTDecoderLayer):  # type: ignore[misc]
+    """OPT's block, with samples and tokens in axes of their own throughout."""
+
+    def forward(self, hidden_states: Tensor, use_cache: bool = False, **others: Any) -> Tensor:
+        """Apply the block; (B, T, D) to (B, T, D)."""
+        del use_cache  # of generation
+        x_BTD = self._add(hidden_states, self.self_attn_layer_norm, self._attend, others)
+        return self._add(x_BTD, self.final_layer_norm, self._run_mlp, {})
+
+    def _add(self, x_BTD: Tensor, norm: nn.Module, part: Any, others: dict[str, Any]) -> Tensor:
+        """Add a part to the residual stream; the norm is before the part, or after the sum."""
+        y_BTD = part(norm(x_BTD) if self.do_layer_norm_before else x_BTD, **others)
+        x_BTD = x_BTD + functional.dropout(y_BTD, p=self.dropout, training=self.training)
+        return x_BTD if self.do_layer_norm_before else norm(x_BTD)
+
+    def _attend(self, x_BTD: Tensor, **others: Any) -> Tensor:
+        y_BTD: Tensor = self.self_attn(hidden_states=x_BTD, **others)[0]
+        return y_BTD
+
+    def _run_mlp(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.fc2(self.activation_fn(self.fc1(x_BTD)))
+        return y_BTD
+
+
+def keep_batch_first(model: nn.Module) -> None:
+    """Let the blocks of a model that join samples and tokens keep them apart; values are equal."""
+    for layer in model.modules():
+        if type(layer) is OPTDecoderLayer:
+            layer.__class__ = _BatchFirstOPTBlock
