@@ -1,0 +1,456 @@
+"""Checks a user's own private training: is it what it says it is?
+
+Shape legend: B samples, T tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from scipy.stats import chi2
+from torch import Tensor, nn
+
+from dpprof.clipping.check import TOLERANCE, TOLERANCE_OF_16_BITS
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.verification.training_gradients import (
+    Sample,
+    WrongTrainingError,
+    clip,
+    diagnose,
+    find_difference,
+    find_shared_layer,
+    norm_of,
+    read_losses,
+    take_alone,
+)
+from dpprof.verification.training_loop import Batch, Loop, Mechanism, Taken, read_batch
+from dpprof.verification.training_padding import change_padding, find_padding
+
+_FALSE_ALARM = 1e-12
+"""The probability that right noise is called wrong, for each parameter."""
+
+
+class Checked(NamedTuple):
+    """What was checked, and how well it agrees."""
+
+    samples: int
+    parameters: int
+    """How many parameters are trained."""
+
+    max_relative_error: float
+    """Of the gradient that the optimizer is given, without noise."""
+
+    checked: tuple[str, ...]
+    unchecked: dict[str, str]
+    """What could not be checked, and why."""
+
+
+def check(
+    model: nn.Module,
+    loss: Callable[..., Any],
+    batch: Sequence[Tensor] | Mapping[str, Tensor],
+    private: DPOptimizer | Mechanism,
+    *,
+    step: Callable[..., Any] | None = None,
+    padding: Tensor | None = None,
+    tolerance: float | None = None,
+) -> Checked:
+    """Check one's own private training on one batch, and name the first thing that is wrong.
+
+    A step's gradient without noise is compared with the clipped gradients of single samples, each
+    in a batch of its own through ordinary autograd. Then it is checked that every trained parameter
+    is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay; that
+    padding and an empty batch contribute nothing. Everything is restored afterwards: parameters,
+    gradients, the optimizer's state, random state; dropout is off meanwhile, and no accountant
+    counts. It costs B + 10 steps at most, and the memory of B + 6 gradients.
+
+    Args:
+        model: The model that is trained, as the loop has it: plain, with adapters, or wrapped by
+            Opacus.
+        loss: Computes from ``(model, *batch)`` what the loop differentiates: one loss a sample,
+            (B,); the mean of them; or, in ghost clipping, the loss of Opacus's criterion.
+        batch: Tensors, samples first; at least two samples. A dictionary is given by name.
+        private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, or a ``Mechanism`` that says what
+            a loop by hand is meant to do.
+        step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
+            scheduler. By default the step of a loop with ``loss`` and ``private``.
+        padding: (B, T) bool, True at tokens that must not matter. By default read from a mask
+            of 0 and 1 in the batch, or from labels of -100 at the end of samples.
+        tolerance: Largest relative error of a gradient; by default 1e-6 in float64, 1e-2 in float32
+            and 5e-2 where something computes in 16 bits.
+
+    Raises:
+        WrongTrainingError: Something is wrong. The message names the first such thing.
+        ValueError: There are fewer than two samples, the loss or the step is random with dropout
+            off, or an argument is not what it should be.
+        TypeError: ``private`` is none of the three.
+
+    Guarantee: on this batch the gradient before noise is within the tolerance that of the
+    definition, and right noise is called wrong with a probability below 1e-11 a parameter. Limits:
+    one batch shows a bug; it does not prove that there is none. Sampling, accounting and the
+    quality of random numbers are not looked at; adaptive clipping is refused.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping, NoisyOptimizer
+        >>> from dpprof.verification import check
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = NoisyOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     BookKeeping(model, max_grad_norm=1.0),
+        ...     noise_multiplier=1.0,
+        ...     expected_batch_size=4,
+        ... )
+        >>> def loss(model, inputs, targets):
+        ...     return (model(inputs) - targets).square().mean(1)
+        >>> found = check(model, loss, (torch.randn(4, 3), torch.randn(4, 2)), optimizer)
+        >>> found.samples, found.parameters, found.unchecked
+        (4, 2, {'padding': 'the batch has no mask and no labels of -100'})
+    """
+    samples = read_batch(batch)
+    _refuse_unknown(private, step)
+    loop = Loop(model, private, step or _default_step(model, loss, private))
+    return _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
+
+
+def _refuse_unknown(private: Any, step: Any) -> None:
+    if not isinstance(private, DPOptimizer | Mechanism):
+        raise TypeError(
+            "private must be Opacus's optimizer, dpprof's NoisyOptimizer or a Mechanism, and is a "
+            f"{type(private).__name__}"
+        )
+    if isinstance(private, AdaClipDPOptimizer):
+        raise TypeError("private must clip to a fixed bound, and adapts it")
+    if isinstance(private, Mechanism) and step is None:
+        raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")
+
+
+def _default_step(
+    model: nn.Module, loss: Callable[..., Any], private: DPOptimizer | Mechanism
+) -> Callable[..., None]:
+    """Return the step of a loop with a loss and an optimizer."""
+    assert isinstance(private, DPOptimizer)
+
+    def step(*batch: Tensor, **named: Tensor) -> None:
+        private.zero_grad()
+        value = loss(model, *batch, **named)
+        if isinstance(private, NoisyOptimizer):
+            private.clipping.backward(value)
+        elif isinstance(value, Tensor) and value.dim():
+            (value.mean() if private.loss_reduction == "mean" else value.sum()).backward()
+        else:
+            value.backward()
+        private.step()
+
+    return step
+
+
+class _Check:
+    """One check, and what it has found so far."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        loss: Callable[..., Any],
+        batch: Batch,
+        tolerance: float | None,
+        *,
+        by_hand: bool,
+    ) -> None:
+        self.loop = loop
+        self.loss = loss
+        self.batch = batch
+        self.tolerance = tolerance
+        self.by_hand = by_hand
+        self.limit = 0.0
+        self.worst = 0.0
+        self.checked: list[str] = []
+        self.unchecked: dict[str, str] = {}
+
+    def run(self, padding: Tensor | None) -> Checked:
+        loop = self.loop
+        self._compare_settings()
+        with loop.quiet():
+            self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
+            taken = self._compare_gradients(samples)
+            self._find_untrained(samples, taken)
+            self._compare_noise(taken)
+            self._compare_padding(taken, padding)
+            self._try_empty()
+        return Checked(
+            len(samples), len(loop.trained), self.worst, tuple(self.checked), self.unchecked
+        )
+
+    def _compare_settings(self) -> None:
+        """Compare the optimizer's parameters with the model's, and the bounds with each other."""
+        loop, optimized = self.loop, set(self.loop.optimized)
+        if not loop.trained:
+            raise WrongTrainingError("no parameter of the model requires a gradient")
+        for parameter in loop.trained:
+            if parameter not in optimized:
+                raise WrongTrainingError(
+                    f"{loop.names[parameter]} is trained, and the optimizer does not have it"
+                )
+        for parameter in loop.optimized:
+            if parameter not in loop.names:
+                raise WrongTrainingError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                    "model does not have"
+                )
+        for hooks in loop.hooks:
+            bound = getattr(hooks, "max_grad_norm", loop.private.max_grad_norm)
+            if not math.isclose(bound, loop.private.max_grad_norm, rel_tol=1e-6):
+                raise WrongTrainingError(
+                    f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
+                    f"{loop.private.max_grad_norm:g}"
+                )
+        self.checked.append("every trained parameter is in the optimizer")
+
+    def _compare_losses(self, samples: Sequence[Sample]) -> None:
+        """Compare the batch's losses with those of its samples alone."""
+        count = len(samples)
+        with self.loop.plain() as model, torch.no_grad():
+            value, again = (self.batch.call(self.loss, model) for _ in range(2))
+        losses, again = read_losses(value, count), read_losses(again, count)
+        if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
+            raise ValueError(
+                "loss is random with dropout off: it gives the same batch another loss each time"
+            )
+        self._refuse_other_loss(value)
+        self.limit = self._limit(losses)
+        alone = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
+        if not alone.isfinite().all():
+            raise WrongTrainingError("the loss of a sample is not finite")
+        if losses.dim():
+            self._compare_each(losses.detach().cpu().double(), alone)
+        elif not self.by_hand:
+            self._compare_mean(float(losses), alone)
+        self.checked.append("each sample's loss is its own")
+
+    def _refuse_other_loss(self, value: Any) -> None:
+        if isinstance(value, DPTensorFastGradientClipping):
+            if type(value) is not DPTensorFastGradientClipping:
+                raise TypeError("adaptive clipping cannot be checked: its bound moves each step")
+            return
+        private = self.loop.private
+        is_ghost = isinstance(private, DPOptimizerFastGradientClipping)
+        if is_ghost and not isinstance(private, NoisyOptimizer) and not self.by_hand:
+            raise WrongTrainingError(
+                "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
+                "no sample's gradient is clipped"
+            )
+
+    def _limit(self, value: Tensor) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        dtypes = [value.dtype, *(p.dtype for p in self.loop.trained)]
+        return max(TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) for dtype in dtypes)
+
+    def _compare_each(self, together: Tensor, alone: Tensor) -> None:
+        count = len(alone)
+        for factor, reason in (
+            (1 / count, f"1/{count} of its loss alone: the mean over the batch is taken twice"),
+            (count, f"{count} times its loss alone: it depends on the size of the batch"),
+        ):
+            if self._is_close(together, alone * factor) and not self._is_close(together, alone):
+                raise WrongTrainingError(f"each sample's loss in the batch is {reason}")
+        for at in range(count):
+            if not self._is_close(together[at : at + 1], alone[at : at + 1]):
+                raise WrongTrainingError(
+                    f"the loss of sample {at} is {alone[at]:.6g} alone and {together[at]:.6g} in "
+                    f"the batch: {self._shared() or 'the model or the loss mixes samples'}"
+                )
+
+    def _compare_mean(self, together: float, alone: Tensor) -> None:
+        mean, total, count = float(alone.mean()), float(alone.sum()), len(alone)
+        averages = getattr(self.loop.private, "loss_reduction", "mean") == "mean"
+        right, other = (mean, total) if averages else (total, mean)
+        found = torch.tensor([together], dtype=torch.float64)
+
+        def equals(value: float) -> bool:
+            return self._is_close(found, torch.tensor([value], dtype=torch.float64))
+
+        if equals(right):
+            return
+        if equals(other):
+            said = ("mean", "sums over") if averages else ("sum", "is the mean over")
+            raise WrongTrainingError(
+                f"the loss {said[1]} the batch, and the optimizer expects a {said[0]}"
+            )
+        if equals(mean / count):
+            raise WrongTrainingError(
+                f"the loss is 1/{count} of the samples' mean: the mean over the batch is taken "
+                "twice"
+            )
+        raise WrongTrainingError(
+            f"the batch's loss is {together:.6g}, and the mean over its samples alone is "
+            f"{mean:.6g}: samples are mixed, or the mean is over all tokens of the batch"
+        )
+
+    def _is_close(self, found: Tensor, expected: Tensor) -> bool:
+        return bool(((found - expected).abs() <= self.limit * expected.abs() + 1e-12).all())
+
+    def _shared(self) -> str | None:
+        return find_shared_layer(self.loop, self.loss, self.batch)
+
+    def _take(self, batch: Batch, *, silent: bool = True) -> Taken:
+        try:
+            taken = self.loop.take(batch, silent=silent)
+        except Exception as error:
+            reason = self._shared() or f"the step fails: {type(error).__name__}: {error}"
+            raise WrongTrainingError(reason) from error
+        if taken is None:
+            raise WrongTrainingError("the step did not step the optimizer")
+        return taken
+
+    def _compare_gradients(self, samples: Sequence[Sample]) -> Taken:
+        """Compare at the loop's own bound, and where some samples are clipped and some not."""
+        loop = self.loop
+        taken = self._take(self.batch)
+        if taken.in_16_bits and self.tolerance is None:
+            self.limit = TOLERANCE_OF_16_BITS
+        self._compare(samples, taken)
+        norms = [sample.norm(loop.trained) for sample in samples]
+        bound = math.hypot(*(one for _, one in loop.groups))
+        if isinstance(loop.private, Mechanism):
+            if min(norms) >= bound:
+                self.unchecked["scale of the loss"] = (
+                    "every sample of the batch is clipped, which hides it"
+                )
+        else:
+            with loop.bounds_times(sum(sorted(norms)[-2:]) / 2 / bound):
+                self._compare(samples, self._take(self.batch))
+        self.checked.append("the gradient is that of single samples, clipped")
+        return taken
+
+    def _compare(self, samples: Sequence[Sample], taken: Taken) -> None:
+        loop = self.loop
+        expected = clip(samples, loop.groups, loop.divisor)
+        if not norm_of(expected):
+            raise WrongTrainingError("the gradient of every sample is zero: nothing is learned")
+        first, worst = find_difference(taken.given, expected, self.limit)
+        if first is None:
+            self.worst = max(self.worst, worst)
+            return
+        again = self._take(self.batch)
+        if find_difference(again.given, taken.given, self.limit)[0] is not None:
+            raise ValueError(
+                "step is random beyond Gaussian noise of torch, with dropout off, and cannot be "
+                "compared"
+            )
+        name = loop.names[first]
+        found = taken.given.get(first)
+        if reason := self._shared() or diagnose(loop, samples, taken.given, self.limit):
+            raise WrongTrainingError(reason)
+        if found is None or not found.any():
+            raise WrongTrainingError(
+                f"{name}: the optimizer is given no gradient, and it is trained"
+            )
+        raise WrongTrainingError(
+            f"{name}: the gradient is not the sum of the samples' clipped gradients over "
+            f"{loop.divisor:g}; the error is {float((found - expected[first]).norm()):.2g}, and "
+            f"the gradient's norm {float(expected[first].norm()):.2g}"
+        )
+
+    def _find_untrained(self, samples: Sequence[Sample], taken: Taken) -> None:
+        """Find parameters that do not move and should, and those that move and should not."""
+        loop = self.loop
+        for parameter, name in loop.names.items():
+            if not parameter.requires_grad and parameter in taken.moved:
+                raise WrongTrainingError(f"{name} is frozen, and a step changes it")
+        self.checked.append("frozen parameters stay")
+        rates = {p: group["lr"] for group in loop.optimizer.param_groups for p in group["params"]}
+        if not all(float(rate) for rate in rates.values()):
+            self.unchecked["weights change"] = "the learning rate is 0"
+            return
+        for parameter in loop.trained:
+            gradient = taken.given.get(parameter)
+            if gradient is None or parameter in taken.moved:
+                continue
+            size = float(rates[parameter]) * float(gradient.abs().max())
+            if size > 4 * torch.finfo(parameter.dtype).eps * float(parameter.abs().max()):
+                raise WrongTrainingError(f"{loop.names[parameter]}: a step does not change it")
+        still = [p for p in loop.trained if not any(p in one.gradients for one in samples)]
+        if still:
+            self.unchecked["gradients of some"] = (
+                f"the loss of this batch does not depend on {loop.names[still[0]]}"
+                + (f" and {len(still) - 1} more" if len(still) > 1 else "")
+            )
+        self.checked.append("weights change")
+
+    def _compare_noise(self, silent: Taken) -> None:
+        """Compare the noise of each parameter with its scale, by a test of its variance."""
+        loop = self.loop
+        std = loop.noise
+        if std == 0:
+            self.unchecked["noise"] = "the noise multiplier is 0"
+            return
+        first, second = (self._take(self.batch, silent=False).given for _ in range(2))
+        drawn = 0
+        for parameter in loop.trained:
+            name = loop.names[parameter]
+            zero = torch.zeros_like(parameter)
+            base = silent.given.get(parameter, zero)
+            noise = (first.get(parameter, zero) - base).double()
+            if not noise.any():
+                raise WrongTrainingError(f"{name} gets no noise")
+            if torch.equal(first.get(parameter, zero), second.get(parameter, zero)):
+                raise WrongTrainingError(f"{name} gets the same noise in every step")
+            count = noise.numel()
+            low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
+            rounding = 2 * torch.finfo(parameter.dtype).eps * float(base.abs().max() + std)
+            found = math.sqrt(float(noise.square().mean()))
+            if not math.sqrt(low) * std - rounding <= found <= math.sqrt(high) * std + rounding:
+                raise WrongTrainingError(
+                    f"{name}: the noise has a standard deviation of {found:.4g}, and noise "
+                    f"multiplier times bound over the expected batch size is {std:.4g}"
+                )
+            drawn += count
+        self.checked.append(f"noise of the right scale, by {drawn} elements")
+
+    def _compare_padding(self, silent: Taken, padding: Tensor | None) -> None:
+        """Change padded tokens, and compare the gradients."""
+        found = find_padding(self.batch, padding)
+        if isinstance(found, str):
+            self.unchecked["padding"] = found
+            return
+        changed = change_padding(self.batch, found.places)
+        if isinstance(changed, str):
+            self.unchecked["padding"] = changed
+            return
+        other = self._take(changed)
+        first, _ = find_difference(other.given, silent.given, self.limit)
+        if first is not None and not found.is_told:
+            self.unchecked["padding"] = (
+                "gradients depend on ids at the end of samples whose labels are -100; if these are "
+                "padding, that is wrong: give their places as padding"
+            )
+            return
+        if first is not None:
+            raise WrongTrainingError(
+                f"{self.loop.names[first]}: its gradient depends on padded tokens; give the model "
+                "the attention mask, and labels of -100 at padding"
+            )
+        self.checked.append("padding changes nothing")
+
+    def _try_empty(self) -> None:
+        """Take a step on a batch without samples, which Poisson sampling draws at times."""
+        try:
+            taken = self.loop.take(self.batch.pick(slice(0)), silent=True)
+        except Exception as error:  # noqa: BLE001 (any model may fail in any way)
+            self.unchecked["empty batch"] = f"not supported: {type(error).__name__}: {error}"
+            return
+        if taken is None:
+            self.unchecked["empty batch"] = (
+                "the step skips it, which reveals that it is empty; take a step of noise alone"
+            )
+            return
+        for parameter, gradient in taken.given.items():
+            if gradient.any():
+                raise WrongTrainingError(
+                    f"{self.loop.names[parameter]}: a batch without samples has a gradient"
+                )
+        self.checked.append("an empty batch contributes nothing")
