@@ -26,7 +26,15 @@ from dpprof.verification.training_gradients import (
     read_losses,
     take_alone,
 )
-from dpprof.verification.training_loop import Batch, Loop, Mechanism, Taken, read_batch
+from dpprof.verification.training_loop import (
+    Batch,
+    Gradients,
+    Loop,
+    Mechanism,
+    Taken,
+    Watch,
+    read_batch,
+)
 from dpprof.verification.training_padding import change_padding, find_padding
 
 _FALSE_ALARM = 1e-12
@@ -140,7 +148,9 @@ def _default_step(
         if isinstance(private, NoisyOptimizer):
             private.clipping.backward(value)
         elif isinstance(value, Tensor) and value.dim():
-            (value.mean() if private.loss_reduction == "mean" else value.sum()).backward()
+            torch.autograd.backward(
+                value.mean() if private.loss_reduction == "mean" else value.sum()
+            )
         else:
             value.backward()
         private.step()
@@ -212,22 +222,28 @@ class _Check:
     def _compare_losses(self, samples: Sequence[Sample]) -> None:
         """Compare the batch's losses with those of its samples alone."""
         count = len(samples)
-        with self.loop.plain() as model, torch.no_grad():
+        watch = Watch(silent=False)
+        with self.loop.plain() as model, watch:
             value, again = (self.batch.call(self.loss, model) for _ in range(2))
-        losses, again = read_losses(value, count), read_losses(again, count)
+            losses, again = (read_losses(one, count) for one in (value, again))
+            found = self.loop.differentiate(losses)
+        losses, again = losses.detach(), again.detach()
         if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
             raise ValueError(
                 "loss is random with dropout off: it gives the same batch another loss each time"
             )
         self._refuse_other_loss(value)
-        self.limit = self._limit(losses)
+        self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
         alone = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
         if not alone.isfinite().all():
             raise WrongTrainingError("the loss of a sample is not finite")
         if losses.dim():
-            self._compare_each(losses.detach().cpu().double(), alone)
+            self._compare_each(losses.cpu().double(), alone)
         elif not self.by_hand:
             self._compare_mean(float(losses), alone)
+        if losses.dim() or not self.by_hand:
+            is_mean = not losses.dim() and self.loop.averages
+            self._compare_whole(found, samples, count if is_mean else 1)
         self.checked.append("each sample's loss is its own")
 
     def _refuse_other_loss(self, value: Any) -> None:
@@ -243,11 +259,12 @@ class _Check:
                 "no sample's gradient is clipped"
             )
 
-    def _limit(self, value: Tensor) -> float:
+    def _limit(self, losses: Tensor, *, in_16_bits: bool) -> float:
         if self.tolerance is not None:
             return self.tolerance
-        dtypes = [value.dtype, *(p.dtype for p in self.loop.trained)]
-        return max(TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) for dtype in dtypes)
+        dtypes = [losses.dtype, *(p.dtype for p in self.loop.trained)]
+        limit = max(TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) for dtype in dtypes)
+        return TOLERANCE_OF_16_BITS if in_16_bits else limit
 
     def _compare_each(self, together: Tensor, alone: Tensor) -> None:
         count = len(alone)
@@ -266,7 +283,7 @@ class _Check:
 
     def _compare_mean(self, together: float, alone: Tensor) -> None:
         mean, total, count = float(alone.mean()), float(alone.sum()), len(alone)
-        averages = getattr(self.loop.private, "loss_reduction", "mean") == "mean"
+        averages = self.loop.averages
         right, other = (mean, total) if averages else (total, mean)
         found = torch.tensor([together], dtype=torch.float64)
 
@@ -290,6 +307,17 @@ class _Check:
             f"{mean:.6g}: samples are mixed, or the mean is over all tokens of the batch"
         )
 
+    def _compare_whole(self, found: Gradients, samples: Sequence[Sample], divisor: float) -> None:
+        """Compare the batch's gradient with those of its samples, all unclipped."""
+        trained = self.loop.trained
+        unclipped = clip(samples, [(trained, math.inf)], divisor)
+        first, _ = find_difference(found, unclipped, self.limit)
+        if first is not None:
+            raise WrongTrainingError(
+                f"{self.loop.names[first]}: the gradient of the batch's loss is not that of its "
+                "samples alone: samples are mixed, or the mean is over all tokens of the batch"
+            )
+
     def _is_close(self, found: Tensor, expected: Tensor) -> bool:
         return bool(((found - expected).abs() <= self.limit * expected.abs() + 1e-12).all())
 
@@ -311,7 +339,7 @@ class _Check:
         loop = self.loop
         taken = self._take(self.batch)
         if taken.in_16_bits and self.tolerance is None:
-            self.limit = TOLERANCE_OF_16_BITS
+            self.limit = TOLERANCE_OF_16_BITS  # the loop may compute otherwise than loss
         self._compare(samples, taken)
         norms = [sample.norm(loop.trained) for sample in samples]
         bound = math.hypot(*(one for _, one in loop.groups))
@@ -371,7 +399,8 @@ class _Check:
             if gradient is None or parameter in taken.moved:
                 continue
             size = float(rates[parameter]) * float(gradient.abs().max())
-            if size > 4 * torch.finfo(parameter.dtype).eps * float(parameter.abs().max()):
+            largest = float(parameter.detach().abs().max())
+            if size > 4 * torch.finfo(parameter.dtype).eps * largest:
                 raise WrongTrainingError(f"{loop.names[parameter]}: a step does not change it")
         still = [p for p in loop.trained if not any(p in one.gradients for one in samples)]
         if still:

@@ -43,7 +43,7 @@ def read_losses(value: Any, count: int) -> Tensor:
     if isinstance(value, DPTensorFastGradientClipping):
         value = value.loss_per_sample
     if not isinstance(value, Tensor):
-        raise ValueError(
+        raise TypeError(
             f"loss must return a tensor or the loss of Opacus's criterion, and returned "
             f"{type(value).__name__}"
         )
@@ -63,9 +63,7 @@ def take_alone(loop: Loop, loss: Callable[..., Any], batch: Batch) -> list[Sampl
             one = read_losses(batch.pick(slice(at, at + 1)).call(loss, model), 1).sum()
             if not one.requires_grad:
                 raise WrongTrainingError("the loss depends on no trained parameter")
-            found = torch.autograd.grad(one, loop.trained, allow_unused=True)
-            pairs = zip(loop.trained, found, strict=True)
-            samples.append(Sample(float(one.detach()), {p: g for p, g in pairs if g is not None}))
+            samples.append(Sample(float(one.detach()), loop.differentiate(one)))
     return samples
 
 
@@ -118,16 +116,12 @@ def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients
     count, groups, divisor = len(samples), loop.groups, loop.divisor
     unclipped = [(parameters, math.inf) for parameters, _ in groups]
     bound = math.hypot(*(one for _, one in groups))
-    yield (
-        clip(samples, groups, divisor, scale=1 / count),
-        f"each sample's gradient is 1/{count} of its own before it is clipped: the mean over the "
-        "batch is taken twice",
-    )
-    yield (
-        clip(samples, groups, divisor, scale=count),
-        f"each sample's gradient is {count} times its own before it is clipped: the loss sums over "
-        "the batch where a mean is expected",
-    )
+    for scale, said, why in (
+        (1 / count, f"1/{count} of", "the mean over the batch is taken twice"),
+        (count, f"{count} times", "the loss sums over the batch where a mean is expected"),
+    ):
+        reason = f"each sample's gradient is {said} its own before it is clipped: {why}"
+        yield clip(samples, groups, divisor, scale=scale), reason
     yield clip(samples, unclipped, divisor), "no sample's gradient is clipped"
     yield clip(samples, unclipped, count), "no sample's gradient is clipped"
     for by in sorted({divisor, float(count), 1.0}):
@@ -139,16 +133,14 @@ def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients
             )
     for factor in (2.0, 0.5, float(count), 1 / count):
         others = [(parameters, factor * one) for parameters, one in groups]
-        yield (
-            clip(samples, others, divisor),
+        reason = (
             f"samples are clipped to a bound of {factor * bound:g}, and the noise is for one of "
-            f"{bound:g}",
+            f"{bound:g}"
         )
-    for by, reason in ((1.0, "not divided"), (divisor**2, "divided twice")):
-        yield (
-            clip(samples, groups, by),
-            f"the sum of clipped gradients is {reason} by the expected batch size, {divisor:g}",
-        )
+        yield clip(samples, others, divisor), reason
+    for by, said in ((1.0, "not divided"), (divisor**2, "divided twice")):
+        reason = f"the sum of clipped gradients is {said} by the expected batch size, {divisor:g}"
+        yield clip(samples, groups, by), reason
 
 
 def find_shared_layer(loop: Loop, loss: Callable[..., Any], batch: Batch) -> str | None:

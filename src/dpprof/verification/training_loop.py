@@ -53,8 +53,12 @@ def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> Batch:
     Raises:
         ValueError: It is none.
     """
-    named = isinstance(given, Mapping)
-    parts = tuple(given.values()) if named else tuple(given)
+    names: tuple[str, ...] | None = None
+    parts: tuple[Tensor, ...]
+    if isinstance(given, Mapping):
+        names, parts = tuple(given), tuple(given.values())
+    else:
+        parts = tuple(given)
     if not all(isinstance(part, Tensor) and part.dim() for part in parts):
         raise ValueError("batch must be tensors, samples first")
     counts = {len(part) for part in parts}
@@ -63,7 +67,7 @@ def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> Batch:
         raise ValueError(
             f"batch must be tensors of at least two samples, samples first, and is {shapes}"
         )
-    return Batch(tuple(given) if named else None, parts)
+    return Batch(names, parts)
 
 
 class Taken(NamedTuple):
@@ -76,18 +80,16 @@ class Taken(NamedTuple):
     in_16_bits: bool
 
 
-class _Silence(TorchDispatchMode):
-    """Replaces Gaussian draws by their means, and sees whether anything computes in 16 bits."""
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means."""
 
     in_16_bits = False
 
     def __init__(self, *, silent: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.silent = silent
 
-    def __torch_dispatch__(
-        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
             self.in_16_bits = True
@@ -124,11 +126,10 @@ class Loop:
         self.trained = [p for p in self.names if p.requires_grad]
         self.hooks = _find_hooks(self.wrapped)
         self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
-        optimizer = private
-        while not isinstance(optimizer, Optimizer) or isinstance(optimizer, DPOptimizer):
-            is_own = isinstance(optimizer, Mechanism)
-            optimizer = optimizer.optimizer if is_own else optimizer.original_optimizer
-        self.optimizer: Optimizer = optimizer
+        optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
+        while isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        self.optimizer = optimizer
 
     @property
     def optimized(self) -> list[nn.Parameter]:
@@ -136,10 +137,14 @@ class Loop:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
+    def averages(self) -> bool:
+        """Whether the loss of a batch is a mean, and the sum of gradients is divided."""
+        return getattr(self.private, "loss_reduction", "mean") == "mean"
+
+    @property
     def divisor(self) -> float:
         """By what the sum of clipped gradients is divided."""
-        averages = getattr(self.private, "loss_reduction", "mean") == "mean"
-        return float(self.private.expected_batch_size) if averages else 1.0
+        return float(self.private.expected_batch_size) if self.averages else 1.0
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
@@ -183,6 +188,11 @@ class Loop:
                 stack.enter_context(self.clipping.disabled())
             yield self.model
 
+    def differentiate(self, losses: Tensor) -> Gradients:
+        """Compute the ordinary gradient of losses, for parameters on which they depend."""
+        found = torch.autograd.grad(losses.sum(), self.trained, allow_unused=True)
+        return {p: g for p, g in zip(self.trained, found, strict=True) if g is not None}
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Restore everything at the end; dropout is off and no accountant counts meanwhile.
@@ -192,10 +202,9 @@ class Loop:
         """
         kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
         source = getattr(self.private, "generator", None)
-        state = None if source is None else source.get_state()
         with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
-            if state is not None:
-                stack.callback(source.set_state, state)
+            if source is not None:
+                stack.callback(source.set_state, source.get_state())
             for module in self.model.modules():
                 if isinstance(module, kind):
                     stack.enter_context(substitute(module, "p", value=0.0))
@@ -213,14 +222,14 @@ class Loop:
     def take(self, batch: Batch, *, silent: bool) -> Taken | None:
         """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise."""
         given: Gradients = {}
-        calls = []
+        calls: list[None] = []
 
         def look(*_: Any) -> None:
             calls.append(None)
             given.update({p: p.grad.clone() for p in self.names if p.grad is not None})
 
         before = {p: p.detach().clone() for p in self.names}
-        mode = _Silence(silent=silent)
+        mode = Watch(silent=silent)
         with self._restored():
             for parameter in self.names:
                 parameter.grad = None
@@ -245,7 +254,9 @@ class Loop:
         owners.append(self.private if isinstance(self.private, DPOptimizer) else None)
         attributes = [(one, dict(vars(one))) for one in owners if one is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
-        state = {p: {k: _copy(v) for k, v in one.items()} for p, one in self.optimizer.state.items()}
+        state = {
+            p: {k: _copy(v) for k, v in one.items()} for p, one in self.optimizer.state.items()
+        }
         try:
             yield
         finally:

@@ -24,9 +24,9 @@ class Padding(NamedTuple):
 def find_padding(batch: Batch, given: Tensor | None) -> Padding | str:
     """Return where tokens are padding, or why that is unknown.
 
-    A mask is a tensor of 0 and 1 whose zeros are at one end of every sample. Without a mask, padding
-    is a run of one id at the end of samples whose labels are -100: labels may leave out tokens
-    that matter, such as a prompt.
+    A mask is a tensor of 0 and 1 whose zeros are at one end of every sample. Without a mask,
+    padding is a run of one id at the end of samples whose labels are -100: labels may leave out
+    tokens that matter, such as a prompt.
 
     Raises:
         ValueError: What is given has another shape than any tokens of the batch.
@@ -56,7 +56,7 @@ def change_padding(batch: Batch, padding: Tensor) -> Batch | str:
         return "the batch has no ids as large as the mask"
     changed = places[0].clone()
     ids = places[0][~padding]
-    ids = ids[ids >= 0].unique()
+    ids = torch.unique(ids)
     if len(ids) < 2:  # noqa: PLR2004 (another id must exist)
         return "the batch has only one id"
     draw = torch.Generator().manual_seed(0)
