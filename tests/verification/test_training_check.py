@@ -219,6 +219,31 @@ def test_a_right_loop_by_hand_passes() -> None:
     assert "an empty batch contributes nothing" in found.checked
 
 
+@pytest.mark.parametrize(("scale", "what"), [(1e3, "scale of the loss"), (1e-3, "clipping")])
+def test_what_a_fixed_bound_hides_is_told(scale, what) -> None:
+    def loss(*batch):
+        return scale * points_loss(*batch)
+
+    model = build_mlp()
+    mechanism, step = by_hand(model, loss)
+    found = check(model, loss, points(), mechanism, step=step)
+    assert set(found.unchecked) == {what, "padding"}
+
+
+@pytest.mark.parametrize(("multiplier", "rate"), [(0.0, 0.1), (0.8, 0.0)])
+def test_what_cannot_be_seen_is_told(multiplier, rate) -> None:
+    model, loss, private = with_dpprof(FlashClipping, build_mlp(), points_loss)
+    private.noise_multiplier = multiplier
+    private.param_groups[0]["lr"] = rate
+    found = check(model, loss, points(), private)
+    reason = (
+        ("weights change", "the learning rate of 3.bias is 0")
+        if multiplier
+        else ("noise", "the noise multiplier is 0")
+    )
+    assert dict([reason]).items() <= found.unchecked.items()
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -274,14 +299,23 @@ def test_an_optimizer_of_another_copy_is_found() -> None:
 def test_adapters_without_gradient_are_found() -> None:
     """Reentrant checkpointing of a frozen model: nothing below requires a gradient."""
     model = build_llama()
-    setup = with_hooks(model, token_loss)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    setup = with_dpprof(BookKeeping, model.train(), token_loss)
+    with pytest.raises(WrongTrainingError, match=r"so nothing is learned; .* reentrant checkpoint"):
+        check(setup.model, token_loss, tokens(), setup.private)
 
-    def cut(model, *batch):
-        with torch.no_grad():
-            return token_loss(model, *batch)
 
+def test_a_loss_that_is_cut_off_is_found() -> None:
+    setup = with_hooks(build_mlp(), lambda *batch: points_loss(*batch).detach())
     with pytest.raises(WrongTrainingError, match="the loss depends on no trained parameter"):
-        check(setup.model, cut, tokens(), setup.private)
+        check(setup.model, setup.loss, points(), setup.private)
+
+
+def test_a_model_that_trains_nothing_is_found() -> None:
+    setup = with_hooks(build_mlp(), points_loss)
+    setup.model.requires_grad_(False)
+    with pytest.raises(WrongTrainingError, match="no parameter of the model requires a gradient"):
+        check(setup.model, setup.loss, points(), setup.private)
 
 
 def test_an_optimizer_that_moves_nothing_is_found() -> None:

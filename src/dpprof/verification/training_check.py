@@ -73,7 +73,8 @@ def check(
     is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay; that
     padding and an empty batch contribute nothing. Everything is restored afterwards: parameters,
     gradients, the optimizer's state, random state; dropout is off meanwhile, and no accountant
-    counts. It costs B + 10 steps at most, and the memory of B + 6 gradients.
+    counts. It costs B + 10 steps at most, and the memory of B + 6 gradients and of two copies of
+    the parameters and the optimizer's state.
 
     Args:
         model: The model that is trained, as the loop has it: plain, with adapters, or wrapped by
@@ -345,9 +346,9 @@ class _Check:
         bound = math.hypot(*(one for _, one in loop.groups))
         if isinstance(loop.private, Mechanism):
             if min(norms) >= bound:
-                self.unchecked["scale of the loss"] = (
-                    "every sample of the batch is clipped, which hides it"
-                )
+                self.unchecked["scale of the loss"] = "every sample of the batch is clipped"
+            if max(norms) <= bound:
+                self.unchecked["clipping"] = "no sample of the batch is clipped"
         else:
             with loop.bounds_times(sum(sorted(norms)[-2:]) / 2 / bound):
                 self._compare(samples, self._take(self.batch))
@@ -358,7 +359,10 @@ class _Check:
         loop = self.loop
         expected = clip(samples, loop.groups, loop.divisor)
         if not norm_of(expected):
-            raise WrongTrainingError("the gradient of every sample is zero: nothing is learned")
+            raise WrongTrainingError(
+                "the gradient of every sample is zero, so nothing is learned; a frozen model under "
+                "reentrant checkpointing needs enable_input_require_grads()"
+            )
         first, worst = find_difference(taken.given, expected, self.limit)
         if first is None:
             self.worst = max(self.worst, worst)
@@ -391,24 +395,25 @@ class _Check:
                 raise WrongTrainingError(f"{name} is frozen, and a step changes it")
         self.checked.append("frozen parameters stay")
         rates = {p: group["lr"] for group in loop.optimizer.param_groups for p in group["params"]}
-        if not all(float(rate) for rate in rates.values()):
-            self.unchecked["weights change"] = "the learning rate is 0"
-            return
         for parameter in loop.trained:
+            rate, name = float(rates[parameter]), loop.names[parameter]
             gradient = taken.given.get(parameter)
+            if rate == 0:
+                self.unchecked["weights change"] = f"the learning rate of {name} is 0"
             if gradient is None or parameter in taken.moved:
                 continue
-            size = float(rates[parameter]) * float(gradient.abs().max())
+            size = rate * float(gradient.abs().max())
             largest = float(parameter.detach().abs().max())
             if size > 4 * torch.finfo(parameter.dtype).eps * largest:
-                raise WrongTrainingError(f"{loop.names[parameter]}: a step does not change it")
+                raise WrongTrainingError(f"{name}: a step does not change it")
+        if "weights change" not in self.unchecked:
+            self.checked.append("weights change")
         still = [p for p in loop.trained if not any(p in one.gradients for one in samples)]
         if still:
-            self.unchecked["gradients of some"] = (
+            self.unchecked["some gradients"] = (
                 f"the loss of this batch does not depend on {loop.names[still[0]]}"
                 + (f" and {len(still) - 1} more" if len(still) > 1 else "")
             )
-        self.checked.append("weights change")
 
     def _compare_noise(self, silent: Taken) -> None:
         """Compare the noise of each parameter with its scale, by a test of its variance."""

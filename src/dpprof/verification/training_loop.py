@@ -228,9 +228,8 @@ class Loop:
             calls.append(None)
             given.update({p: p.grad.clone() for p in self.names if p.grad is not None})
 
-        before = {p: p.detach().clone() for p in self.names}
         mode = Watch(silent=silent)
-        with self._restored():
+        with self._restored() as before:
             for parameter in self.names:
                 parameter.grad = None
             optimizer = self.optimizer if isinstance(self.private, Mechanism) else self.private
@@ -245,10 +244,13 @@ class Loop:
         return Taken(given, moved, mode.in_16_bits) if calls else None
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Restore values, gradients, attributes and the optimizer's state at the end."""
+    def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
+        """Restore values, gradients, attributes and the optimizer's state at the end.
+
+        Yields the values of parameters and buffers.
+        """
         tensors = [*self.names, *self.model.buffers()]
-        values = [(one, one.detach().clone()) for one in tensors]
+        values = {one: one.detach().clone() for one in tensors}
         gradients = [(p, p.grad) for p in self.names]
         owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
         owners.append(self.private if isinstance(self.private, DPOptimizer) else None)
@@ -258,7 +260,7 @@ class Loop:
             p: {k: _copy(v) for k, v in one.items()} for p, one in self.optimizer.state.items()
         }
         try:
-            yield
+            yield values
         finally:
             for owner, own in attributes:
                 vars(owner).clear()
@@ -270,7 +272,7 @@ class Loop:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
-                for one, value in values:
+                for one, value in values.items():
                     one.copy_(value)
 
 
