@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpprof.verification.training_check import Checked as Checked
     from dpprof.verification.training_check import check as check
-    from dpprof.verification.training_gradients import WrongTrainingError as WrongTrainingError
     from dpprof.verification.training_loop import Mechanism as Mechanism
+    from dpprof.verification.training_loop import WrongTrainingError as WrongTrainingError
 
 _MODULES = {
     "Checked": "dpprof.verification.training_check",
     "Mechanism": "dpprof.verification.training_loop",
-    "WrongTrainingError": "dpprof.verification.training_gradients",
+    "WrongTrainingError": "dpprof.verification.training_loop",
     "check": "dpprof.verification.training_check",
 }
 __all__ = list(_MODULES)

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-from scipy.stats import chi2
 from torch import Tensor, nn
 
 from dpprof.clipping.check import TOLERANCE, TOLERANCE_OF_16_BITS
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.verification.training_gradients import (
     Sample,
-    WrongTrainingError,
     clip,
     diagnose,
     find_difference,
@@ -28,17 +26,17 @@ from dpprof.verification.training_gradients import (
 )
 from dpprof.verification.training_loop import (
     Batch,
-    Gradients,
     Loop,
     Mechanism,
     Taken,
     Watch,
+    WrongTrainingError,
     read_batch,
+    refuse_settings,
 )
+from dpprof.verification.training_losses import compare_each, compare_unclipped, compare_whole
+from dpprof.verification.training_noise import compare_noise
 from dpprof.verification.training_padding import change_padding, find_padding
-
-_FALSE_ALARM = 1e-12
-"""The probability that right noise is called wrong, for each parameter."""
 
 
 class Checked(NamedTuple):
@@ -183,42 +181,18 @@ class _Check:
 
     def run(self, padding: Tensor | None) -> Checked:
         loop = self.loop
-        self._compare_settings()
+        refuse_settings(loop)
+        self.checked.append("every trained parameter is in the optimizer")
         with loop.quiet():
             self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
             taken = self._compare_gradients(samples)
             self._find_untrained(samples, taken)
-            self._compare_noise(taken)
+            self._try_noise(taken)
             self._compare_padding(taken, padding)
             self._try_empty()
         return Checked(
             len(samples), len(loop.trained), self.worst, tuple(self.checked), self.unchecked
         )
-
-    def _compare_settings(self) -> None:
-        """Compare the optimizer's parameters with the model's, and the bounds with each other."""
-        loop, optimized = self.loop, set(self.loop.optimized)
-        if not loop.trained:
-            raise WrongTrainingError("no parameter of the model requires a gradient")
-        for parameter in loop.trained:
-            if parameter not in optimized:
-                raise WrongTrainingError(
-                    f"{loop.names[parameter]} is trained, and the optimizer does not have it"
-                )
-        for parameter in loop.optimized:
-            if parameter not in loop.names:
-                raise WrongTrainingError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
-                    "model does not have"
-                )
-        for hooks in loop.hooks:
-            bound = getattr(hooks, "max_grad_norm", loop.private.max_grad_norm)
-            if not math.isclose(bound, loop.private.max_grad_norm, rel_tol=1e-6):
-                raise WrongTrainingError(
-                    f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
-                    f"{loop.private.max_grad_norm:g}"
-                )
-        self.checked.append("every trained parameter is in the optimizer")
 
     def _compare_losses(self, samples: Sequence[Sample]) -> None:
         """Compare the batch's losses with those of its samples alone."""
@@ -239,12 +213,12 @@ class _Check:
         if not alone.isfinite().all():
             raise WrongTrainingError("the loss of a sample is not finite")
         if losses.dim():
-            self._compare_each(losses.cpu().double(), alone)
+            compare_each(losses.cpu().double(), alone, self.limit)
         elif not self.by_hand:
-            self._compare_mean(float(losses), alone)
+            compare_whole(losses.cpu().double(), alone, self.limit, averages=self.loop.averages)
         if losses.dim() or not self.by_hand:
             is_mean = not losses.dim() and self.loop.averages
-            self._compare_whole(found, samples, count if is_mean else 1)
+            compare_unclipped(self.loop, found, samples, count if is_mean else 1, self.limit)
         self.checked.append("each sample's loss is its own")
 
     def _refuse_other_loss(self, value: Any) -> None:
@@ -267,62 +241,10 @@ class _Check:
         limit = max(TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) for dtype in dtypes)
         return TOLERANCE_OF_16_BITS if in_16_bits else limit
 
-    def _compare_each(self, together: Tensor, alone: Tensor) -> None:
-        count = len(alone)
-        for factor, reason in (
-            (1 / count, f"1/{count} of its loss alone: the mean over the batch is taken twice"),
-            (count, f"{count} times its loss alone: it depends on the size of the batch"),
-        ):
-            if self._is_close(together, alone * factor) and not self._is_close(together, alone):
-                raise WrongTrainingError(f"each sample's loss in the batch is {reason}")
-        for at in range(count):
-            if not self._is_close(together[at : at + 1], alone[at : at + 1]):
-                raise WrongTrainingError(
-                    f"the loss of sample {at} is {alone[at]:.6g} alone and {together[at]:.6g} in "
-                    f"the batch: {self._shared() or 'the model or the loss mixes samples'}"
-                )
-
-    def _compare_mean(self, together: float, alone: Tensor) -> None:
-        mean, total, count = float(alone.mean()), float(alone.sum()), len(alone)
-        averages = self.loop.averages
-        right, other = (mean, total) if averages else (total, mean)
-        found = torch.tensor([together], dtype=torch.float64)
-
-        def equals(value: float) -> bool:
-            return self._is_close(found, torch.tensor([value], dtype=torch.float64))
-
-        if equals(right):
-            return
-        if equals(other):
-            said = ("mean", "sums over") if averages else ("sum", "is the mean over")
-            raise WrongTrainingError(
-                f"the loss {said[1]} the batch, and the optimizer expects a {said[0]}"
-            )
-        if equals(mean / count):
-            raise WrongTrainingError(
-                f"the loss is 1/{count} of the samples' mean: the mean over the batch is taken "
-                "twice"
-            )
-        raise WrongTrainingError(
-            f"the batch's loss is {together:.6g}, and the mean over its samples alone is "
-            f"{mean:.6g}: samples are mixed, or the mean is over all tokens of the batch"
-        )
-
-    def _compare_whole(self, found: Gradients, samples: Sequence[Sample], divisor: float) -> None:
-        """Compare the batch's gradient with those of its samples, all unclipped."""
-        trained = self.loop.trained
-        unclipped = clip(samples, [(trained, math.inf)], divisor)
-        first, _ = find_difference(found, unclipped, self.limit)
-        if first is not None:
-            raise WrongTrainingError(
-                f"{self.loop.names[first]}: the gradient of the batch's loss is not that of its "
-                "samples alone: samples are mixed, or the mean is over all tokens of the batch"
-            )
-
-    def _is_close(self, found: Tensor, expected: Tensor) -> bool:
-        return bool(((found - expected).abs() <= self.limit * expected.abs() + 1e-12).all())
-
     def _shared(self) -> str | None:
+        """Tell which layer has no gradient of each sample; single samples by hand need none."""
+        if isinstance(self.loop.private, Mechanism):
+            return None
         return find_shared_layer(self.loop, self.loss, self.batch)
 
     def _take(self, batch: Batch, *, silent: bool = True) -> Taken:
@@ -415,34 +337,12 @@ class _Check:
                 + (f" and {len(still) - 1} more" if len(still) > 1 else "")
             )
 
-    def _compare_noise(self, silent: Taken) -> None:
-        """Compare the noise of each parameter with its scale, by a test of its variance."""
-        loop = self.loop
-        std = loop.noise
-        if std == 0:
+    def _try_noise(self, silent: Taken) -> None:
+        if self.loop.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
         first, second = (self._take(self.batch, silent=False).given for _ in range(2))
-        drawn = 0
-        for parameter in loop.trained:
-            name = loop.names[parameter]
-            zero = torch.zeros_like(parameter)
-            base = silent.given.get(parameter, zero)
-            noise = (first.get(parameter, zero) - base).double()
-            if not noise.any():
-                raise WrongTrainingError(f"{name} gets no noise")
-            if torch.equal(first.get(parameter, zero), second.get(parameter, zero)):
-                raise WrongTrainingError(f"{name} gets the same noise in every step")
-            count = noise.numel()
-            low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
-            rounding = 2 * torch.finfo(parameter.dtype).eps * float(base.abs().max() + std)
-            found = math.sqrt(float(noise.square().mean()))
-            if not math.sqrt(low) * std - rounding <= found <= math.sqrt(high) * std + rounding:
-                raise WrongTrainingError(
-                    f"{name}: the noise has a standard deviation of {found:.4g}, and noise "
-                    f"multiplier times bound over the expected batch size is {std:.4g}"
-                )
-            drawn += count
+        drawn = compare_noise(self.loop, silent.given, first, second)
         self.checked.append(f"noise of the right scale, by {drawn} elements")
 
     def _compare_padding(self, silent: Taken, padding: Tensor | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
-from dpprof.verification.training_loop import Batch, Gradients, Loop
+from dpprof.verification.training_loop import Batch, Gradients, Loop, WrongTrainingError
 
 _EPSILON = 1e-6
 """Opacus's and dpprof's, beside the norm."""
@@ -20,10 +20,6 @@ _ALONE = 0.1
 """A parameter is compared with its own gradient, or with this part of the whole."""
 
 Groups = Sequence[tuple[Sequence[nn.Parameter], float]]
-
-
-class WrongTrainingError(RuntimeError):
-    """A training loop is not what it should be; the message names the first thing that is wrong."""
 
 
 class Sample(NamedTuple):

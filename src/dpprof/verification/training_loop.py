@@ -3,6 +3,7 @@
 Shape legend: B samples.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +19,10 @@ from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.system.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
+
+
+class WrongTrainingError(RuntimeError):
+    """A training loop is not what it should be; the message names the first thing that is wrong."""
 
 
 class Mechanism(NamedTuple):
@@ -289,3 +294,28 @@ def _find_hooks(model: nn.Module) -> list[Any]:
             if isinstance(one, AbstractGradSampleHooks) and hasattr(one, "hooks_enabled"):
                 found[id(one)] = one
     return list(found.values())
+
+
+def refuse_settings(loop: Loop) -> None:
+    """Compare the optimizer's parameters with the model's, and the bounds with each other."""
+    optimized = set(loop.optimized)
+    if not loop.trained:
+        raise WrongTrainingError("no parameter of the model requires a gradient")
+    for parameter in loop.trained:
+        if parameter not in optimized:
+            raise WrongTrainingError(
+                f"{loop.names[parameter]} is trained, and the optimizer does not have it"
+            )
+    for parameter in loop.optimized:
+        if parameter not in loop.names:
+            raise WrongTrainingError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                "model does not have"
+            )
+    for hooks in loop.hooks:
+        bound = getattr(hooks, "max_grad_norm", loop.private.max_grad_norm)
+        if not math.isclose(bound, loop.private.max_grad_norm, rel_tol=1e-6):
+            raise WrongTrainingError(
+                f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
+                f"{loop.private.max_grad_norm:g}"
+            )
