@@ -171,49 +171,59 @@ def test_right_loops_pass(way, kind) -> None:
     assert ("padding changes nothing" in found.checked) == (kind != "mlp")
 
 
-def by_hand(model, loss, *, wrong: str | None = None):
+class ByHand:
     """A loop of single samples, and what it says of itself; or with something wrong."""
-    optimizer = SGD(trained(model), lr=0.1)
-    mechanism = Mechanism(optimizer, max_grad_norm=BOUND, **SETTINGS)
 
-    def clip(parts):
-        bound = 2 * BOUND if wrong == "bound" else BOUND
+    def __init__(self, model, loss, wrong: str = "nothing") -> None:
+        self.model, self.loss, self.wrong = model, loss, wrong
+        self.optimizer = SGD(trained(model), lr=0.1)
+        self.mechanism = Mechanism(self.optimizer, max_grad_norm=BOUND, **SETTINGS)
+
+    def clip(self, parts):
+        bound = 2 * BOUND if self.wrong == "bound" else BOUND
         norm = torch.cat([part.flatten() for part in parts]).norm()
         return [part * (bound / (norm + 1e-6)).clamp(max=1) for part in parts]
 
-    def step(*batch):
-        optimizer.zero_grad()
-        parameters = trained(model)
-        sums = [torch.zeros_like(p) for p in parameters]
+    def sum(self, *batch):
+        clips_the_sum = self.wrong == "clips the sum"
+        sums = [torch.zeros_like(p) for p in trained(self.model)]
         for sample in zip(*batch, strict=True):
-            one = loss(model, *(part[None] for part in sample)).sum()
-            parts = torch.autograd.grad(one, parameters)
-            parts = parts if wrong == "clips the sum" else clip(parts)
+            one = self.loss(self.model, *(part[None] for part in sample)).sum()
+            parts = torch.autograd.grad(one, trained(self.model))
+            parts = parts if clips_the_sum else self.clip(parts)
             sums = [total + part for total, part in zip(sums, parts, strict=True)]
-        sums = clip(sums) if wrong == "clips the sum" else sums
-        for at, (p, total) in enumerate(zip(parameters, sums, strict=True)):
-            std = SETTINGS["noise_multiplier"] * BOUND * (1.1 if wrong == "noise" else 1)
-            is_noised = wrong != "no noise" or at != 2
-            torch.manual_seed(0) if wrong == "seed" else None
-            p.grad = (total + std * torch.randn_like(p) * is_noised) / 5
-            if wrong == "dropped" and at == 1:
-                p.grad = None
-        if wrong == "divided twice":
-            for p in parameters:
-                p.grad /= 5
-        if wrong == "forgets to step":
-            return
-        optimizer.step()
-        if wrong == "thaws":
-            model[0].weight.data += 1
+        return self.clip(sums) if clips_the_sum else sums
 
-    return mechanism, step
+    def give(self, sums) -> None:
+        std = SETTINGS["noise_multiplier"] * BOUND * (1.1 if self.wrong == "noise" else 1)
+        for at, (p, total) in enumerate(zip(trained(self.model), sums, strict=True)):
+            if self.wrong == "seed":
+                torch.manual_seed(0)
+            is_noised = not (self.wrong == "no noise" and at == 2)
+            given = (total + std * torch.randn_like(p) * is_noised) / 5
+            given = given / 5 if self.wrong == "divided twice" else given
+            p.grad = given if p.grad is None else p.grad + given
+
+    def step(self, *batch) -> None:
+        if self.wrong != "clears nothing":
+            self.optimizer.zero_grad()
+        self.give(self.sum(*batch))
+        if self.wrong == "dropped":
+            self.model[0].bias.grad = None
+        for _ in range({"forgets to step": 0, "steps twice": 2}.get(self.wrong, 1)):
+            self.optimizer.step()
+        if self.wrong == "thaws":
+            self.model[0].weight.data += 1
+
+
+def check_by_hand(model, loss=points_loss, wrong: str = "nothing"):
+    loop = ByHand(model, loss, wrong)
+    return check(model, loss, points(), loop.mechanism, step=loop.step)
 
 
 def test_a_right_loop_by_hand_passes() -> None:
     model = build_mlp()
-    mechanism, step = by_hand(model, points_loss)
-    found = check(model, points_loss, points(), mechanism, step=step)
+    found = check_by_hand(model)
 
     assert found.max_relative_error < 1e-4
     assert "an empty batch contributes nothing" in found.checked
@@ -225,23 +235,22 @@ def test_what_a_fixed_bound_hides_is_told(scale, what) -> None:
         return scale * points_loss(*batch)
 
     model = build_mlp()
-    mechanism, step = by_hand(model, loss)
-    found = check(model, loss, points(), mechanism, step=step)
+    found = check_by_hand(model, loss)
     assert set(found.unchecked) == {what, "padding"}
 
 
-@pytest.mark.parametrize(("multiplier", "rate"), [(0.0, 0.1), (0.8, 0.0)])
-def test_what_cannot_be_seen_is_told(multiplier, rate) -> None:
+@pytest.mark.parametrize(
+    ("multiplier", "rate", "what", "why"),
+    [
+        (0.0, 0.1, "noise", "the noise multiplier is 0"),
+        (0.8, 0.0, "weights change", "the learning rate of 3.bias is 0"),
+    ],
+)
+def test_what_cannot_be_seen_is_told(multiplier, rate, what, why) -> None:
     model, loss, private = with_dpprof(FlashClipping, build_mlp(), points_loss)
     private.noise_multiplier = multiplier
     private.param_groups[0]["lr"] = rate
-    found = check(model, loss, points(), private)
-    reason = (
-        ("weights change", "the learning rate of 3.bias is 0")
-        if multiplier
-        else ("noise", "the noise multiplier is 0")
-    )
-    assert dict([reason]).items() <= found.unchecked.items()
+    assert check(model, loss, points(), private).unchecked[what] == why
 
 
 @pytest.mark.parametrize(
@@ -254,6 +263,8 @@ def test_what_cannot_be_seen_is_told(multiplier, rate) -> None:
         ("seed", r"0\.weight gets the same noise in every step"),
         ("dropped", r"0\.bias: the optimizer is given no gradient, and it is trained"),
         ("divided twice", "is divided twice by the expected batch size, 5"),
+        ("clears nothing", "a second step adds to the gradients of the first; clear them in each"),
+        ("steps twice", "one step on a batch steps the optimizer 2 times, and an accountant"),
         ("forgets to step", "the step did not step the optimizer"),
     ],
 )
@@ -261,17 +272,15 @@ def test_wrong_loops_by_hand_are_found(wrong, message) -> None:
     model = build_mlp()
     model[0] = nn.Linear(5, 700)  # so many elements that the noise's scale is known
     model[3] = nn.Linear(700, 3)
-    mechanism, step = by_hand(model, points_loss, wrong=wrong)
     with pytest.raises(WrongTrainingError, match=message):
-        check(model, points_loss, points(), mechanism, step=step)
+        check_by_hand(model, wrong=wrong)
 
 
 def test_a_frozen_parameter_that_changes_is_found() -> None:
     model = build_mlp()
     model[0].weight.requires_grad_(False)
-    mechanism, step = by_hand(model, points_loss, wrong="thaws")
     with pytest.raises(WrongTrainingError, match=r"0\.weight is frozen, and a step changes it"):
-        check(model, points_loss, points(), mechanism, step=step)
+        check_by_hand(model, wrong="thaws")
 
 
 @pytest.mark.parametrize("way", ["flash-bk", "opacus hooks", "opacus ghost"])
@@ -433,6 +442,33 @@ def test_ghost_clipping_without_its_criterion_is_found() -> None:
         check(setup.model, points_loss, points(), setup.private)
 
 
+def test_a_step_of_the_optimizer_that_opacus_wraps_is_found() -> None:
+    setup = with_hooks(build_mlp(), points_loss)
+
+    def step(x, y):
+        setup.private.zero_grad()
+        points_loss(setup.model, x, y).mean().backward()
+        setup.private.original_optimizer.step()
+
+    with pytest.raises(WrongTrainingError, match="no sample's gradient is clipped"):
+        check(setup.model, points_loss, points(), setup.private, step=step)
+
+
+def test_a_step_that_splits_its_batch_passes() -> None:
+    setup = with_hooks(build_mlp(), points_loss)
+
+    def step(x, y):
+        for at in range(0, B, 2):
+            if at + 2 < B:
+                setup.private.signal_skip_step()
+            setup.private.zero_grad()
+            points_loss(setup.model, x[at : at + 2], y[at : at + 2]).mean().backward()
+            setup.private.step()
+
+    found = check(setup.model, points_loss, points(), setup.private, step=step)
+    assert found.max_relative_error < 1e-4
+
+
 def test_samples_that_are_mixed_are_found() -> None:
     def loss(model, x, y):
         return points_loss(model, x - x.mean(0), y)
@@ -453,13 +489,13 @@ def test_an_empty_batch_that_fails_or_is_skipped_is_told() -> None:
     assert found.unchecked["empty batch"] == "not supported: ValueError: no samples"
 
     model = build_mlp()
-    mechanism, step = by_hand(model, points_loss)
+    loop = ByHand(model, points_loss)
 
     def skipping(x, y):
         if len(x):
-            step(x, y)
+            loop.step(x, y)
 
-    found = check(model, points_loss, points(), mechanism, step=skipping)
+    found = check(model, points_loss, points(), loop.mechanism, step=skipping)
     assert "reveals that it is empty" in found.unchecked["empty batch"]
 
 

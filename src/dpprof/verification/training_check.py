@@ -71,7 +71,7 @@ def check(
     is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay; that
     padding and an empty batch contribute nothing. Everything is restored afterwards: parameters,
     gradients, the optimizer's state, random state; dropout is off meanwhile, and no accountant
-    counts. It costs B + 10 steps at most, and the memory of B + 6 gradients and of two copies of
+    counts. It costs B + 12 steps at most, and the memory of B + 6 gradients and of two copies of
     the parameters and the optimizer's state.
 
     Args:
@@ -247,9 +247,11 @@ class _Check:
             return None
         return find_shared_layer(self.loop, self.loss, self.batch)
 
-    def _take(self, batch: Batch, *, silent: bool = True) -> Taken:
+    def _take(self, batch: Batch, *, silent: bool = True, times: int = 1) -> Taken:
         try:
-            taken = self.loop.take(batch, silent=silent)
+            taken = self.loop.take(batch, silent=silent, times=times)
+        except WrongTrainingError:
+            raise
         except Exception as error:
             reason = self._shared() or f"the step fails: {type(error).__name__}: {error}"
             raise WrongTrainingError(reason) from error
@@ -274,6 +276,11 @@ class _Check:
         else:
             with loop.bounds_times(sum(sorted(norms)[-2:]) / 2 / bound):
                 self._compare(samples, self._take(self.batch))
+        again = self._take(self.batch, times=2)
+        if find_difference(again.given, taken.given, self.limit)[0] is not None:
+            raise WrongTrainingError(
+                "a second step adds to the gradients of the first; clear them in each step"
+            )
         self.checked.append("the gradient is that of single samples, clipped")
         return taken
 

@@ -224,14 +224,19 @@ class Loop:
                         parameter.copy_(0.02 * values)
             yield
 
-    def take(self, batch: Batch, *, silent: bool) -> Taken | None:
-        """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise."""
-        given: Gradients = {}
-        calls: list[None] = []
+    def take(self, batch: Batch, *, silent: bool, times: int = 1) -> Taken | None:
+        """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise.
+
+        Gradients are cleared before. ``times`` takes it from the same parameters again and again,
+        with what it left of gradients, and returns the last.
+
+        Raises:
+            WrongTrainingError: The optimizer made several steps in one.
+        """
+        given: list[Gradients] = []
 
         def look(*_: Any) -> None:
-            calls.append(None)
-            given.update({p: p.grad.clone() for p in self.names if p.grad is not None})
+            given.append({p: p.grad.clone() for p in self.names if p.grad is not None})
 
         mode = Watch(silent=silent)
         with self._restored() as before:
@@ -241,12 +246,25 @@ class Loop:
             optimizer.zero_grad()
             hook = self.optimizer.register_step_pre_hook(look)
             try:
-                with mode:
-                    batch.call(self.step)
+                for _ in range(times):
+                    given.clear()
+                    self._write(before)
+                    with mode:
+                        batch.call(self.step)
             finally:
                 hook.remove()
             moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}
-        return Taken(given, moved, mode.in_16_bits) if calls else None
+        if len(given) > 1:
+            raise WrongTrainingError(
+                f"one step on a batch steps the optimizer {len(given)} times, and an accountant "
+                "counts each"
+            )
+        return Taken(given[0], moved, mode.in_16_bits) if given else None
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[Tensor, Tensor]) -> None:
+        for one, value in values.items():
+            one.copy_(value)
 
     @contextmanager
     def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
@@ -276,9 +294,7 @@ class Loop:
             self.optimizer.state.update(state)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for one, value in values.items():
-                    one.copy_(value)
+            self._write(values)
 
 
 def _copy(value: Any) -> Any:
