@@ -1,0 +1,397 @@
+"""Checks a user's own private training: is it what it says it is?
+
+Shape legend: B samples, T tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import Tensor, nn
+
+from dpprof.clipping.check import TOLERANCE, TOLERANCE_OF_16_BITS
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.verification.training_gradients import (
+    Sample,
+    clip,
+    diagnose,
+    find_difference,
+    find_shared_layer,
+    norm_of,
+    read_losses,
+    take_alone,
+)
+from dpprof.verification.training_loop import (
+    Batch,
+    Loop,
+    Mechanism,
+    Taken,
+    Watch,
+    WrongTrainingError,
+    read_batch,
+    refuse_settings,
+)
+from dpprof.verification.training_losses import compare_each, compare_unclipped, compare_whole
+from dpprof.verification.training_noise import compare_noise
+from dpprof.verification.training_padding import change_padding, find_padding
+
+
+class Checked(NamedTuple):
+    """What was checked, and how well it agrees."""
+
+    samples: int
+    parameters: int
+    """How many parameters are trained."""
+
+    max_relative_error: float
+    """Of the gradient that the optimizer is given, without noise."""
+
+    checked: tuple[str, ...]
+    unchecked: dict[str, str]
+    """What could not be checked, and why."""
+
+
+def check(
+    model: nn.Module,
+    loss: Callable[..., Any],
+    batch: Sequence[Tensor] | Mapping[str, Tensor],
+    private: DPOptimizer | Mechanism,
+    *,
+    step: Callable[..., Any] | None = None,
+    padding: Tensor | None = None,
+    tolerance: float | None = None,
+) -> Checked:
+    """Check one's own private training on one batch, and name the first thing that is wrong.
+
+    A step's gradient without noise is compared with the clipped gradients of single samples, each
+    in a batch of its own through ordinary autograd. Then it is checked that every trained parameter
+    is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay; that
+    padding and an empty batch contribute nothing. Everything is restored afterwards: parameters,
+    gradients, the optimizer's state, random state; dropout is off meanwhile, and no accountant
+    counts. It costs B + 12 steps at most, and the memory of B + 6 gradients and of two copies of
+    the parameters and the optimizer's state.
+
+    Args:
+        model: The model that is trained, as the loop has it: plain, with adapters, or wrapped by
+            Opacus.
+        loss: Computes from ``(model, *batch)`` what the loop differentiates: one loss a sample,
+            (B,); the mean of them; or, in ghost clipping, the loss of Opacus's criterion.
+        batch: Tensors, samples first; at least two samples. A dictionary is given by name.
+        private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, or a ``Mechanism`` that says what
+            a loop by hand is meant to do.
+        step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
+            scheduler. By default the step of a loop with ``loss`` and ``private``.
+        padding: (B, T) bool, True at tokens that must not matter. By default read from a mask
+            of 0 and 1 in the batch, or from labels of -100 at the end of samples.
+        tolerance: Largest relative error of a gradient; by default 1e-6 in float64, 1e-2 in float32
+            and 5e-2 where something computes in 16 bits.
+
+    Raises:
+        WrongTrainingError: Something is wrong. The message names the first such thing.
+        ValueError: There are fewer than two samples, the loss or the step is random with dropout
+            off, or an argument is not what it should be.
+        TypeError: ``private`` is none of the three.
+
+    Guarantee: on this batch the gradient before noise is within the tolerance that of the
+    definition, and right noise is called wrong with a probability below 1e-11 a parameter. Limits:
+    one batch shows a bug; it does not prove that there is none. Sampling, accounting and the
+    quality of random numbers are not looked at; adaptive clipping is refused.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping, NoisyOptimizer
+        >>> from dpprof.verification import check
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = NoisyOptimizer(
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     BookKeeping(model, max_grad_norm=1.0),
+        ...     noise_multiplier=1.0,
+        ...     expected_batch_size=4,
+        ... )
+        >>> def loss(model, inputs, targets):
+        ...     return (model(inputs) - targets).square().mean(1)
+        >>> found = check(model, loss, (torch.randn(4, 3), torch.randn(4, 2)), optimizer)
+        >>> found.samples, found.parameters, found.unchecked
+        (4, 2, {'padding': 'the batch has no mask and no labels of -100'})
+    """
+    samples = read_batch(batch)
+    _refuse_unknown(private, step)
+    loop = Loop(model, private, step or _default_step(model, loss, private))
+    return _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
+
+
+def _refuse_unknown(private: Any, step: Any) -> None:
+    if not isinstance(private, DPOptimizer | Mechanism):
+        raise TypeError(
+            "private must be Opacus's optimizer, dpprof's NoisyOptimizer or a Mechanism, and is a "
+            f"{type(private).__name__}"
+        )
+    if isinstance(private, AdaClipDPOptimizer):
+        raise TypeError("private must clip to a fixed bound, and adapts it")
+    if isinstance(private, Mechanism) and step is None:
+        raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")
+
+
+def _default_step(
+    model: nn.Module, loss: Callable[..., Any], private: DPOptimizer | Mechanism
+) -> Callable[..., None]:
+    """Return the step of a loop with a loss and an optimizer."""
+    assert isinstance(private, DPOptimizer)
+
+    def step(*batch: Tensor, **named: Tensor) -> None:
+        private.zero_grad()
+        value = loss(model, *batch, **named)
+        if isinstance(private, NoisyOptimizer):
+            private.clipping.backward(value)
+        elif isinstance(value, Tensor) and value.dim():
+            torch.autograd.backward(
+                value.mean() if private.loss_reduction == "mean" else value.sum()
+            )
+        else:
+            value.backward()
+        private.step()
+
+    return step
+
+
+class _Check:
+    """One check, and what it has found so far."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        loss: Callable[..., Any],
+        batch: Batch,
+        tolerance: float | None,
+        *,
+        by_hand: bool,
+    ) -> None:
+        self.loop = loop
+        self.loss = loss
+        self.batch = batch
+        self.tolerance = tolerance
+        self.by_hand = by_hand
+        self.limit = 0.0
+        self.worst = 0.0
+        self.checked: list[str] = []
+        self.unchecked: dict[str, str] = {}
+
+    def run(self, padding: Tensor | None) -> Checked:
+        loop = self.loop
+        refuse_settings(loop)
+        self.checked.append("every trained parameter is in the optimizer")
+        with loop.quiet():
+            self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
+            taken = self._compare_gradients(samples)
+            self._find_untrained(samples, taken)
+            self._try_noise(taken)
+            self._compare_padding(taken, padding)
+            self._try_empty()
+        return Checked(
+            len(samples), len(loop.trained), self.worst, tuple(self.checked), self.unchecked
+        )
+
+    def _compare_losses(self, samples: Sequence[Sample]) -> None:
+        """Compare the batch's losses with those of its samples alone."""
+        count = len(samples)
+        watch = Watch(silent=False)
+        with self.loop.plain() as model, watch:
+            value, again = (self.batch.call(self.loss, model) for _ in range(2))
+            losses, again = (read_losses(one, count) for one in (value, again))
+            found = self.loop.differentiate(losses)
+        losses, again = losses.detach(), again.detach()
+        if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
+            raise ValueError(
+                "loss is random with dropout off: it gives the same batch another loss each time"
+            )
+        self._refuse_other_loss(value)
+        self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
+        alone = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
+        if not alone.isfinite().all():
+            raise WrongTrainingError("the loss of a sample is not finite")
+        if losses.dim():
+            compare_each(losses.cpu().double(), alone, self.limit)
+        elif not self.by_hand:
+            compare_whole(losses.cpu().double(), alone, self.limit, averages=self.loop.averages)
+        if losses.dim() or not self.by_hand:
+            is_mean = not losses.dim() and self.loop.averages
+            compare_unclipped(self.loop, found, samples, count if is_mean else 1, self.limit)
+        self.checked.append("each sample's loss is its own")
+
+    def _refuse_other_loss(self, value: Any) -> None:
+        if isinstance(value, DPTensorFastGradientClipping):
+            if type(value) is not DPTensorFastGradientClipping:
+                raise TypeError("adaptive clipping cannot be checked: its bound moves each step")
+            return
+        private = self.loop.private
+        is_ghost = isinstance(private, DPOptimizerFastGradientClipping)
+        if is_ghost and not isinstance(private, NoisyOptimizer) and not self.by_hand:
+            raise WrongTrainingError(
+                "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
+                "no sample's gradient is clipped"
+            )
+
+    def _limit(self, losses: Tensor, *, in_16_bits: bool) -> float:
+        if self.tolerance is not None:
+            return self.tolerance
+        dtypes = [losses.dtype, *(p.dtype for p in self.loop.trained)]
+        limit = max(TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) for dtype in dtypes)
+        return TOLERANCE_OF_16_BITS if in_16_bits else limit
+
+    def _shared(self) -> str | None:
+        """Tell which layer has no gradient of each sample; single samples by hand need none."""
+        if isinstance(self.loop.private, Mechanism):
+            return None
+        return find_shared_layer(self.loop, self.loss, self.batch)
+
+    def _take(self, batch: Batch, *, silent: bool = True, times: int = 1) -> Taken:
+        try:
+            taken = self.loop.take(batch, silent=silent, times=times)
+        except WrongTrainingError:
+            raise
+        except Exception as error:
+            reason = self._shared() or f"the step fails: {type(error).__name__}: {error}"
+            raise WrongTrainingError(reason) from error
+        if taken is None:
+            raise WrongTrainingError("the step did not step the optimizer")
+        return taken
+
+    def _compare_gradients(self, samples: Sequence[Sample]) -> Taken:
+        """Compare at the loop's own bound, and where some samples are clipped and some not."""
+        loop = self.loop
+        taken = self._take(self.batch)
+        if taken.in_16_bits and self.tolerance is None:
+            self.limit = TOLERANCE_OF_16_BITS  # the loop may compute otherwise than loss
+        self._compare(samples, taken)
+        norms = [sample.norm(loop.trained) for sample in samples]
+        bound = math.hypot(*(one for _, one in loop.groups))
+        if isinstance(loop.private, Mechanism):
+            if min(norms) >= bound:
+                self.unchecked["scale of the loss"] = "every sample of the batch is clipped"
+            if max(norms) <= bound:
+                self.unchecked["clipping"] = "no sample of the batch is clipped"
+        else:
+            with loop.bounds_times(sum(sorted(norms)[-2:]) / 2 / bound):
+                self._compare(samples, self._take(self.batch))
+        again = self._take(self.batch, times=2)
+        if find_difference(again.given, taken.given, self.limit)[0] is not None:
+            raise WrongTrainingError(
+                "a second step adds to the gradients of the first; clear them in each step"
+            )
+        self.checked.append("the gradient is that of single samples, clipped")
+        return taken
+
+    def _compare(self, samples: Sequence[Sample], taken: Taken) -> None:
+        loop = self.loop
+        expected = clip(samples, loop.groups, loop.divisor)
+        if not norm_of(expected):
+            raise WrongTrainingError(
+                "the gradient of every sample is zero, so nothing is learned; a frozen model under "
+                "reentrant checkpointing needs enable_input_require_grads()"
+            )
+        first, worst = find_difference(taken.given, expected, self.limit)
+        if first is None:
+            self.worst = max(self.worst, worst)
+            return
+        again = self._take(self.batch)
+        if find_difference(again.given, taken.given, self.limit)[0] is not None:
+            raise ValueError(
+                "step is random beyond Gaussian noise of torch, with dropout off, and cannot be "
+                "compared"
+            )
+        name = loop.names[first]
+        found = taken.given.get(first)
+        if reason := self._shared() or diagnose(loop, samples, taken.given, self.limit):
+            raise WrongTrainingError(reason)
+        if found is None or not found.any():
+            raise WrongTrainingError(
+                f"{name}: the optimizer is given no gradient, and it is trained"
+            )
+        raise WrongTrainingError(
+            f"{name}: the gradient is not the sum of the samples' clipped gradients over "
+            f"{loop.divisor:g}; the error is {float((found - expected[first]).norm()):.2g}, and "
+            f"the gradient's norm {float(expected[first].norm()):.2g}"
+        )
+
+    def _find_untrained(self, samples: Sequence[Sample], taken: Taken) -> None:
+        """Find parameters that do not move and should, and those that move and should not."""
+        loop = self.loop
+        for parameter, name in loop.names.items():
+            if not parameter.requires_grad and parameter in taken.moved:
+                raise WrongTrainingError(f"{name} is frozen, and a step changes it")
+        self.checked.append("frozen parameters stay")
+        rates = {p: group["lr"] for group in loop.optimizer.param_groups for p in group["params"]}
+        for parameter in loop.trained:
+            rate, name = float(rates[parameter]), loop.names[parameter]
+            gradient = taken.given.get(parameter)
+            if rate == 0:
+                self.unchecked["weights change"] = f"the learning rate of {name} is 0"
+            if gradient is None or parameter in taken.moved:
+                continue
+            size = rate * float(gradient.abs().max())
+            largest = float(parameter.detach().abs().max())
+            if size > 4 * torch.finfo(parameter.dtype).eps * largest:
+                raise WrongTrainingError(f"{name}: a step does not change it")
+        if "weights change" not in self.unchecked:
+            self.checked.append("weights change")
+        still = [p for p in loop.trained if not any(p in one.gradients for one in samples)]
+        if still:
+            self.unchecked["some gradients"] = (
+                f"the loss of this batch does not depend on {loop.names[still[0]]}"
+                + (f" and {len(still) - 1} more" if len(still) > 1 else "")
+            )
+
+    def _try_noise(self, silent: Taken) -> None:
+        if self.loop.noise == 0:
+            self.unchecked["noise"] = "the noise multiplier is 0"
+            return
+        first, second = (self._take(self.batch, silent=False).given for _ in range(2))
+        drawn = compare_noise(self.loop, silent.given, first, second)
+        self.checked.append(f"noise of the right scale, by {drawn} elements")
+
+    def _compare_padding(self, silent: Taken, padding: Tensor | None) -> None:
+        """Change padded tokens, and compare the gradients."""
+        found = find_padding(self.batch, padding)
+        if isinstance(found, str):
+            self.unchecked["padding"] = found
+            return
+        changed = change_padding(self.batch, found.places)
+        if isinstance(changed, str):
+            self.unchecked["padding"] = changed
+            return
+        other = self._take(changed)
+        first, _ = find_difference(other.given, silent.given, self.limit)
+        if first is not None and not found.is_told:
+            self.unchecked["padding"] = (
+                "gradients depend on ids at the end of samples whose labels are -100; if these are "
+                "padding, that is wrong: give their places as padding"
+            )
+            return
+        if first is not None:
+            raise WrongTrainingError(
+                f"{self.loop.names[first]}: its gradient depends on padded tokens; give the model "
+                "the attention mask, and labels of -100 at padding"
+            )
+        self.checked.append("padding changes nothing")
+
+    def _try_empty(self) -> None:
+        """Take a step on a batch without samples, which Poisson sampling draws at times."""
+        try:
+            taken = self.loop.take(self.batch.pick(slice(0)), silent=True)
+        except Exception as error:  # noqa: BLE001 (any model may fail in any way)
+            self.unchecked["empty batch"] = f"not supported: {type(error).__name__}: {error}"
+            return
+        if taken is None:
+            self.unchecked["empty batch"] = (
+                "the step skips it, which reveals that it is empty; take a step of noise alone"
+            )
+            return
+        for parameter, gradient in taken.given.items():
+            if gradient.any():
+                raise WrongTrainingError(
+                    f"{self.loop.names[parameter]}: a batch without samples has a gradient"
+                )
+        self.checked.append("an empty batch contributes nothing")

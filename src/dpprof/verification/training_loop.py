@@ -1,0 +1,337 @@
+"""Runs steps of a user's own loop, reads what its optimizer is given, and undoes them.
+
+Shape legend: B samples.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.system.substitutes import substitute
+
+Gradients = dict[nn.Parameter, Tensor]
+
+
+class WrongTrainingError(RuntimeError):
+    """A training loop is not what it should be; the message names the first thing that is wrong."""
+
+
+class Mechanism(NamedTuple):
+    """What a loop that is written by hand says of itself, where no private optimizer says it."""
+
+    optimizer: Optimizer
+    max_grad_norm: float
+    noise_multiplier: float
+    expected_batch_size: float
+    """By what the noisy sum is divided; 1 if by nothing."""
+
+
+class Batch(NamedTuple):
+    """Tensors, samples first, and their names where a dictionary named them."""
+
+    names: tuple[str, ...] | None
+    parts: tuple[Tensor, ...]
+
+    def pick(self, samples: slice) -> "Batch":
+        """Return some of the samples."""
+        return self._replace(parts=tuple(part[samples] for part in self.parts))
+
+    def call(self, function: Callable[..., Any], *first: Any) -> Any:
+        """Call a function with the tensors, by position or by name."""
+        if self.names is None:
+            return function(*first, *self.parts)
+        return function(*first, **dict(zip(self.names, self.parts, strict=True)))
+
+
+def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> Batch:
+    """Return a batch of at least two samples.
+
+    Raises:
+        ValueError: It is none.
+    """
+    names: tuple[str, ...] | None = None
+    parts: tuple[Tensor, ...]
+    if isinstance(given, Mapping):
+        names, parts = tuple(given), tuple(given.values())
+    else:
+        parts = tuple(given)
+    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
+        raise ValueError("batch must be tensors, samples first")
+    counts = {len(part) for part in parts}
+    if len(counts) != 1 or min(counts) < 2:  # noqa: PLR2004 (one sample cannot be mixed)
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "nothing"
+        raise ValueError(
+            f"batch must be tensors of at least two samples, samples first, and is {shapes}"
+        )
+    return Batch(names, parts)
+
+
+class Taken(NamedTuple):
+    """What one step did."""
+
+    given: Gradients
+    """The gradients that the innermost optimizer was given."""
+
+    moved: set[nn.Parameter]
+    in_16_bits: bool
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means."""
+
+    in_16_bits = False
+
+    def __init__(self, *, silent: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.silent = silent
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
+            self.in_16_bits = True
+        name = func.overloadpacket.__name__
+        if self.silent and name in ("randn", "randn_like", "normal", "normal_"):
+            place = 1 if name == "normal_" else 0
+            mean = args[place] if name.startswith("normal") and len(args) > place else 0.0
+            out.copy_(mean) if isinstance(mean, Tensor) else out.fill_(mean)
+        return out
+
+
+class Loop:
+    """A user's model, optimizer and step; each step that it takes is undone.
+
+    Args:
+        model: The model, wrapped or not.
+        private: Opacus's optimizer, dpprof's, or what a loop by hand says of itself.
+        step: One whole step on a batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        private: DPOptimizer | Mechanism,
+        step: Callable[..., Any],
+    ) -> None:
+        self.wrapped = model
+        self.private = private
+        self.step = step
+        while isinstance(model, AbstractGradSampleModule):
+            model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
+        self.model: nn.Module = model
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.trained = [p for p in self.names if p.requires_grad]
+        self.hooks = _find_hooks(self.wrapped)
+        self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
+        optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
+        while isinstance(optimizer, DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        self.optimizer = optimizer
+
+    @property
+    def optimized(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer has."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def averages(self) -> bool:
+        """Whether the loss of a batch is a mean, and the sum of gradients is divided."""
+        return getattr(self.private, "loss_reduction", "mean") == "mean"
+
+    @property
+    def divisor(self) -> float:
+        """By what the sum of clipped gradients is divided."""
+        return float(self.private.expected_batch_size) if self.averages else 1.0
+
+    @property
+    def groups(self) -> list[tuple[list[nn.Parameter], float]]:
+        """Parameters that are clipped together, and the bound of each group."""
+        if self.clipping is not None:
+            return self.clipping.groups
+        bounds = getattr(self.private, "max_grad_norms", None)
+        if bounds is not None:
+            return [([p], float(one)) for p, one in zip(self.optimized, bounds, strict=True)]
+        return [(self.trained, float(self.private.max_grad_norm))]
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of the noise in what the optimizer is given."""
+        private = self.private
+        return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
+
+    @contextmanager
+    def bounds_times(self, factor: float) -> Iterator[None]:
+        """Multiply every bound inside the context."""
+        holders = [self.private, *(one for one in self.hooks if hasattr(one, "max_grad_norm"))]
+        with ExitStack() as stack:
+            for holder in holders:
+                before = holder.max_grad_norm
+                stack.callback(setattr, holder, "max_grad_norm", before)
+                holder.max_grad_norm = before * factor
+            several = getattr(self.private, "max_grad_norms", None)
+            if several is not None:
+                scaled = [bound * factor for bound in several]
+                stack.enter_context(substitute(self.private, "max_grad_norms", scaled))
+            yield
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """Run the model without hooks and clipping inside the context."""
+        with ExitStack() as stack:
+            for hooks in self.hooks:
+                stack.callback(setattr, hooks, "hooks_enabled", hooks.hooks_enabled)
+                hooks.hooks_enabled = False
+            if self.clipping is not None:
+                stack.enter_context(self.clipping.disabled())
+            yield self.model
+
+    def differentiate(self, losses: Tensor) -> Gradients:
+        """Compute the ordinary gradient of losses, for parameters on which they depend."""
+        found = torch.autograd.grad(losses.sum(), self.trained, allow_unused=True)
+        return {p: g for p, g in zip(self.trained, found, strict=True) if g is not None}
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Restore everything at the end; dropout is off and no accountant counts meanwhile.
+
+        Trained parameters that are all zero, such as an adapter's second matrix, are moved
+        meanwhile: others have no gradient behind them.
+        """
+        kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
+        source = getattr(self.private, "generator", None)
+        with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
+            if source is not None:
+                stack.callback(source.set_state, source.get_state())
+            for module in self.model.modules():
+                if isinstance(module, kind):
+                    stack.enter_context(substitute(module, "p", value=0.0))
+            if isinstance(self.private, DPOptimizer):
+                self.private.step_hook = None
+                self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
+            draw = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter in self.trained:
+                    if not parameter.any():
+                        values = torch.randn(parameter.shape, generator=draw)
+                        parameter.copy_(0.02 * values)
+            yield
+
+    def take(self, batch: Batch, *, silent: bool, times: int = 1) -> Taken | None:
+        """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise.
+
+        Gradients are cleared before. ``times`` takes it from the same parameters again and again,
+        with what it left of gradients, and returns the last.
+
+        Raises:
+            WrongTrainingError: The optimizer made several steps in one.
+        """
+        given: list[Gradients] = []
+
+        def look(*_: Any) -> None:
+            given.append({p: p.grad.clone() for p in self.names if p.grad is not None})
+
+        mode = Watch(silent=silent)
+        with self._restored() as before:
+            for parameter in self.names:
+                parameter.grad = None
+            optimizer = self.optimizer if isinstance(self.private, Mechanism) else self.private
+            optimizer.zero_grad()
+            hook = self.optimizer.register_step_pre_hook(look)
+            try:
+                for _ in range(times):
+                    given.clear()
+                    self._write(before)
+                    with mode:
+                        batch.call(self.step)
+            finally:
+                hook.remove()
+            moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}
+        if len(given) > 1:
+            raise WrongTrainingError(
+                f"one step on a batch steps the optimizer {len(given)} times, and an accountant "
+                "counts each"
+            )
+        return Taken(given[0], moved, mode.in_16_bits) if given else None
+
+    @torch.no_grad()
+    def _write(self, values: Mapping[Tensor, Tensor]) -> None:
+        for one, value in values.items():
+            one.copy_(value)
+
+    @contextmanager
+    def _restored(self) -> Iterator[dict[Tensor, Tensor]]:
+        """Restore values, gradients, attributes and the optimizer's state at the end.
+
+        Yields the values of parameters and buffers.
+        """
+        tensors = [*self.names, *self.model.buffers()]
+        values = {one: one.detach().clone() for one in tensors}
+        gradients = [(p, p.grad) for p in self.names]
+        owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
+        owners.append(self.private if isinstance(self.private, DPOptimizer) else None)
+        attributes = [(one, dict(vars(one))) for one in owners if one is not None]
+        groups = [(group, dict(group)) for group in self.optimizer.param_groups]
+        state = {
+            p: {k: _copy(v) for k, v in one.items()} for p, one in self.optimizer.state.items()
+        }
+        try:
+            yield values
+        finally:
+            for owner, own in attributes:
+                vars(owner).clear()
+                vars(owner).update(own)
+            for group, own in groups:
+                group.update(own)
+            self.optimizer.state.clear()
+            self.optimizer.state.update(state)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self._write(values)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _find_hooks(model: nn.Module) -> list[Any]:
+    """Find what of Opacus listens to a model, whether or not it wraps it."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001
+        for one in (module, *hooks):
+            if isinstance(one, AbstractGradSampleHooks) and hasattr(one, "hooks_enabled"):
+                found[id(one)] = one
+    return list(found.values())
+
+
+def refuse_settings(loop: Loop) -> None:
+    """Compare the optimizer's parameters with the model's, and the bounds with each other."""
+    optimized = set(loop.optimized)
+    if not loop.trained:
+        raise WrongTrainingError("no parameter of the model requires a gradient")
+    for parameter in loop.trained:
+        if parameter not in optimized:
+            raise WrongTrainingError(
+                f"{loop.names[parameter]} is trained, and the optimizer does not have it"
+            )
+    for parameter in loop.optimized:
+        if parameter not in loop.names:
+            raise WrongTrainingError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                "model does not have"
+            )
+    for hooks in loop.hooks:
+        bound = getattr(hooks, "max_grad_norm", loop.private.max_grad_norm)
+        if not math.isclose(bound, loop.private.max_grad_norm, rel_tol=1e-6):
+            raise WrongTrainingError(
+                f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
+                f"{loop.private.max_grad_norm:g}"
+            )
