@@ -575,10 +575,25 @@ def test_it_leaves_everything_as_it_was(way) -> None:
     assert len(counted) == 2
 
 
+def test_a_clipping_alone_is_checked_and_the_loop_goes_on() -> None:
+    model = build_mlp()
+    clipping = BookKeeping(model, BOUND)
+    optimizer = NoisyOptimizer(SGD(trained(model), lr=0.1), clipping, **SETTINGS)
+
+    found = check(model, points_loss, points(), clipping)
+
+    assert set(found.unchecked) >= {"optimizer", "noise"}
+    assert "the gradient is that of single samples, clipped" in found.checked
+    clipping.backward(points_loss(model, *points()))
+    optimizer.step()
+    with pytest.raises(ValueError, match="give that as private"):
+        check(model, points_loss, points(), clipping, step=optimizer.step)
+
+
 def test_bad_arguments_are_refused() -> None:
     model, loss, private = with_hooks(build_mlp(), points_loss)
     x, y = points()
-    with pytest.raises(TypeError, match=r"private must be Opacus's optimizer, .* is a SGD"):
+    with pytest.raises(TypeError, match=r"private must be an optimizer of Opacus, .* is a SGD"):
         check(model, loss, (x, y), private.original_optimizer)
     with pytest.raises(ValueError, match=r"at least two samples, samples first, and is \(1, 5\)"):
         check(model, loss, (x[:1], y[:1]), private)

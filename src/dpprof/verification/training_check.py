@@ -13,6 +13,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor, nn
 
 from dpprof.clipping.check import TOLERANCE, TOLERANCE_OF_16_BITS
+from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.verification.training_gradients import (
     Sample,
@@ -58,7 +59,7 @@ def check(
     model: nn.Module,
     loss: Callable[..., Any],
     batch: Sequence[Tensor] | Mapping[str, Tensor],
-    private: DPOptimizer | Mechanism,
+    private: DPOptimizer | Clipping | Mechanism,
     *,
     step: Callable[..., Any] | None = None,
     padding: Tensor | None = None,
@@ -80,8 +81,9 @@ def check(
         loss: Computes from ``(model, *batch)`` what the loop differentiates: one loss a sample,
             (B,); the mean of them; or, in ghost clipping, the loss of Opacus's criterion.
         batch: Tensors, samples first; at least two samples. A dictionary is given by name.
-        private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, or a ``Mechanism`` that says what
-            a loop by hand is meant to do.
+        private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, a ``Clipping`` without either,
+            whose optimizer and noise then stay unchecked, or a ``Mechanism`` that says what a loop
+            by hand is meant to do.
         step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
             scheduler. By default the step of a loop with ``loss`` and ``private``.
         padding: (B, T) bool, True at tokens that must not matter. By default read from a mask
@@ -93,7 +95,7 @@ def check(
         WrongTrainingError: Something is wrong. The message names the first such thing.
         ValueError: There are fewer than two samples, the loss or the step is random with dropout
             off, or an argument is not what it should be.
-        TypeError: ``private`` is none of the three.
+        TypeError: ``private`` is none of these.
 
     Guarantee: on this batch the gradient before noise is within the tolerance that of the
     definition, and right noise is called wrong with a probability below 1e-11 a parameter. Limits:
@@ -118,16 +120,30 @@ def check(
         (4, 2, {'padding': 'the batch has no mask and no labels of -100'})
     """
     samples = read_batch(batch)
+    unchecked: dict[str, str] = {}
+    if isinstance(private, Clipping):
+        private = _complete(private, model, step)
+        unchecked["optimizer"] = "a Clipping has none; give the optimizer that adds the noise"
     _refuse_unknown(private, step)
     loop = Loop(model, private, step or _default_step(model, loss, private))
-    return _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
+    found = _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
+    return found._replace(unchecked=unchecked | found.unchecked)
+
+
+def _complete(clipping: Clipping, model: nn.Module, step: Any) -> NoisyOptimizer:
+    """Give a clipping an optimizer without noise."""
+    if step is not None:
+        raise ValueError("step makes the steps of an optimizer; give that as private")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    return NoisyOptimizer(optimizer, clipping, noise_multiplier=0.0, expected_batch_size=1)
 
 
 def _refuse_unknown(private: Any, step: Any) -> None:
     if not isinstance(private, DPOptimizer | Mechanism):
         raise TypeError(
-            "private must be Opacus's optimizer, dpprof's NoisyOptimizer or a Mechanism, and is a "
-            f"{type(private).__name__}"
+            "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "
+            f"Mechanism, and is a {type(private).__name__}"
         )
     if isinstance(private, AdaClipDPOptimizer):
         raise TypeError("private must clip to a fixed bound, and adapts it")
