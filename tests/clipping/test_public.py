@@ -9,10 +9,12 @@ from fresh_process import run_fresh
 
 import dpprof.clipping
 import dpprof.monitor
+import dpprof.verification
 
 PUBLIC = [
     *((dpprof.clipping, name) for name in dpprof.clipping.__all__),
     *((dpprof.monitor, name) for name in dpprof.monitor.__all__ if name != "Sink"),  # a type
+    *((dpprof.verification, name) for name in dpprof.verification.__all__),
 ]
 GUARANTEED = ["BookKeeping", "Clipping", "FlashClipping", "NoisyOptimizer", "PerLayerClipping"]
 
@@ -43,13 +45,15 @@ def test_an_unknown_name_is_no_attribute() -> None:
         _ = dpprof.clipping.NoSuch
 
 
-def test_clipping_and_monitor_need_none_of_the_extras() -> None:
+def test_libraries_need_none_of_the_extras() -> None:
     code = """
 import sys
-import dpprof.clipping, dpprof.monitor
+import dpprof.clipping, dpprof.monitor, dpprof.verification
+dpprof.verification.check
 for name in dpprof.clipping.__all__:
     getattr(dpprof.clipping, name)
 extras = {"snakemake", "matplotlib", "typst", "jinja2", "tensorboard", "pandas"}
+extras |= {"transformers", "peft"}
 print(sorted(extras & set(sys.modules)))
 """
     assert run_fresh(code) == "[]"
