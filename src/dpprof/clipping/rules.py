@@ -67,8 +67,9 @@ def refuse_mixing(layer: nn.Module) -> None:
 def find_rule(layer: nn.Module) -> Found:
     """Find the rule of a layer; a layer without one is run by ``torch.func``.
 
-    A subclass has the rule of the class whose ``forward`` it inherits, or calls by ``super()``. A
-    layer that computes an RMS norm has the rule of RMS norms.
+    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of ``Embedding``
+    may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would need a whole table
+    for each sample. A layer that computes an RMS norm has the rule of RMS norms.
 
     Raises:
         UnsupportedError: The layer has parameters and also contains layers, its parameters are
@@ -100,7 +101,9 @@ def find_rule(layer: nn.Module) -> Found:
         inherits = vars(base).get("forward") == own.forward
         if inherits:
             _refuse_unknown_parameters(layer)
-        elif _find_unknown_parameters(layer) or not _calls_forward_of(own, base):
+        elif rule is not run_embedding or _find_unknown_parameters(layer):
+            break
+        elif not _calls_forward_of(own, base):
             break
         if rule is run_embedding:
             _refuse_options(layer)
