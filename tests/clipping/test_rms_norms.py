@@ -80,8 +80,14 @@ class Fails(Llama):
         raise RuntimeError(f"{x.shape} is not what it wants")
 
 
+class Buffered(Llama):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(D))
+
+
 KNOWN = {Llama: (False, True), Olmo: (False, False), Gemma: (True, False)}
-OTHERS = [OfFloat64, Fixed, Centred, MixesSamples, Gated, Dropping, Fails]
+OTHERS = [OfFloat64, Fixed, Centred, MixesSamples, Gated, Dropping, Fails, Buffered]
 
 
 @pytest.mark.parametrize("kind", KNOWN)

@@ -58,7 +58,7 @@ def recognise(layer: nn.Module) -> Recognised | None:
     its input, whose epsilon is an attribute.
     """
     own = [(name, p) for name, p in layer._parameters.items() if p is not None]  # noqa: SLF001
-    if len(own) != 1 or own[0][1].dim() != 1 or any(layer.children()) or any(layer.buffers()):
+    if len(own) != 1 or own[0][1].dim() != 1 or [*layer.children(), *layer.buffers()]:
         return None
     if len(inspect.signature(layer.forward).parameters) != 1:
         return None
