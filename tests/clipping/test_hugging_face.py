@@ -1,5 +1,8 @@
 """Hugging Face models and peft's adapters: exact, or refused whatever is done to them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from small_models import FLAT
@@ -8,6 +11,7 @@ from torch import nn
 from dpprof.cli.options import make_experiment
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.coverage import trained_in
+from dpprof.clipping.layers import run_embedding
 from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rules import find_rule
@@ -34,7 +38,12 @@ VARIANTS = {
     "norms in 16 bits": {"trainable": "norm|ln", **IN_16_BITS},
     "checkpoint": {"lora": "rank=2", "checkpointing": "non-reentrant"},
 }
-CHEAP = {("llama", "whole"), ("gemma2", "whole"), ("gpt2", "16 bits"), ("qwen2", "norms in 16 bits")}
+CHEAP = {
+    ("llama", "whole"),
+    ("gemma2", "whole"),
+    ("gpt2", "16 bits"),
+    ("qwen2", "norms in 16 bits"),
+}
 CASES = [
     case if case in CHEAP else pytest.param(*case, marks=pytest.mark.slow)
     for case in [(name, variant) for name in MODELS for variant in VARIANTS]
@@ -128,7 +137,7 @@ def test_opt_flattens_samples_and_is_refused(way) -> None:
     model, batch = build("opt")
     clipping = way(model, 1.0)
 
-    with pytest.raises(ValueError, match=r"fc2.* saw 21 samples, and there are 3 losses"):
+    with pytest.raises(UnsupportedError, match=r"fc2.* saw 21 samples, and there are 3 losses"):
         clipping.backward(losses_of(model, batch))
     assert all(p.grad is None for p in model.parameters())
 
@@ -226,6 +235,54 @@ def test_magnitudes_of_adapters_are_refused() -> None:
     with pytest.raises((UnsupportedError, RuntimeError)) as refused:
         BookKeeping(model, 1.0).backward(losses_of(model, batch))
     assert "DoraLinearLayer" in str(refused.value)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("target", ["lm_head", "q_proj"])
+def test_adapters_beside_a_tied_matrix_that_is_trained_too(target, way) -> None:
+    model, batch = build("llama", model="{{hf: tiny-{}, tie_word_embeddings: true}}")
+    config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model.model)
+    model.double().requires_grad_(True)
+    tied = model.model.model.embed_tokens.weight
+    assert sum(tied is p for m in model.modules() for p in m.parameters(recurse=False)) == 2
+
+    compare(model, batch, way)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_a_layer_with_its_bases_rule_is_plain(make) -> None:
+    model, batch = build("gemma2")
+    clipping = BookKeeping(model, 1.0)
+    table = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    other = make(table)
+    tokens = batch.inputs[0]
+
+    assert find_rule(other) == (run_embedding, nn.Embedding)  # it is not patched
+    assert torch.equal(other(tokens), table(tokens))
+    other(tokens).sum().backward()
+    assert other.weight.grad.any()
+    clipping.remove()
+    assert type(table) is type(other)
+    assert not is_patched(table)
+
+
+class OwnUse(nn.Embedding):
+    """Its forward uses the table beside its base's rule."""
+
+    def forward(self, ids):
+        return super().forward(ids) + self.weight.sum(0)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_table_that_its_layer_uses_in_another_way_too_is_refused(way) -> None:
+    layer = OwnUse(5, 4)
+    clipping = way(layer, 1.0)
+    losses = layer(torch.tensor([[1, 2], [3, 3]])).sum((1, 2))
+
+    with pytest.raises(RuntimeError, match="weight was used outside of its layer"):
+        clipping.backward(losses)
+    assert layer.weight.grad is None
 
 
 class Heads(nn.Module):

@@ -45,7 +45,9 @@ class OfFloat64(Llama):
     """It casts nothing, so float64 stays float64."""
 
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+        return (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
+        )
 
 
 class Fixed(Llama):

@@ -257,6 +257,8 @@ def run_rms_norm(layer: nn.RMSNorm, receive: Receive, x: Tensor) -> Tensor:
     return apply(_RMSNorm, x, layer.weight, RmsFormula(eps, axes), receive)
 
 
-def run_rms_formula(weight: nn.Parameter, formula: RmsFormula, receive: Receive, x: Tensor) -> Tensor:
+def run_rms_formula(
+    weight: nn.Parameter, formula: RmsFormula, receive: Receive, x: Tensor
+) -> Tensor:
     """Run an RMS norm of another class, in the dtypes of its formula."""
     return apply(_RMSNorm, x, weight, formula, receive)

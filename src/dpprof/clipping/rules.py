@@ -35,7 +35,6 @@ RULES: Mapping[str, Rule] = {
 """By the name of the class whose ``forward`` they replace."""
 
 
-
 class Found(NamedTuple):
     """The rule of a layer."""
 
