@@ -72,8 +72,8 @@ class OtherRmsNorm(nn.Module):
 
 
 class ScaledEmbedding(nn.Embedding):
-    def forward(self, input):
-        return super().forward(input) * 0.5
+    def forward(self, ids):
+        return super().forward(ids) * 0.5
 
 
 class GetsLayer(Scale):

@@ -141,8 +141,8 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
     name = type(layer).__name__
     if any(isinstance(one, nn.Module) for one in arguments):
         raise UnsupportedError(
-            f"{name} has no rule and gets other layers as arguments, whose gradients would be lost; "
-            "freeze its parameters"
+            f"{name} has no rule and gets another layer, whose gradients would be lost; freeze the "
+            "parameters"
         )
     if not tensors:
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")

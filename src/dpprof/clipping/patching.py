@@ -2,8 +2,9 @@
 
 A patched layer's class becomes a subclass of its own class, so names, ``isinstance`` and
 ``state_dict`` stay the same. A rule may also replace the ``forward`` of a base class alone: then
-the layer's own ``forward`` runs, and what it calls by ``super()`` is the rule. Every copy (``copy.deepcopy``, ``AveragedModel``, pickle,
-``torch.save``) has the original class: its parameters are new, so no clipping knows them.
+the layer's own ``forward`` runs, and what it calls by ``super()`` is the rule. Every copy
+(``copy.deepcopy``, ``AveragedModel``, pickle, ``torch.save``) has the original class: its
+parameters are new, so no clipping knows them.
 """
 
 import copyreg
@@ -74,8 +75,9 @@ def patch_layer(
     layer: nn.Module, forward: Callable[..., Any], replaced: type[nn.Module] | None = None
 ) -> None:
     """Let ``forward`` run a layer, or what its own ``forward`` calls of a base class."""
-    original = type(layer)
-    layer.__class__ = _derive_class(original, replaced or original)
+    original: Any = type(layer)
+    base: Any = original if replaced is None else replaced
+    layer.__class__ = _derive_class(original, base)
     vars(layer)[_PATCH] = _Patch(layer, forward)
 
 

@@ -76,6 +76,22 @@ def find_rule(layer: nn.Module) -> Found:
             that other layers use, or it is an embedding whose options change its table or mix
             samples.
     """
+    _refuse_held_elsewhere(layer)
+    found = _find_by_class(layer)
+    if found is not None:
+        return found
+    if any(True for child in layer.children() for _ in child.parameters()):
+        raise UnsupportedError(
+            f"{type(layer).__name__} has parameters of its own beside those of the layers in it; "
+            "move them to a layer that contains no others, or freeze them"
+        )
+    formula = recognise(layer)
+    rule = run_any_layer if formula is None else partial(_run_recognised, formula)
+    return Found(rule, type(layer))
+
+
+def _refuse_held_elsewhere(layer: nn.Module) -> None:
+    """Refuse a layer whose forward is replaced, or whose parameters others use."""
     name = type(layer).__name__
     if "forward" in vars(layer) or is_patched(layer):
         raise UnsupportedError(
@@ -92,6 +108,10 @@ def find_rule(layer: nn.Module) -> Found:
             f"{name} holds parameters that another layer uses, such as peft's adapters of an "
             "embedding, where no rule sees them; move them to the layer, or freeze them"
         )
+
+
+def _find_by_class(layer: nn.Module) -> Found | None:
+    """Find the rule of the class whose ``forward`` a layer inherits, or calls by ``super()``."""
     own = type(layer)
     for base in own.__mro__:
         rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
@@ -101,21 +121,11 @@ def find_rule(layer: nn.Module) -> Found:
         if inherits:
             _refuse_unknown_parameters(layer)
         elif rule is not run_embedding or _find_unknown_parameters(layer):
-            break
-        elif not _calls_forward_of(own, base):
-            break
+            return None
         if rule is run_embedding:
             _refuse_options(layer)
-        return Found(rule, own if inherits else base)
-    if any(True for child in layer.children() for _ in child.parameters()):
-        raise UnsupportedError(
-            f"{name} has parameters of its own beside those of the layers in it; move them to a "
-            "layer that contains no others, or freeze them"
-        )
-    recognised = recognise(layer)
-    if recognised is not None:
-        return Found(partial(_run_recognised, recognised), own)
-    return Found(run_any_layer, own)
+        return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
+    return None
 
 
 def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
