@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.sample_norms import BatchAxisError
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.spec.registry import UnsupportedError
 
@@ -61,6 +62,34 @@ class Inherits(nn.Linear):
     pass
 
 
+class OtherRmsNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(D)), 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 0.5
+
+
+class GetsLayer(Scale):
+    def forward(self, x, layer):
+        return layer(x) * self.weight
+
+
+class Lends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = nn.ParameterDict({"a": nn.Parameter(torch.ones(D))})
+
+    def forward(self, x):
+        return x * self.held["a"]
+
+
 def ids_of(x):
     return (x[..., 0].abs() * 10).long() % 5
 
@@ -82,6 +111,10 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "`Embedding`": lambda: looked_up(padding_idx=1),
     "`LayerNorm`": lambda: Between(nn.LayerNorm(D)),
     "`RMSNorm`": lambda: Between(nn.RMSNorm(D)),
+    "RMS norm of another class": lambda: Between(OtherRmsNorm()),
+    "subclass of `Embedding` that calls `super().forward`": lambda: Between(
+        ScaledEmbedding(5, D), lambda inside, x: x + inside(ids_of(x))
+    ),
     "`Conv1D` of GPT-2": lambda: Between(Conv1D(D, D)),
     "subclass that inherits `forward`": lambda: Between(Inherits(D, D)),
     "`Conv1d`": lambda: Between(nn.Conv1d(D, D, 3, padding=1), over_channels),
@@ -152,6 +185,13 @@ def frozen_last() -> nn.Module:
 
 
 REFUSED: dict[str, Callable[[], object]] = {
+    "samples and tokens in one axis": lambda: clip(
+        Between(nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape))
+    ),
+    "layer that gets another layer": lambda: clip(
+        Between(GetsLayer(D), lambda inside, x: inside(x, nn.Linear(D, D)))
+    ),
+    "`ParameterDict` for another layer": lambda: clip(Between(Lends())),
     "dropout inside a layer without a rule": lambda: clip(Between(RandomScale(D))),
     "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
     "`InstanceNorm1d` that tracks statistics": lambda: clip(
@@ -214,6 +254,6 @@ def test_what_is_said_to_be_refused_is_in_a_sentence(what) -> None:
     with pytest.raises((UnsupportedError, RuntimeError, ValueError)) as refused:
         REFUSED[what]()
 
-    assert type(refused.value) in (UnsupportedError, RuntimeError, ValueError)  # no KeyError
+    assert type(refused.value) in (UnsupportedError, BatchAxisError, RuntimeError, ValueError)
     assert len(str(refused.value).split()) > 4
     assert "\n" not in str(refused.value)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpprof.clipping.graph import nodes_behind
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def check(
     Raises:
         WrongGradientError: They differ. The message names the first such parameter, in the model's
             order, and the sample; or it says that a sample's loss depends on other samples.
-        ValueError: There are fewer than two samples, or ``losses_of`` is random.
+        ValueError: There are fewer than two samples, or ``losses_of`` is random, or checkpoints in
+            the reentrant way.
         RuntimeError: The clipping refuses the step.
 
     Example:
@@ -94,6 +96,7 @@ def check(
                 raise ValueError(
                     "losses_of is random: it gives the same batch other losses each time"
                 )
+            _refuse_reentrant(losses_B)
             limit = TOLERANCE.get(losses_B.dtype, TOLERANCE_OF_16_BITS)
             limit = limit if tolerance is None else tolerance
             remainder = _differentiate(losses_B, clipping)
@@ -122,6 +125,14 @@ def _count_samples(batch: Sequence[Tensor]) -> int:
             f"a batch must be tensors of at least two samples, samples first; it is {shapes}"
         )
     return counts.pop()
+
+
+def _refuse_reentrant(losses: Tensor) -> None:
+    """Refuse graphs of which ``torch.autograd.grad`` sees a part."""
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes_behind(losses)):
+        raise ValueError(
+            "reentrant checkpointing hides layers from the check; check with use_reentrant=False"
+        )
 
 
 def _run(losses_of: Losses, batch: Sequence[Tensor], count: int) -> Tensor:

@@ -21,7 +21,7 @@ from dpprof.clipping.coverage import Coverage, refuse_data_parallel, refuse_wrap
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.layers import Contributions, Receive, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
-from dpprof.clipping.rules import Rule, find_rule, refuse_mixing
+from dpprof.clipping.rules import Found, Rule, find_rule, refuse_mixing
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_clipped_sum, bound_of
 from dpprof.norms.code_paths import CodePath
@@ -117,7 +117,7 @@ class Clipping(ABC):
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
-        rules: dict[nn.Module, Rule] = {}
+        rules: dict[nn.Module, Found] = {}
         for layer in model.modules():
             refuse_wrapper(layer)
             refuse_mixing(layer)
@@ -126,8 +126,9 @@ class Clipping(ABC):
         self._layers = list(rules)
         self._coverage = Coverage({layer: trained_in(layer) for layer in rules})
         self._shared = self._coverage.verify(model)
-        for layer, rule in rules.items():
-            patch_layer(layer, partial(_run, rule, layer, partial(self._receive, layer)))
+        for layer, (rule, replaced) in rules.items():
+            run = partial(_run, rule, layer, partial(self._receive, layer))
+            patch_layer(layer, run, replaced)
         self._hooks = [
             parameter.register_hook(  # type: ignore[no-untyped-call]
                 partial(self._refuse_unclipped, parameter)

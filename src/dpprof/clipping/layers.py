@@ -11,7 +11,7 @@ input, p width of an output.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -151,30 +151,65 @@ class _LayerNorm(torch.autograd.Function):
         return input_gradient, None, None, None, None
 
 
+class RmsFormula(NamedTuple):
+    """What an RMS norm computes."""
+
+    eps: float
+    axes: tuple[int, ...]
+    is_shifted: bool = False
+    """Whether the scale is 1 + w, as in Gemma, and not w."""
+
+    casts_first: bool = False
+    """Whether 16-bit inputs are cast back before they are scaled, as in Llama, and not after."""
+
+    def scale_of(self, weight: Tensor) -> Tensor:
+        """Return what normalised inputs are multiplied by."""
+        if not self.is_shifted:
+            return weight
+        return 1.0 + (weight if self.casts_first else _at_least_float32(weight))
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def normalise_and_scale(x: Tensor, weight: Tensor, formula: RmsFormula) -> tuple[Tensor, Tensor]:
+    """Return an RMS norm, and the reciprocal root mean squares; the axes stay, of length 1."""
+    exact = _at_least_float32(x)
+    rstd = exact.square().mean(formula.axes, keepdim=True).add_(formula.eps).rsqrt_()
+    y = exact * rstd
+    scale = formula.scale_of(weight)
+    if formula.casts_first:
+        y = y.to(x.dtype)
+    # In place it would round to the dtype of y.
+    y = y.mul_(scale) if torch.result_type(y, scale) == y.dtype else y * scale
+    return (y if formula.casts_first else y.to(x.dtype)), rstd
+
+
 class _RMSNorm(torch.autograd.Function):
     """Divide the last axes by their root mean square, and scale."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.RMSNorm, receive: Receive) -> Tensor:
-        axes = list(range(-len(layer.normalized_shape), 0))
-        exact = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
-        rstd = exact.square().mean(axes, keepdim=True).add_(eps).rsqrt_()
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, formula: RmsFormula, receive: Receive
+    ) -> Tensor:
+        y, rstd = normalise_and_scale(x, weight, formula)
         ctx.save_for_backward(x, rstd)
-        ctx.weight, ctx.axes, ctx.receive, ctx.clipped = weight, axes, receive, [weight]
-        return (exact * rstd).mul_(weight).to(x.dtype)
+        ctx.weight, ctx.formula, ctx.receive, ctx.clipped = weight, formula, receive, [weight]
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, rstd = ctx.saved_tensors
+        formula: RmsFormula = ctx.formula
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            scaled = g * ctx.weight
+            scaled = g * _at_least_float32(formula.scale_of(ctx.weight))
             normal = x * rstd
-            common = (scaled * normal).mean(ctx.axes, keepdim=True)
-            input_gradient = scaled.sub_(normal.mul_(common)).mul_(rstd).to(x.dtype)
+            common = (scaled * normal).mean(formula.axes, keepdim=True)
+            input_gradient = scaled.addcmul_(normal, common, value=-1).mul_(rstd).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            axes = len(ctx.axes)
+            axes = len(formula.axes)
             flat_x, flat_rstd, flat_g = (_flatten(t.flatten(-axes)) for t in (x.detach(), rstd, g))
             ctx.receive([(ctx.weight, Scale(flat_x, None, flat_rstd, flat_g))])
         return input_gradient, None, None, None
@@ -216,4 +251,14 @@ def run_layer_norm(layer: nn.LayerNorm, receive: Receive, input: Tensor) -> Tens
 
 def run_rms_norm(layer: nn.RMSNorm, receive: Receive, x: Tensor) -> Tensor:
     """Run an RMS norm, in float32 under CUDA's autocast."""
-    return apply(_RMSNorm, _cast_for_normalisation(x), layer.weight, layer, receive)
+    x = _cast_for_normalisation(x)
+    axes = tuple(range(-len(layer.normalized_shape), 0))
+    eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+    return apply(_RMSNorm, x, layer.weight, RmsFormula(eps, axes), receive)
+
+
+def run_rms_formula(
+    weight: nn.Parameter, formula: RmsFormula, receive: Receive, x: Tensor
+) -> Tensor:
+    """Run an RMS norm of another class, in the dtypes of its formula."""
+    return apply(_RMSNorm, x, weight, formula, receive)

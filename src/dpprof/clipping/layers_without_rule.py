@@ -132,13 +132,18 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
     """Run a patched layer that has no rule.
 
     Raises:
-        UnsupportedError: It gets no tensor, or returns something else than one.
+        UnsupportedError: It gets no tensor, or a layer, or returns something else than a tensor.
         ValueError: Its tensors disagree in the length of their first axis.
     """
     arguments, structure = pytree.tree_flatten((inputs, named))
     places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
     tensors = [arguments[at] for at in places]
     name = type(layer).__name__
+    if any(isinstance(one, nn.Module) for one in arguments):
+        raise UnsupportedError(
+            f"{name} has no rule and gets another layer, whose gradients would be lost; freeze the "
+            "parameters"
+        )
     if not tensors:
         raise UnsupportedError(f"{name} has no rule and gets no tensor, so it has no samples")
     if len({one.shape[:1] for one in tensors}) > 1 or not tensors[0].dim():

@@ -1,8 +1,10 @@
 """Patches layers so that a rule runs their ``forward`` while a ``Clipping`` is attached.
 
 A patched layer's class becomes a subclass of its own class, so names, ``isinstance`` and
-``state_dict`` stay the same. Every copy (``copy.deepcopy``, ``AveragedModel``, pickle,
-``torch.save``) has the original class: its parameters are new, so no clipping knows them.
+``state_dict`` stay the same. A rule may also replace the ``forward`` of a base class alone: then
+the layer's own ``forward`` runs, and what it calls by ``super()`` is the rule. Every copy
+(``copy.deepcopy``, ``AveragedModel``, pickle, ``torch.save``) has the original class: its
+parameters are new, so no clipping knows them.
 """
 
 import copyreg
@@ -30,18 +32,22 @@ class _Patch:
         return type(None), ()
 
 
-class PatchedLayer:
-    """First base class of every patched layer's class."""
-
-    original: type[nn.Module]
-    """The layer's class before it was patched."""
+class _Replacing:
+    """Comes before the class whose ``forward`` a patch replaces."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the patch, or the original ``forward`` where there is none."""
         patch = vars(self).get(_PATCH)
         if patch is None or not patch.enabled or patch.layer is not self:
-            return self.original.forward(self, *inputs, **named)
+            return super().forward(*inputs, **named)  # type: ignore[misc]
         return patch.forward(*inputs, **named)
+
+
+class PatchedLayer:
+    """First base class of every patched layer's class."""
+
+    original: type[nn.Module]
+    """The layer's class before it was patched."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -56,15 +62,22 @@ class PatchedLayer:
 
 
 @functools.cache
-def _derive_class(original: Any) -> Any:
+def _derive_class(original: Any, replaced: Any) -> Any:
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(original.__name__, (PatchedLayer, original), {**names, "original": original})
+    if replaced is original:
+        bases = (PatchedLayer, _Replacing, original)
+    else:
+        bases = (PatchedLayer, original, type(replaced.__name__, (_Replacing, replaced), {}))
+    return type(original.__name__, bases, {**names, "original": original})
 
 
-def patch_layer(layer: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let ``forward`` run a layer."""
+def patch_layer(
+    layer: nn.Module, forward: Callable[..., Any], replaced: type[nn.Module] | None = None
+) -> None:
+    """Let ``forward`` run a layer, or what its own ``forward`` calls of a base class."""
     original: Any = type(layer)
-    layer.__class__ = _derive_class(original)
+    base: Any = original if replaced is None else replaced
+    layer.__class__ = _derive_class(original, base)
     vars(layer)[_PATCH] = _Patch(layer, forward)
 
 

@@ -1,20 +1,25 @@
 """Finds the rule that runs a layer, and refuses layers that cannot be clipped."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from dpprof.clipping.layers import (
+    Receive,
     run_conv1d,
     run_embedding,
     run_layer_norm,
     run_linear,
+    run_rms_formula,
     run_rms_norm,
 )
 from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.patching import is_patched
+from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
 
 Rule = Callable[..., Tensor]
@@ -28,6 +33,15 @@ RULES: Mapping[str, Rule] = {
     "transformers.pytorch_utils.Conv1D": run_conv1d,
 }
 """By the name of the class whose ``forward`` they replace."""
+
+
+class Found(NamedTuple):
+    """The rule of a layer."""
+
+    rule: Rule
+    replaced: type[nn.Module]
+    """The class whose ``forward`` it replaces: the layer's own, or a base that this calls."""
+
 
 KNOWN = {"weight", "bias"}
 """The parameters that every rule knows."""
@@ -49,16 +63,35 @@ def refuse_mixing(layer: nn.Module) -> None:
         )
 
 
-def find_rule(layer: nn.Module) -> Rule:
+def find_rule(layer: nn.Module) -> Found:
     """Find the rule of a layer; a layer without one is run by ``torch.func``.
 
-    A subclass has the rule of the class whose ``forward`` it inherits.
+    A subclass has the rule of the class whose ``forward`` it inherits. A subclass of ``Embedding``
+    may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would need a whole table
+    for each sample. A layer that computes an RMS norm has the rule of RMS norms.
 
     Raises:
         UnsupportedError: The layer has parameters and also contains layers, its parameters are
-            computed from others, it is patched by another ``Clipping``, or it is an embedding whose
-            options change its table or mix samples.
+            computed from others, it is patched by another ``Clipping``, it only holds parameters
+            that other layers use, or it is an embedding whose options change its table or mix
+            samples.
     """
+    _refuse_held_elsewhere(layer)
+    found = _find_by_class(layer)
+    if found is not None:
+        return found
+    if any(True for child in layer.children() for _ in child.parameters()):
+        raise UnsupportedError(
+            f"{type(layer).__name__} has parameters of its own beside those of the layers in it; "
+            "move them to a layer that contains no others, or freeze them"
+        )
+    formula = recognise(layer)
+    rule = run_any_layer if formula is None else partial(_run_recognised, formula)
+    return Found(rule, type(layer))
+
+
+def _refuse_held_elsewhere(layer: nn.Module) -> None:
+    """Refuse a layer whose forward is replaced, or whose parameters others use."""
     name = type(layer).__name__
     if "forward" in vars(layer) or is_patched(layer):
         raise UnsupportedError(
@@ -70,23 +103,55 @@ def find_rule(layer: nn.Module) -> Rule:
             "a parametrized weight is computed once for all samples, so it has no per-sample "
             "gradient; remove the parametrization, or freeze its parameters"
         )
-    for base in type(layer).__mro__:
-        rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
-        if rule is not None and vars(base).get("forward") == type(layer).forward:
-            _refuse_unknown_parameters(layer)
-            if rule is run_embedding:
-                _refuse_options(layer)
-            return rule
-    if any(True for child in layer.children() for _ in child.parameters()):
+    if isinstance(layer, nn.ParameterDict | nn.ParameterList):
         raise UnsupportedError(
-            f"{name} has parameters of its own beside those of the layers in it; move them to a "
-            "layer that contains no others, or freeze them"
+            f"{name} holds parameters that another layer uses, such as peft's adapters of an "
+            "embedding, where no rule sees them; move them to the layer, or freeze them"
         )
-    return run_any_layer
+
+
+def _find_by_class(layer: nn.Module) -> Found | None:
+    """Find the rule of the class whose ``forward`` a layer inherits, or calls by ``super()``."""
+    own = type(layer)
+    for base in own.__mro__:
+        rule = RULES.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is None:
+            continue
+        inherits = vars(base).get("forward") == own.forward
+        if inherits:
+            _refuse_unknown_parameters(layer)
+        elif rule is not run_embedding or _find_unknown_parameters(layer):
+            return None
+        if rule is run_embedding:
+            _refuse_options(layer)
+        return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
+    return None
+
+
+def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
+    """Tell whether every ``forward`` between a class and its base calls the next by ``super()``.
+
+    One that uses the parameters otherwise too is found in backward, as a use outside of the layer.
+    """
+    between = own.__mro__[: own.__mro__.index(base)]
+    written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
+    codes = [getattr(one, "__code__", None) for one in written]
+    return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)
+
+
+def _run_recognised(
+    formula: Recognised, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
+) -> Tensor:
+    (x,) = (*inputs, *named.values())
+    return run_rms_formula(getattr(layer, formula.scale), formula.read(layer), receive, x)
+
+
+def _find_unknown_parameters(layer: nn.Module) -> set[str]:
+    return {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
 
 
 def _refuse_unknown_parameters(layer: nn.Module) -> None:
-    unknown = {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
+    unknown = _find_unknown_parameters(layer)
     if unknown:
         raise UnsupportedError(
             f"{type(layer).__name__} has a parameter {min(unknown)} that its rule does not know; "

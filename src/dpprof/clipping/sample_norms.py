@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 Keep = Callable[[nn.Parameter, Contribution], None]
 
 
+class BatchAxisError(UnsupportedError, ValueError):
+    """The first axis of a layer's input is not the batch."""
+
+
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
@@ -150,10 +154,11 @@ class SampleNorms:
         first = contribution[0]
         self.computes_in_16_bits |= first.dtype in (torch.bfloat16, torch.float16)
         if len(first) != self._samples:
-            raise ValueError(
+            raise BatchAxisError(
                 f"{self._clipping.name_of(parameter)} saw {len(first)} samples, and there are "
                 f"{self._samples} losses; the first axis of every layer's input must be the batch, "
-                "with one entry for each sample (repeat position ids, for example)"
+                "with one entry for each sample (repeat position ids, for example; OPT's blocks "
+                "join samples and tokens before fc1, so freeze what follows)"
             )
 
     def _add_uses(

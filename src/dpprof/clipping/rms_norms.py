@@ -1,0 +1,135 @@
+"""Recognises a root mean square norm by what it computes, whatever its class is called.
+
+Most architectures have an RMS norm of their own. They differ in the name of their epsilon, in
+whether the scale is w or 1 + w, and in when 16-bit inputs are cast back. A layer of this kind is
+tried on random inputs; one that gives the formula's values bit by bit takes the rule of RMS norms.
+The rule is both the forward and the backward of a layer that takes it, so a layer that would differ
+on other inputs is still clipped exactly.
+
+Shape legend: B samples, T tokens, d width.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dpprof.clipping.layers import RmsFormula, normalise_and_scale
+
+_PROBES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+)
+"""The dtypes of input and scale on which values must be equal."""
+
+_FLOAT64_TOLERANCE = 1e-6
+"""Relative, as many layers compute in float32 even for float64; the rule does not."""
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+_recognised: dict[tuple[object, ...], "Recognised | None"] = {}
+"""By class, width, and the plain attributes of a layer."""
+
+
+class Recognised(NamedTuple):
+    """A layer's formula, by the names of its attributes."""
+
+    scale: str
+    eps: str
+    is_shifted: bool
+    casts_first: bool
+
+    def read(self, layer: nn.Module) -> RmsFormula:
+        """Return the formula with the layer's present epsilon."""
+        return RmsFormula(getattr(layer, self.eps), (-1,), self.is_shifted, self.casts_first)
+
+
+def recognise(layer: nn.Module) -> Recognised | None:
+    """Return the formula of an RMS norm of the last axis; None if a layer is something else.
+
+    It is a layer with one parameter, a vector, without buffers, children and other arguments than
+    its input, whose epsilon is an attribute.
+    """
+    own = [(name, p) for name, p in layer._parameters.items() if p is not None]  # noqa: SLF001
+    if len(own) != 1 or own[0][1].dim() != 1 or [*layer.children(), *layer.buffers()]:
+        return None
+    if len(inspect.signature(layer.forward).parameters) != 1:
+        return None
+    name, weight = own[0]
+    names = [key for key, value in vars(layer).items() if type(value) is float]
+    formulas = [
+        Recognised(name, eps, is_shifted, casts_first)
+        for eps in names
+        for is_shifted in (False, True)
+        for casts_first in (False, True)
+    ]
+    if not formulas:
+        return None
+    key = (type(layer), len(weight), *((n, v) for n, v in vars(layer).items() if type(v) in _PLAIN))
+    if key not in _recognised:
+        with _unwatched():
+            fits = (one for one in formulas if _computes(layer, one, len(weight)))
+            _recognised[key] = next(fits, None)
+    return _recognised[key]
+
+
+def _computes(layer: nn.Module, formula: Recognised, d: int) -> bool:
+    """Tell whether a layer computes a formula, in training and in evaluation."""
+    for training in (False, True):
+        for dtypes in _PROBES:
+            expected, found = _compute_both(layer, formula, d, dtypes, training=training)
+            if found is None or found.dtype != expected.dtype or not torch.equal(found, expected):
+                return False
+        exact = (torch.float64, torch.float64)
+        expected, found = _compute_both(layer, formula, d, exact, training=training)
+        if found is None or found.dtype != expected.dtype:
+            return False
+        if not torch.allclose(found, expected, rtol=_FLOAT64_TOLERANCE, atol=0):
+            return False
+    return True
+
+
+def _compute_both(
+    layer: nn.Module,
+    formula: Recognised,
+    d: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    training: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what a formula gives, and a layer; None where the layer gives no such tensor."""
+    generator = torch.Generator().manual_seed(0)
+    sizes_T1 = 10.0 ** torch.arange(-4.0, 3.0)[:, None]  # epsilon counts in the small ones
+    x_BTd = torch.randn(2, len(sizes_T1), d, generator=generator) * sizes_T1
+    scale_d = torch.randn(d, generator=generator)
+    x_BTd, scale_d = x_BTd.to(dtypes[0]), scale_d.to(dtypes[1])
+    expected, _ = normalise_and_scale(x_BTd, scale_d, formula.read(layer))
+    # A double runs the layer's code without its hooks, and leaves no trace in the layer.
+    double = object.__new__(type(layer))
+    parameters = {formula.scale: nn.Parameter(scale_d, requires_grad=False)}
+    vars(double).update(vars(layer), _parameters=parameters, training=training)
+    try:
+        found = double.forward(x_BTd)
+    except Exception:  # noqa: BLE001 (any code may run here)
+        return expected, None
+    is_like = isinstance(found, Tensor) and found.shape == expected.shape
+    return expected, found if is_like else None
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Compute with real numbers inside the context, in full precision, and unseen by any mode."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())  # noqa: SLF001
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.no_grad())
+        yield

@@ -1,0 +1,315 @@
+"""Hugging Face models and peft's adapters: exact, or refused whatever is done to them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from small_models import FLAT
+from torch import nn
+
+from dpprof.cli.options import make_experiment
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.coverage import trained_in
+from dpprof.clipping.layers import run_embedding
+from dpprof.clipping.layers_without_rule import run_any_layer
+from dpprof.clipping.patching import is_patched
+from dpprof.clipping.rules import find_rule
+from dpprof.clipping.two_pass import FlashClipping
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.setup import make_batch
+from dpprof.methods.training_step import sample_losses
+from dpprof.models.build import build_model
+from dpprof.models.dtype import apply_dtype
+from dpprof.spec.registry import UnsupportedError
+
+peft = pytest.importorskip("peft")
+
+MODELS = ["gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt-neox", "phi"]
+IN_16_BITS = {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}
+VARIANTS = {
+    "whole": {},
+    "tied": {"model": "{{hf: tiny-{}, tie_word_embeddings: true}}"},
+    "norms": {"trainable": "norm|ln"},
+    "head": {"trainable": "head"},
+    "adapters": {"lora": "rank=2"},
+    "adapters everywhere": {"lora": "rank=2,target_modules=all-linear"},
+    "16 bits": {"lora": "rank=2,target_modules=all-linear", **IN_16_BITS},
+    "norms in 16 bits": {"trainable": "norm|ln", **IN_16_BITS},
+    "checkpoint": {"lora": "rank=2", "checkpointing": "non-reentrant"},
+}
+CHEAP = {
+    ("llama", "whole"),
+    ("gemma2", "whole"),
+    ("gpt2", "16 bits"),
+    ("qwen2", "norms in 16 bits"),
+}
+CASES = [
+    case if case in CHEAP else pytest.param(*case, marks=pytest.mark.slow)
+    for case in [(name, variant) for name in MODELS for variant in VARIANTS]
+]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def build(name: str, **options: str):
+    """Build a model whose weights are away from their initial values, and a padded batch."""
+    options = {"model": "hf:tiny-{}", "dtype": "float64", **options}
+    options["model"] = options["model"].format(name)
+    fixed = {"method": "flash-bk", "batch_size": "3", "seq_len": "7", "device": "cpu"}
+    experiment = make_experiment({**fixed, "padding": "0.3", **options})
+    torch.manual_seed(0)
+    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu")).train()
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
+            parameter.add_(noise.to(parameter.dtype))
+    return model, make_batch(model, Cpu(), experiment)
+
+
+def losses_of(model, batch):
+    return sample_losses(model(*batch.inputs), batch.labels_BT)
+
+
+def one_at_a_time(model, batch, bound: float) -> dict[str, torch.Tensor]:
+    """Sum the clipped gradients of samples in batches of their own, by ordinary autograd."""
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    for at in range(len(batch.labels_BT)):
+        model.zero_grad()
+        one = type(batch)(*(None if part is None else part[at : at + 1] for part in batch))
+        losses_of(model, one).sum().backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.stack([g.norm() for g in found.values()]).norm()
+        for name, gradient in found.items():
+            sums[name] += gradient * min(1.0, bound / (float(norm) + 1e-6))
+    model.zero_grad()
+    return sums
+
+
+def compare(model, batch, way=BookKeeping, bound: float = 0.5, tolerance: float = 1e-6) -> None:
+    expected = one_at_a_time(model, batch, bound)
+    clipping = way(model, bound)
+    clipping.backward(losses_of(model, batch))
+    whole = torch.stack([one.norm() for one in expected.values()]).norm()
+    for name, parameter in model.named_parameters():
+        assert (name in expected) == parameter.requires_grad
+        if name in expected and parameter.grad is not None:
+            assert parameter.grad.dtype == parameter.dtype
+            assert (parameter.grad - expected[name]).norm() <= tolerance * whole, name
+        elif name in expected:
+            assert not expected[name].any()
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_gradients_are_those_of_samples_one_at_a_time(name, variant, way) -> None:
+    options = VARIANTS[variant]
+    compare(*build(name, **options), way, tolerance=0.03 if "16 bits" in variant else 1e-6)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "opt"])
+def test_every_layer_has_a_fast_rule(name) -> None:
+    model, _ = build(name)
+    rules = [find_rule(layer).rule for layer in model.modules() if trained_in(layer)]
+
+    assert rules
+    assert run_any_layer not in rules
+
+
+@pytest.mark.parametrize("options", [VARIANTS["16 bits"], VARIANTS["norms in 16 bits"]])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_forward_of_a_model_in_16_bits_stays_the_same(name, options) -> None:
+    model, batch = build(name, **options)
+    expected = model(*batch.inputs)
+    clipping = BookKeeping(model, 1.0)
+
+    assert torch.equal(model(*batch.inputs), expected)
+    for layer in model.modules():
+        assert is_patched(layer) == bool(trained_in(layer))
+    clipping.remove()
+    assert torch.equal(model(*batch.inputs), expected)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_opt_flattens_samples_and_is_refused(way) -> None:
+    model, batch = build("opt")
+    clipping = way(model, 1.0)
+
+    with pytest.raises(UnsupportedError, match=r"fc2.* saw 21 samples, and there are 3 losses"):
+        clipping.backward(losses_of(model, batch))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_opt_is_exact_with_adapters_of_its_attention(way) -> None:
+    compare(*build("opt", lora="rank=2"), way)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_reentrant_checkpointing_of_adapters_is_exact(way) -> None:
+    model, batch = build("llama", lora="rank=2", checkpointing="reentrant")
+    compare(model, batch, way)
+
+
+def test_the_check_refuses_what_reentrant_checkpointing_hides() -> None:
+    model, batch = build("llama", lora="rank=2", checkpointing="reentrant")
+    clipping = BookKeeping(model, 1.0)
+
+    with pytest.raises(ValueError, match="reentrant checkpointing hides layers"):
+        clipping.check(lambda *b: sample_losses(model(*b[:-1]), b[-1]), *batch.inputs, batch[1])
+
+
+def wrap(**options):
+    """Return a tiny Llama in peft's own wrapper, and a batch."""
+    model, batch = build("llama")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
+    model.model = peft.get_peft_model(model.model, config)
+    return model.double(), batch
+
+
+def through_pickle(layer):
+    return pickle.loads(pickle.dumps(layer))  # noqa: S301 (our own)
+
+
+def add_second(model) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False)
+    model.model.add_adapter("second", config)
+    model.model.set_adapter("second")
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_an_adapter_that_is_added_later_is_refused(way) -> None:
+    model, batch = wrap()
+    clipping = way(model, 1.0)
+    add_second(model)
+
+    with pytest.raises(RuntimeError, match=r"second.*is trained and not clipped"):
+        clipping.backward(losses_of(model, batch))
+    clipping.remove()
+    compare(model, batch, way)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_an_adapter_that_is_chosen_later_is_refused(way) -> None:
+    model, batch = wrap()
+    add_second(model)
+    model.model.set_adapter("default")
+    clipping = way(model, 1.0)
+    clipping.backward(losses_of(model, batch))
+    model.zero_grad()
+    model.model.set_adapter("second")
+
+    with pytest.raises(RuntimeError, match=r"second.*is trained and not clipped"):
+        clipping.backward(losses_of(model, batch))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_disabled_or_merged_adapters_leave_nothing_to_train(way) -> None:
+    model, batch = wrap()
+    clipping = way(model, 1.0)
+    with model.model.disable_adapter(), pytest.raises(RuntimeError):
+        clipping.backward(losses_of(model, batch))
+    model.model = model.model.merge_and_unload()
+
+    with pytest.raises(RuntimeError):
+        clipping.backward(losses_of(model, batch))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("modules", [["lm_head"], ["norm"], ["embed_tokens"]])
+def test_modules_to_save_are_clipped_with_the_adapters(modules, way) -> None:
+    compare(*wrap(modules_to_save=modules), way)
+
+
+def test_adapters_of_an_embedding_are_refused_by_name() -> None:
+    model, _ = build("llama")
+    config = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
+    model.model = peft.get_peft_model(model.model, config)
+
+    with pytest.raises(UnsupportedError, match="ParameterDict holds parameters"):
+        FlashClipping(model, 1.0)
+
+
+def test_magnitudes_of_adapters_are_refused() -> None:
+    model, batch = wrap(use_dora=True)
+
+    with pytest.raises((UnsupportedError, RuntimeError)) as refused:
+        BookKeeping(model, 1.0).backward(losses_of(model, batch))
+    assert "DoraLinearLayer" in str(refused.value)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("target", ["lm_head", "q_proj"])
+def test_adapters_beside_a_tied_matrix_that_is_trained_too(target, way) -> None:
+    model, batch = build("llama", model="{{hf: tiny-{}, tie_word_embeddings: true}}")
+    config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model.model)
+    model.double().requires_grad_(True)
+    tied = model.model.model.embed_tokens.weight
+    assert sum(tied is p for m in model.modules() for p in m.parameters(recurse=False)) == 2
+
+    compare(model, batch, way)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, through_pickle])
+def test_a_copy_of_a_layer_with_its_bases_rule_is_plain(make) -> None:
+    model, batch = build("gemma2")
+    clipping = BookKeeping(model, 1.0)
+    table = next(layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+    other = make(table)
+    tokens = batch.inputs[0]
+
+    assert find_rule(other) == (run_embedding, nn.Embedding)  # it is not patched
+    assert torch.equal(other(tokens), table(tokens))
+    other(tokens).sum().backward()
+    assert other.weight.grad.any()
+    clipping.remove()
+    assert type(table) is type(other)
+    assert not is_patched(table)
+
+
+class OwnUse(nn.Embedding):
+    """Its forward uses the table beside its base's rule."""
+
+    def forward(self, ids):
+        return super().forward(ids) + self.weight.sum(0)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_table_that_its_layer_uses_in_another_way_too_is_refused(way) -> None:
+    layer = OwnUse(5, 4)
+    clipping = way(layer, 1.0)
+    losses = layer(torch.tensor([[1, 2], [3, 3]])).sum((1, 2))
+
+    with pytest.raises(RuntimeError, match="weight was used outside of its layer"):
+        clipping.backward(losses)
+    assert layer.weight.grad is None
+
+
+class Heads(nn.Module):
+    """Queries are normalised by heads, as in Qwen3; the norm sees (B, H, T, K)."""
+
+    def __init__(self, norm) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(8, 8), norm
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        return self.norm(self.project(x).view(B, T, 2, 4).transpose(1, 2)).flatten(1).tanh().sum(1)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma3", "Olmo2"])
+def test_norms_of_heads(kind, way) -> None:
+    module = pytest.importorskip(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
+    torch.manual_seed(0)
+    norm = getattr(module, f"{kind}RMSNorm")(4)
+    nn.init.normal_(norm.weight)
+    model = Heads(norm)
+
+    assert find_rule(norm).rule is not run_any_layer
+    checked = way(model, 0.5).check(model, torch.randn(3, 5, 8))
+    assert checked.max_relative_error < 1e-5
