@@ -24,7 +24,7 @@ def keep(method: str, layers: list[nn.Module], B: int, T: int) -> MemoryTimeline
         step = registry.load("methods", method)(model, experiment)
         step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
         timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
-        return record_timelines(timeline_recorder, make_batch(model, Cpu(), B, T), 2)[1]
+        return record_timelines(timeline_recorder, make_batch(model, Cpu(), experiment), 2)[1]
 
 
 def most(step: MemoryTimeline, *components: str) -> int:
