@@ -25,7 +25,6 @@ from dpprof.models.build import build_model
 from dpprof.models.dtype import apply_dtype
 from dpprof.spec.registry import UnsupportedError
 
-
 MODELS = ["gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]
 IN_16_BITS = {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}
 VARIANTS = {
