@@ -3,6 +3,7 @@
 Shape legend: B batch, T tokens, V vocabulary.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -84,6 +85,22 @@ def _deciding_as_for(*, has_padding: bool) -> Iterator[None]:
         substitute(masking_utils, "fast_all", fast_all),
     ):
         yield
+
+
+def import_architecture(experiment: Experiment) -> None:
+    """Import what building an experiment's model needs: the architecture's module, and peft.
+
+    Raises:
+        UnsupportedError: One of them is missing, or there is no such architecture.
+    """
+    assert isinstance(experiment.model, Architecture)
+    config = read_config(experiment.model)
+    try:
+        _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+        if experiment.lora is not None:
+            importlib.import_module("peft")
+    except ImportError as error:
+        raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
 
 def build_causal_lm(experiment: Experiment) -> CausalLM:
@@ -181,7 +198,9 @@ def _checkpoint(model: Any, *, reentrant: bool) -> None:
     """Let each block store its input alone, and compute the rest again in backward."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedError(f"{type(model).__name__} does not support checkpointing")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # before 5.20 it has no other name
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         # Below the first trained parameter nothing requires a gradient, and reentrant
         # checkpointing then computes none above it either.
