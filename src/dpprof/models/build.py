@@ -16,9 +16,9 @@ def build_model(experiment: Experiment) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
     With ``parameters_dtype: bfloat16``, parameters that are not trained are bfloat16 already, so
-    that a device never holds them in float32. The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
-    token ids (B, T) to logits (B, T, V). The parameters that the experiment does not train are
-    frozen.
+    that a device never holds them in float32. The registry's object is ``Dimensions``, or a
+    function from the experiment to a module that maps token ids (B, T) to logits (B, T, V). The
+    parameters that the experiment does not train are frozen.
 
     Raises:
         EntryPointError: It is neither, or the function returns something else.
