@@ -140,8 +140,8 @@ def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> A
     """Call the operator of a backend; returns (B, H, M, K)."""
     q, k, v, mask, dropout, causal, grouped = call
     if mask is not None and mask.dtype is torch.bool:
-        numbers = (torch.scalar_tensor(x, dtype=q.dtype) for x in (0.0, float("-inf")))
-        mask = torch.where(mask, *numbers)
+        hidden, seen = (torch.scalar_tensor(x, dtype=q.dtype) for x in (float("-inf"), 0.0))
+        mask = torch.where(mask, seen, hidden)
     needs_gradient = any(one.requires_grad for one in (q, k, v))
     given: dict[Backend, tuple[Any, ...]] = {
         "cudnn": (mask, needs_gradient, dropout),

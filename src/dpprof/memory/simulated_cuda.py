@@ -125,7 +125,7 @@ class _CudaFunctions(TorchFunctionMode):
         ``Tensor.backward`` is a function that this mode handles, and no mode is active in its own
         handler.
         """
-        if self in _get_current_function_mode_stack():
+        if self in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             return _engine_run_backward(*args, **kwargs)
         with self:
             return _engine_run_backward(*args, **kwargs)
