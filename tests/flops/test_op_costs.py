@@ -99,6 +99,48 @@ def test_model_flops_follow_palm() -> None:
     )
 
 
+GPT2 = 2 * 12 * 32 * 32 + 32 * 211
+LLAMA = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 80) + 32 * 211
+"""Weights of matrices of the tiny models; two heads of keys and values serve four of queries."""
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"),
+    [
+        ("hf:tiny-gpt2", GPT2),
+        ("hf:tiny-llama", LLAMA),
+        ({"hf": "tiny-llama", "tie_word_embeddings": True}, LLAMA),
+    ],
+    ids=str,
+)
+def test_model_flops_of_a_hugging_face_model(model, weights) -> None:
+    experiment = make_experiment(model=model, batch_size=B, seq_len=32)
+
+    assert count_model_flops(experiment, build_model(experiment)) == (
+        B * 32 * (6 * weights + 12 * 2 * 32 * 32)
+    )
+
+
+def test_frozen_matrices_cost_two_products_of_three_and_padding_nothing() -> None:
+    fields = {"lora": {"rank": 2, "target_modules": ["q_proj"]}, "padding": {"fraction": 0.5}}
+    experiment = make_experiment(model="hf:tiny-llama", batch_size=2, seq_len=32, **fields)
+    adapters = 2 * 2 * (32 + 32)
+
+    assert sorted(experiment.lengths(2)) == [8, 24]
+    assert count_model_flops(experiment, build_model(experiment)) == sum(
+        T * (4 * LLAMA + 6 * adapters + 12 * 2 * 32 * T) for T in (8, 24)
+    )
+
+
+def test_a_model_with_experts_has_no_model_flops() -> None:
+    config = {"hf": "experts", "model_type": "mixtral", "vocab_size": 50, "hidden_size": 8}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"intermediate_size": 8, "num_local_experts": 2}
+    experiment = make_experiment(model=config, batch_size=1)
+
+    assert count_model_flops(experiment, build_model(experiment)) is None
+
+
 PRODUCTS = {
     "mm": ((aten.mm.default, (3, 5), (5, 7)), 2 * 3 * 5 * 7),
     "bmm": ((aten.bmm.default, (2, 3, 5), (2, 5, 7)), 2 * 2 * 3 * 5 * 7),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from factory import make_experiment
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpprof.instruments.memory import estimate, tracing
 from dpprof.memory.attention_backends import AttentionCall, Gpu, choose_backend
@@ -114,6 +115,61 @@ def test_cudnns_backward_takes_a_float32_gradient_of_the_queries_at_least() -> N
     ]
 
     assert taken == [-(-4 * B * H * T * width // 512) * 512 for width in (K, 1)]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "op"),
+    [
+        ("h200", BF16, "_scaled_dot_product_cudnn_attention"),
+        ("a100", BF16, "_scaled_dot_product_flash_attention"),
+        ("a100", FLOAT, "bmm"),  # neither flash nor efficient attention
+    ],
+)
+def test_grouped_queries_run_where_the_kernel_takes_them(target, dtype, op) -> None:
+    with tracing(registry.load("targets", target)) as recorder:
+        q = torch.ones(B, 4 * H, T, K, dtype=dtype, requires_grad=True)
+        k = torch.ones(B, H, T, K, dtype=dtype, requires_grad=True)
+        recorder.counting = True
+        nn.functional.scaled_dot_product_attention(
+            q, k, k, is_causal=True, enable_gqa=True
+        ).sum().backward()
+    ran = {one.cost.op for one in recorder.events if isinstance(one, Op)}
+
+    assert op in ran
+    assert {one for one in ran if one.endswith("attention")} == ({op} if op != "bmm" else set())
+    assert k.grad.shape == k.shape
+    by_head = B * 4 * H * T * K * q.element_size()
+    taken = [one.requested for one in recorder.storages if "workspace" in one.roles]
+    assert taken.count(by_head) == (2 if "flash" in op else 0)
+
+
+def test_autocast_casts_before_a_kernel_is_chosen_also_where_backward_computes_again() -> None:
+    def attend(q):
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    with tracing(registry.load("targets", "a100")) as recorder:
+        recorder.counting = True
+        q = torch.ones(B, H, T, K, requires_grad=True)
+        with torch.autocast("cpu", dtype=BF16):
+            y = checkpoint(attend, q, use_reentrant=False)
+        y.sum().backward()
+    ran = [one.cost.op for one in recorder.events if isinstance(one, Op)]
+
+    assert y.dtype is BF16
+    assert ran.count("_scaled_dot_product_flash_attention") == 2
+    assert ran.count("_scaled_dot_product_flash_attention_backward") == 1
+    assert q.grad.dtype is FLOAT
+
+
+def test_a_mask_of_booleans_becomes_one_of_numbers_and_rules_flash_attention_out() -> None:
+    with tracing(registry.load("targets", "a100")) as recorder:
+        q = torch.ones(B, H, T, K, dtype=BF16, requires_grad=True)
+        mask = torch.ones(B, 1, T, T, dtype=torch.bool)
+        nn.functional.scaled_dot_product_attention(q, q, q, mask)
+    sizes = {one.op: one.requested for one in recorder.storages}
+
+    assert sizes["where"] == 2 * B * T * T
+    assert "_scaled_dot_product_efficient_attention" in sizes
 
 
 def tell(**fields) -> dict[str, str]:

@@ -113,12 +113,24 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, mon
     assert torch.ones(1).item() == 1
 
 
-def test_a_model_of_another_package_has_no_model_flops_and_says_why(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (MODEL, "the layers of another package's model are not known"),
+        (
+            "hf:tiny-gpt2",
+            "the formula holds for no experts, no convolutions, and no layers without",
+        ),
+    ],
+)
+def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(
+    model, why, monkeypatch
+) -> None:
     monkeypatch.setattr(summary, "find_attention_size", lambda *_: None)
-    compute = estimate(make("standard"), lambda _: None).compute
+    compute = estimate(make("standard", model=model), lambda _: None).compute
 
     assert compute.model_flops is compute.dp_flop_multiplier is None
-    assert compute.reason.startswith("the layers of another package's model are not known")
+    assert compute.reason.startswith(why)
     assert compute.executed_flops > 0
 
 

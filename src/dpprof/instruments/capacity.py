@@ -18,11 +18,12 @@ from dpprof.instruments.memory import (
     TimelineRecorder,
     Traced,
     find_target,
+    set_up_fake,
     state_estimate,
     trace_steps,
     tracing,
 )
-from dpprof.instruments.setup import import_method, make_batch, set_up
+from dpprof.instruments.setup import import_method, make_batch
 from dpprof.memory.allocator_replay import Placement, place
 from dpprof.memory.caching_allocator import DEFAULT, EXPANDABLE, OutOfMemoryError, Settings
 from dpprof.methods.training_step import Enter
@@ -173,7 +174,7 @@ class _Batches:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
         method = import_method(self._experiment)
         with tracing(self._target) as recorder:
-            training = set_up(self._experiment, method, Cpu(), lambda *_: None)
+            training = set_up_fake(self._experiment, method, recorder, self._target)
             timeline_recorder = TimelineRecorder(recorder, training.step, self._enter)
 
             def run(batch_size: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpprof.devices.cpu import Cpu
+from dpprof.instruments.census import Holdings
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, begin, import_method, set_up
@@ -198,10 +199,26 @@ def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
     method = import_method(experiment)
     target = find_target(experiment)
     with tracing(target) as recorder:
-        training = set_up(experiment, method, Cpu(), lambda *_: None)
+        training = set_up_fake(experiment, method, recorder, target)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
     return Traced(training, timeline_recorder.paths, first, steady, target)
+
+
+def set_up_fake(
+    experiment: Experiment,
+    method: type[TrainingStep],
+    recorder: Recorder,
+    target: Target | None,
+) -> Training:
+    """Set a training up under fake tensors; a simulated GPU gets the model once it is built."""
+    recorder.recording = target is None
+
+    def load(moment: str, holdings: Holdings) -> None:
+        if moment == "model_loaded":
+            recorder.load(holdings.module)
+
+    return set_up(experiment, method, Cpu(), load)
 
 
 def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:

@@ -1,5 +1,6 @@
 """Sets up what every instrument measures: model, method, optimizer and batch."""
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
 
     Raises:
         EntryPointError: The method or the model cannot be imported, or the method is none.
+        UnsupportedError: transformers or peft is missing, or has no such model.
     """
     method = registry.load("methods", experiment.method)
     if not (isinstance(method, type) and issubclass(method, TrainingStep)):
@@ -62,6 +64,8 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
         )
     if isinstance(experiment.model, str):
         registry.load("models", experiment.model)
+    if isinstance(experiment.model, Architecture):
+        importlib.import_module("dpprof.models.hugging_face").import_architecture(experiment)
     find_attention(experiment.attention)
     # The first optimizer of a process imports torch._dynamo: 800 modules, 70 MiB.
     SGD([torch.zeros(1)], lr=1.0)

@@ -1,10 +1,10 @@
 """The kernel that ``scaled_dot_product_attention`` runs on CUDA, and its backward's workspace.
 
 Follows PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp, ``priority_order`` and the
-``can_use_..._attention``) for dense tensors. Left out are grouped queries, nested tensors, and GPUs
-of compute capability below 8.0.
+``can_use_..._attention``) for dense tensors. Left out are nested tensors, and GPUs of compute
+capability below 8.0.
 
-Shape legend: B samples, H heads, M queries, N keys, K head width.
+Shape legend: B samples, H heads, G heads of keys and values, M queries, N keys, K head width.
 """
 
 import os
@@ -37,16 +37,23 @@ class AttentionCall(NamedTuple):
     """One call of attention."""
 
     q_BHMK: Tensor
-    k_BHNK: Tensor
-    v_BHNK: Tensor
+    k_BGNK: Tensor
+    v_BGNK: Tensor
     mask: Tensor | None = None
     dropout: float = 0.0
     causal: bool = False
+    grouped: bool = False
+    """Whether several heads of queries may share one of keys and values, ``enable_gqa``."""
 
     @property
     def widths(self) -> tuple[int, int]:
         """Width of queries and of values."""
-        return self.q_BHMK.shape[-1], self.v_BHNK.shape[-1]
+        return self.q_BHMK.shape[-1], self.v_BGNK.shape[-1]
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether there are more heads of queries than of keys."""
+        return self.q_BHMK.shape[1] != self.k_BGNK.shape[1]
 
 
 class Choice(NamedTuple):
@@ -97,7 +104,7 @@ _Obstacles = list[tuple[bool, str]]
 
 def _check_cudnn(call: AttentionCall, gpu: Gpu) -> _Obstacles:
     limit = 256 if gpu.compute_capability == "9.0" else 128
-    no_sequence = call.k_BHNK.shape[2] == 1 or (call.q_BHMK.shape[2] == 1 and call.dropout > 0)
+    no_sequence = call.k_BGNK.shape[2] == 1 or (call.q_BHMK.shape[2] == 1 and call.dropout > 0)
     strict = torch.are_deterministic_algorithms_enabled()
     strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
     return [
@@ -110,7 +117,7 @@ def _check_cudnn(call: AttentionCall, gpu: Gpu) -> _Obstacles:
 
 
 def _check_flash(call: AttentionCall, _gpu: Gpu) -> _Obstacles:
-    rectangular = call.q_BHMK.shape[2] != call.k_BHNK.shape[2]
+    rectangular = call.q_BHMK.shape[2] != call.k_BGNK.shape[2]
     return [
         (call.q_BHMK.dtype not in _REDUCED, "needs 16 bits"),
         (call.mask is not None, "does not take a mask"),
@@ -124,15 +131,17 @@ def _check_efficient(call: AttentionCall, _gpu: Gpu) -> _Obstacles:
     aligned = 8 if call.q_BHMK.dtype in _REDUCED else 4
     return [
         (call.q_BHMK.dtype not in (*_REDUCED, torch.float32), "needs 32 bits at most"),
+        (call.shares_heads, "needs as many heads of keys as of queries"),
         (any(width % aligned for width in call.widths), f"needs heads of a multiple of {aligned}"),
     ]
 
 
 def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> Any:
     """Call the operator of a backend; returns (B, H, M, K)."""
-    q, k, v, mask, dropout, causal = call
+    q, k, v, mask, dropout, causal, grouped = call
     if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        hidden, seen = (torch.scalar_tensor(x, dtype=q.dtype) for x in (float("-inf"), 0.0))
+        mask = torch.where(mask, seen, hidden)
     needs_gradient = any(one.requires_grad for one in (q, k, v))
     given: dict[Backend, tuple[Any, ...]] = {
         "cudnn": (mask, needs_gradient, dropout),
@@ -142,14 +151,20 @@ def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> A
     }
     name = "attention_math" if backend == "math" else f"{backend}_attention"
     attend = getattr(aten, f"_scaled_dot_product_{name}")
-    return attend(q, k, v, *given[backend], causal, scale=scale)[0]
+    options = {"enable_gqa": grouped} if backend == "math" else {}
+    return attend(q, k, v, *given[backend], causal, scale=scale, **options)[0]
 
 
-def _flash_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> Sequence[int]:
-    """Return a float32 gradient of the queries and softmax's sums (flash_api.cpp, mha_bwd)."""
+def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    """Return a float32 gradient of the queries and softmax's sums (flash_api.cpp, mha_bwd).
+
+    Where heads share keys and values, their gradients come one for each head of queries first.
+    """
     B, H, M, K = q.shape
     rows = -(-M // 128) * 128
-    return 4 * B * H * rows * (-(-K // 32) * 32), 4 * B * H * rows
+    sizes = 4 * B * H * rows * (-(-K // 32) * 32), 4 * B * H * rows
+    by_head = B * H * k.shape[2] * K * k.element_size()
+    return sizes if k.shape[1] == H else (*sizes, by_head, by_head)
 
 
 def _efficient_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> Sequence[int]:

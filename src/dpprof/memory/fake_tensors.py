@@ -40,17 +40,22 @@ INSTEAD: dict[Any, Callable[..., Any]] = {torch.ops.aten.unique_dim.default: _un
 
 
 def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Do what ``nn.Module._apply`` does with new parameters; it cannot swap fake ones."""
+    """Do what ``nn.Module._apply`` does with new parameters; it cannot swap fake ones.
+
+    A parameter that several modules share stays shared.
+    """
     if not any(isinstance(tensor, FakeTensor) for tensor in module.parameters()):
         return _apply(module, fn, recurse)  # type: ignore[no-untyped-call]
-    for child in module.children() if recurse else ():
-        _apply_to_fake(child, fn)
-    for name, parameter in module.named_parameters(recurse=False):
-        with torch.no_grad():
-            applied = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
-        module.register_parameter(name, applied)
-    for name, buffer in module.named_buffers(recurse=False):
-        setattr(module, name, fn(buffer))
+    applied: dict[Tensor, nn.Parameter] = {}
+    for one in module.modules() if recurse else (module,):
+        for name, parameter in one.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in applied:
+                with torch.no_grad():
+                    new = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
+                applied[parameter] = new
+            one.register_parameter(name, applied[parameter])
+        for name, buffer in one.named_buffers(recurse=False):
+            setattr(one, name, fn(buffer))
     return module
 
 

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.flops.op_costs import Cost, Rule, learn_rule
@@ -166,6 +166,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counting = False
         """Whether operators are recorded with their costs."""
 
+        self.recording = True
+        """Whether anything is recorded; not while a model is built that is loaded afterwards."""
+
         self._block = block_bytes
         self._is_there = is_there
         self._instead = dict(instead or {})
@@ -179,6 +182,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """Return False: nothing is compiled here, and skipping slows every operator."""
         return False
+
+    def load(self, module: nn.Module) -> None:
+        """Record from now on, and first that a module's tensors are allocated, children first.
+
+        That is the order in which ``module.to(device)`` allocates. What is recorded already stays.
+        """
+        self.recording = True
+        for child in module.children():
+            self.load(child)
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        for tensor in own:
+            self._note_allocation(tensor, "_to_copy")
 
     def enter(self, phase: Phase) -> None:
         """Record that a phase begins."""
@@ -217,6 +232,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device = getattr(args[0], "fake_device", None)
             return func(*args) if device is None else device
         kwargs = kwargs or {}
+        if not self.recording:
+            return self._instead.get(func, func)(*args, **kwargs)
         rule = learn_rule(func)
         in_place = self._find_in_place(func, args)
         out = self._instead.get(func, func)(*args, **kwargs)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from dpprof.memory import attention_backends
 from dpprof.norms.placement import as_if_on_cuda
@@ -118,21 +119,41 @@ class _CudaFunctions(TorchFunctionMode):
                 kwargs = {**kwargs, "dtype": torch.float32}
         return self._instead.get(func, func)(*args, **kwargs)
 
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run backward with this mode active, for what checkpointing computes again.
+
+        ``Tensor.backward`` is a function that this mode handles, and no mode is active in its own
+        handler.
+        """
+        if self in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            return _engine_run_backward(*args, **kwargs)
+        with self:
+            return _engine_run_backward(*args, **kwargs)
+
     def _attend(  # noqa: PLR0917 (as the function itself)
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        **_: Any,
+        enable_gqa: bool = False,
     ) -> Any:
-        call = attention_backends.AttentionCall(q, k, v, attn_mask, dropout_p, is_causal)
+        q, k, v, mask = map(_cast, (query, key, value, attn_mask))
+        call = attention_backends.AttentionCall(q, k, v, mask, dropout_p, is_causal, enable_gqa)
         choice = attention_backends.choose_backend(call, self._gpu)
         self._notes[f"attention: {choice.backend}"] = choice.why
         return attention_backends.run_backend(choice.backend, call, scale)
+
+
+def _cast(x: Any) -> Any:
+    """Do what autocast does with an operand of attention (autocast_mode.h, ``cached_cast``)."""
+    is_cast = isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float16)
+    if not (is_cast and torch.is_autocast_enabled("cpu")):
+        return x
+    return x.to(torch.get_autocast_dtype("cpu"))
 
 
 def _is_reduced(args: Any) -> bool:
@@ -161,6 +182,7 @@ def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterato
         as_if_on_cuda(autocast=choices.autocast, products=choices.kernels, kernels=choices.kernels),
         substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
         substitute(optimizers, "_foreach_supported_types", types),
-        _CudaFunctions(choices, gpu, notes),
+        _CudaFunctions(choices, gpu, notes) as functions,
+        substitute(torch.autograd, "_engine_run_backward", functions.run_backward),
     ):
         yield notes

@@ -28,6 +28,7 @@ from dpprof.records.step_costs import (
     Work,
 )
 from dpprof.records.terms import COMPONENTS, EVIDENCE, Component, Evidence, OpKind, Phase
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
 
@@ -207,12 +208,15 @@ def state_compute(
         peak_flops_per_s=ceilings and ceilings.flops_per_s.get(dtype),
         peak_source=ceilings and ceilings.source,
         roofline_step_s=ceilings and bound_step_s(step.ops, dtype, ceilings),
-        reason=_explain_unknown(model_flops, ceilings, step),
+        reason=_explain_unknown(experiment, model_flops, ceilings, step),
     )
 
 
 def _explain_unknown(
-    model_flops: int | None, ceilings: Target | None, step: MemoryTimeline
+    experiment: Experiment,
+    model_flops: int | None,
+    ceilings: Target | None,
+    step: MemoryTimeline,
 ) -> str | None:
     reasons = []
     counted = (op.cost for op in step.ops if op.cost.family in COUNTED)
@@ -220,14 +224,21 @@ def _explain_unknown(
     if unpriced:
         reasons.append(f"no formula is known for {', '.join(unpriced)}, which counts as 0")
     if model_flops is None:
-        reasons.append("the layers of another package's model are not known")
+        reasons.append(
+            "the formula holds for no experts, no convolutions, and no layers without attention"
+            if isinstance(experiment.model, Architecture)
+            else "the layers of another package's model are not known"
+        )
     if ceilings is None:
         reasons.append("the device's ceilings are not known")
     return "; ".join(reasons) or None
 
 
 def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
-    """Return the FLOPs that the non-private step needs; None for a model of another package."""
+    """Return the FLOPs that the non-private step needs for tokens without padding.
+
+    None for a model of another package, and for one with experts or convolutions.
+    """
     attention = find_attention_size(experiment, module)
     if attention is None:
         return None

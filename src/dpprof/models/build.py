@@ -15,9 +15,10 @@ from dpprof.spec.registry import EntryPointError
 def build_model(experiment: Experiment) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
-    The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
-    token ids (B, T) to logits (B, T, V). The parameters that the experiment does not train are
-    frozen.
+    With ``parameters_dtype: bfloat16``, parameters that are not trained are bfloat16 already, so
+    that a device never holds them in float32. The registry's object is ``Dimensions``, or a
+    function from the experiment to a module that maps token ids (B, T) to logits (B, T, V). The
+    parameters that the experiment does not train are frozen.
 
     Raises:
         EntryPointError: It is neither, or the function returns something else.
@@ -26,6 +27,10 @@ def build_model(experiment: Experiment) -> nn.Module:
     model = _build(experiment)
     if experiment.trained != "all" or experiment.lora is not None:
         choose_trainable(model, experiment)
+    if experiment.parameters_dtype == "bfloat16":
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
     return model
 
 

@@ -12,13 +12,8 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
     float64 converts parameters. bfloat16 is autocast of the forward pass: parameters, gradients and
     optimizer state stay float32, and the backward pass uses the forward pass's dtypes. Logits are
     converted to float32, so the loss is float32. float32 and tf32 change nothing here; tf32 is a
-    setting of the device. With ``parameters_dtype: bfloat16``, parameters that are not trained
-    are converted to bfloat16.
+    setting of the device. ``parameters_dtype`` is applied where the model is built.
     """
-    if experiment.parameters_dtype == "bfloat16":
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.bfloat16()
     if experiment.dtype == "float64":
         return model.double()
     if experiment.dtype == "bfloat16":

@@ -3,18 +3,24 @@
 Shape legend: B batch, T tokens, V vocabulary.
 """
 
+import importlib
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
+from dpprof.system.substitutes import substitute
 
 try:
     import transformers
+    from transformers import masking_utils
     from transformers.models.auto import modeling_auto
 
     from dpprof.models.batch_first import keep_batch_first
@@ -26,11 +32,17 @@ class CausalLM(nn.Module):
     """A Hugging Face model that maps token ids to logits.
 
     It gets position ids and the attention mask as (B, T), so every layer sees the batch first.
+
+    Args:
+        model: The Hugging Face model.
+        lengths: From a batch's size to the tokens of each of its samples, as the mask will have
+            them. A fake mask has no elements, and transformers decides by them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, lengths: Callable[[int], list[int]]) -> None:
         super().__init__()
         self.model = model
+        self._lengths = lengths
 
     def forward(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return the logits of every next token; (B, T) int64 twice to (B, T, V).
@@ -39,14 +51,58 @@ class CausalLM(nn.Module):
         """
         B, T = tokens_BT.shape
         positions_BT = torch.arange(T, device=tokens_BT.device).repeat(B, 1)
-        outputs = self.model(
-            input_ids=tokens_BT,
-            attention_mask=mask_BT,
-            position_ids=positions_BT,
-            use_cache=False,
-        )
+        with ExitStack() as within:
+            if isinstance(mask_BT, FakeTensor):
+                within.enter_context(_deciding_as_for(has_padding=self._has_padding(mask_BT)))
+            outputs = self.model(
+                input_ids=tokens_BT,
+                attention_mask=mask_BT,
+                position_ids=positions_BT,
+                use_cache=False,
+            )
         logits_BTV: Tensor = outputs.logits
         return logits_BTV
+
+    def _has_padding(self, mask_BT: Tensor) -> bool:
+        """Tell whether a mask of whole rows of a batch has a zero, by where its rows lie."""
+        B, T = mask_BT.shape
+        whole = mask_BT.untyped_storage().nbytes() // (T * mask_BT.element_size())
+        start = mask_BT.storage_offset() // T
+        return any(length < T for length in self._lengths(whole)[start : start + B])
+
+
+@contextmanager
+def _deciding_as_for(*, has_padding: bool) -> Iterator[None]:
+    """Have transformers choose masks for fake tensors as it does for real ones.
+
+    For a fake mask it takes another path, that of compilers.
+    """
+
+    def fast_all(tensor: Tensor) -> bool:
+        _ = tensor.sum() == tensor.numel()  # allocates what the original allocates
+        return not has_padding or tensor.numel() == 0
+
+    with (
+        substitute(masking_utils, "is_tracing", lambda _=None: False),
+        substitute(masking_utils, "fast_all", fast_all),
+    ):
+        yield
+
+
+def import_architecture(experiment: Experiment) -> None:
+    """Import what building an experiment's model needs: the architecture's module, and peft.
+
+    Raises:
+        UnsupportedError: One of them is missing, or there is no such architecture.
+    """
+    assert isinstance(experiment.model, Architecture)
+    config = read_config(experiment.model)
+    try:
+        _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+        if experiment.lora is not None:
+            importlib.import_module("peft")
+    except ImportError as error:
+        raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
 
 def build_causal_lm(experiment: Experiment) -> CausalLM:
@@ -75,7 +131,7 @@ def build_causal_lm(experiment: Experiment) -> CausalLM:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
         _checkpoint(model, reentrant=experiment.checkpointing == "reentrant")
-    return CausalLM(model)
+    return CausalLM(model, experiment.lengths)
 
 
 def read_config(architecture: Architecture) -> Any:
@@ -153,7 +209,9 @@ def _checkpoint(model: Any, *, reentrant: bool) -> None:
     """Let each block store its input alone, and compute the rest again in backward."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedError(f"{type(model).__name__} does not support checkpointing")
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # before 5.20 it has no other name
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         # Below the first trained parameter nothing requires a gradient, and reentrant
         # checkpointing then computes none above it either.

@@ -1,0 +1,104 @@
+"""Hugging Face models: recorded memory, the estimate, and what freezing spares."""
+
+import itertools
+
+import pytest
+from factory import make_experiment
+
+from dpprof.instruments.memory import estimate, measure
+from dpprof.records.result import Measurement
+
+TIED = {"hf": "tiny-llama", "tie_word_embeddings": True}
+MODELS = ["gpt2", "llama", TIED, "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]
+REFUSED = {  # Opacus refuses weights that are used twice, and dpprof Gemma's
+    "opacus-ghost": ("gpt2", TIED, "qwen2", "gemma2", "opt"),
+    "opacus-hooks": ("gemma2", "opt"),
+    "flash-bk": ("gemma2", "opt"),
+    "standard": (),
+}
+LORA, PADDED = {"lora": {"rank": 2}}, {"padding": {"fraction": 0.3}}
+
+
+def make(model, method: str, **fields):
+    name = f"hf:tiny-{model}" if isinstance(model, str) else model
+    usual = {"batch_size": 3, "seq_len": 24, "noise_multiplier": 0.1}
+    return make_experiment(model=name, method=method, **usual | fields)
+
+
+def both(*args, **fields) -> tuple[Measurement, Measurement]:
+    experiment = make(*args, **fields)
+    return measure(experiment, lambda _: None), estimate(experiment, lambda _: None)
+
+
+QUICK = [
+    ("gpt2", "flash-bk", PADDED),
+    ("llama", "opacus-ghost", LORA | PADDED),
+    (TIED, "standard", {}),
+    ("mistral", "opacus-hooks", LORA),
+]
+SLOW = [
+    (model, method, lora | padding)
+    for model, method, lora, padding in itertools.product(MODELS, REFUSED, ({}, LORA), ({}, PADDED))
+    if lora or model not in REFUSED[method]
+]
+SLOW += [
+    ("llama", "standard", LORA | {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}),
+    ("llama", "flash-bk", LORA | {"checkpointing": "non-reentrant"}),
+    ("llama", "microbatch", PADDED),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "fields"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=str,
+)
+def test_an_estimate_equals_what_is_recorded_and_who_owns_it_is_known(
+    model, method, fields
+) -> None:
+    real, fake = both(model, method, **fields)
+
+    assert fake.memory.peak_allocated_bytes == real.memory.peak_allocated_bytes
+    assert (
+        fake.memory.first_step_peak_allocated_bytes == real.memory.first_step_peak_allocated_bytes
+    )
+    assert fake.memory.at_peak == real.memory.at_peak
+    assert fake.compute.flops_by_phase == real.compute.flops_by_phase
+    assert fake.model == real.model
+    guessed = real.memory.attribution.evidence["phase"]
+    guessed += real.memory.at_peak.components["unattributed"]
+    assert guessed <= 0.1 * real.memory.peak_allocated_bytes
+
+
+def test_a_frozen_weight_has_no_gradient_and_no_optimizer_state() -> None:
+    for method in ("standard", "flash-bk"):
+        measurement = estimate(make("llama", method, **LORA), lambda _: None)
+        trained, components = measurement.model.parameters_trainable, measurement.memory.timeline
+        sizes = {name: max(line) for name, line in components.components.items()}
+
+        assert trained < 0.1 * measurement.model.parameters_total
+        assert sizes["parameters"] >= measurement.model.parameters_bytes
+        assert sizes["gradients"] <= 2 * 4 * trained
+        # AdamW keeps two moments of each element, and a count of steps of each parameter.
+        assert 8 * trained <= sizes["optimizer_state"] <= 8 * trained + 4 * 32
+
+
+def test_padding_takes_the_bytes_of_its_mask_on_a_gpu() -> None:
+    B, T, V = 4, 128, 211
+    fields = {
+        "dtype": "bfloat16",
+        "target": "h100",
+        "device": "cuda",
+        "batch_size": B,
+        "seq_len": T,
+    }
+    notes, attended = {}, {}
+    for padding in ({}, PADDED):
+        memory = estimate(make("llama", "standard", **fields | padding), lambda _: None).memory
+        notes[bool(padding)] = {one for one in memory.assumed if one.startswith("attention")}
+        attended[bool(padding)] = memory.peak_allocated_bytes
+
+    assert notes == {False: {"attention: cudnn"}, True: {"attention: cudnn"}}
+    # Whether a token may attend to another, in bytes, and as bfloat16 for each layer.
+    assert attended[True] - attended[False] >= B * T * T * (1 + 2 * 2)
+    assert attended[True] - attended[False] < B * T * (T * (1 + 2 * 2) + V)

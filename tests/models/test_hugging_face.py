@@ -1,0 +1,115 @@
+"""Hugging Face models under fake tensors: as many parameters as published, and the real masks."""
+
+import warnings
+
+import pytest
+import torch
+from factory import make_experiment
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from dpprof.devices.cpu import Cpu
+from dpprof.instruments.setup import set_up
+from dpprof.memory.fake_tensors import fake_tensors
+from dpprof.methods.standard import Standard
+from dpprof.models.build import build_model
+from dpprof.system.substitutes import substitute
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "smollm2-135m": 134_515_008,
+    "gpt2-xl": 1_557_611_200,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "gemma-2-2b": 2_614_341_888,
+    "pythia-1b": 1_011_781_632,
+}
+"""Parameters by model, shared ones once, as the models' pages on the hub count them."""
+
+QUICK = ("gpt2", "smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED],
+)
+def test_a_bundled_model_has_its_published_parameters(name) -> None:
+    experiment = make_experiment(model=f"hf:{name}")
+    with fake_tensors():
+        facts = set_up(experiment, Standard, Cpu(), lambda *_: None).model
+
+    assert facts.parameters_total == facts.parameters_trainable == PUBLISHED[name]
+    assert facts.parameters_bytes == 4 * PUBLISHED[name]
+
+
+def test_shared_weights_stay_shared_in_every_conversion_of_a_fake_model() -> None:
+    with fake_tensors():
+        model = build_model(make_experiment(model="hf:tiny-gpt2")).to("cpu").double()
+        table, head = model.model.transformer.wte.weight, model.model.lm_head.weight
+
+    assert isinstance(table, FakeTensor)
+    assert head is table
+    assert table.dtype is torch.float64
+
+
+def test_frozen_weights_are_converted_before_the_model_is_on_its_device() -> None:
+    fields = {"dtype": "bfloat16", "parameters_dtype": "bfloat16", "lora": {"rank": 2}}
+    model = build_model(make_experiment(model="hf:tiny-llama", **fields))
+
+    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
+
+
+def masks_given(model: str, batch: list[slice], *, fake: bool, **fields) -> list[tuple | None]:
+    """Return the shapes of the masks that attention gets for parts of a batch; None for none."""
+    experiment = make_experiment(model=f"hf:{model}", batch_size=3, seq_len=8, **fields)
+    attend, seen = functional.scaled_dot_product_attention, []
+
+    def note(*args, attn_mask=None, **kwargs):
+        seen.append(None if attn_mask is None else tuple(attn_mask.shape))
+        return attend(*args, attn_mask=attn_mask, **kwargs)
+
+    def run() -> None:
+        training = set_up(experiment, Standard, Cpu(), lambda *_: None)
+        for part in batch:
+            training.step.module(*(one[part] for one in training.batch.inputs))
+
+    with substitute(functional, "scaled_dot_product_attention", note), warnings.catch_warnings():
+        if fake:
+            with fake_tensors():
+                run()
+        else:
+            run()
+    return seen[::2]  # both layers get the same
+
+
+EACH = [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("model", "padding", "expected"),
+    [
+        ("tiny-llama", None, [None, None, None, None]),
+        ("tiny-llama", 0.01, [None, None, None, None]),  # rounds to no padding
+        ("tiny-llama", 0.2, [(3, 1, 8, 8), *3 * [(1, 1, 8, 8)]]),
+        ("tiny-mistral", None, [(3, 1, 8, 8), *3 * [(1, 1, 8, 8)]]),  # windows of 6
+    ],
+)
+def test_a_fake_mask_is_treated_as_the_real_one_is(model, padding, expected) -> None:
+    fields = {} if padding is None else {"padding": {"fraction": padding}}
+    real = masks_given(model, [slice(0, 3), *EACH], fake=False, **fields)
+
+    assert masks_given(model, [slice(0, 3), *EACH], fake=True, **fields) == real == expected
+
+
+def test_samples_without_padding_are_told_from_padded_ones_of_the_same_batch() -> None:
+    fields = {"padding": {"fraction": 0.05}}
+    real = masks_given("tiny-llama", EACH, fake=False, **fields)
+
+    assert set(real) == {None, (1, 1, 8, 8)}
+    assert masks_given("tiny-llama", EACH, fake=True, **fields) == real
