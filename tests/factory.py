@@ -164,7 +164,7 @@ def write_synthetic(
         observed: What a step and its memory came to.
         device: Where it ran.
     """
-    if not verdict_path(root, verified_as(experiment.model), experiment.method).exists():
+    if not verdict_path(root, verified_as(experiment), experiment.method).exists():
         write_synthetic_verdict(root, experiment)
     error = None
     if outcome != "ok":
@@ -236,7 +236,7 @@ def write_synthetic_verdict(
     **fields: Any,
 ) -> Verdict:
     """Write a verdict on an experiment's method, with one case that came out alike."""
-    model, method = verified_as(experiment.model), experiment.method
+    model, method = verified_as(experiment), experiment.method
     errors = {"max_relative_error": 1e-16, "max_relative_error_of_norms": None}
     references = ["microbatch", "torch.func"]
     case = {"attention": experiment.attention, "batch_size": 4, "groups": 1, "sensitivity": 1.0}

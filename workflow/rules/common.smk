@@ -12,7 +12,7 @@ from dpprof.spec import registry
 from dpprof.spec.experiment import ID_PATTERN, read_spec
 from dpprof.planning.interpreter import offer_interpreter
 from dpprof.spec.validation import InputError
-from dpprof.records.verdict import BUILT_IN
+from dpprof.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
 
 # Jobs on other machines parse this file too, and look for their own machine's Python.
 try:
@@ -42,7 +42,7 @@ wildcard_constraints:
     figure=r"[a-z0-9][a-z0-9-]*",
     device=r"(cpu|cuda)[a-z0-9-]*",
     # Both may hold hyphens, so only their names tell where one ends.
-    model="|".join([BUILT_IN, *registry.names("models")]),
+    model="|".join([BUILT_IN, *registry.names("models"), STAND_IN_PATTERN]),
     method="|".join(registry.names("methods")),
 
 
@@ -72,6 +72,12 @@ def code_of(wildcards):
 def code_of_verdict(wildcards):
     """Name the digest of the code that a verdict rests on."""
     return str(artifacts.code_of_verdict(wildcards.model, wildcards.method).path)
+
+
+def stand_in_of(wildcards):
+    """Name the file of the small model that stands for a Hugging Face model; else nothing."""
+    stands = is_stand_in(wildcards.model)
+    return [str(artifacts.stand_in_path(wildcards.model))] if stands else []
 
 
 def gpus_of(wildcards):

@@ -43,7 +43,7 @@ def read_standings(
     known: dict[tuple[str, str, str], Standing] = {}
     standings = {}
     for experiment in experiments:
-        key = (verified_as(experiment.model), experiment.method, experiment.attention)
+        key = (verified_as(experiment), experiment.method, experiment.attention)
         if key not in known:
             try:
                 known[key] = _read(root, *key, digest_of(*key[:2]))
@@ -73,7 +73,7 @@ def tabulate_verification(
     rows = {}
     for experiment in experiments:
         axes = axes_of(experiment)
-        named = {"model": verified_as(experiment.model)}
+        named = {"model": verified_as(experiment)}
         named |= {name: axes[name] for name in ("attention", "method")}
         standing = standings.get(experiment.id, UNKNOWN)
         rows[tuple(named.values())] = named | standing._asdict()

@@ -3,15 +3,22 @@
 The exit status is 0 whenever the JSON was written, whatever the verdict: it is in the file.
 """
 
+import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.options import make_experiment
 from dpprof.launch.verification_run import verify_apart
-from dpprof.planning.code_digest import verified_as
-from dpprof.records.verdict import BUILT_IN, Verdict
+from dpprof.planning.code_digest import named_in_verdicts
+from dpprof.planning.stand_ins import StandIn, read_stand_in
+from dpprof.records.verdict import BUILT_IN, Verdict, verdict_path
 from dpprof.spec import registry
-from dpprof.spec.validation import one_of, refuse
+from dpprof.spec.architecture import PREFIX
+from dpprof.spec.validation import InputError, one_of, refuse
 from dpprof.system.console import keep_log, say
+
+_FINE_TUNING = ("lora", "trainable", "padding")
 
 
 def tell(verdict: Verdict) -> str:
@@ -24,25 +31,69 @@ def tell(verdict: Verdict) -> str:
     return f"{verdict.method} on {verdict.model}: {said}{how}{why}{holes}"
 
 
+def _make_parser() -> Parser:
+    parser = Parser(
+        prog="dpprof verify",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="example: dpprof verify --model hf:llama-3.2-1b --lora rank=16 --padding 0.3 "
+        "--method flash-bk",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--model",
+        help=f"a model's name; {BUILT_IN}, which stands for every size of dpprof's own "
+        f"transformer; or {PREFIX}NAME, of which a small model of the same layers is verified",
+    )
+    which.add_argument(
+        "--stand-in",
+        type=path,
+        metavar="FILE",
+        help="the file of such a small model, as planning writes it",
+    )
+    for name in _FINE_TUNING:
+        parser.add_argument(f"--{name}", metavar="VALUE", help="as of an experiment")
+    parser.add_argument("--method", required=True, help="a method's name")
+    parser.add_argument(
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="the verdict's file to write (default: results/verify/MODEL-METHOD.json)",
+    )
+    add_log_option(parser, "what else is printed")
+    return parser
+
+
+def _read_model(arguments: argparse.Namespace) -> str | StandIn:
+    """Return the model to verify on: a name, or the stand-in of a Hugging Face model."""
+    options = {name: getattr(arguments, name) for name in _FINE_TUNING}
+    given = {name: value for name, value in options.items() if value is not None}
+    model = arguments.model
+    if model is not None and model.lstrip().startswith((PREFIX, "{")):
+        sizes = {"batch_size": "1", "seq_len": "1", "device": "cpu"}
+        stated = {"model": model, "method": arguments.method, **sizes, **given}
+        stand_in = StandIn.of(make_experiment(stated))
+        if stand_in is None:
+            return BUILT_IN
+        return stand_in
+    if given:
+        options_given = ", ".join(f"--{name}" for name in given)
+        raise InputError(f"{options_given}: only for {PREFIX}NAME, a Hugging Face model")
+    if model is None:
+        return read_stand_in(arguments.stand_in)
+    models = [BUILT_IN, *registry.names("models")]
+    if model not in models:
+        raise refuse("--model", model, f"{one_of(models, model)}, or {PREFIX}NAME")
+    return BUILT_IN if model == BUILT_IN else named_in_verdicts(model)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof verify", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model",
-        required=True,
-        help=f"a model's name; {BUILT_IN} stands for every size of dpprof's own transformer",
-    )
-    parser.add_argument("--method", required=True, help="a method's name")
-    parser.add_argument("--output", type=path, required=True, help="the verdict's file to write")
-    add_log_option(parser, "what else is printed")
-    arguments = parser.parse_args(argv)
+    arguments = _make_parser().parse_args(argv)
     keep_log(arguments.log)
     with ending_in_a_sentence("no verdict was written"):
-        model, models = arguments.model, [BUILT_IN, *registry.names("models")]
-        if model not in models:
-            raise refuse("--model", model, one_of(models, model))
+        model = _read_model(arguments)
         registry.check("methods", arguments.method, "--method")
-        verdict = verify_apart(
-            model if model == BUILT_IN else verified_as(model), arguments.method, arguments.output
-        )
+        label = model if isinstance(model, str) else model.label
+        output = arguments.output or verdict_path(Path(), label, arguments.method)
+        verdict = verify_apart(model, arguments.method, output)
     say(tell(verdict))

@@ -140,6 +140,7 @@ def make_batch(
     tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     if not isinstance(experiment.model, Architecture):
         return Batch(tokens, labels)
+    tokens, labels = tokens.clone(), labels.clone()  # of one sample they would share memory
     mask = torch.ones_like(tokens)
     for row, length in enumerate(experiment.lengths(count)):
         tokens[row, length:] = 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from dpprof.launch.device_slots import cpu_slot
 from dpprof.launch.isolated import isolate
 from dpprof.planning.code_digest import verdict_digest
+from dpprof.planning.stand_ins import StandIn
 from dpprof.records.record import write_record
 from dpprof.records.verdict import (
     SCHEMA_VERSION,
@@ -23,18 +24,22 @@ TIMEOUT_S = 300
 _VERIFY = "dpprof.verification.verify:verify"
 
 
-def verify_apart(model: str, method: str, output: Path) -> Verdict:
+def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
     """Verify a method on a model and write one complete JSON.
+
+    ``model`` is a result of ``verified_as``, or the stand-in of a Hugging Face model itself.
 
     A verification may run at the same time as predictions, but waits for measurements to end.
 
     Raises:
         OSError: The verdict cannot be written; this is checked before the verification.
     """
-    digest = partial(verdict_digest, model, method)
+    label = model if isinstance(model, str) else model.label
+    what = model if isinstance(model, str) else model.canonical
+    digest = partial(verdict_digest, label, method)
     with isolate(output, [cpu_slot(1)], digest, __file__, shared=True) as isolation:
         isolation.begin()
-        ended = isolation.run(Findings, _VERIFY, model, method, timeout_s=TIMEOUT_S)
+        ended = isolation.run(Findings, _VERIFY, what, method, timeout_s=TIMEOUT_S)
         facts = isolation.finish()
     mechanism, cases = ended.answer or Findings(None, [])
     passed, reason = judge(cases)
@@ -43,7 +48,7 @@ def verify_apart(model: str, method: str, output: Path) -> Verdict:
         output,
         Verdict,
         {
-            "model": model,
+            "model": label,
             "method": method,
             "mechanism": mechanism,
             "passed": passed,

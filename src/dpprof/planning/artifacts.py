@@ -25,13 +25,24 @@ from dpprof.spec.experiment import Experiment
 RESULTS = Path("results")
 PLAN = RESULTS / "plan"
 TABLES = RESULTS / "tables"
-PLAN_FILES = ("specs/*.json", "code/*.sha256", "manifest-*.json", "due-*.txt")
+PLAN_FILES = (
+    "specs/*.json",
+    "stand-ins/*.json",
+    "code/*.sha256",
+    "manifest-*.json",
+    "due-*.txt",
+)
 """Patterns of what planning writes."""
 
 
 def spec_path(experiment_id: str) -> Path:
     """Return the path of an experiment's spec, relative to the working folder."""
     return PLAN / "specs" / f"{experiment_id}.json"
+
+
+def stand_in_path(label: str) -> Path:
+    """Return the path of the model that a verdict is about, relative to the working folder."""
+    return PLAN / "stand-ins" / f"{label}.json"
 
 
 def traces_path(experiment_id: str, replicate: int) -> Path:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
+from dpprof.planning.stand_ins import StandIn, libraries_of
 from dpprof.records.provenance import package_versions
-from dpprof.records.verdict import BUILT_IN
+from dpprof.records.verdict import BUILT_IN, is_stand_in
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
-from dpprof.spec.experiment import Dimensions, Experiment
+from dpprof.spec.experiment import Experiment
 from dpprof.system.paths import PACKAGE, TEMPLATES
 
 P = ParamSpec("P")
@@ -162,12 +163,19 @@ def _digest_named(files: Iterable[Path], *names: Name, libraries: tuple[str, ...
     return _digest(files, package_versions(("torch", "opacus", *libraries)), distributions)
 
 
-@functools.cache
-def verified_as(model: str | Dimensions) -> str:
-    """Return the name of the model that represents a model in verification.
+def verified_as(experiment: Experiment) -> str:
+    """Return the name of the model that represents an experiment's model in verification.
 
-    Every size of dpprof's own transformer has the same layers, so one size represents all.
+    Every size of dpprof's own transformer has the same layers, so one size represents all. A
+    Hugging Face model has a stand-in, with which its adapters and its padding count.
     """
+    stand_in = StandIn.of(experiment)
+    return named_in_verdicts(experiment.model) if stand_in is None else stand_in.label
+
+
+@functools.cache
+def named_in_verdicts(model: Any) -> str:
+    """Return the name of the model that represents a name or dimensions in verification."""
     own_sizes = PACKAGE / "models" / "presets.py"
     if isinstance(model, str) and registry.source_file("models", model) != own_sizes:
         return model
@@ -186,16 +194,19 @@ def verifying_files(model: str, method: str) -> list[Path]:
 
 def _verified_names(model: str, method: str) -> list[Name]:
     names: list[Name] = [("methods", method), ("models", model)]
-    return names[:1] if model == BUILT_IN else names
+    return names[:1] if model == BUILT_IN or is_stand_in(model) else names
 
 
 @_remember
 def verdict_digest(model: str, method: str) -> str:
     """Return the digest of what a verdict depends on: sources, torch's and Opacus's versions.
 
-    ``model`` is a result of ``verified_as``.
+    ``model`` is a result of ``verified_as``. Of a stand-in, the versions of transformers and peft
+    count too where it needs them; what it is, is part of its name.
     """
-    return _digest_named(verifying_files(model, method), *_verified_names(model, method))
+    libraries = libraries_of(model) if is_stand_in(model) else ()
+    names = _verified_names(model, method)
+    return _digest_named(verifying_files(model, method), *names, libraries=libraries)
 
 
 def limiting_files() -> list[Path]:

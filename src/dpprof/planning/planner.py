@@ -27,10 +27,12 @@ from dpprof.planning.artifacts import (
     code_of_run,
     code_path,
     spec_path,
+    stand_in_path,
     traces_path,
     verdict_on,
 )
 from dpprof.planning.code_digest import derived_digests, verified_as
+from dpprof.planning.stand_ins import StandIn
 from dpprof.records.ceilings import device_name
 from dpprof.records.result import result_path
 from dpprof.spec import registry
@@ -104,7 +106,7 @@ class Plan:
     def artifacts(self) -> list[Artifact]:
         """What rules make for this config: results, verdicts and ceilings."""
         experiments = self.experiments
-        pairs = sorted({(verified_as(e.model), e.method) for e in experiments.values()})
+        pairs = sorted({(verified_as(e), e.method) for e in experiments.values()})
         return [
             *(
                 Artifact(RUN, run.path(Path()), code_of_run(run.instrument, experiments[run.id]))
@@ -113,6 +115,12 @@ class Plan:
             *(verdict_on(*pair) for pair in pairs),
             *(ceilings_of(name) for name in self.devices),
         ]
+
+    @cached_property
+    def stand_ins(self) -> dict[Path, StandIn]:
+        """The small models that stand for Hugging Face models in verdicts, by their files."""
+        found = filter(None, map(StandIn.of, self.experiments.values()))
+        return {stand_in_path(one.label): one for one in found}
 
     def paths(self, kind: Kind) -> list[Path]:
         """Return the paths of the records of one kind."""
@@ -182,6 +190,8 @@ def write_plan(plan: Plan) -> None:
     """Write specs, code digests and the manifest where their content differs."""
     for experiment in plan.experiments.values():
         write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
+    for path, stand_in in plan.stand_ins.items():
+        write_if_changed(path, stand_in.canonical + "\n")
     for name, digest in derived_digests().items():
         write_if_changed(code_path(name), digest + "\n")
     for code in {one.code.name: one.code for one in plan.artifacts}.values():
@@ -231,7 +241,7 @@ def files_beyond(root: Path, plans: Sequence[Plan]) -> list[Path]:
     keep = {code_path(name) for name in derived_digests()}
     keep |= {spec_path(name) for plan in plans for name in plan.experiments}
     for plan in plans:
-        keep |= {plan.manifest.path, plan.manifest.due_path}
+        keep |= {plan.manifest.path, plan.manifest.due_path, *plan.stand_ins}
         for one in plan.artifacts:
             keep |= {one.path, one.log, one.code.path}
     traced = {traces_path(run.id, run.replicate) for plan in plans for run in plan.manifest.runs}

@@ -4,6 +4,7 @@ A verdict also covers what the method declares: its mechanism, and how far one s
 sum. Its holes are the cases beyond the gradient in which the guarantee is lost.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,18 +22,25 @@ TOLERANCE = 1e-9
 BUILT_IN = "built-in"
 """The model that represents every size of dpprof's own transformer, whose layers are the same."""
 
+STAND_IN_PREFIX = "hf-"
+"""What the names of the small models begin with that stand for Hugging Face models."""
+
+STAND_IN_PATTERN = STAND_IN_PREFIX + r"[a-z0-9-]+-[0-9a-f]{8}"
+"""The names of those models; the digits are of what they are."""
+
 Scenario = Literal[
     "plain",
     "ignored labels",
     "frozen",
+    "other padding",
     "frozen later",
     "thawed later",
     "non-finite",
     "empty",
     "accumulated",
 ]
-GRADIENT_SCENARIOS: tuple[Scenario, ...] = ("plain", "ignored labels", "frozen")
-"""The scenarios that decide whether a method passed."""
+GRADIENT_SCENARIOS: tuple[Scenario, ...] = ("plain", "ignored labels", "frozen", "other padding")
+"""The scenarios that decide whether a method passed; the last one takes a padded batch."""
 
 HOLES: Mapping[Scenario, str] = {
     "frozen later": "parameters frozen after set-up",
@@ -89,7 +97,10 @@ class Verdict(Part):
     """One JSON file per model and method. Every key is always present; unknown values are null."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
-    model: str = Field(description=f"a name, or {BUILT_IN}: dpprof's own transformer of any size")
+    model: str = Field(
+        description=f"a name; {BUILT_IN}: dpprof's own transformer of any size; or "
+        f"{STAND_IN_PREFIX}...: the small model that stands for a Hugging Face model of any size"
+    )
     method: str
     mechanism: str | None = Field(
         description=f"what the method declares: {FLAT}, {NO_CLIPPING}, or another; null: unknown"
@@ -193,6 +204,11 @@ def _spell(case: Case) -> str:
     where = f"attention {case.attention}, B = {case.batch_size}"
     where += "" if case.scenario == "plain" else f", {case.scenario}"
     return f"{where}: {case.reason}"
+
+
+def is_stand_in(model: str) -> bool:
+    """Return whether a verdict's model is the stand-in of a Hugging Face model."""
+    return re.fullmatch(STAND_IN_PATTERN, model) is not None
 
 
 def verdict_path(root: Path, model: str, method: str) -> Path:

@@ -30,7 +30,7 @@ def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
     """Freeze parameters after set-up: they must not change, and the others' gradient is right."""
     with _may_refuse():
         step = begin(method, subject.experiment, subject.model, lr=1.0)
-    parameters = list(step.module.parameters())
+    parameters = [one for one in step.module.parameters() if one.requires_grad]
     frozen = choose_frozen(step.module)
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -50,7 +50,7 @@ def thaw_later(method: type[TrainingStep], subject: Subject) -> None:
     model = copy.deepcopy(subject.model)
     choose_layer(model).requires_grad_(False)
     with _may_refuse():
-        step = begin(method, subject.experiment, model, thaw=True)
+        step = begin(method, subject.experiment, model, thaw_as=subject.model)
         compute(step, subject.batch)
     _compare(method, look(step), subject.samples)
 

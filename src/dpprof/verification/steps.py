@@ -37,16 +37,17 @@ def begin(
     model: nn.Module,
     *,
     lr: float = 0.0,
-    thaw: bool = False,
+    thaw_as: nn.Module | None = None,
 ) -> TrainingStep:
     """Return a method applied to a copy of the model, with plain SGD.
 
-    With a learning rate of zero no step changes a weight. ``thaw`` trains all parameters, once
-    the method is set up.
+    With a learning rate of zero no step changes a weight. Once the method is set up, the parameters
+    are trained that ``thaw_as`` trains.
     """
     step = method(copy.deepcopy(model), experiment)
-    if thaw:
-        step.module.requires_grad_(True)
+    if thaw_as is not None:
+        for parameter, wanted in zip(step.module.parameters(), thaw_as.parameters(), strict=True):
+            parameter.requires_grad_(wanted.requires_grad)
     step.attach_optimizer(SGD([p for p in step.module.parameters() if p.requires_grad], lr=lr))
     return step
 

@@ -8,7 +8,7 @@ Shape legend: B batch, T tokens.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import UNLABELLED, Batch
 from dpprof.models.build import build_model
 from dpprof.models.dtype import apply_dtype
+from dpprof.planning.stand_ins import StandIn
 from dpprof.records.verdict import BUILT_IN, Scenario
 from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -39,11 +40,15 @@ class Subject(NamedTuple):
     """The reference's gradients of the samples before clipping."""
 
 
-def describe(model: str, method: str, attention: str, batch_size: int) -> Experiment:
-    """Return the experiment of a case; ``prepare`` sets its bound."""
+def describe(model: str | StandIn, method: str, attention: str, batch_size: int) -> Experiment:
+    """Return the experiment of a case; ``prepare`` sets its bound.
+
+    Raises:
+        UnsupportedError: transformers refuses the config of a stand-in.
+    """
     return Experiment.model_validate(
         {
-            "model": REDUCED if model == BUILT_IN else model,
+            **_describe_model(model),
             "method": method,
             "batch_size": batch_size,
             "seq_len": SEQ_LEN,
@@ -53,6 +58,15 @@ def describe(model: str, method: str, attention: str, batch_size: int) -> Experi
             "noise_multiplier": 0.0,
         }
     )
+
+
+def _describe_model(model: str | StandIn) -> dict[str, Any]:
+    if isinstance(model, str):
+        return {"model": REDUCED if model == BUILT_IN else model}
+    from dpprof.verification.sizes import complete  # noqa: PLC0415 (an extra)
+
+    fields = model.model_dump(exclude_none=True, exclude={"model"})
+    return {"model": complete(model.model), **fields}
 
 
 def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
@@ -77,6 +91,11 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
     elif scenario == "ignored labels":
         batch = ignore_labels(batch)
     samples = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
+    if scenario == "other padding":
+        batch = change_padding(batch)
+        changed = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
+        if not all(map(torch.allclose, changed, samples)):
+            raise RuntimeError("the model's own gradient depends on the tokens of padding")
     bound = choose_bound(torch.cat(samples, 1).norm(dim=1))
     return Subject(experiment.model_copy(update={"max_grad_norm": bound}), model, batch, samples)
 
@@ -101,21 +120,38 @@ def choose_frozen(model: nn.Module) -> list[nn.Parameter]:
 
 
 def choose_layer(model: nn.Module) -> nn.Module:
-    """Return a layer to freeze as a whole: the last with parameters of its own.
+    """Return a layer to freeze as a whole: the last with parameters of its own that are trained.
 
     Raises:
         UnsupportedError: The model has only one such layer.
     """
-    owners = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
+    owners = [
+        layer
+        for layer in model.modules()
+        if any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+    ]
     if len(owners) == 1:
         raise UnsupportedError("the model has only one layer, which cannot be frozen")
     return owners[-1]
 
 
 def ignore_labels(batch: Batch) -> Batch:
-    """Return the batch with a different number of labels in each sample, and one in the last."""
-    B, T = batch.labels_BT.shape
+    """Return the batch with fewer labels in each sample, and one in the last."""
     labels_BT = batch.labels_BT.clone()
-    for row in range(B):
-        labels_BT[row, : T - 1 if row == B - 1 else row + 1] = UNLABELLED
+    for row, labels_T in enumerate(labels_BT):
+        count = int((labels_T != UNLABELLED).sum())
+        least = count if row == len(labels_BT) - 1 else row + 2
+        labels_T[: min(least, count) - 1] = UNLABELLED
     return batch._replace(labels_BT=labels_BT)
+
+
+def change_padding(batch: Batch) -> Batch:
+    """Return the batch with other tokens as padding.
+
+    Raises:
+        UnsupportedError: The batch has no padding.
+    """
+    if batch.mask_BT is None or bool(batch.mask_BT.all()):
+        raise UnsupportedError("the batch has no padding")
+    tokens_BT = torch.where(batch.mask_BT == 1, batch.tokens_BT, batch.tokens_BT.max())
+    return batch._replace(tokens_BT=tokens_BT)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpprof.methods.microbatch import Microbatch
 from dpprof.methods.training_step import TrainingStep
+from dpprof.planning.stand_ins import StandIn
 from dpprof.records.verdict import GRADIENT_SCENARIOS, TOLERANCE, Case, Findings, Scenario
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
@@ -17,6 +18,7 @@ from dpprof.spec.mechanisms import NO_CLIPPING
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.verification import reference
+from dpprof.verification.float32_islands import lift_float32
 from dpprof.verification.guarantees import GUARANTEES, RefusedError
 from dpprof.verification.mechanism import complain_of_mechanism, find_sensitivity
 from dpprof.verification.reference import Group
@@ -33,15 +35,29 @@ _MESSAGE_LIMIT = 500
 
 
 def verify(model: str, method: str) -> Findings:
-    """Compare a method on a model (a name, or ``built-in``) with the references in every case."""
+    """Compare a method on a model with the references in every case.
+
+    ``model`` is a name, ``built-in``, or the canonical JSON of a stand-in.
+    """
     torch.set_num_threads(1)
+    if not model.startswith("{"):
+        return _verify(model, method, ATTENTIONS, GRADIENT_SCENARIOS[1:3])
+    stand_in = StandIn.model_validate_json(model)
+    scenarios = GRADIENT_SCENARIOS[1 : None if stand_in.padding else 3]
+    with lift_float32():
+        return _verify(stand_in, method, ATTENTIONS[:2], scenarios)
+
+
+def _verify(
+    model: str | StandIn, method: str, attentions: Sequence[str], scenarios: Sequence[Scenario]
+) -> Findings:
     cases = [
         verify_case(model, method, attention, batch_size)
-        for attention in ATTENTIONS
+        for attention in attentions
         for batch_size in BATCH_SIZES
     ]
     plain = next(one for one in cases if (one.attention, one.batch_size) == SPECIAL)
-    cases += [verify_case(model, method, *SPECIAL, scenario) for scenario in GRADIENT_SCENARIOS[1:]]
+    cases += [verify_case(model, method, *SPECIAL, scenario) for scenario in scenarios]
     mechanism = _find_mechanism(method)
     if mechanism != NO_CLIPPING:
         cases += [try_guarantee(model, method, plain, scenario) for scenario in GUARANTEES]
@@ -49,7 +65,7 @@ def verify(model: str, method: str) -> Findings:
 
 
 def verify_case(
-    model: str, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
+    model: str | StandIn, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
 ) -> Case:
     """Compare in one case; a failure is part of the case."""
     known: dict[str, Any] = {"scenario": scenario, "attention": attention}
@@ -69,7 +85,7 @@ def verify_case(
         return _state_error(error, known, otherwise="failed")
 
 
-def try_guarantee(model: str, method: str, plain: Case, scenario: Scenario) -> Case:
+def try_guarantee(model: str | StandIn, method: str, plain: Case, scenario: Scenario) -> Case:
     """Try one of ``GUARANTEES``, if the plain case passed; a failure is part of the case."""
     attention, batch_size = SPECIAL
     known: dict[str, Any] = {"scenario": scenario, "attention": attention}

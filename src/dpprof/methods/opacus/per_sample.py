@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.methods.opacus.path_watchers import watch_hooks
+from dpprof.methods.opacus.refusals import tell_refusals
 from dpprof.methods.training_step import Batch, Enter, Watch, mean_loss
 from dpprof.spec.experiment import Experiment
 
@@ -25,13 +26,17 @@ class OpacusPerSample(OpacusStep):
 
     Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
     or removing one sample.
+
+    Raises:
+        UnsupportedError: Opacus refuses the model, here or in its first step.
     """
 
     optimizer: DPOptimizer
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
-        self.module = self.wrap(model)
+        with tell_refusals():
+            self.module = self.wrap(model)
 
     @staticmethod
     @abstractmethod
@@ -42,6 +47,7 @@ class OpacusPerSample(OpacusStep):
         """Wrap the optimizer in Opacus's ``DPOptimizer``."""
         self.wrap_optimizer(DPOptimizer, optimizer)
 
+    @tell_refusals()
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.methods.opacus.path_watchers import watch_hooks
+from dpprof.methods.opacus.refusals import tell_refusals
 from dpprof.methods.training_step import Batch, Enter, Watch
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
@@ -53,6 +54,9 @@ class OpacusTwoPass(OpacusStep):
 
     Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
     or removing one sample.
+
+    Raises:
+        UnsupportedError: Opacus refuses the model, here or in its first step.
     """
 
     use_ghost_clipping: bool
@@ -67,13 +71,14 @@ class OpacusTwoPass(OpacusStep):
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
-        self.module = _PhasedModule(
-            model,
-            batch_first=True,
-            loss_reduction="mean",
-            max_grad_norm=experiment.max_grad_norm,
-            use_ghost_clipping=self.use_ghost_clipping,
-        )
+        with tell_refusals():
+            self.module = _PhasedModule(
+                model,
+                batch_first=True,
+                loss_reduction="mean",
+                max_grad_norm=experiment.max_grad_norm,
+                use_ghost_clipping=self.use_ghost_clipping,
+            )
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
@@ -82,6 +87,7 @@ class OpacusTwoPass(OpacusStep):
             self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
         )
 
+    @tell_refusals()
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 

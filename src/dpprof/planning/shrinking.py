@@ -1,0 +1,187 @@
+"""Shrinks the config of a Hugging Face model: other sizes, the same layers.
+
+Flags stay: biases, activations, soft-capping, tied weights, kinds of rotary embeddings. Sizes are
+those keys of a config that are named here. ``shrink`` applied twice changes nothing more.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+WINDOW = 4
+"""The width of a sliding window, if there is one: shorter than the sequences."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_LEAST_LAYERS, _MOST_HEADS_PER_KEY, _HEAD, _WIDE_HEAD, _VOCABULARY = 2, 8, 8, 12, 13
+
+_SIZES: Mapping[str, int] = {
+    "vocab_size": _VOCABULARY,
+    "vocab_size_per_layer_input": _VOCABULARY,
+    "head_dim": _HEAD,
+    "global_head_dim": _HEAD,
+    "v_head_dim": _HEAD,
+    "qk_nope_head_dim": _HEAD,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": _HEAD + 4,
+    "query_pre_attn_scalar": _HEAD,
+    "rotary_dim": 4,
+    "sliding_window": WINDOW,
+    "attention_window_size": WINDOW,
+    "window_size": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "sliding_window_pattern": 2,
+    "full_attention_interval": 2,
+    "max_window_layers": 1,
+    "intermediate_size": 24,
+    "ffn_dim": 24,
+    "ffn_hidden_size": 24,
+    "d_ff": 24,
+    "dff": 24,
+    "n_inner": 24,
+    "intermediate_size_mlp": 24,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 12,
+    "shared_intermediate_size": 12,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "state_size": 4,
+    "ssm_state_size": 4,
+    "mamba_d_state": 4,
+    "mamba_expand": 1,
+    "expand": 1,
+    "time_step_rank": 2,
+    "mamba_dt_rank": 2,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+    "chunk_size": WINDOW,
+    "mamba_chunk_size": WINDOW,
+    "index_topk": 4,
+    "index_n_heads": 2,
+    "index_head_dim": _HEAD,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": _HEAD,
+    "linear_value_head_dim": _HEAD,
+}
+"""Sizes that become these numbers; null and zero stay."""
+
+_POSITIONS = {
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "max_seq_len": 64,
+    "n_ctx": 64,
+}
+
+_ALIKE = {
+    **dict.fromkeys(("gpt2", "gpt_neox", "gptj", "opt", "bloom"), False),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2", "phi", "phi3"), True),
+}
+"""Architectures whose layers differ in pairs at most, and whether they state key-value heads."""
+
+
+def can_shrink(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config states every size, so that the library's defaults do not matter."""
+    kind = config["model_type"]
+    needed = [_LAYERS, _HEADS, _WIDTHS, *([_KEY_VALUE_HEADS] if _ALIKE.get(kind) else [])]
+    return kind in _ALIKE and all(_find(config, names) is not None for names in needed)
+
+
+def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with small sizes.
+
+    Lists with an element for each layer keep one layer of each kind, and two at least. Heads keep
+    their ratio to key-value heads, up to eight. Rotary factors for frequencies are cut. Dropout is
+    off.
+    """
+    small = dict(config)
+    small |= {name: size for name, size in _SIZES.items() if config.get(name)}
+    small |= {name: size for name, size in _POSITIONS.items() if config.get(name)}
+    small |= _shrink_layers(config)
+    small |= _shrink_heads(config)
+    vocabulary = _VOCABULARY
+    for name, value in config.items():
+        if "drop" in name and isinstance(value, float):
+            small[name] = 0.0  # some models drop out without a layer that could be switched off
+        if name.endswith("_token_id") and isinstance(value, int) and value >= vocabulary:
+            small[name] = vocabulary - 1
+        if name.startswith("rope_") and isinstance(value, dict):
+            small[name] = _shrink_frequencies(value)
+    return small
+
+
+def _find(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    return next((int(config[name]) for name in names if config.get(name)), None)
+
+
+def _shrink_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    count = _find(config, _LAYERS)
+    if count is None:
+        return {}
+    each = {
+        name: value
+        for name, value in config.items()
+        if isinstance(value, list | tuple) and len(value) == count
+    }
+    kinds = [tuple(repr(value[at]) for value in each.values()) for at in range(count)]
+    picks = sorted({kind: at for at, kind in reversed(list(enumerate(kinds)))}.values())
+    picks += [at for at in range(count) if at not in picks][: max(0, _LEAST_LAYERS - len(picks))]
+    small: dict[str, Any] = {
+        name: [value[at] for at in sorted(picks)] for name, value in each.items()
+    }
+    if isinstance(config.get("attention_types"), list):  # pairs of kinds and how often they repeat
+        kinds_once = [[kinds, 1] for kinds, _ in config["attention_types"]]
+        small["attention_types"] = kinds_once
+        picks = [kind for kinds, _ in kinds_once for kind in kinds]
+    return small | {name: len(picks) for name in _LAYERS if config.get(name)}
+
+
+def _shrink_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, width = _find(config, _HEADS), _find(config, _WIDTHS)
+    if heads is None:
+        return {} if width is None else _replace_width(config, width, 2 * _HEAD)
+    shared = _find(config, _KEY_VALUE_HEADS)
+    ratio = heads // (shared or heads)
+    keys = min(shared or heads, 2)
+    small: dict[str, Any] = {name: keys for name in _KEY_VALUE_HEADS if config.get(name)}
+    count = keys * min(ratio, _MOST_HEADS_PER_KEY)
+    small |= {name: count for name in _HEADS if config.get(name)}
+    if width is None:
+        return small
+    head = config.get("head_dim")
+    apart = head is not None and head * heads != width
+    return small | _replace_width(config, width, count * (_WIDE_HEAD if apart else _HEAD))
+
+
+def _replace_width(config: Mapping[str, Any], width: int, small: int) -> dict[str, Any]:
+    """Replace the width, and sizes that are equal to it."""
+    return {
+        name: small
+        for name, value in config.items()
+        if value == width
+        and isinstance(value, int)
+        and name not in _SIZES
+        and name not in _POSITIONS
+        and (name in _WIDTHS or name.endswith(("_size", "_dim", "_width")))
+    }
+
+
+def _shrink_frequencies(rope: Mapping[str, Any]) -> dict[str, Any]:
+    cut = ("short_factor", "long_factor")
+    return {name: value[: _HEAD // 2] if name in cut else value for name, value in rope.items()}

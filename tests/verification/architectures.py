@@ -1,0 +1,144 @@
+"""Tries every causal language model of transformers, small, and writes a page on what came out.
+
+``python tests/verification/architectures.py`` writes docs/numbers/architectures.md. With names of
+architectures it prints their rows and writes nothing.
+"""
+
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+
+from dpprof.planning.stand_ins import StandIn
+from dpprof.spec.architecture import Architecture
+from dpprof.spec.fine_tuning import Lora
+from dpprof.verification.float32_islands import lift_float32
+from dpprof.verification.verify import verify_case
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "numbers" / "architectures.md"
+LIMIT_S = 30
+FORK = multiprocessing.get_context("fork")
+METHOD = "flash-bk"
+SENTENCE = 160
+
+HEAD = f"""# Architectures
+
+Which causal language models of transformers {METHOD} trains rightly. Each is built small from its
+default config, whole and with adapters on all linear layers (LoRA), and its clipped gradient is
+compared with [the references](verified.md) in float64: batches of 4 with `sdpa`, where an
+architecture has it.
+
+* verified: the relative error is at most 1e-9, in two steps.
+* refused: the method raises an error that names what it cannot clip. Nothing was computed.
+* failed: the gradient differs from the reference's.
+* no reference: the model itself does not run, or not in float64 as it should, on a CPU.
+* not built: transformers builds no small model of this kind from its defaults, or the model is no
+  causal decoder of text. That says nothing about the method.
+
+`python tests/verification/architectures.py` writes this page. Nobody chose the architectures: the
+list is transformers'.
+
+"""
+
+
+def try_one(kind: str) -> tuple[str, str]:
+    """Return what became of an architecture: whole, and with adapters."""
+    model = Architecture(hf=kind, model_type=kind)
+    adapters = Lora(rank=2, target_modules="all-linear")
+    return judge(StandIn(model=model)), judge(StandIn(model=model, lora=adapters))
+
+
+def judge(stand_in) -> str:
+    """Return what became of a model in a few words."""
+    with lift_float32():
+        case = verify_case(stand_in, METHOD, "sdpa", 4)
+    if case.outcome == "passed":
+        return "verified"
+    reason = " ".join((case.reason or "").split())
+    if case.outcome == "unknown":
+        return f"no reference: {shorten(reason.removeprefix('no reference: '))}"
+    if case.outcome == "unsupported":
+        refused = case.max_grad_norm is not None
+        return f"{'refused' if refused else 'not built'}: {shorten(reason)}"
+    if re.match(r"relative error|the gradient|its |\d+ of ", reason):
+        return f"**failed**: {shorten(reason)}"
+    return f"refused: {shorten(reason)}"
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a sentence, as a table's cell can hold it."""
+    text = text.replace("|", "/").replace("\n", " ").replace("<", "(").replace(">", ")")
+    return text if len(text) <= SENTENCE else text[:SENTENCE].rsplit(" ", 1)[0] + " ..."
+
+
+def run_apart(kind: str) -> tuple[str, str]:
+    """Try an architecture in a process of its own, which may hang or crash."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=lambda: theirs.send(try_one(kind)))
+    process.start()
+    theirs.close()
+    late = f"not built: no answer within {LIMIT_S} s"
+    try:
+        return ours.recv() if ours.poll(LIMIT_S) else (late, late)
+    except EOFError:
+        process.join()
+        ended = f"not built: its process ended with {process.exitcode}"
+        return ended, ended
+    finally:
+        process.kill()
+        process.join()
+
+
+def list_kinds() -> list[str]:
+    """Return every architecture that transformers calls a causal language model."""
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def write_page(rows: dict[str, tuple[str, str]]) -> None:
+    """Write the page: how many came out how, and a row for each."""
+    import peft  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    def count(start: str, at: int) -> int:
+        return sum(row[at].startswith(start) for row in rows.values())
+
+    kinds = ("verified", "refused", "**failed**", "no reference", "not built")
+    summary = (
+        f"Of {len(rows)} architectures of transformers {transformers.__version__}, with torch "
+        f"{torch.__version__.partition('+')[0]} and peft {peft.__version__}:"
+    )
+    lines = [
+        summary,
+        "",
+        "| | whole | LoRA |",
+        "| --- | ---: | ---: |",
+        *(f"| {kind.strip('*')} | {count(kind, 0)} | {count(kind, 1)} |" for kind in kinds),
+        "",
+        "| architecture | whole | LoRA |",
+        "| --- | --- | --- |",
+        *(f"| `{kind}` | {whole} | {lora} |" for kind, (whole, lora) in rows.items()),
+    ]
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run from the command line."""
+    if sys.argv[1:]:
+        for kind in sys.argv[1:]:
+            print("ROW", *try_one(kind), sep="|", flush=True)
+        return
+    rows = {}
+    try_one("llama")  # imports what every process needs, once
+
+    for kind in list_kinds():
+        rows[kind] = run_apart(kind)
+        print(kind, *rows[kind], sep=" | ", flush=True)
+    write_page(rows)
+
+
+if __name__ == "__main__":
+    main()
