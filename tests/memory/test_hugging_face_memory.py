@@ -10,10 +10,10 @@ from dpprof.records.result import Measurement
 
 TIED = {"hf": "tiny-llama", "tie_word_embeddings": True}
 MODELS = ["gpt2", "llama", TIED, "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]
-REFUSED = {  # Opacus refuses weights that are used twice, and dpprof Gemma's
+REFUSED = {  # Opacus refuses weights that are used twice
     "opacus-ghost": ("gpt2", TIED, "qwen2", "gemma2", "opt"),
-    "opacus-hooks": ("gemma2", "opt"),
-    "flash-bk": ("gemma2", "opt"),
+    "opacus-hooks": (),
+    "flash-bk": (),
     "standard": (),
 }
 LORA, PADDED = {"lora": {"rank": 2}}, {"padding": {"fraction": 0.3}}

@@ -108,6 +108,20 @@ def test_parts_of_dpprof_s_own_model_are_trained_too() -> None:
     assert [name for name, one in model.named_parameters() if one.requires_grad] == ["head.weight"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "opt", "phi"])
+def test_biases_are_trained_beside_weights_in_16_bits(name) -> None:
+    in_16_bits = {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}
+    experiment = make_experiment(
+        **LLAMA | {"model": f"hf:tiny-{name}"}, trainable="bias", **in_16_bits
+    )
+    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
+    batch = make_batch(model, Cpu(), experiment)
+    sample_losses(model(*batch.inputs), batch.labels_BT).sum().backward()
+
+    for parameter_name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter_name.endswith(".bias")
+
+
 def test_frozen_parameters_are_stored_in_16_bits_and_trained_ones_are_not() -> None:
     experiment = make_experiment(
         **LLAMA, lora={"rank": 2}, dtype="bfloat16", parameters_dtype="bfloat16"

@@ -183,7 +183,7 @@ def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | No
     if step_s is None:
         return NOT_TIMED
     if compute.model_flops is None:
-        return peak.reason or "the layers of another package's model are not known"
+        return peak.reason or "no formula is known for this model"
     return peak.reason
 
 

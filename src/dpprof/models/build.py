@@ -15,10 +15,10 @@ from dpprof.spec.registry import EntryPointError
 def build_model(experiment: Experiment) -> nn.Module:
     """Build the model with fresh random weights, on the CPU, in float32.
 
-    With ``parameters_dtype: bfloat16``, parameters that are not trained are bfloat16 already, so
-    that a device never holds them in float32. The registry's object is ``Dimensions``, or a
-    function from the experiment to a module that maps token ids (B, T) to logits (B, T, V). The
-    parameters that the experiment does not train are frozen.
+    The registry's object is ``Dimensions``, or a function from the experiment to a module that maps
+    token ids (B, T) to logits (B, T, V). The parameters that the experiment does not train are
+    frozen; with ``parameters_dtype: bfloat16`` they are bfloat16 already, so that a device never
+    holds them in float32.
 
     Raises:
         EntryPointError: It is neither, or the function returns something else.
@@ -28,10 +28,18 @@ def build_model(experiment: Experiment) -> nn.Module:
     if experiment.trained != "all" or experiment.lora is not None:
         choose_trainable(model, experiment)
     if experiment.parameters_dtype == "bfloat16":
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.bfloat16()
+        _store_frozen_in_16_bits(model)
     return model
+
+
+def _store_frozen_in_16_bits(model: nn.Module) -> None:
+    """Convert frozen parameters, but no vector beside a trained one: norms take only one dtype."""
+    for layer in model.modules():
+        own = list(layer.parameters(recurse=False))
+        trains_a_vector = any(one.requires_grad and one.dim() == 1 for one in own)
+        for parameter in own:
+            if not (parameter.requires_grad or (parameter.dim() == 1 and trains_a_vector)):
+                parameter.data = parameter.data.bfloat16()
 
 
 def _build(experiment: Experiment) -> nn.Module:

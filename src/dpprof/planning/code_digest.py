@@ -188,7 +188,7 @@ def verifying_files(model: str, method: str) -> list[Path]:
     They are the method, the models, the references, and the code that combines them.
     """
     entries = [PACKAGE / "launch" / "verification_run.py"]
-    entries += [*(PACKAGE / "verification").glob("*.py"), *(PACKAGE / "models").glob("*.py")]
+    entries += [PACKAGE / "verification" / "verify.py", *(PACKAGE / "models").glob("*.py")]
     return closure([*entries, *_files_of(*_verified_names(model, method))])
 
 
