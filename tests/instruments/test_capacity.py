@@ -120,12 +120,12 @@ def test_one_at_a_time_needs_three_estimates() -> None:
 
     assert found.extrapolated
     assert found.limited_by == "search"
-    for told, measured in (
-        (found.peak_bytes, "peak_allocated_bytes"),
-        (found.reserved_bytes, "peak_reserved_bytes"),
-    ):
-        few, more = getattr(three.memory, measured), getattr(five.memory, measured)
-        assert told == pytest.approx(few + (more - few) / 2 * (capacity.MOST - 3), rel=0.01)
+    few, more = three.memory.peak_allocated_bytes, five.memory.peak_allocated_bytes
+    grown = (more - few) / 2 * (capacity.MOST - 3)
+    assert found.peak_bytes == pytest.approx(few + grown, rel=0.01)
+    # Segments grow in steps, of which three samples may show none; the peak grows in any case.
+    assert five.memory.peak_reserved_bytes == three.memory.peak_reserved_bytes
+    assert found.reserved_bytes == pytest.approx(three.memory.peak_reserved_bytes + grown, rel=0.01)
 
 
 def test_one_at_a_time_on_a_cpu_that_has_not_enough_says_what_it_needs() -> None:

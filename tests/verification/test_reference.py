@@ -60,7 +60,7 @@ def test_samples_gradients_are_those_of_autograd(name) -> None:
     model = model.double()
     tokens, labels = torch.randint(5, (2, 3, 4))
     trainable = [p for p in model.parameters() if p.requires_grad]
-    samples = sample_gradients(model, tokens, labels)
+    samples = sample_gradients(model, [tokens], labels)
 
     assert len(samples) == len(trainable)
     for row in range(3):

@@ -194,7 +194,7 @@ def test_right_is_right_in_every_scenario() -> None:
     cases = found("test-right").cases
 
     assert {one.outcome for one in cases} == {"passed"}
-    assert {one.scenario for one in cases} == {*GRADIENT_SCENARIOS, *HOLES}
+    assert {one.scenario for one in cases} == {*GRADIENT_SCENARIOS, *HOLES} - {"other padding"}
 
 
 @pytest.mark.parametrize("method", ["standard", "test-forgets-a-bias"])

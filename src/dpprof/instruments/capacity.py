@@ -143,8 +143,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     else:
         capacity = _search_by_size(batches) if target is None else _search_by_placement(batches)
     if capacity is None:
-        peak, reserved = batches.measure_need(1)
-        raise MemoryError(_explain(experiment, reserved or peak, budget))
+        raise MemoryError(_explain(experiment, batches.find_need(), budget))
     stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})
     measurement = state_estimate(batches.trace(capacity.stated_batch_size), stated_as)
     return measurement.model_copy(update={"capacity": capacity})
@@ -225,6 +224,13 @@ class _Batches:
                 self._placed[key] = None
         return self._placed[key]
 
+    def find_need(self) -> int:
+        """Return what one sample needs: its peak, or if that is free, what would be reserved."""
+        if self.peaks.get(1, 0) > self.budget:
+            return self.peaks[1]
+        peak, reserved = self.measure_need(1)
+        return reserved or peak
+
     def measure_need(self, batch_size: int) -> tuple[int, int | None]:
         """Return the peak of a batch, and what the allocator would reserve for it on CUDA."""
         if self._target is None:
@@ -299,11 +305,16 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
 def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
     """Search along the line through two and three samples of a method that takes one at a time.
 
-    On CUDA the line is that of what the allocator would reserve.
+    On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
+    grows at least as the peak does.
     """
     few = {size: batches.measure_need(size) for size in (1, 2, 3)}
     peaks = _extend({size: peak for size, (peak, _) in few.items()})
-    needs = _extend({size: reserved or peak for size, (peak, reserved) in few.items()})
+    line = _extend({size: reserved or peak for size, (peak, reserved) in few.items()})
+
+    def needs(size: int) -> int:
+        return max(line(size), line(min(size, 3)) + peaks(size) - peaks(min(size, 3)))
+
     known: dict[int, int] = {}
     largest = search(needs, batches.budget, known)
     if largest is None:

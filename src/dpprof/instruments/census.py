@@ -42,7 +42,7 @@ def take_census(holdings: Holdings) -> dict[str, int]:
     """
     parameters = list(holdings.module.parameters())
     groups: dict[str, Iterable[Tensor]] = {
-        "inputs": holdings.batch.tensors if holdings.batch else (),
+        "inputs": holdings.batch or (),
         "parameters": [*parameters, *holdings.module.buffers()],
     }
     groups["gradients"] = tensors_in([parameter.grad for parameter in parameters])

@@ -83,7 +83,7 @@ class StepObserver:
 
     def run(self, batch: Batch) -> None:
         """Run one step and observe it."""
-        for tensor in batch.tensors:
+        for tensor in batch:
             self._recorder.give_role(tensor, "inputs")
         self._step.run(batch, self.enter)
 

@@ -10,8 +10,9 @@ Shape legend: B batch, T tokens, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -36,18 +37,20 @@ Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any
 or norms, and the sampler's arguments; must return the sampler's result for them."""
 
 
-class Batch(NamedTuple):
-    """Token ids and the ids to predict, both (B, T) int64."""
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and the ids to predict, both (B, T) int64; iterates over its tensors."""
 
     tokens_BT: Tensor
     labels_BT: Tensor
     mask_BT: Tensor | None = None
-    """For models that take it: 1 for tokens and 0 for padding, int64."""
+    """For models that take it: 1 for tokens and 0 for padding, (B, T) int64."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors of the batch."""
-        return (*self.inputs, self.labels_BT)
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.tokens_BT
+        yield self.labels_BT
+        if self.mask_BT is not None:
+            yield self.mask_BT
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -56,8 +59,7 @@ class Batch(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Return the batch with a function applied to each tensor."""
-        mask = None if self.mask_BT is None else function(self.mask_BT)
-        return Batch(function(self.tokens_BT), function(self.labels_BT), mask)
+        return Batch(*map(function, self))
 
 
 class ClipGroup(NamedTuple):

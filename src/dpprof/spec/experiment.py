@@ -72,7 +72,16 @@ def _kind_of_model(value: Any) -> str | None:
     return _tell_apart(Dimensions, DIMENSIONS_TAG)(value)
 
 
+class _Overrides(BaseModel, extra="allow"):
+    """A Hugging Face model by name, and the keys of its config that differ."""
+
+    hf: str
+
+
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+_ModelInput = Name | Annotated[str, Field(pattern=f"^{PREFIX}.")] | Dimensions | _Overrides
+"""How a model may be written."""
+
 Model = Annotated[
     Annotated[Name, Tag(NAME_TAG)]
     | Annotated[Dimensions, Tag(DIMENSIONS_TAG)]
@@ -111,7 +120,7 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     readable stem with the digest's first eight hex digits.
     """
 
-    model: Annotated[Model, BeforeValidator(resolve)] = Field(
+    model: Annotated[Model, BeforeValidator(resolve, json_schema_input_type=_ModelInput)] = Field(
         description="a preset's name; a mapping of vocab_size, d_model, layers and heads; "
         "hf:NAME or hf:PATH, a Hugging Face model by name or config.json; or a mapping of hf and "
         "the keys of its config that differ"

@@ -104,6 +104,8 @@ def _check_pattern(value: str) -> str:
     return value
 
 
-AsLora = Annotated[Lora, BeforeValidator(_read_pairs)]
-AsPadding = Annotated[Padding, BeforeValidator(_read_fraction)]
+AsLora = Annotated[Lora, BeforeValidator(_read_pairs, json_schema_input_type=Lora | str)]
+AsPadding = Annotated[
+    Padding, BeforeValidator(_read_fraction, json_schema_input_type=Padding | float | str)
+]
 Trainable = Annotated[str, Field(min_length=1), BeforeValidator(_check_pattern)]

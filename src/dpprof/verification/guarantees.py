@@ -7,6 +7,7 @@ continue with a gradient other than the reference's.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     with torch.no_grad():
         table.weight[poisoned] = torch.inf
     batch = subject.batch.map(lambda ids: ids.masked_fill(ids == poisoned, 0))
-    batch = batch._replace(mask_BT=subject.batch.mask_BT)
+    batch = replace(batch, mask_BT=subject.batch.mask_BT)
     others = _sample_gradients(model, batch.map(lambda ids: ids[1:]))
     batch.tokens_BT[0, 0] = poisoned
     poisoned_sample = _sample_gradients(model, batch.map(lambda ids: ids[:1]))

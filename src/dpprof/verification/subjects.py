@@ -8,6 +8,7 @@ Shape legend: B batch, T tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +143,7 @@ def ignore_labels(batch: Batch) -> Batch:
         count = int((labels_T != UNLABELLED).sum())
         least = count if row == len(labels_BT) - 1 else row + 2
         labels_T[: min(least, count) - 1] = UNLABELLED
-    return batch._replace(labels_BT=labels_BT)
+    return replace(batch, labels_BT=labels_BT)
 
 
 def change_padding(batch: Batch) -> Batch:
@@ -154,4 +155,4 @@ def change_padding(batch: Batch) -> Batch:
     if batch.mask_BT is None or bool(batch.mask_BT.all()):
         raise UnsupportedError("the batch has no padding")
     tokens_BT = torch.where(batch.mask_BT == 1, batch.tokens_BT, batch.tokens_BT.max())
-    return batch._replace(tokens_BT=tokens_BT)
+    return replace(batch, tokens_BT=tokens_BT)
