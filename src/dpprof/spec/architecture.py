@@ -6,6 +6,7 @@ transformers, so planning stays fast.
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -186,6 +187,7 @@ def _fetch(name: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError:
         raise ValueError(f"fetching a config from the hub needs dpprof[hf]; {otherwise}") from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells every attempt
     try:
         return Path(hf_hub_download(name, "config.json"))
     except LocalEntryNotFoundError:
