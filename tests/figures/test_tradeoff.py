@@ -54,7 +54,7 @@ def test_points_stand_where_the_table_says() -> None:
 def test_what_else_differs_has_a_panel_of_its_own_and_is_named() -> None:
     both = pd.concat([experiments(), experiments(dtype="float64", noise_multiplier=2.0)])
 
-    assert sorted(axis.get_title() for axis in draw(both).axes) == [
+    assert sorted(axis.get_title().replace("\n", " ") for axis in draw(both).axes) == [
         "small, T = 8, dtype = float32, noise_multiplier = 1.0",
         "small, T = 8, dtype = float64, noise_multiplier = 2.0",
         "tiny, T = 8, dtype = float32, noise_multiplier = 1.0",

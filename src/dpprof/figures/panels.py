@@ -1,6 +1,7 @@
 """How experiments are divided among the panels of a figure."""
 
 import math
+import textwrap
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from dpprof.analysis.frames import varying_axes
 from dpprof.figures.style import NothingToDrawError, new_figure, sort_methods
 
 MAX_PANELS = 12
+_TITLE = 46
+"""The letters of a line of a title; longer lines leave the figure."""
 
 
 class Panel(NamedTuple):
@@ -39,7 +42,7 @@ class Panels(NamedTuple):
         for axis in axes.flat[len(self.shown) :]:
             axis.axis("off")
         for axis, panel in zip(axes.flat, self.shown, strict=False):
-            axis.set_title(panel.title)
+            axis.set_title(textwrap.fill(panel.title, _TITLE))
         self.tell_beyond(figure)
         return figure, list(axes.flat[: len(self.shown)])
 
