@@ -7,15 +7,17 @@ rule verify:
         stand_in=stand_in_of,
     output:
         "results/verify/{model}-{method}.json",
-    params:
-        model=lambda wildcards, input: (
-            f"--stand-in {input.stand_in}" if input.stand_in else f"--model {wildcards.model}"
-        ),
     log:
         "results/logs/verify/{model}-{method}.log",
     retries: 1
     conda:
         "../../envs/dpprof.yaml"
+    params:
+        model=lambda wildcards, input: (
+            f"--stand-in {input.stand_in}"
+            if input.stand_in
+            else f"--model {wildcards.model}"
+        ),
     shell:
         "python workflow/scripts/verify_method.py {params.model}"
         " --method {wildcards.method} --output {output:q} --log {log:q}"
