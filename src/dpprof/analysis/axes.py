@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pandas as pd
+
 from dpprof.planning.planner import PlannedRun
 from dpprof.spec.architecture import PREFIX, Architecture
 from dpprof.spec.experiment import Experiment
@@ -35,6 +37,11 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
         "padding": None if padding is None else padding.fraction,
     }
     return {name: fields[name] for name in AXES} | spelled
+
+
+def name_model(row: Any) -> str:
+    """Return the model of a row of axes, and whether it has adapters."""
+    return str(row["model"]) + (" with LoRA" if pd.notna(row.get("lora")) else "")
 
 
 def target_text(experiment: Experiment) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import AXES
+from dpprof.analysis.axes import AXES, name_model
 from dpprof.analysis.table_columns import TABLES
 from dpprof.spec.validation import InputError
 
@@ -48,6 +48,18 @@ class TableFolder(dict[str, pd.DataFrame]):
 
     def __missing__(self, name: str) -> pd.DataFrame:
         return self.setdefault(name, read_table(self._folder / f"{name}.csv"))
+
+
+def naming_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
+    """Return the axes, except those in ``but``, that tell the experiments of a table apart.
+
+    Models that are trained in different ways differ in many axes that say nothing new. So, beside
+    dtype and target, only those count in which the experiments of one model differ.
+    """
+    models = experiments.assign(model=[name_model(row) for _, row in experiments.iterrows()])
+    groups = [group for _, group in models.groupby("model")]
+    within = {name for group in groups for name in varying_axes(group, but)}
+    return [name for name in varying_axes(experiments, but) if name in {"dtype", "target", *within}]
 
 
 def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:

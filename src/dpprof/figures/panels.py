@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.frames import varying_axes
+from dpprof.analysis.axes import name_model
+from dpprof.analysis.frames import naming_axes, varying_axes
 from dpprof.figures.style import NothingToDrawError, new_figure, sort_methods
 
 MAX_PANELS = 12
@@ -80,7 +81,7 @@ def split(
     named = [name for name in ("model", "seq_len", "batch_size") if name not in inside]
     varying = varying_axes(rows, but={*named, *inside})
     outside = [*named, *varying, *also]
-    named += [name for name in varying if name == "dtype" or _varies_within_models(rows, name)]
+    named += naming_axes(rows, but={*named, *inside})
     size = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
     groups = [group for _, group in rows.assign(_size=size).groupby(outside, dropna=False)]
     sizes = sorted((float(group["_size"].max()) for group in groups), reverse=True)
@@ -90,20 +91,11 @@ def split(
     return Panels(panels, len(groups) - len(panels))
 
 
-def _varies_within_models(rows: pd.DataFrame, name: str) -> bool:
-    """Tell whether an axis distinguishes the experiments of a model, trained in the same way."""
-    has_lora = rows["lora"].notna() if "lora" in rows else pd.Series(data=False, index=rows.index)
-    models = rows.groupby(["model", has_lora.rename("_has_lora")])
-    return any(len(set(group[name].map(str))) > 1 for _, group in models)
-
-
 def _title(row: Any, named: Iterable[str]) -> str:
     target = row.get("target")
     silent = {"target"} if pd.isna(target) else {"target", "device"}
-    lora = row.get("lora")
-    model = str(row["model"]) + ("" if pd.isna(lora) else " with LoRA")
     parts = [
-        model if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
+        name_model(row) if name == "model" else f"{_SHORT.get(name, name)} = {row[name]}"
         for name in named
         if name not in silent and pd.notna(row[name])
     ]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.frames import varying_axes
+from dpprof.analysis.axes import name_model
+from dpprof.analysis.frames import naming_axes
 from dpprof.report.document import Paragraph, Table
 
 Cell = Callable[[Any], str]
@@ -30,11 +31,12 @@ def amount(name: str, unit: float = 1.0, digits: int = 1) -> Cell:
 
 
 def name_experiments(rows: pd.DataFrame) -> dict[str, Cell]:
-    """Return the columns that name an experiment: the axes that vary among the rows."""
-    varying = varying_axes(rows, but=("model", "method", "batch_size", "seq_len"))
-    named = {name: name for name in ("model", *varying)}
+    """Return the columns that name an experiment: the model, and the axes that tell rows apart."""
+    axes = naming_axes(rows, but=("model", "method", "batch_size", "seq_len"))
+    named = {name: name for name in axes}
     named |= {"T": "seq_len", "B": "batch_size", "method": "method"}
-    return {heading: column(name) for heading, name in named.items()}
+    cells = {heading: column(name) for heading, name in named.items()}
+    return {"model": name_model, **cells}
 
 
 def texts(naming: Mapping[str, Cell]) -> tuple[str, ...]:

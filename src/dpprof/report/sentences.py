@@ -4,8 +4,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE
-from dpprof.analysis.frames import varying_axes
+from dpprof.analysis.axes import BASELINE, name_model
+from dpprof.analysis.frames import naming_axes
 from dpprof.analysis.peak_composition import find_fitting
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.records.terms import COMPONENTS
@@ -29,11 +29,11 @@ def tell_findings(settings: pd.DataFrame, methods: pd.DataFrame) -> list[Bullets
 
 def _each(settings: pd.DataFrame) -> list[str]:
     ordered = settings.sort_values(["parameters_total", "seq_len", "batch_size"], ascending=False)
-    others = varying_axes(settings, but=("model", "seq_len", "batch_size"))
+    others = naming_axes(settings, but=("model", "seq_len", "batch_size"))
     named = ["seq_len", "batch_size", *others]
     said = []
     for _, row in ordered.iterrows():
-        where = [str(row["model"]), *(f"{_SHORT.get(name, name)} = {row[name]}" for name in named)]
+        where = [name_model(row), *(f"{_SHORT.get(name, name)} = {row[name]}" for name in named)]
         compared = f"of {row['methods']} private {plural(row['methods'], 'method')}"
         facts = [_smallest(row), _fastest(row)]
         told = "; ".join(fact for fact in facts if fact) or "peaks and times are unknown"
@@ -87,7 +87,7 @@ def _highest_peak(rows: pd.DataFrame) -> str:
     largest = rows[sizes == sizes.max()]
     row = largest.loc[largest["peak_bytes"].idxmax()]
     owner = max(COMPONENTS, key=lambda name: row[name])
-    where = f"{row['model']}, T = {row['seq_len']}, B = {row['batch_size']}"
+    where = f"{name_model(row)}, T = {row['seq_len']}, B = {row['batch_size']}"
     return (
         f"{where}: {row['method']} has the highest peak, "
         f"{number(row['peak_bytes'], 2**20)} MiB in the phase {_plain(row['phase'])}; "
