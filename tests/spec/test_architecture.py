@@ -85,7 +85,9 @@ def test_the_same_name_with_another_config_is_another_experiment(folder) -> None
 
 
 def test_how_a_checkpoint_was_saved_is_no_part_of_the_model(folder) -> None:
-    write_config(folder / "a.json", **TINY, torch_dtype="bfloat16", transformers_version="4.1")
+    saved = {"torch_dtype": "bfloat16", "transformers_version": "4.1", "_name_or_path": "x"}
+    kernels = {"_attn_implementation": "owner/kernel", "attn_implementation": "owner/kernel"}
+    write_config(folder / "a.json", **TINY, **saved, **kernels)
 
     assert resolve("hf:a.json") == {"hf": "a", **TINY}
 

@@ -23,7 +23,6 @@ PREFIX = "hf:"
 """What the name of a Hugging Face model begins with."""
 
 _ABOUT_FILES = {
-    "_name_or_path",
     "architectures",
     "attn_implementation",
     "dtype",
@@ -136,7 +135,13 @@ def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         why = "its config has no model_type, which names the architecture"
         raise ValueError(why)  # noqa: TRY004 (pydantic's way)
-    kept = {key: one for key, one in config.items() if key not in _ABOUT_FILES}
+    # transformers keeps settings of its own under names with an underscore. One of them,
+    # _attn_implementation, may name code on the hub.
+    kept = {
+        key: one
+        for key, one in config.items()
+        if key not in _ABOUT_FILES and not key.startswith("_")
+    }
     return {"hf": name, **kept}
 
 
