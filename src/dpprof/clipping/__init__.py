@@ -5,8 +5,9 @@ backward pass and in two; ``PerLayerClipping`` clips each layer to a bound of it
 ``NoisyOptimizer`` adds the noise.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dpprof.system.lazy_imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.clipping.book_keeping import BookKeeping as BookKeeping
@@ -25,10 +26,4 @@ _MODULES = {
     "UnsupportedError": "dpprof.spec.registry",
 }
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name at first use, so that one method does not load another's code."""
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_at_first_use(__name__, _MODULES)

@@ -1,7 +1,8 @@
 """Proof that a method's clipped gradient is the reference's, and ``check`` for users' own loops."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dpprof.system.lazy_imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.verification.training_check import Checked as Checked
@@ -16,10 +17,4 @@ _MODULES = {
     "check": "dpprof.verification.training_check",
 }
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name at first use, so that this package alone loads no torch."""
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_at_first_use(__name__, _MODULES)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
@@ -38,6 +38,7 @@ from dpprof.verification.training_loop import (
 from dpprof.verification.training_losses import compare_each, compare_unclipped, compare_whole
 from dpprof.verification.training_noise import compare_noise
 from dpprof.verification.training_padding import change_padding, find_padding
+from dpprof.verification.training_private import completed, ordinary_step, refuse_unknown
 
 
 class Checked(NamedTuple):
@@ -119,58 +120,17 @@ def check(
         >>> found.samples, found.parameters, found.unchecked
         (4, 2, {'padding': 'the batch has no mask and no labels of -100'})
     """
-    samples = read_batch(batch)
-    unchecked: dict[str, str] = {}
     if isinstance(private, Clipping):
-        private = _complete(private, model, step)
-        unchecked["optimizer"] = "a Clipping has none; give the optimizer that adds the noise"
-    _refuse_unknown(private, step)
-    loop = Loop(model, private, step or _default_step(model, loss, private))
-    found = _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
-    return found._replace(unchecked=unchecked | found.unchecked)
-
-
-def _complete(clipping: Clipping, model: nn.Module, step: Any) -> NoisyOptimizer:
-    """Give a clipping an optimizer without noise."""
-    if step is not None:
-        raise ValueError("step makes the steps of an optimizer; give that as private")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=1.0)
-    return NoisyOptimizer(optimizer, clipping, noise_multiplier=0.0, expected_batch_size=1)
-
-
-def _refuse_unknown(private: Any, step: Any) -> None:
-    if not isinstance(private, DPOptimizer | Mechanism):
-        raise TypeError(
-            "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "
-            f"Mechanism, and is a {type(private).__name__}"
-        )
-    if isinstance(private, AdaClipDPOptimizer):
-        raise TypeError("private must clip to a fixed bound, and adapts it")
-    if isinstance(private, Mechanism) and step is None:
-        raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")
-
-
-def _default_step(
-    model: nn.Module, loss: Callable[..., Any], private: DPOptimizer | Mechanism
-) -> Callable[..., None]:
-    """Return the step of a loop with a loss and an optimizer."""
-    assert isinstance(private, DPOptimizer)
-
-    def step(*batch: Tensor, **named: Tensor) -> None:
-        private.zero_grad()
-        value = loss(model, *batch, **named)
-        if isinstance(private, NoisyOptimizer):
-            private.clipping.backward(value)
-        elif isinstance(value, Tensor) and value.dim():
-            torch.autograd.backward(
-                value.mean() if private.loss_reduction == "mean" else value.sum()
-            )
-        else:
-            value.backward()
-        private.step()
-
-    return step
+        if step is not None:
+            raise ValueError("step makes the steps of an optimizer; give that as private")
+        with completed(private, model) as optimizer:
+            found = check(model, loss, batch, optimizer, padding=padding, tolerance=tolerance)
+        why = "a Clipping has none; give the optimizer that adds the noise"
+        return found._replace(unchecked={"optimizer": why} | found.unchecked)
+    samples = read_batch(batch)
+    refuse_unknown(private, step)
+    loop = Loop(model, private, step or ordinary_step(model, loss, private))
+    return _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
 
 
 class _Check:

@@ -41,16 +41,17 @@ def verify(model: str, method: str) -> Findings:
     """
     torch.set_num_threads(1)
     if not model.startswith("{"):
-        return _verify(model, method, ATTENTIONS, GRADIENT_SCENARIOS[1:3])
+        return _verify(model, method, ATTENTIONS, is_padded=False)
     stand_in = StandIn.model_validate_json(model)
-    scenarios = GRADIENT_SCENARIOS[1 : None if stand_in.padding else 3]
+    attentions = [name for name in ATTENTIONS if name != "opacus"]  # these models have their own
     with lift_float32():
-        return _verify(stand_in, method, ATTENTIONS[:2], scenarios)
+        return _verify(stand_in, method, attentions, is_padded=stand_in.padding is not None)
 
 
 def _verify(
-    model: str | StandIn, method: str, attentions: Sequence[str], scenarios: Sequence[Scenario]
+    model: str | StandIn, method: str, attentions: Sequence[str], *, is_padded: bool
 ) -> Findings:
+    scenarios = [one for one in GRADIENT_SCENARIOS[1:] if is_padded or one != "other padding"]
     cases = [
         verify_case(model, method, attention, batch_size)
         for attention in attentions
