@@ -99,10 +99,18 @@ def import_architecture(experiment: Experiment) -> None:
     config = read_config(experiment.model)
     try:
         _ = transformers.AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
-        if experiment.lora is not None:
-            importlib.import_module("peft")
     except ImportError as error:
-        raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
+        raise UnsupportedError(f"{config.model_type} needs what is missing: {error}") from error
+    if experiment.lora is not None:
+        _import_peft()
+
+
+def _import_peft() -> Any:
+    """Import peft, which only adapters need."""
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise UnsupportedError(f"adapters need dpprof[hf]: {error}") from error
 
 
 def build_causal_lm(experiment: Experiment) -> CausalLM:
@@ -183,10 +191,7 @@ def _refuse_positions(config: Any, seq_len: int) -> None:
 
 def _add_adapters(model: Any, experiment: Experiment) -> None:
     """Put low-rank adapters into a model, and freeze everything else."""
-    try:
-        import peft  # noqa: PLC0415 (only adapters need it)
-    except ImportError as error:
-        raise UnsupportedError(f"adapters need dpprof[hf]: {error}") from error
+    peft = _import_peft()
     lora = experiment.lora
     assert lora is not None
     modules = lora.target_modules
