@@ -30,7 +30,7 @@ compared with [the references](verified.md) in float64: batches of 4 with `sdpa`
 architecture has it.
 
 * verified: the relative error is at most 1e-9, in two steps.
-* refused: the method raises an error, mostly one that names what it cannot clip. Nothing was computed.
+* refused: an error, which mostly names what cannot be clipped. Nothing was computed.
 * failed: the gradient differs from the reference's.
 * no reference: the model itself does not run, or not in float64 as it should, on a CPU.
 * not built: transformers builds no small model of this kind from its defaults, or the model is no

@@ -44,6 +44,13 @@ def name_model(row: Any) -> str:
     return str(row["model"]) + (" with LoRA" if pd.notna(row.get("lora")) else "")
 
 
+def count_tokens(row: Any) -> float:
+    """Return the tokens in a batch of a row of axes, without padding."""
+    padding = row.get("padding")
+    share = 0.0 if pd.isna(padding) else float(padding)
+    return float(row["batch_size"] * row["seq_len"] * (1 - share))
+
+
 def target_text(experiment: Experiment) -> str | None:
     """Return the target's name; for a mapping its main figures, as ``24GiB-100TF-2TBps``."""
     target = experiment.target

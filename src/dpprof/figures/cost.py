@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dpprof.analysis.axes import count_tokens
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.panels import Panel, split
 from dpprof.figures.scaling import dress
@@ -58,7 +59,7 @@ def _find_panels(rows: pd.DataFrame) -> list[Panel]:
 
 
 def _per_token(rows: pd.DataFrame) -> pd.DataFrame:
-    tokens = rows["batch_size"] * rows["seq_len"]
+    tokens = rows.apply(count_tokens, axis=1)
     least = rows["roofline_step_s"].where(rows["target"].notna())
     return rows.assign(
         executed_flops=rows["executed_flops"] / tokens,

@@ -13,7 +13,7 @@ _GIB = 2**30
 _SETTING = ["model", "lora", "trainable", "seq_len", "dtype", "target"]
 
 
-def _name_model(row: Any) -> str:
+def _name_training(row: Any) -> str:
     """Return the model, and what of it is trained where that is not everything."""
     lora, trainable = text_of(row["lora"]), text_of(row["trainable"])
     name = str(row["model"]) + ("" if lora == "-" else f" with LoRA ({lora})")
@@ -21,7 +21,7 @@ def _name_model(row: Any) -> str:
 
 
 _NAMING: dict[str, Cell] = {
-    "model": _name_model,
+    "model": _name_training,
     "target": column("target"),
     "dtype": column("dtype"),
     "T": column("seq_len"),
@@ -70,7 +70,7 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
     for _, options in rows.groupby(_SETTING, sort=False, dropna=False):
         first = options.iloc[0]
         target = first["target"]
-        where = f"{_name_model(first)} at {first['seq_len']:,} tokens in {first['dtype']}"
+        where = f"{_name_training(first)} at {first['seq_len']:,} tokens in {first['dtype']}"
         best = options[options["verdict"] == "first"]
         wrong = options.loc[options["verdict"] == "wrong", "method"]
         failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, SETTING
+from dpprof.analysis.axes import BASELINE, SETTING, count_tokens
 from dpprof.analysis.peak_composition import find_fitting, needed_bytes
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
@@ -114,7 +114,7 @@ def _share(row: Any) -> str:
 
 def _most_tokens(row: Any) -> str:
     least_s = row["roofline_step_s"]
-    return significant(row["batch_size"] * row["seq_len"] / least_s) if least_s else "-"
+    return significant(count_tokens(row) / least_s) if least_s else "-"
 
 
 def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
