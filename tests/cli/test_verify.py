@@ -8,6 +8,7 @@ from scripts import run
 from dpprof.cli.options import make_experiment
 from dpprof.cli.verify import main
 from dpprof.planning.stand_ins import StandIn
+from dpprof.spec.fine_tuning import Padding
 
 
 def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path) -> None:
@@ -36,9 +37,9 @@ def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path) -> No
     ("options", "said"),
     [
         (["--model=tiny", "--lora=rank=8"], "--lora: only for hf:NAME, a Hugging Face model"),
-        (["--model=hf:tiny-llama", "--lora=rank=0"], "--lora.rank: 0 is not allowed; it must be"),
-        (["--model=hf:tiny-lama"], "--model: 'hf:tiny-lama' is not allowed; did you mean"),
-        (["--model=hf:tiny-llama", "--padding=2"], "--padding"),
+        (["--model=hf:tiny-llama", "--lora=rank=0"], "--lora.rank: '0' is not allowed; it must be"),
+        (["--model=hf:tiny-lama"], "--model: 'hf:tiny-lama' is not allowed; after hf: comes"),
+        (["--model=hf:tiny-llama", "--padding=2"], "--padding.fraction: '2' is not allowed"),
         (["--model=tinny"], "--model: 'tinny' is not allowed; did you mean 'tiny'"),
         (["--stand-in=no.json"], "[Errno 2] No such file or directory: 'no.json'"),
     ],
@@ -60,7 +61,8 @@ def test_an_edited_stand_in_is_refused(tmp_path, monkeypatch, capsys) -> None:
     given = {"model": "hf:tiny-gpt2", "method": "flash-bk", "batch_size": "1", "seq_len": "1"}
     stand_in = StandIn.of(make_experiment(given | {"device": "cpu"}))
     file = tmp_path / f"{stand_in.label}.json"
-    file.write_text(stand_in.canonical.replace('"vocab_size":211', '"vocab_size":212'))
+    edited = stand_in.model_copy(update={"padding": Padding(fraction=0.1)})
+    file.write_text(edited.canonical)
     with pytest.raises(SystemExit):
         main([f"--stand-in={file}", "--method=flash-bk"])
 
