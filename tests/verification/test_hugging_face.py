@@ -60,14 +60,15 @@ def test_our_own_method_is_verified(model, fields, scenario) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "words"),
+    ("model", "method", "words"),
     [
-        ("opacus-ew", "Opacus: Expanded Weights encountered but cannot handle function addmm"),
-        ("opacus-ghost", "Opacus: Parameter tying is not supported with Ghost Clipping; Opacus's"),
+        ("gpt2", "opacus-ew", "Opacus: Expanded Weights encountered but cannot handle function"),
+        ("gpt2", "opacus-ghost", "Opacus: Parameter tying is not supported with Ghost Clipping;"),
+        ("opt", "opacus-hooks", "Opacus: a trained layer takes an argument of type int"),
     ],
 )
-def test_opacuss_refusal_is_unsupported_in_its_own_words(method, words) -> None:
-    found = case("hf:tiny-gpt2", method, "plain")
+def test_opacuss_refusal_is_unsupported_in_its_own_words(model, method, words) -> None:
+    found = case(f"hf:tiny-{model}", method, "plain")
 
     assert found.outcome == "unsupported"
     assert found.reason.startswith(words)

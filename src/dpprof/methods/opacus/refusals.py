@@ -2,7 +2,8 @@
 
 A refusal is an exception with which the library itself says that it does not know a model: a
 ``NotImplementedError`` that Opacus raises, or a ``RuntimeError`` on expanded weights that their
-code raises. Any other exception passes: it may be a defect, here or there.
+code raises. One more is told in our words: Opacus's hooks detach every argument of a trained layer,
+and fail on one that is no tensor. Any other exception passes: it may be a defect, here or there.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dpprof.spec.registry import UnsupportedError
 
 _EXPANDED_WEIGHTS = "torch.nn.utils._expanded_weights"
+_HOOKS = "opacus.grad_sample.grad_sample_module"
 _UNTIE = (
     "; Opacus's users untie the weights: {hf: NAME, tie_word_embeddings: false}, which is another "
     "model"
@@ -22,6 +24,13 @@ def tell_refusals() -> Iterator[None]:
     """Raise ``UnsupportedError`` with the library's own words where the library refuses."""
     try:
         yield
+    except AttributeError as error:
+        if not (_raising_module(error) == _HOOKS and error.name == "detach"):
+            raise
+        kind = type(error.obj).__name__
+        raise UnsupportedError(
+            f"Opacus: a trained layer takes an argument of type {kind}"
+        ) from error
     except (NotImplementedError, RuntimeError) as error:
         words = _spell(error)
         if not _is_refusal(error, words):
