@@ -28,6 +28,9 @@ MODELS = [
 ]
 KINDS = [{}, {"padding": "0.3"}, {"lora": "rank=8"}, {"lora": "rank=8", "padding": "0.3"}]
 OWN = ("flash", "flash-bk", "microbatch")
+LOOKUPS = ("opacus-ew", "opacus-hooks", "opacus-fast-gradient-clipping")
+WRONG = {(method, "hf:tiny-opt") for method in LOOKUPS}
+"""OPT's lookup has a padding id, whose row has no gradient; of these methods it gets one."""
 
 
 def stand_in(model: str, method: str = "flash-bk", **fields: str) -> StandIn:
@@ -130,6 +133,9 @@ def test_every_method_passes_or_says_why_not(method, model, fields) -> None:
     cases = verify(stand_in(model, **fields).canonical, method).cases
     passed, reason = judge(cases)
 
+    if (method, model) in WRONG and "lora" not in fields:
+        assert (passed, "relative error of the gradient" in reason) == (False, True)
+        return
     assert passed is not False, reason
     if method in OWN:
         assert (passed, reason) == (True, None)
