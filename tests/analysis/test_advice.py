@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from factory import make_experiment
 
-from dpprof.analysis.advice import CLOSE, Advice, advise
+from dpprof.analysis.advice import Advice, advise
 from dpprof.records.record import write_record
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
@@ -39,18 +39,26 @@ COMPUTE = {
 }
 
 
-def result(folder: Path, method: str, bound_s: float | None, **capacity) -> Result:
-    """Invent a capacity result; without a bound, one that does not fit."""
+def predicted(step_s: float) -> dict[str, object]:
+    """Invent a prediction that may be 10 % off."""
+    ends = {"low": step_s / 1.1, "high": step_s * 1.1}
+    rests_on = {"interpolated": 0.75, "data sheet": 0.25}
+    return {"median": step_s, **ends, "rests_on": rests_on, "waiting_share": 0.0}
+
+
+def result(folder: Path, method: str, step_s: float | None, **capacity) -> Result:
+    """Invent a capacity result; without a step's time, one that does not fit."""
     experiment = make_experiment(method=method, seq_len=4)
     measured = {
         "capacity": CAPACITY | capacity,
-        "compute": COMPUTE | {"roofline_step_s": bound_s},
+        "compute": COMPUTE | {"roofline_step_s": step_s and 0.5 * step_s},
+        "time": step_s and {"step_s": [], "predicted_step_s": predicted(step_s)},
     }
     failed = {"kind": "MemoryError", "message": f"{method} needs more"}
     return write_record(
         folder / f"{method}.json",
         Result,
-        (measured if bound_s else {})
+        (measured if step_s else {})
         | {
             "experiment_id": experiment.id,
             "experiment": experiment,
@@ -58,8 +66,8 @@ def result(folder: Path, method: str, bound_s: float | None, **capacity) -> Resu
             "code_digest": "",
             "instrument": "capacity",
             "replicate": 0,
-            "outcome": "ok" if bound_s else "oom",
-            "error": None if bound_s else failed,
+            "outcome": "ok" if step_s else "oom",
+            "error": None if step_s else failed,
             "attempts": [],
             "started_at": "2026-01-01T00:00:00+00:00",
             "wall_s": 1.0,
@@ -69,9 +77,9 @@ def result(folder: Path, method: str, bound_s: float | None, **capacity) -> Resu
     )
 
 
-def ask(folder: Path, **bounds: float | None) -> Advice:
-    named = {name.replace("_", "-"): bound for name, bound in bounds.items()}
-    return advise([result(folder, name, bound) for name, bound in named.items()], "h200", {})
+def ask(folder: Path, **times: float | None) -> Advice:
+    named = {name.replace("_", "-"): step_s for name, step_s in times.items()}
+    return advise([result(folder, name, step_s) for name, step_s in named.items()], "h200", {})
 
 
 def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> None:
@@ -86,14 +94,18 @@ def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> N
         ("microbatch", "does not fit"),
         ("standard", "baseline"),
     ]
-    assert advice.best.tokens_per_s_at_most == pytest.approx(8 * 4 / 1.0)
+    assert advice.best.tokens_per_s == pytest.approx(8 * 4 / 1.0)
+    assert advice.best.tokens_per_s_low == pytest.approx(8 * 4 / 1.1)
+    assert advice.best.tokens_per_s_high == pytest.approx(8 * 4 * 1.1)
+    assert advice.best.tokens_per_s_at_most == pytest.approx(8 * 4 / 0.5)
+    assert advice.sure_of_time.endswith("Of the device's time, 75% interpolated, 25% data sheet")
     assert advice.options[3].message == "microbatch needs more"
     assert advice.budget_bytes == 1000
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(0.999, "close"), (1.001, "slower")])
-def test_close_ends_where_the_module_says(tmp_path, factor, verdict) -> None:
-    advice = ask(tmp_path, opacus_ghost=1.0, opacus_ew=CLOSE * factor)
+def test_methods_are_close_where_their_intervals_overlap(tmp_path, factor, verdict) -> None:
+    advice = ask(tmp_path, opacus_ghost=1.0, opacus_ew=1.1**2 * factor)
 
     assert advice.options[1].verdict == verdict
 
@@ -117,20 +129,20 @@ def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
     assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
 
 
-def test_without_ceilings_methods_that_fit_are_not_ranked(tmp_path) -> None:
+def test_without_a_predicted_time_methods_that_fit_are_not_ranked(tmp_path) -> None:
     found = result(tmp_path, "opacus-hooks", 1.0)
-    unknown = found.compute.model_copy(update={"roofline_step_s": None})
-    advice = advise([found.model_copy(update={"compute": unknown})], "this machine", {})
+    advice = advise([found.model_copy(update={"time": None})], "this machine", {})
 
     assert advice.best is None
     assert advice.options[0].verdict == "unranked"
     assert advice.options[0].safe_batch_size == 8
+    assert advice.sure_of_time == "not predicted: no speeds of this device are known"
 
 
 def test_a_method_with_a_wrong_gradient_is_never_advised(tmp_path) -> None:
     results = [
-        result(tmp_path, method, bound_s)
-        for method, bound_s in {"opacus-ew": 0.1, "opacus-ghost": 1.0, "standard": 0.5}.items()
+        result(tmp_path, method, step_s)
+        for method, step_s in {"opacus-ew": 0.1, "opacus-ghost": 1.0, "standard": 0.5}.items()
     ]
     failed = Standing(verified=False, reason="relative error of the gradient: 1.0e-02")
     passed = Standing(verified=True, reason=None)
@@ -153,8 +165,8 @@ def test_a_method_that_nobody_verified_may_be_first_and_says_so(tmp_path) -> Non
 
 def test_the_mechanism_is_told_and_what_is_not_private_is_no_advice(tmp_path) -> None:
     mechanisms = {"opacus-ew": "none", "opacus-adaptive": "adaptive flat clipping"}
-    bounds = {"opacus-ew": 0.1, "opacus-adaptive": 1.0, "standard": 0.5}
-    results = [result(tmp_path, method, bound_s) for method, bound_s in bounds.items()]
+    times = {"opacus-ew": 0.1, "opacus-adaptive": 1.0, "standard": 0.5}
+    results = [result(tmp_path, method, step_s) for method, step_s in times.items()]
     standings = {
         one.experiment_id: Standing(True, None, mechanism=mechanisms.get(one.experiment.method))
         for one in results

@@ -4,7 +4,8 @@ from dpprof.analysis.advice import Advice, Option
 from dpprof.cli.advise import tell
 
 WHERE = "64 tokens, bfloat16, on h100"
-NUMBERS = "safe batch  tokens/s at most  FLOPs x"
+NUMBERS = "safe batch  tokens/s   90 % interval  FLOPs x"
+NARROW = "safe batch  tokens/s  90 % interval  FLOPs x"
 SURE = {"sure_of_memory": "by sums", "sure_of_time": "by bounds"}
 
 
@@ -15,7 +16,9 @@ def make(*options: Option, **others) -> Advice:
 
 def option(method: str, verdict: str, batch: int | None = None, **others) -> Option:
     numbers = {"largest_batch_size": batch, "safe_batch_size": batch, "verified": True}
-    speed = {"tokens_per_s_at_most": 1000.0 * (batch or 0), "dp_flop_multiplier": 1.5}
+    tokens = 1000.0 * (batch or 0)
+    speed = {"tokens_per_s": tokens, "dp_flop_multiplier": 1.5}
+    speed |= {"tokens_per_s_low": 0.9 * tokens, "tokens_per_s_high": 1.1 * tokens}
     fits = numbers | speed if batch else {"verified": True}
     return Option(method=method, verdict=verdict, private=method != "standard", **fits | others)
 
@@ -26,8 +29,8 @@ def test_one_table_says_what_fits() -> None:
     assert said.splitlines() == [
         f"Use flash-bk with batches of 8: hf-m, {WHERE}.",
         f"method    verdict   {NUMBERS}",
-        "flash-bk  first              8             8,000     1.50",
-        "standard  baseline           9             9,000     1.50",
+        "flash-bk  first              8     8,000  7,200 to 8,800     1.50",
+        "standard  baseline           9     9,000  8,100 to 9,900     1.50",
         "Memory: by sums.",
         "Time: by bounds.",
     ]
@@ -48,10 +51,10 @@ def test_adapters_and_whole_training_stand_side_by_side() -> None:
     assert tell(adapted).splitlines() == [
         f"Use flash-bk with batches of 8: hf-m with LoRA (rank 16, alpha 32), {WHERE}.",
         f"No private method safely fits: hf-m, {WHERE}.",
-        "          LoRA                                             whole",
-        f"method    verdict   {NUMBERS}  verdict       {NUMBERS}",
-        "flash-bk  first              8             8,000     1.50  does not fit",
-        "standard  baseline           9             9,000     1.50  does not fit",
+        "          LoRA                                                     whole",
+        f"method    verdict   {NUMBERS}  verdict       {NARROW}",
+        "flash-bk  first              8     8,000  7,200 to 8,800     1.50  does not fit",
+        "standard  baseline           9     9,000  8,100 to 9,900     1.50  does not fit",
         "standard (whole): standard needs more",
         "flash-bk (whole): flash-bk needs more",
         "Memory: by sums.",

@@ -82,7 +82,10 @@ def test_an_estimate_is_told_and_kept(capsys, tmp_path, monkeypatch) -> None:
     assert said.startswith("flash-bk, 3 x 4 tokens, float32\n")
     assert f"peak    {peak / 2**30:.2f} GiB allocated, in " in said
     assert f"{found['compute']['dp_flop_multiplier']:.2f} times what the model needs" in said
-    assert f"at least {found['compute']['roofline_step_s'] * 1e3:,.1f} ms a step" in said
+    step = found["time"]["predicted_step_s"]
+    assert 0 < step["low"] < step["median"] < step["high"]
+    assert f"time    {step['median'] * 1e3:,.1f} ms a step (90 % interval " in said
+    assert f"at least {found['compute']['roofline_step_s'] * 1e3:,.1f} ms by the roof" in said
 
 
 def test_an_estimate_that_cannot_be_made_says_why(capsys, tmp_path, monkeypatch) -> None:

@@ -163,3 +163,12 @@ for fields in (
     after = digests()
 
     assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, False]
+
+
+def test_predictions_depend_on_the_tables_of_measured_speeds() -> None:
+    predicting, timing = (
+        {file.name for file in measuring_files(name, "standard")} for name in ("estimate", "clean")
+    )
+
+    assert {"product_table.py", "h100.json"} <= predicting
+    assert not {"product_table.py", "h100.json"} & timing

@@ -14,7 +14,9 @@ def make(*options: dict[str, object], **setting) -> pd.DataFrame:
         "largest_batch_size": 21,
         "largest_peak_bytes": 130 * 2**30,
         "safe_batch_size": 19,
-        "tokens_per_s_at_most": 5731.4,
+        "tokens_per_s": 5731.4,
+        "tokens_per_s_low": 5000.0,
+        "tokens_per_s_high": 6500.2,
         "dp_flop_multiplier": 1.3214,
         "limited_by": "memory",
         "message": None,
@@ -23,8 +25,13 @@ def make(*options: dict[str, object], **setting) -> pd.DataFrame:
 
 
 NOTHING = dict.fromkeys(
-    ["largest_batch_size", "largest_peak_bytes", "safe_batch_size", "tokens_per_s_at_most"]
-) | {"dp_flop_multiplier": None, "limited_by": None}
+    ["largest_batch_size", "largest_peak_bytes", "safe_batch_size", "tokens_per_s"]
+) | {
+    "tokens_per_s_low": None,
+    "tokens_per_s_high": None,
+    "dp_flop_multiplier": None,
+    "limited_by": None,
+}
 
 
 def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
@@ -40,8 +47,9 @@ def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
     [sentence] = bullets.items
 
     assert sentence == (
-        "On h200, a could be the fastest private method for 1b at 1,024 tokens in float32; "
-        "batches of 19 safely fit; b and c are too close to rank; e does not fit at all."
+        "On h200, a is predicted to be the fastest private method for 1b at 1,024 tokens in "
+        "float32, at 5,731 tokens/s; batches of 19 safely fit; no difference is predicted between "
+        "it and b and c; e does not fit at all."
     )
 
 
@@ -87,7 +95,8 @@ def test_the_table_has_a_row_an_option() -> None:
 
     assert rows[0]["largest batch"] == "21"
     assert rows[0]["its peak (GiB)"] == "130.0"
-    assert rows[0]["tokens/s at most"] == "5,731"
+    assert rows[0]["tokens/s"] == "5,731"
+    assert rows[0]["90 % interval"] == "5,000 to 6,500"
     assert rows[1]["largest batch"] == "21+"
     assert rows[2] == rows[2] | {"method": "e", "largest batch": "-", "safe batch": "-"}
     assert "h200 139.0 GiB" in told.caption
@@ -99,12 +108,12 @@ def test_nothing_is_said_where_nobody_asked() -> None:
     assert tell_capacity(nothing) == tell_advice(nothing) == []
 
 
-def test_without_ceilings_nothing_is_said_to_be_beyond() -> None:
-    table = make({"method": "a", "verdict": "unranked", "tokens_per_s_at_most": None}, target=None)
+def test_without_a_predicted_time_nothing_is_said_to_be_beyond() -> None:
+    table = make({"method": "a", "verdict": "unranked", "tokens_per_s": None}, target=None)
 
     [sentence] = tell_advice(table)[0].items
 
-    assert sentence.startswith("The ceilings of this machine are unknown, so methods for 1b")
+    assert sentence.startswith("No time is predicted on this machine, so methods for 1b")
 
 
 def test_what_failed_verification_is_said_whether_something_else_is_advised_or_not() -> None:

@@ -1,9 +1,9 @@
-"""Which method to use: methods ranked by their best speed at the largest safe batch.
+"""Which method to use: methods ranked by their predicted speed at the largest safe batch.
 
-The ranking uses capacity results only. Memory is predicted storage by storage. Time is not
-predicted: the roofline gives the best possible speed of a step. Methods whose best speeds differ
-by less than ``CLOSE`` are called close. A method with a wrong gradient is never advised. A method
-without a verdict, or with another mechanism than flat clipping, is advised and marked as such.
+The ranking uses capacity results only. Memory is predicted storage by storage, time operator by
+operator. No difference is predicted between methods whose 90 % intervals overlap: they are called
+close. A method with a wrong gradient is never advised. A method without a verdict, or with another
+mechanism than flat clipping, is advised and marked as such.
 """
 
 from collections import defaultdict
@@ -21,9 +21,6 @@ from dpprof.analysis.standings import UNKNOWN
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.mechanisms import NO_CLIPPING
-
-CLOSE = 1.25
-"""Bounds closer than this do not rank methods: kernels reach different shares of the ceilings."""
 
 Verdict = Literal[
     "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
@@ -46,6 +43,9 @@ class Option(_Frozen):
     largest_peak_bytes: int | None = None
     safe_batch_size: int | None = None
     safe_peak_bytes: int | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_low: float | None = None
+    tokens_per_s_high: float | None = None
     tokens_per_s_at_most: float | None = None
     dp_flop_multiplier: float | None = None
     limited_by: str | None = None
@@ -71,7 +71,7 @@ class Advice(_Frozen):
 
     @property
     def best(self) -> Option | None:
-        """The private method with the highest best speed; None where none fits."""
+        """The private method with the highest predicted speed; None where none fits."""
         return next((option for option in self.options if option.verdict == "first"), None)
 
 
@@ -87,8 +87,8 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     options = [
         _describe(result, standings.get(result.experiment_id, UNKNOWN)) for result in results
     ]
-    speeds = [o.tokens_per_s_at_most for o in options if o.verdict == "unranked"]
-    fastest = max((speed for speed in speeds if speed is not None), default=None)
+    ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
+    fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
     judged = [_judge(option, fastest) for option in options]
     judged.sort(key=_rank)
     budgets = [result.capacity.budget_bytes for result in results if result.capacity]
@@ -104,10 +104,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
             "peaks are sums over every storage of a traced step; on a CPU they equal the measured "
             "peak to the byte, on a GPU the memory of libraries is modelled"
         ),
-        sure_of_time=(
-            "tokens per second are upper bounds from the roofline, not predictions; methods within "
-            f"{CLOSE - 1:.0%} of the first are called close"
-        ),
+        sure_of_time=_explain_time(results, judged),
     )
 
 
@@ -144,6 +141,7 @@ def _describe(result: Result, standing: Standing) -> Option:
         )
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
+    step = None if tight or result.time is None else result.time.predicted_step_s
     tokens = experiment.tokens_in(capacity.stated_batch_size)
     verdict: Verdict = "unranked" if private else "baseline"
     message = None
@@ -162,6 +160,9 @@ def _describe(result: Result, standing: Standing) -> Option:
         largest_peak_bytes=capacity.peak_bytes,
         safe_batch_size=capacity.safe_batch_size,
         safe_peak_bytes=capacity.safe_peak_bytes,
+        tokens_per_s=step and tokens / step.median,
+        tokens_per_s_low=step and tokens / step.high,
+        tokens_per_s_high=step and tokens / step.low,
         tokens_per_s_at_most=tokens / bound_s if bound_s else None,
         dp_flop_multiplier=compute.dp_flop_multiplier,
         limited_by=capacity.limited_by,
@@ -170,16 +171,33 @@ def _describe(result: Result, standing: Standing) -> Option:
 
 
 def _rank(option: Option) -> tuple[bool, bool, float]:
-    return not option.private, option.verdict == "wrong", -(option.tokens_per_s_at_most or 0.0)
+    return not option.private, option.verdict == "wrong", -(option.tokens_per_s or 0.0)
 
 
-def _judge(option: Option, fastest: float | None) -> Option:
-    speed = option.tokens_per_s_at_most
-    if option.verdict != "unranked" or speed is None or fastest is None:
+def _judge(option: Option, fastest: Option | None) -> Option:
+    if option.verdict != "unranked" or option.tokens_per_s is None or fastest is None:
         return option
     verdict: Verdict = "slower"
-    if speed == fastest:
+    if option == fastest:
         verdict = "first"
-    elif speed * CLOSE >= fastest:
+    elif (option.tokens_per_s_high or 0.0) >= (fastest.tokens_per_s_low or 0.0):
         verdict = "close"
     return option.model_copy(update={"verdict": verdict})
+
+
+def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
+    """Say what the predicted times rest on: for the first method, else for any."""
+    first = next((o.method for o in options if o.verdict == "first"), None)
+    predicted = {
+        r.experiment.method: r.time.predicted_step_s
+        for r in results
+        if r.time is not None and r.time.predicted_step_s is not None
+    }
+    if not predicted:
+        return "not predicted: no speeds of this device are known"
+    step = predicted.get(first or "") or next(iter(predicted.values()))
+    rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
+    return (
+        "tokens per second are predicted, with 90 % intervals; no difference is predicted between "
+        f"methods whose intervals overlap. Of the device's time, {rests}"
+    )

@@ -29,7 +29,8 @@ class Group(NamedTuple):
     @property
     def step_s(self) -> list[float]:
         """Median step time of each clean process; step times come from no other instrument."""
-        return [r.time.median_s for r in self._ok("clean") if r.time]
+        times = [r.time.median_s for r in self._ok("clean") if r.time]
+        return [seconds for seconds in times if seconds is not None]
 
     @property
     def timed_on(self) -> Mapping[str, Any] | None:

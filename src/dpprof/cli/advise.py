@@ -24,18 +24,24 @@ def _recommend(advice: Advice) -> list[str]:
     where = f"{advice.model}{trained}, {advice.seq_len:,} tokens, {advice.dtype}"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
-        return [f"The ceilings are not known, so methods that fit are not ranked: {where}."]
+        return [f"No time is predicted, so methods that fit are not ranked: {where}."]
     if best is None:
         wrong = any(option.verdict == "wrong" for option in advice.options)
         return [f"No private method {'can be advised' if wrong else 'safely fits'}: {where}."]
     said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
     close = [option.method for option in advice.options if option.verdict == "close"]
     if close:
-        said.append(f"Too close to tell apart from it: {', '.join(close)}.")
+        said.append(f"No difference predicted between it and: {', '.join(close)}.")
     return said
 
 
-_COLUMNS = ("verdict", "safe batch", "tokens/s at most", "FLOPs x")
+_COLUMNS = ("verdict", "safe batch", "tokens/s", "90 % interval", "FLOPs x")
+
+
+def _interval(option: Option) -> str:
+    if option.tokens_per_s_low is None or option.tokens_per_s_high is None:
+        return "unknown"
+    return f"{option.tokens_per_s_low:,.0f} to {option.tokens_per_s_high:,.0f}"
 
 
 def _cells(option: Option) -> tuple[str, ...]:
@@ -43,7 +49,8 @@ def _cells(option: Option) -> tuple[str, ...]:
     return (
         option.verdict,
         _number(option.safe_batch_size, ",", "none" if fits else ""),
-        _number(option.tokens_per_s_at_most, ",.0f", "unknown" if fits else ""),
+        _number(option.tokens_per_s, ",.0f", "unknown" if fits else ""),
+        _interval(option) if fits else "",
         _number(option.dp_flop_multiplier, ".2f", "unknown" if fits else ""),
     )
 

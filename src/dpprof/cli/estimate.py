@@ -60,8 +60,12 @@ def describe(result: Result) -> str:
         over = "" if times is None else f", {times:.2f} times what the model needs"
         lines.append(f"FLOPs   {compute.executed_flops / 1e12:.2f} TFLOP a step{over}")
         if compute.roofline_step_s is not None:
-            bound = f"{compute.roofline_step_s * 1e3:,.1f} ms a step by the roofline"
-            lines.append(f"time    at least {bound}; kernels and launches add to it")
+            bound = f"at least {compute.roofline_step_s * 1e3:,.1f} ms by the roofline"
+            step = result.time and result.time.predicted_step_s
+            if step:
+                interval = f"{step.low * 1e3:,.1f} to {step.high * 1e3:,.1f}"
+                bound = f"{step.median * 1e3:,.1f} ms a step (90 % interval {interval}); {bound}"
+            lines.append(f"time    {bound}")
     where = f"{experiment.batch_size:,} x {experiment.seq_len:,} tokens, {experiment.dtype}"
     return "\n".join([f"{experiment.method}, {where}", *lines])
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from dpprof.flops.cost import AttentionShape, Cost, ProductShape
 from dpprof.flops.op_kinds import Family
 from dpprof.norms import triton_ops
 
@@ -31,40 +32,33 @@ COUNTED = ("matmul", "attention")
 Moved = list[tuple[Tensor, int]]
 
 
-class Cost(NamedTuple):
-    """What one call of an operator costs."""
-
-    op: str
-    family: Family
-    flops: int
-    dtype: str
-    """Of the first tensor; the speed of a matrix product depends on it."""
-
-    formula_unknown: bool = False
-    """Whether it is a product or attention without a formula; its FLOPs count as 0."""
+def _single(a: Tensor, b: Tensor) -> ProductShape:
+    return 1, a.shape[-2], b.shape[-1], a.shape[-1]
 
 
-def _product(a: Tensor, b: Tensor) -> int:
-    return 2 * a.numel() * b.shape[-1]
+def _batched(a: Tensor, b: Tensor) -> ProductShape:
+    return a.shape[0], a.shape[-2], b.shape[-1], a.shape[-1]
 
 
-def _grouped(a: Tensor, b: Tensor) -> int:
+def _grouped(a: Tensor, b: Tensor) -> ProductShape:
     """Groups divide one of the sizes, unless both operands have an axis of them."""
-    flops = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
-    return flops * a.shape[0] if a.dim() == b.dim() == 3 else flops  # noqa: PLR2004
+    return _batched(a, b) if a.dim() == b.dim() == 3 else _single(a, b)  # noqa: PLR2004
 
 
 # torch's registry has formulas for some of these, which fail on the overloads with an out_dtype.
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys((aten.mm, aten._int_mm, aten.bmm), lambda a, b, *_, **__: _product(a, b)),  # noqa: SLF001
+_SHAPES: dict[Any, Callable[..., ProductShape]] = {
+    **dict.fromkeys((aten.mm, aten._int_mm), lambda a, b, *_, **__: _single(a, b)),  # noqa: SLF001
     **dict.fromkeys(
-        (aten.addmm, aten._addmm_activation, aten.baddbmm, aten.addbmm),  # noqa: SLF001
-        lambda _, a, b, *__, **___: _product(a, b),
+        (aten.addmm, aten._addmm_activation),  # noqa: SLF001
+        lambda _, a, b, *__, **___: _single(a, b),
     ),
+    aten.bmm: lambda a, b, *_, **__: _batched(a, b),
+    **dict.fromkeys((aten.baddbmm, aten.addbmm), lambda _, a, b, *__, **___: _batched(a, b)),
     aten._grouped_mm: lambda a, b, *_, **__: _grouped(a, b),  # noqa: SLF001
-    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda a, *_, **__: 2 * a.numel()),
-    aten.addmv: lambda _, a, *__, **___: 2 * a.numel(),
-    aten.addr: lambda _, a, b, *__, **___: 2 * a.numel() * b.numel(),
+    aten.mv: lambda a, *_, **__: (1, a.shape[0], 1, a.shape[1]),
+    aten.addmv: lambda _, a, *__, **___: (1, a.shape[0], 1, a.shape[1]),
+    **dict.fromkeys((aten.dot, aten.vdot), lambda a, *_, **__: (1, 1, 1, a.numel())),
+    aten.addr: lambda _, a, b, *__, **___: (1, a.numel(), b.numel(), 1),
 }
 # The registry has attention for CUDA alone.
 _CPU_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
@@ -174,7 +168,12 @@ class Rule(NamedTuple):
     """Whether it moves no bytes."""
 
     family: Family
-    formula: Callable[..., int] | None
+    shape_of: Callable[..., ProductShape] | None
+    """From the arguments of a matrix product to its sizes."""
+
+    attends_by: tuple[tuple[str, int], ...] | None
+    """Names and positions of query, key and is_causal, of fused attention."""
+
     mutated: frozenset[int | str]
     """Positions and names of the arguments that it writes to."""
 
@@ -202,10 +201,27 @@ class Rule(NamedTuple):
         reads = inputs if self.overwrites else inputs + mutated
         first = next(iter(inputs or mutated or writes), None)
         dtype = "" if first is None else _name_dtype(first[0].dtype)
-        products = self.count_products(args, kwargs, out)
-        flops = self._count_others(reads, writes) if products is None else products
-        unknown = products is None and self.is_counted
-        return Cost(self.name, self.family, flops, dtype, unknown), reads, writes
+        product = self.shape_of and self.shape_of(*args, **kwargs)
+        counted = self.count_products(args, kwargs, out)
+        flops = self._count_others(reads, writes) if counted is None else counted
+        unknown = counted is None and self.is_counted
+        attention = self._find_attention(args, kwargs)
+        cost = Cost(self.name, self.family, flops, dtype, product, attention, unknown)
+        return cost, reads, writes
+
+    def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
+        if self.family != "attention" or self.attends_by is None:
+            return None
+        given = [args[at] if at < len(args) else kwargs.get(name) for name, at in self.attends_by]
+        query, key, is_causal = given
+        return AttentionShape(
+            heads=math.prod(query.shape[:-2]),
+            queries=query.shape[-2],
+            keys=key.shape[-2],
+            width=query.shape[-1],
+            is_causal=bool(is_causal),
+            is_backward="backward" in self.name,
+        )
 
     @property
     def is_counted(self) -> bool:
@@ -218,8 +234,10 @@ class Rule(NamedTuple):
         Returns:
             None for other operators, and for a product without a formula.
         """
-        if self.formula is not None:
-            return self.formula(*args, **kwargs)
+        if self.shape_of is not None:
+            return 2 * math.prod(self.shape_of(*args, **kwargs))
+        if self.functional in _CPU_ATTENTION_FLOPS:
+            return _CPU_ATTENTION_FLOPS[self.functional](*args, **kwargs)
         if self.functional in flop_registry:
             return int(flop_registry[self.functional](*args, **kwargs, out_val=out))
         return None
@@ -248,10 +266,17 @@ def learn_rule(func: Any) -> Rule:
         is_view=func.is_view and packet is not aten.lift_fresh,
         is_free=packet in _FREE or _is_view(func) or func.namespace == "prim",
         family=_find_family(packet, functional),
-        formula=_FLOPS.get(functional) or _CPU_ATTENTION_FLOPS.get(functional),
+        shape_of=_SHAPES.get(functional),
+        attends_by=_find_attends(func),
         mutated=frozenset(mutated),
         overwrites=functional in _WRITES_ONLY or _fills_out(func),
     )
+
+
+def _find_attends(func: Any) -> tuple[tuple[str, int], ...] | None:
+    places = {one.name: at for at, one in enumerate(func._schema.arguments)}  # noqa: SLF001
+    names = ("query", "key", "is_causal")
+    return tuple((n, places[n]) for n in names) if places.keys() >= set(names) else None
 
 
 def _find_functional(func: Any, packet: Any) -> Any:
@@ -306,7 +331,7 @@ def _does_work(func: Any) -> bool:
 
 def _find_family(packet: Any, functional: Any) -> Family:
     known: list[tuple[Any, Family]] = [
-        (_FLOPS, "matmul"),
+        (_SHAPES, "matmul"),
         (_INDEXING, "indexing"),
         (_COPIES, "copy"),
         (_NORMS, "norm"),

@@ -28,13 +28,14 @@ from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.result import Measurement, Observed
+from dpprof.records.result import Measurement, Observed, Time
 from dpprof.records.step_costs import Memory
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 from dpprof.spec.target import Target
+from dpprof.step_time.predict import predict_step
 from dpprof.system.hardware import visible_gpus
 
 ESTIMATED_STEPS = 2
@@ -309,7 +310,15 @@ def state(
     compute = state_compute(experiment, training.step.module, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
+    time = None
+    if not_run and ceilings is not None:
+        time = Time(
+            step_s=[], predicted_step_s=predict_step(steady.ops, experiment.dtype, ceilings)
+        )
     predicted = {f"memory.{name}" for name, value in memory if value is not None}
+    if time is not None:
+        predicted.add("time")
+        not_run = not_run | {"time.median_s": "nothing ran"}
     unknown = {name: why for name, why in _NOT_KNOWN.items() if name not in predicted}
     return Measurement(
         model=training.model,
@@ -318,6 +327,7 @@ def state(
         nonfinite_samples=None if not_run else training.step.nonfinite_samples,
         memory=memory,
         compute=compute,
+        time=time,
         io=state_io(steady, compute.executed_flops),
         reasons=unknown | not_run | paths.reasons | training.step.reasons,
     )

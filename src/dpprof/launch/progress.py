@@ -106,7 +106,7 @@ def run_name(experiment_id: str, instrument: str, replicate: int) -> str:
 def tell_result(result: Result) -> None:
     """Print the result of a run in one line."""
     text = f"{result.outcome} after {format_duration(result.wall_s)}"
-    if result.time is not None:
+    if result.time is not None and result.time.median_s is not None:
         text += f": step {result.time.median_s * 1000:.1f} ms"
     memory = result.memory
     if result.capacity is not None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.flops.op_costs import Cost, Rule, learn_rule
+from dpprof.flops.cost import Cost
+from dpprof.flops.op_costs import Rule, learn_rule
 from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
 from dpprof.methods.tensors import tensors_in

@@ -74,7 +74,10 @@ def _imports(source: bytes) -> frozenset[Path]:
 
 
 def closure(entries: Iterable[Path]) -> list[Path]:
-    """Return all dpprof files that some files import, directly or indirectly."""
+    """Return all dpprof files that some files import, directly or indirectly.
+
+    The tables of their packages, ``<package>/tables/*.json``, are among them.
+    """
     reached: set[Path] = set()
     waiting = list(entries)
     while waiting:
@@ -82,7 +85,8 @@ def closure(entries: Iterable[Path]) -> list[Path]:
         if file not in reached:
             reached.add(file)
             waiting += _imports(file.read_bytes())
-    return sorted(reached)
+    tables = (folder.glob("tables/*.json") for folder in {file.parent for file in reached})
+    return sorted(reached.union(*tables))
 
 
 def _digest(files: Iterable[Path], *facts: object) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dpprof.records.record import Part, ResultError, read_record
 from dpprof.records.step_costs import Compute, Io, Memory
-from dpprof.records.terms import OpKind, Outcome, Phase
+from dpprof.records.terms import Basis, OpKind, Outcome, Phase
 from dpprof.spec.experiment import Experiment
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -116,14 +116,31 @@ class Capacity(Part):
     )
 
 
-class Time(Part):
-    """Raw step times, and the median that represents this process."""
+class PredictedTime(Part):
+    """The predicted time of a step, with a 90 % interval."""
 
-    step_s: list[float]
-    warmup_step_s: list[float] | None
-    median_s: float
+    median: float
+    low: float
+    high: float
+    rests_on: dict[Basis, float] = Field(
+        description="shares of the device's time by what its prediction rests on"
+    )
+    waiting_share: float = Field(
+        description="share of the step in which the device waits for the host"
+    )
+
+
+class Time(Part):
+    """Raw step times, and the median that represents this process; or a prediction."""
+
+    step_s: list[float] = Field(description="empty where nothing was timed")
+    warmup_step_s: list[float] | None = None
+    median_s: float | None = None
     phases_s: dict[Phase, list[float]] | None = Field(
         None, description="seconds of each phase, one value per timed step"
+    )
+    predicted_step_s: PredictedTime | None = Field(
+        None, description="by estimate and capacity, for a GPU"
     )
 
 

@@ -46,3 +46,8 @@ OpKind = Literal[
     "other",
 ]
 OP_KINDS: tuple[OpKind, ...] = get_args(OpKind)
+
+Basis = Literal["measured at this shape", "interpolated", "extrapolated", "data sheet"]
+"""What the predicted time of an operator rests on, the surest first."""
+
+BASES: tuple[Basis, ...] = get_args(Basis)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.advice import CLOSE
 from dpprof.report.cells import Cell, column, listed, number, plural, tabulate, text_of
 from dpprof.report.document import Bullets, Paragraph, Table
 
@@ -45,7 +44,8 @@ def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
         "largest batch": _largest,
         "its peak (GiB)": lambda row: number(row["largest_peak_bytes"], _GIB),
         "safe batch": lambda row: number(row["safe_batch_size"], digits=0),
-        "tokens/s at most": lambda row: number(row["tokens_per_s_at_most"], digits=0),
+        "tokens/s": lambda row: number(row["tokens_per_s"], digits=0),
+        "90 % interval": _interval,
         "FLOPs x": lambda row: number(row["dp_flop_multiplier"], digits=2),
     }
     budgets = rows.dropna(subset=["budget_bytes"]).groupby("target")["budget_bytes"].first()
@@ -54,8 +54,8 @@ def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
         "The largest batch whose predicted peak fits in memory "
         f"({memory or 'none does'}), and a safe batch: its allocator never has to release "
         "its cache. "
-        "Tokens per second are upper bounds at the safe batch, from the roofline, not predictions: "
-        f"methods within {CLOSE - 1:.0%} of the first are called close. A + marks a search that "
+        "Tokens per second are predicted at the safe batch; no difference is predicted between "
+        "methods whose 90 % intervals overlap, which are called close. A + marks a search that "
         "ended before the memory was full. FLOPs x is executed FLOPs over model FLOPs."
     )
     texts = tuple(_NAMING.keys() - {"T"})
@@ -75,23 +75,29 @@ def _sentences(rows: pd.DataFrame) -> Iterator[str]:
         wrong = options.loc[options["verdict"] == "wrong", "method"]
         failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
         if (options["verdict"] == "unranked").any():
-            yield f"The ceilings of {target} are unknown, so methods for {where} are not ranked."
+            yield f"No time is predicted on {target}, so methods for {where} are not ranked."
             continue
         if best.empty:
             yield f"No requested private method safely fits on {target} for {where}{failed}."
             continue
         chosen = best.iloc[0]
         said = (
-            f"On {target}, {chosen['method']} could be the fastest private method for "
-            f"{where}; batches of {chosen['safe_batch_size']:,.0f} safely fit"
+            f"On {target}, {chosen['method']} is predicted to be the fastest private method for "
+            f"{where}, at {chosen['tokens_per_s']:,.0f} tokens/s; batches of "
+            f"{chosen['safe_batch_size']:,.0f} safely fit"
         )
         close = options.loc[options["verdict"] == "close", "method"]
         if len(close):
-            said += f"; {listed(close)} {plural(len(close), 'is', 'are')} too close to rank"
+            said += f"; no difference is predicted between it and {listed(close)}"
         beyond = options.loc[options["verdict"] == "does not fit", "method"]
         if len(beyond):
             said += f"; {listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
         yield f"{said}{failed}."
+
+
+def _interval(row: Any) -> str:
+    low, high = (number(row[f"tokens_per_s_{end}"], digits=0) for end in ("low", "high"))
+    return low if low == high else f"{low} to {high}"
 
 
 def _largest(row: Any) -> str:

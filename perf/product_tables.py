@@ -1,0 +1,180 @@
+"""Derive the tables of products' speeds that are part of dpprof, and say how exact they are.
+
+The measurements are those of NVIDIA's aiconfigurator-core (PyPI, Apache-2.0), which timed
+``torch.nn.functional.linear`` in bfloat16 under three serving frameworks. A derived table keeps
+the share of the roofline that the median of the three reached, at sizes that training has. Held-out
+shapes are predicted from all others but their own neighbours of one row more or less.
+
+    pip install aiconfigurator-core
+    python perf/product_tables.py
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dpprof.spec.datasheets import A100, B200, H100, H200, L40S
+from dpprof.spec.target import Target
+from dpprof.step_time.op_time import Z_90
+from dpprof.step_time.product_table import UNIT, Peaks, ProductTable, bound_s
+from dpprof.system.console import say
+
+SOURCE = "aiconfigurator-core"
+TABLES = Path(__file__).parents[1] / "src" / "dpprof" / "step_time" / "tables"
+DEVICES: dict[str, tuple[str, Target]] = {
+    "a100": ("a100_sxm", A100),
+    "b200": ("b200_sxm", B200),
+    "h100": ("h100_sxm", H100),
+    "h200": ("h200_sxm", H200),
+    "l40s": ("l40s", L40S),
+}
+ROWS = [32, 64, 128, 192, *range(256, 4353, 256), 8192, 16384, 32768]
+LARGE = 512
+"""The errors of products whose sizes are all at least this are said apart."""
+
+HELD_OUT = 2_000
+ITEMSIZE = 2
+
+
+def read_measured(device: str) -> pd.DataFrame:
+    """Read the seconds of bfloat16 products: one row a shape, one column a framework."""
+    folder = files("aiconfigurator_core") / "systems" / "data" / device / "gemm"
+    columns = {}
+    for framework in sorted(folder.iterdir(), key=lambda one: one.name):
+        newest = max(_list_tables(framework), key=lambda path: path.parent.name, default=None)
+        if newest is not None:
+            found = pd.read_parquet(newest)
+            found = found[found["gemm_dtype"] == "bfloat16"]
+            columns[framework.name] = found.groupby(["m", "n", "k"])["latency"].median() / 1e3
+    return pd.DataFrame(columns)
+
+
+def _list_tables(framework: Any) -> Iterator[Path]:
+    for release in framework.iterdir():
+        path = Path(str(release)) / "gemm_perf.parquet"
+        if path.is_file():
+            yield path
+
+
+def share_of_roofline(seconds: pd.Series, target: Target) -> pd.Series:
+    """Divide the roofline's time by the time measured, for every shape."""
+    peaks = Peaks(target.flops_per_s["bfloat16"], target.bandwidth_bytes_per_s)
+    m, n, k = (seconds.index.get_level_values(name).to_numpy(float) for name in ("m", "n", "k"))
+    return pd.Series(bound_s((1, m, n, k), ITEMSIZE, peaks), seconds.index) / seconds
+
+
+def derive(name: str) -> tuple[dict[str, Any], pd.Series]:
+    """Return the content of a device's table, and the shares at all measured shapes."""
+    device, target = DEVICES[name]
+    measured = read_measured(device)
+    shares = share_of_roofline(measured.median(axis=1), target).clip(upper=1.0)
+    sizes = {
+        "m": ROWS,
+        "n": sorted(set(shares.index.get_level_values("n"))),
+        "k": sorted(set(shares.index.get_level_values("k"))),
+    }
+    grid = pd.MultiIndex.from_product(list(sizes.values()), names=list(sizes))
+    parts = (shares.reindex(grid) * UNIT).round().fillna(0).astype(int)
+    shape = [len(size) for size in sizes.values()]
+    frameworks = ", ".join(measured.columns)
+    document = {
+        "device": name,
+        "source": f"{SOURCE} {version(SOURCE)}: systems/data/{device}/gemm, bfloat16; the median "
+        f"over {frameworks}",
+        "license": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
+        "about": "shares of the data sheet's roofline in parts of 10,000, by m, n and k; 0 where "
+        "nothing was measured",
+        **{key: [int(size) for size in value] for key, value in sizes.items()},
+        "shares": parts.to_numpy().reshape(shape).tolist(),
+    }
+    repeats = np.abs(np.log(measured.div(measured.median(axis=1), axis=0).to_numpy()))
+    errors = hold_out(document)
+    document["spreads"] = {
+        "measured at this shape": _spread(repeats[np.isfinite(repeats)]),
+        "interpolated": _spread(errors["error"]),
+        "extrapolated": 2 * _spread(errors["error"]),
+    }
+    return document, shares
+
+
+def _spread(errors: Any) -> float:
+    """Return the standard deviation for which 90 % of the errors are within the 90 % interval."""
+    return round(float(np.quantile(np.abs(errors), 0.9)) / Z_90, 4)
+
+
+def hold_out(document: dict[str, Any], count: int = HELD_OUT) -> pd.DataFrame:
+    """Predict shapes of a table from all others; returns log errors with m, n and k."""
+    spreads = dict.fromkeys(("measured at this shape", "interpolated", "extrapolated"), 0.0)
+    table = ProductTable.read({**document, "spreads": spreads})
+    shapes = table.shapes
+    chosen = np.random.default_rng(0).permutation(len(shapes))[:count]
+    rows = []
+    for at in chosen:
+        usable = np.ones(len(shapes), dtype=bool)
+        usable[at] = False
+        share = table.fit(np.log2(shapes[at]), usable)
+        m, n, k = map(int, shapes[at])
+        rows.append((m, n, k, np.log(table.shares[at] / share)))
+    return pd.DataFrame(rows, columns=["m", "n", "k", "error"])
+
+
+def describe(document: dict[str, Any], shares: pd.Series) -> str:
+    """Say a table's errors at held-out shapes and at measured shapes that it left out."""
+    held_out = hold_out(document)
+    table = ProductTable.read(document)
+    others = shares[~shares.index.get_level_values("m").isin(document["m"])].dropna()
+    others = others.sample(HELD_OUT, random_state=0)
+    left_out = others.index.to_frame(index=False)
+    predicted = [table.find(m, n, k)[0] for m, n, k in left_out.to_numpy().tolist()]
+    left_out["error"] = np.log(others.to_numpy() / predicted)
+    lines = [f"{document['device']}: {np.count_nonzero(document['shares']):,} shapes"]
+    for what, found in {"held out": held_out, "left out": left_out}.items():
+        for kind, some in {
+            f"all sizes at least {LARGE}": found[(found[["m", "n", "k"]] >= LARGE).all(axis=1)],
+            "all": found,
+        }.items():
+            off = np.abs(np.expm1(some["error"]))
+            lines.append(
+                f"  {what}, {kind}: {len(some):,} shapes, median error {off.median():.1%}, "
+                f"90th percentile {off.quantile(0.9):.1%}"
+            )
+    return "\n".join(lines)
+
+
+def write(document: dict[str, Any], path: Path) -> None:
+    """Write a table's file: one line for each m and n."""
+    head = {key: value for key, value in document.items() if key != "shares"}
+    rows = ",\n".join(
+        "[" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in plane) + "]"
+        for plane in document["shares"]
+    )
+    text = json.dumps(head, indent=1)[:-2] + f',\n "shares": [\n{rows}\n]\n}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=DEVICES, nargs="*", default=list(DEVICES))
+    parser.add_argument("--output-dir", type=Path, default=TABLES)
+    arguments = parser.parse_args()
+    try:
+        version(SOURCE)
+    except ModuleNotFoundError:
+        sys.exit(f"{SOURCE} is not installed: pip install {SOURCE}")
+    for name in arguments.device:
+        document, shares = derive(name)
+        write(document, arguments.output_dir / f"{name}.json")
+        say(describe(document, shares))
+
+
+if __name__ == "__main__":
+    main()

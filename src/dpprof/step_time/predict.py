@@ -1,0 +1,32 @@
+"""Predicts the time of a recorded step on a device."""
+
+from collections.abc import Iterable
+
+from dpprof.memory.recorder import Op
+from dpprof.records.result import PredictedTime
+from dpprof.spec.target import Dtype, Target
+from dpprof.step_time.gpu_model import CLOCKS, GpuModel
+from dpprof.step_time.timeline import IssuedOp, combine
+
+
+def predict_step(ops: Iterable[Op], dtype: Dtype, target: Target) -> PredictedTime:
+    """Predict how long a step takes on a GPU.
+
+    Args:
+        ops: The operators of a step in the steady state, in order.
+        dtype: The dtype of the experiment.
+        target: The GPU.
+    """
+    model = GpuModel(target, dtype)
+    issued = [
+        IssuedOp(op.op_kind, model.predict(op.cost, sum(n for _, n in (*op.reads, *op.writes))))
+        for op in ops
+    ]
+    step = combine(issued, model.host.share, model.host.spread, CLOCKS)
+    return PredictedTime(
+        median=step.median_s,
+        low=step.low_s,
+        high=step.high_s,
+        rests_on=step.rests_on,
+        waiting_share=step.host_share,
+    )

@@ -1,0 +1,145 @@
+"""How fast a device multiplies matrices of each shape: a table of measured speeds.
+
+A speed is a share of the roofline: the time that the data sheet's peaks allow over the time
+measured. Shares change slowly with a shape, while times span six orders of magnitude, so shares are
+what is interpolated: by a plane through the nearest measured shapes, in the logarithms of the sizes
+and of the share.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpprof.records.terms import Basis
+from dpprof.step_time.op_time import OpTime
+
+NEIGHBOURS = 16
+"""The plane goes through this many measured shapes."""
+
+_BLUR = 0.05
+"""Added to distances, so that no one shape decides alone. In doublings of a size."""
+
+_LEVEL = 0.05
+"""Pulls the plane's slopes towards zero where the neighbours say little of them."""
+
+_FAR = 1.0
+"""In doublings of a size: beyond the table by more, its spread grows no further."""
+
+UNIT = 1e4
+"""Shares are kept as whole numbers of these parts."""
+
+Floats = NDArray[np.float64]
+
+
+class Peaks(NamedTuple):
+    """The data sheet's figures that shares are of."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def bound_s(sizes: tuple[Any, Any, Any, Any], itemsize: int, peaks: Peaks) -> Any:
+    """Return the least seconds of products by the roofline.
+
+    Args:
+        sizes: Batch, m, n and k of products of ``(m, k)`` and ``(k, n)`` matrices: numbers or
+            arrays.
+        itemsize: Bytes of an element.
+        peaks: The device's.
+    """
+    batch, m, n, k = sizes
+    flops = 2.0 * batch * m * n * k
+    moved = float(itemsize) * batch * (m * k + k * n + m * n)
+    return np.maximum(flops / peaks.flops_per_s, moved / peaks.bytes_per_s)
+
+
+class ProductTable:
+    """Measured speeds of products of one dtype on one device.
+
+    Args:
+        shapes: Sizes ``(m, n, k)`` of the measured products, one row each.
+        shares: Of each, the share of the roofline that it reached.
+        spreads: Standard deviations of the logarithm of what is predicted, by basis.
+    """
+
+    def __init__(self, shapes: Floats, shares: Floats, spreads: Mapping[Basis, float]) -> None:
+        self.shapes, self.shares = shapes, shares
+        self._logs = np.log2(shapes)
+        self._log_shares = np.log(shares)
+        self._spreads = dict(spreads)
+        self._known = {tuple(row): at for at, row in enumerate(shapes.astype(int).tolist())}
+        self._low, self._high = self._logs.min(axis=0), self._logs.max(axis=0)
+        self.find = lru_cache(maxsize=4096)(self._find)
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Self:
+        """Build a table from the content of its file."""
+        sizes = [np.asarray(document[name], dtype=float) for name in ("m", "n", "k")]
+        parts = np.asarray(document["shares"], dtype=float)
+        grid = np.stack(np.meshgrid(*sizes, indexing="ij"), axis=-1)
+        known = parts > 0
+        return cls(grid[known], parts[known] / UNIT, document["spreads"])
+
+    def _find(self, m: int, n: int, k: int) -> tuple[float, float, Basis]:
+        """Return a share of the roofline, its spread, and what it rests on."""
+        at = self._known.get((m, n, k))
+        if at is not None:
+            basis: Basis = "measured at this shape"
+            return float(self.shares[at]), self._spreads[basis], basis
+        point = np.log2([m, n, k])
+        inside = np.clip(point, self._low, self._high)
+        share = self.fit(inside, np.ones(len(self._logs), dtype=bool))
+        beyond = float(np.abs(point - inside).max())
+        basis = "extrapolated" if beyond > 0 else "interpolated"
+        spread = self._spreads[basis] * (1 + min(beyond, _FAR))
+        return share, spread, basis
+
+    def fit(self, point: Floats, usable: NDArray[np.bool_]) -> float:
+        """Fit a plane through the usable shapes nearest to a point, and return its share there.
+
+        Args:
+            point: Logarithms of m, n and k to base 2.
+            usable: One for each row of the table.
+        """
+        offsets = self._logs - point
+        squares = np.where(usable, (offsets**2).sum(axis=1), np.inf)
+        few = min(NEIGHBOURS, int(usable.sum()))
+        nearest = np.argpartition(squares, few - 1)[:few]
+        weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
+        design = np.column_stack([np.ones(few), offsets[nearest]]) * weights[:, None]
+        level = np.diag([0.0, _LEVEL, _LEVEL, _LEVEL])
+        left = np.concatenate([design, level])
+        right = np.concatenate([self._log_shares[nearest] * weights, np.zeros(4)])
+        found = np.linalg.lstsq(left, right, rcond=None)[0]
+        return float(min(np.exp(found[0]), 1.0))
+
+    def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: Peaks) -> OpTime:
+        """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.
+
+        A batch is as fast as one product with as many rows: a device divides both into the same
+        tiles.
+        """
+        batch, m, n, k = shape
+        share, spread, basis = self.find(batch * m, n, k)
+        if batch > 1 and basis == "measured at this shape":
+            basis = "interpolated"
+        seconds = float(bound_s(shape, itemsize, peaks)) / share
+        return OpTime(seconds, spread, basis)
+
+
+@cache
+def read_table(name: str) -> ProductTable:
+    """Read a table that is part of dpprof, by the device's name, such as ``h100``."""
+    return ProductTable.read(read_document(name))
+
+
+def read_document(name: str) -> dict[str, Any]:
+    """Read the content of a table's file."""
+    text = files("dpprof.step_time").joinpath("tables", f"{name}.json").read_text("utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document

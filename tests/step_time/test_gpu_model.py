@@ -1,0 +1,114 @@
+"""The time of an operator on a GPU, and of steps of models that run there."""
+
+import pytest
+from factory import make_experiment
+
+from dpprof.flops.cost import AttentionShape, Cost
+from dpprof.instruments.memory import estimate
+from dpprof.spec.datasheets import A100, H100, H100_NVL, H200, L4
+from dpprof.spec.target import Target
+from dpprof.step_time import gpu_model
+from dpprof.step_time.gpu_model import KERNEL_S, MEMORY, GpuModel
+from dpprof.step_time.product_table import read_document
+
+SHAPE = (1, 4096, 8192, 2048)
+FLOPS = 2 * 4096 * 8192 * 2048
+
+
+def product(dtype: str = "bfloat16", shape=SHAPE) -> Cost:
+    return Cost("mm", "matmul", FLOPS, dtype, product=shape)
+
+
+def test_a_product_of_a_measured_shape_takes_what_was_measured() -> None:
+    document = read_document("h100")
+    m, n, k = (document[name].index(size) for name, size in zip("mnk", SHAPE[1:], strict=True))
+    share = document["shares"][m][n][k] / 10_000
+    found = GpuModel(H100, "bfloat16").predict(product(), 0)
+
+    assert found.seconds == pytest.approx(FLOPS / 989.4e12 / share + KERNEL_S)
+    assert found.basis == "measured at this shape"
+    assert 0.6 < share < 0.95
+
+
+def test_a_device_without_a_table_takes_its_architectures_shares() -> None:
+    own, other = (GpuModel(one, "bfloat16").predict(product(), 0) for one in (H100, H100_NVL))
+
+    ratio = (other.seconds - KERNEL_S) / (own.seconds - KERNEL_S)
+    assert ratio == pytest.approx(989.4 / 835, rel=1e-3)
+    assert (other.basis, other.spread) == ("extrapolated", 2 * own.spread)
+
+
+def test_an_unknown_architecture_rests_on_the_data_sheet_with_a_wide_interval() -> None:
+    board = Target(memory_bytes="1GiB", flops_per_s=1e12, bandwidth_bytes_per_s=1e11)
+    board = board.model_copy(update={"compute_capability": "7.5"})
+    found = GpuModel(board, "bfloat16").predict(product(), 0)
+
+    assert found.basis == "data sheet"
+    assert found.high / found.low > 3
+    assert found.low < FLOPS / 1e12 / 0.6 < found.high
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("float32", 67e12), ("tf32", 494.7e12)])
+def test_other_dtypes_have_their_own_ceilings(dtype, peak) -> None:
+    found = GpuModel(H100, dtype).predict(product("float32"), 0)
+
+    assert found.basis == "data sheet"
+    assert found.seconds > FLOPS / peak
+    assert found.seconds < 2 * FLOPS / peak
+
+
+def test_other_operators_take_the_time_of_their_bytes() -> None:
+    found = GpuModel(H200, "bfloat16").predict(Cost("add", "elementwise", 10, "float32"), 4_800_000)
+
+    assert found.seconds == pytest.approx(1e-6 / MEMORY.share + KERNEL_S)
+    assert found.basis == "data sheet"
+
+
+def test_a_causal_mask_that_the_kernel_knows_halves_attention() -> None:
+    def attend(*, is_causal: bool, is_backward: bool = False, tokens: int = 8192):
+        sizes = AttentionShape(64, tokens, tokens, 128, is_causal, is_backward)
+        flops = 4 * 64 * tokens**2 * 128
+        cost = Cost("flash", "attention", flops, "bfloat16", attention=sizes)
+        return GpuModel(A100, "bfloat16").predict(cost, 0).seconds - KERNEL_S, flops / 312e12
+
+    full, bound = attend(is_causal=False)
+    causal, _ = attend(is_causal=True)
+    backward, _ = attend(is_causal=False, is_backward=True)
+    short, short_bound = attend(is_causal=False, tokens=256)
+
+    assert causal == pytest.approx(full / 2)
+    assert 0.5 < bound / full < 0.73  # Dao 2023
+    assert full < backward
+    assert short_bound / short < 0.6 * bound / full
+
+
+def predict(**fields):
+    usual = {"device": "cuda", "target": "h100", "dtype": "bfloat16", "method": "standard"}
+    return estimate(make_experiment(**usual | fields), lambda _: None).time.predicted_step_s
+
+
+def test_a_tiny_step_waits_for_the_host_and_a_large_one_does_not() -> None:
+    tiny = predict(model="tiny", batch_size=1, seq_len=16)
+    small = {"vocab_size": 1000, "d_model": 1024, "layers": 2, "heads": 8}
+    large = predict(model=small, batch_size=32, seq_len=1024)
+
+    assert tiny.waiting_share > 0.4
+    assert large.waiting_share < 0.1
+    assert tiny.low < tiny.median < tiny.high < large.low
+    assert sum(large.rests_on.values()) == pytest.approx(1)
+
+
+def test_a_target_with_a_table_of_its_own_rests_on_it() -> None:
+    shape = {"vocab_size": 1024, "d_model": 1024, "layers": 2, "heads": 8}
+    on_h100 = predict(model=shape, batch_size=4, seq_len=512)
+    on_l4 = predict(model=shape, batch_size=4, seq_len=512, target="l4")
+
+    assert on_h100.rests_on["measured at this shape"] > 0.1
+    assert set(on_l4.rests_on) == {"extrapolated", "data sheet"}
+    assert on_l4.median > 3 * on_h100.median
+
+
+def test_every_device_with_a_table_is_a_target_of_its_architecture() -> None:
+    for target, name in gpu_model._MEASURED.items():
+        assert gpu_model._OF_ARCHITECTURE[target.compute_capability] in (name, "h100")
+    assert L4 not in gpu_model._MEASURED

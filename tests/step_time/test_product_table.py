@@ -1,0 +1,98 @@
+"""Speeds of products between measured shapes."""
+
+import numpy as np
+import pytest
+
+from dpprof.step_time.product_table import (
+    UNIT,
+    Peaks,
+    ProductTable,
+    bound_s,
+    read_document,
+    read_table,
+)
+
+SIZES = [2**power for power in range(6, 13)]
+SPREADS = {"measured at this shape": 0.01, "interpolated": 0.02, "extrapolated": 0.04}
+PEAKS = Peaks(1e12, 1e11)
+
+
+def make(law) -> ProductTable:
+    """Build a table of shares that follow a law of m, n and k."""
+    shares = [[[round(UNIT * law(m, n, k)) for k in SIZES] for n in SIZES] for m in SIZES]
+    return ProductTable.read(
+        {"m": SIZES, "n": SIZES, "k": SIZES, "shares": shares, "spreads": SPREADS}
+    )
+
+
+def law(m, n, k) -> float:
+    return 0.001 * m**0.3 * n**0.2 * k**0.25
+
+
+def test_a_bound_is_of_flops_or_of_bytes() -> None:
+    by_flops = bound_s((1, 1000, 1000, 1000), 2, PEAKS)
+    by_bytes = bound_s((3, 1, 1000, 1000), 2, PEAKS)
+
+    assert by_flops == 2e9 / 1e12
+    assert by_bytes == 3 * 2 * (1000 + 1000_000 + 1000) / 1e11
+
+
+def test_a_measured_shape_takes_its_own_time() -> None:
+    found = make(law).predict((1, 64, 128, 256), 2, PEAKS)
+
+    share = round(UNIT * law(64, 128, 256)) / UNIT
+    assert found.seconds == pytest.approx(2 * 64 * 128 * 256 / 1e12 / share)
+    assert (found.basis, found.spread) == ("measured at this shape", 0.01)
+    assert found.low < found.seconds < found.high
+
+
+@pytest.mark.parametrize("shape", [(100, 300, 700), (3000, 70, 90), (65, 4000, 1111)])
+def test_a_law_of_powers_is_found_again_between_shapes(shape) -> None:
+    share, spread, basis = make(law).find(*shape)
+
+    assert share == pytest.approx(law(*shape), rel=0.02)
+    assert (basis, spread) == ("interpolated", 0.02)
+
+
+def test_beyond_the_table_its_edge_counts_and_the_spread_grows() -> None:
+    table = make(law)
+    share, spread, basis = table.find(2 * SIZES[-1], 300, 300)
+
+    assert share == pytest.approx(table.find(SIZES[-1], 300, 300)[0], rel=1e-9)
+    assert (basis, spread) == ("extrapolated", pytest.approx(0.08))
+    assert table.find(64 * SIZES[-1], 300, 300)[1] == spread
+
+
+def test_a_batch_is_as_fast_as_its_rows_in_one_product() -> None:
+    table = make(law)
+    one, batch = table.predict((1, 512, 64, 64), 2, PEAKS), table.predict((8, 64, 64, 64), 2, PEAKS)
+
+    assert batch.basis == "interpolated"
+    ratio = bound_s((8, 64, 64, 64), 2, PEAKS) / bound_s((1, 512, 64, 64), 2, PEAKS)
+    assert batch.seconds / one.seconds == pytest.approx(ratio)
+
+
+def test_shapes_that_were_not_measured_are_left_out() -> None:
+    table = make(lambda m, _n, _k: 0.0 if m == 64 else 0.5)
+
+    assert table.shapes[:, 0].min() == 128
+    assert table.find(64, 64, 64)[2] == "extrapolated"
+
+
+@pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l40s"])
+def test_a_table_that_ships_says_where_it_is_from_and_predicts_what_it_left_out(name) -> None:
+    document, table = read_document(name), read_table(name)
+    assert document["source"].startswith("aiconfigurator-core 0.12.0: systems/data/")
+    assert "Apache-2.0" in document["license"]
+    assert 0 < table.shares.min() <= table.shares.max() <= 1
+
+    rng = np.random.default_rng(1)
+    large = np.flatnonzero((table.shapes >= 512).all(axis=1))
+    errors = []
+    for at in rng.choice(large, 100, replace=False):
+        usable = np.arange(len(table.shapes)) != at
+        found = table.fit(np.log2(table.shapes[at]), usable)
+        errors.append(abs(np.log(found / table.shares[at])))
+    assert np.median(errors) < 0.06
+    inside = np.asarray(errors) < 1.645 * document["spreads"]["interpolated"]
+    assert inside.mean() > 0.8
