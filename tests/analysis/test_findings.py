@@ -2,7 +2,9 @@ import pytest
 from factory import make_experiment, make_manifest, make_memory, tables_of_runs, write_synthetic
 
 from dpprof.analysis.collection import collect
+from dpprof.analysis.findings import _contended
 from dpprof.analysis.tables import build_tables
+from dpprof.records.result import Time
 
 GHOST = make_experiment(method="opacus-ghost")
 
@@ -81,6 +83,13 @@ def test_cores_that_others_kept_busy_are_a_finding(tmp_path) -> None:
     found = findings(tmp_path, replicates=3)
     assert found["kind"].tolist() == ["contended"]
     assert "(3.0 in r2)" in found["finding"][0]
+
+
+def test_busy_cores_do_not_matter_to_a_predicted_time(tmp_path) -> None:
+    timed = write_synthetic(tmp_path, GHOST, others_busy_cores=3.0)
+    predicted = timed.model_copy(update={"time": Time(step_s=[])})
+
+    assert [len(list(_contended([one]))) for one in (timed, predicted)] == [1, 0]
 
 
 def test_replicates_on_unlike_devices_are_a_finding(tmp_path) -> None:

@@ -48,6 +48,18 @@ def test_an_unknown_architecture_rests_on_the_data_sheet_with_a_wide_interval() 
     assert found.low < FLOPS / 1e12 / 0.6 < found.high
 
 
+def test_without_a_peak_of_the_dtype_no_time_is_predicted_and_the_reason_is_told() -> None:
+    board = {"memory_bytes": "1GiB", "bandwidth_bytes_per_s": 1e11, "flops_per_s": {"tf32": 1e12}}
+    fields = {"model": "tiny", "device": "cuda", "target": board}
+    found = estimate(make_experiment(**fields), lambda _: None)
+    known = estimate(make_experiment(**fields, dtype="tf32"), lambda _: None)
+
+    assert found.time is None
+    assert found.reasons["time"] == "not predicted: the target's flops_per_s has no float32"
+    assert known.time.median_s is None
+    assert known.reasons["time.median_s"].endswith("the instrument clean measures it")
+
+
 @pytest.mark.parametrize(("dtype", "peak"), [("float32", 67e12), ("tf32", 494.7e12)])
 def test_other_dtypes_have_their_own_ceilings(dtype, peak) -> None:
     found = GpuModel(H100, dtype).predict(product("float32"), 0)

@@ -93,7 +93,8 @@ def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     for r in results:
         cores = r.provenance["host"].get("cores_logical")
         others = r.attempts[-1].others_busy_cores
-        if r.time is not None and cores is not None and others is not None:
+        timed = r.time is not None and r.time.median_s is not None
+        if timed and cores is not None and others is not None:
             free = cores - r.device.get("threads", 1)
             if others > free + TOLERATED_CORES:
                 busy[r.replicate] = others

@@ -35,6 +35,7 @@ from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 from dpprof.spec.target import Target
+from dpprof.step_time.gpu_model import NoPeakError
 from dpprof.step_time.predict import predict_step
 from dpprof.system.hardware import visible_gpus
 
@@ -310,16 +311,17 @@ def state(
     compute = state_compute(experiment, training.step.module, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
+    predicted = {f"memory.{name}" for name, value in memory if value is not None}
+    unknown = {name: why for name, why in _NOT_KNOWN.items() if name not in predicted}
     time = None
     if not_run and ceilings is not None:
-        time = Time(
-            step_s=[], predicted_step_s=predict_step(steady.ops, experiment.dtype, ceilings)
-        )
-    predicted = {f"memory.{name}" for name, value in memory if value is not None}
-    if time is not None:
-        predicted.add("time")
-        not_run = not_run | {"time.median_s": "nothing ran"}
-    unknown = {name: why for name, why in _NOT_KNOWN.items() if name not in predicted}
+        try:
+            step = predict_step(steady.ops, experiment.dtype, ceilings)
+        except NoPeakError as error:
+            unknown["time"] = f"not predicted: {error}"
+        else:
+            time = Time(step_s=[], predicted_step_s=step)
+            unknown["time.median_s"] = unknown.pop("time")
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,

@@ -74,6 +74,13 @@ CLOCKS = 0.05
 """Spread of all times of a device together: clocks, cooling and drivers differ."""
 
 
+class NoPeakError(LookupError):
+    """The target does not say how fast it multiplies matrices of a dtype."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        super().__init__(f"the target's flops_per_s has no {dtype}")
+
+
 class GpuModel:
     """The times of operators on a target.
 
@@ -98,6 +105,9 @@ class GpuModel:
         Args:
             cost: What it computes.
             moved_bytes: What it reads and writes, each once.
+
+        Raises:
+            NoPeakError: It is a product or attention of a dtype whose peak is not known.
         """
         streamed_s = moved_bytes / self._target.bandwidth_bytes_per_s
         if cost.product is not None:
@@ -115,7 +125,7 @@ class GpuModel:
         counted_as: Dtype = "bfloat16" if in_16_bits else self._float32
         if dtype == "float64":
             counted_as = "float64"
-        peaks = Peaks(self._target.flops_per_s[counted_as], self._target.bandwidth_bytes_per_s)
+        peaks = Peaks(self._peak(counted_as), self._target.bandwidth_bytes_per_s)
         if self._products is None:
             seconds = float(bound_s(shape, itemsize, peaks)) / UNKNOWN_PRODUCTS.share
             return OpTime(seconds, UNKNOWN_PRODUCTS.spread, "data sheet")
@@ -134,7 +144,13 @@ class GpuModel:
         share *= sizes.keys / (sizes.keys + _HALF_TOKENS)
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
         in_16_bits = cost.dtype in ("bfloat16", "float16")
-        peak = self._target.flops_per_s["bfloat16" if in_16_bits else self._float32]
+        peak = self._peak("bfloat16" if in_16_bits else self._float32)
         flops = cost.flops / 2 if sizes.is_causal else cost.flops
         seconds = max(flops / (peak * share), streamed_s / MEMORY.share)
         return OpTime(seconds, _ATTENTION_SPREAD, "data sheet")
+
+    def _peak(self, dtype: Dtype) -> float:
+        found = self._target.flops_per_s.get(dtype)
+        if found is None:
+            raise NoPeakError(dtype)
+        return found

@@ -16,6 +16,9 @@ def predict_step(ops: Iterable[Op], dtype: Dtype, target: Target) -> PredictedTi
         ops: The operators of a step in the steady state, in order.
         dtype: The dtype of the experiment.
         target: The GPU.
+
+    Raises:
+        NoPeakError: The peak of a dtype that the step multiplies in is not known.
     """
     model = GpuModel(target, dtype)
     issued = [
