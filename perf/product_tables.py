@@ -2,8 +2,9 @@
 
 The measurements are those of NVIDIA's aiconfigurator-core (PyPI, Apache-2.0), which timed
 ``torch.nn.functional.linear`` in bfloat16 under three serving frameworks. A derived table keeps
-the share of the roofline that the median of the three reached, at sizes that training has. Held-out
-shapes are predicted from all others but their own neighbours of one row more or less.
+the share of the roofline that the median of the three reached, at sizes that training has. Errors
+are of shapes of the table, each predicted from all others (held out), and of measured shapes that
+the table has not (left out); the worse of the two is the spread of what is interpolated.
 
     pip install aiconfigurator-core
     python perf/product_tables.py
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dpprof.records.terms import BASES
 from dpprof.spec.datasheets import A100, B200, H100, H200, L40S
 from dpprof.spec.target import Target
 from dpprof.step_time.op_time import Z_90
@@ -71,11 +73,15 @@ def share_of_roofline(seconds: pd.Series, target: Target) -> pd.Series:
     return pd.Series(bound_s((1, m, n, k), ITEMSIZE, peaks), seconds.index) / seconds
 
 
-def derive(name: str) -> tuple[dict[str, Any], pd.Series]:
-    """Return the content of a device's table, and the shares at all measured shapes."""
+Errors = dict[str, pd.DataFrame]
+"""Logarithms of measured over predicted shares with m, n and k, by how shapes were chosen."""
+
+
+def derive(name: str) -> tuple[dict[str, Any], Errors]:
+    """Return the content of a device's table, and its errors."""
     device, target = DEVICES[name]
     measured = read_measured(device)
-    shares = share_of_roofline(measured.median(axis=1), target).clip(upper=1.0)
+    shares = share_of_roofline(measured.median(axis=1), target)
     sizes = {
         "m": ROWS,
         "n": sorted(set(shares.index.get_level_values("n"))),
@@ -84,25 +90,27 @@ def derive(name: str) -> tuple[dict[str, Any], pd.Series]:
     grid = pd.MultiIndex.from_product(list(sizes.values()), names=list(sizes))
     parts = (shares.reindex(grid) * UNIT).round().fillna(0).astype(int)
     shape = [len(size) for size in sizes.values()]
-    frameworks = ", ".join(measured.columns)
     document = {
         "device": name,
         "source": f"{SOURCE} {version(SOURCE)}: systems/data/{device}/gemm, bfloat16; the median "
-        f"over {frameworks}",
+        f"over {', '.join(measured.columns)}",
         "license": "Apache-2.0, Copyright (c) 2025-2026 NVIDIA CORPORATION & AFFILIATES",
         "about": "shares of the data sheet's roofline in parts of 10,000, by m, n and k; 0 where "
-        "nothing was measured",
+        "nothing was measured; above 10,000 where the operands were in the cache",
         **{key: [int(size) for size in value] for key, value in sizes.items()},
         "shares": parts.to_numpy().reshape(shape).tolist(),
+        "spreads": dict.fromkeys(BASES, 0.0),
     }
+    table = ProductTable.read(document)
+    errors = {"held out": hold_out(table), "left out": leave_out(table, shares.dropna())}
     repeats = np.abs(np.log(measured.div(measured.median(axis=1), axis=0).to_numpy()))
-    errors = hold_out(document)
+    interpolated = max(_spread(found["error"]) for found in errors.values())
     document["spreads"] = {
         "measured at this shape": _spread(repeats[np.isfinite(repeats)]),
-        "interpolated": _spread(errors["error"]),
-        "extrapolated": 2 * _spread(errors["error"]),
+        "interpolated": interpolated,
+        "extrapolated": 2 * interpolated,
     }
-    return document, shares
+    return document, errors
 
 
 def _spread(errors: Any) -> float:
@@ -110,43 +118,36 @@ def _spread(errors: Any) -> float:
     return round(float(np.quantile(np.abs(errors), 0.9)) / Z_90, 4)
 
 
-def hold_out(document: dict[str, Any], count: int = HELD_OUT) -> pd.DataFrame:
-    """Predict shapes of a table from all others; returns log errors with m, n and k."""
-    spreads = dict.fromkeys(("measured at this shape", "interpolated", "extrapolated"), 0.0)
-    table = ProductTable.read({**document, "spreads": spreads})
-    shapes = table.shapes
-    chosen = np.random.default_rng(0).permutation(len(shapes))[:count]
-    rows = []
-    for at in chosen:
-        usable = np.ones(len(shapes), dtype=bool)
-        usable[at] = False
-        share = table.fit(np.log2(shapes[at]), usable)
-        m, n, k = map(int, shapes[at])
-        rows.append((m, n, k, np.log(table.shares[at] / share)))
-    return pd.DataFrame(rows, columns=["m", "n", "k", "error"])
+def hold_out(table: ProductTable) -> pd.DataFrame:
+    """Predict shapes of a table from all others."""
+    chosen = np.random.default_rng(0).permutation(len(table.shapes))[:HELD_OUT]
+    found = pd.DataFrame(table.shapes[chosen], columns=["m", "n", "k"])
+    everything = np.arange(len(table.shapes))
+    predicted = [table.fit(np.log2(table.shapes[at]), everything != at) for at in chosen]
+    return found.assign(error=np.log(table.shares[chosen] / predicted))
 
 
-def describe(document: dict[str, Any], shares: pd.Series) -> str:
-    """Say a table's errors at held-out shapes and at measured shapes that it left out."""
-    held_out = hold_out(document)
-    table = ProductTable.read(document)
-    others = shares[~shares.index.get_level_values("m").isin(document["m"])].dropna()
+def leave_out(table: ProductTable, shares: pd.Series) -> pd.DataFrame:
+    """Predict measured shapes whose m is not in a table; half of these are one row off a tile."""
+    others = shares[~shares.index.get_level_values("m").isin(ROWS)]
     others = others.sample(HELD_OUT, random_state=0)
-    left_out = others.index.to_frame(index=False)
-    predicted = [table.find(m, n, k)[0] for m, n, k in left_out.to_numpy().tolist()]
-    left_out["error"] = np.log(others.to_numpy() / predicted)
+    found = others.index.to_frame(index=False)
+    predicted = [table.find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
+    return found.assign(error=np.log(others.to_numpy() / predicted))
+
+
+def describe(document: dict[str, Any], errors: Errors) -> list[str]:
+    """Say a table's errors, a line for each kind of shapes."""
     lines = [f"{document['device']}: {np.count_nonzero(document['shares']):,} shapes"]
-    for what, found in {"held out": held_out, "left out": left_out}.items():
-        for kind, some in {
-            f"all sizes at least {LARGE}": found[(found[["m", "n", "k"]] >= LARGE).all(axis=1)],
-            "all": found,
-        }.items():
+    for what, found in errors.items():
+        large = found[(found[["m", "n", "k"]] >= LARGE).all(axis=1)]
+        for kind, some in {f"all sizes at least {LARGE}": large, "all": found}.items():
             off = np.abs(np.expm1(some["error"]))
             lines.append(
                 f"  {what}, {kind}: {len(some):,} shapes, median error {off.median():.1%}, "
                 f"90th percentile {off.quantile(0.9):.1%}"
             )
-    return "\n".join(lines)
+    return lines
 
 
 def write(document: dict[str, Any], path: Path) -> None:
@@ -171,9 +172,10 @@ def main() -> None:
     except ModuleNotFoundError:
         sys.exit(f"{SOURCE} is not installed: pip install {SOURCE}")
     for name in arguments.device:
-        document, shares = derive(name)
+        document, errors = derive(name)
         write(document, arguments.output_dir / f"{name}.json")
-        say(describe(document, shares))
+        for line in describe(document, errors):
+            say(line)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> N
     assert advice.best.tokens_per_s_low == pytest.approx(8 * 4 / 1.1)
     assert advice.best.tokens_per_s_high == pytest.approx(8 * 4 * 1.1)
     assert advice.best.tokens_per_s_at_most == pytest.approx(8 * 4 / 0.5)
-    assert advice.sure_of_time.endswith("Of the device's time, 75% interpolated, 25% data sheet")
+    assert "Of the device's time, 75% interpolated, 25% data sheet. " in advice.sure_of_time
     assert advice.options[3].message == "microbatch needs more"
     assert advice.budget_bytes == 1000
 

@@ -12,7 +12,7 @@ from factory import make_experiment
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.flops.op_costs import COUNTED
+from dpprof.flops.cost import COUNTED
 from dpprof.instruments.memory import TimelineRecorder
 from dpprof.memory.recorder import Op, Recorder
 from dpprof.methods.training_step import Batch, TrainingStep

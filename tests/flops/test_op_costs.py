@@ -9,7 +9,8 @@ from operator_names import COLLECTIVES, OPERATORS
 from torch import Tensor, nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.flops.op_costs import COUNTED, family_of, learn_rule
+from dpprof.flops.cost import COUNTED
+from dpprof.flops.op_costs import family_of, learn_rule
 from dpprof.instruments.memory import TimelineRecorder, estimate, find_target, tracing
 from dpprof.instruments.setup import import_method, set_up
 from dpprof.memory.recorder import Op, Recorder

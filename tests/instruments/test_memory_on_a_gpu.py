@@ -3,7 +3,7 @@
 import pytest
 from factory import make_experiment
 
-from dpprof.flops.op_costs import COUNTED
+from dpprof.flops.cost import COUNTED
 from dpprof.instruments import memory
 
 

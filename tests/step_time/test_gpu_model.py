@@ -69,6 +69,15 @@ def test_other_dtypes_have_their_own_ceilings(dtype, peak) -> None:
     assert found.seconds < 2 * FLOPS / peak
 
 
+def test_products_without_sizes_take_the_time_of_their_flops() -> None:
+    norms = Cost("product_squares", "matmul", FLOPS, "bfloat16")
+    found = GpuModel(H100, "bfloat16").predict(norms, 1000)
+
+    assert found.low < FLOPS / 989.4e12 / 0.6 < found.high
+    assert found.seconds > FLOPS / 989.4e12
+    assert found.basis == "data sheet"
+
+
 def test_other_operators_take_the_time_of_their_bytes() -> None:
     found = GpuModel(H200, "bfloat16").predict(Cost("add", "elementwise", 10, "float32"), 4_800_000)
 

@@ -28,7 +28,7 @@ MODELS = [
 ]
 KINDS = [{}, {"padding": "0.3"}, {"lora": "rank=8"}, {"lora": "rank=8", "padding": "0.3"}]
 OWN = ("flash", "flash-bk", "microbatch")
-LOOKUPS = ("opacus-ew", "opacus-hooks", "opacus-fast-gradient-clipping")
+LOOKUPS = ("opacus-ew", "opacus-hooks", "opacus-per-layer", "opacus-fast-gradient-clipping")
 WRONG = {(method, "hf:tiny-opt") for method in LOOKUPS}
 """OPT's lookup has a padding id, whose row has no gradient; of these methods it gets one."""
 

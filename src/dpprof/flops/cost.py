@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 from dpprof.flops.op_kinds import Family
 
+COUNTED = ("matmul", "attention")
+"""Families whose FLOPs are the executed FLOPs."""
+
 ProductShape = tuple[int, int, int, int]
 """Batch, m, n and k of products of ``(m, k)`` and ``(k, n)`` matrices."""
 

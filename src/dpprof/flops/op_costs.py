@@ -20,14 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dpprof.flops.cost import AttentionShape, Cost, ProductShape
+from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
 from dpprof.flops.op_kinds import Family
 from dpprof.norms import triton_ops
 
 aten = torch.ops.aten
-
-COUNTED = ("matmul", "attention")
-"""Families whose FLOPs are the executed FLOPs."""
 
 Moved = list[tuple[Tensor, int]]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from dpprof.flops.cost import COUNTED
 from dpprof.flops.model_flops import model_flops_per_token
-from dpprof.flops.op_costs import COUNTED
 from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
 from dpprof.memory.recorder import Op
@@ -30,7 +30,7 @@ from dpprof.records.step_costs import (
 from dpprof.records.terms import COMPONENTS, EVIDENCE, Component, Evidence, OpKind, Phase
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.target import Dtype, Target
+from dpprof.spec.target import Dtype, Target, ceiling_of
 
 LARGEST = 15
 """How many groups of live storages at the peak a result lists."""
@@ -250,9 +250,6 @@ def count_model_flops(experiment: Experiment, module: nn.Module) -> int | None:
     )
 
 
-_CEILING: dict[str, Dtype] = {"bfloat16": "bfloat16", "float16": "bfloat16", "float64": "float64"}
-
-
 def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
     """Sum the lower bounds of each operator's time, by compute or by bandwidth.
 
@@ -264,8 +261,7 @@ def bound_step_s(ops: Iterable[Op], dtype: Dtype, ceilings: Target) -> float:
         moved = sum(size for _, size in (*op.reads, *op.writes))
         bound = moved / ceilings.bandwidth_bytes_per_s
         if op.cost.family in COUNTED:
-            in_float32: Dtype = "tf32" if dtype == "tf32" else "float32"
-            peak = ceilings.flops_per_s.get(_CEILING.get(op.cost.dtype, in_float32))
+            peak = ceilings.flops_per_s.get(ceiling_of(op.cost.dtype, dtype))
             if peak is not None:
                 bound = max(bound, op.cost.flops / peak)
         total += bound

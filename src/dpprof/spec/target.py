@@ -12,6 +12,23 @@ Dtype = Literal["float32", "tf32", "bfloat16", "float64"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
+_CEILINGS: Mapping[str, Dtype] = {
+    "bfloat16": "bfloat16",
+    "float16": "bfloat16",
+    "float64": "float64",
+}
+
+
+def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
+    """Return the dtype whose ceiling binds the products of an operator.
+
+    Args:
+        op_dtype: The operator's dtype, by its name in torch.
+        dtype: The experiment's, which says whether float32 products are TF32.
+    """
+    return _CEILINGS.get(op_dtype, "tf32" if dtype == "tf32" else "float32")
+
+
 def _for_every_dtype(value: object) -> object:
     """Return ceilings by dtype; a single number counts for every dtype."""
     if isinstance(value, Mapping):

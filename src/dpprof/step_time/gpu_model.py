@@ -8,9 +8,9 @@ beside each.
 
 from typing import NamedTuple
 
-from dpprof.flops.cost import AttentionShape, Cost, ProductShape
+from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
 from dpprof.spec import datasheets
-from dpprof.spec.target import Dtype, Target
+from dpprof.spec.target import Dtype, Target, ceiling_of
 from dpprof.step_time.op_time import OpTime
 from dpprof.step_time.product_table import Peaks, ProductTable, bound_s, read_table
 
@@ -49,7 +49,8 @@ OTHER_PRODUCTS = Share(0.85, 0.2)
 """Of the speed of bfloat16 products of the same shape, each over its own peak, by other dtypes."""
 
 UNKNOWN_PRODUCTS = Share(0.6, 0.35)
-"""Of the peak, by products of a device without a table of its architecture."""
+"""Of the roofline, by products of a device without a table of its architecture, and by kernels of
+other products, such as those of tiled norms."""
 
 KERNEL_S = 3e-6
 """What a kernel takes besides its work: ``mem_empirical_constant_latency`` of the same source."""
@@ -97,7 +98,7 @@ class GpuModel:
         self._products: ProductTable | None = read_table(name) if name else None
         self._is_own = own is not None
         self._target = target
-        self._float32: Dtype = "tf32" if dtype == "tf32" else "float32"
+        self._dtype = dtype
 
     def predict(self, cost: Cost, moved_bytes: int) -> OpTime:
         """Predict the device's time for one call of an operator.
@@ -114,6 +115,10 @@ class GpuModel:
             found = self._predict_product(cost.product, cost.dtype)
         elif cost.attention is not None:
             found = self._predict_attention(cost, cost.attention, streamed_s)
+        elif cost.family in COUNTED:
+            share = UNKNOWN_PRODUCTS
+            bound = max(cost.flops / self._peak(cost.dtype), streamed_s)
+            found = OpTime(bound / share.share, share.spread, "data sheet")
         else:
             share = RANDOM if cost.family == "random" else MEMORY
             found = OpTime(streamed_s / share.share, share.spread, "data sheet")
@@ -121,18 +126,14 @@ class GpuModel:
 
     def _predict_product(self, shape: ProductShape, dtype: str) -> OpTime:
         itemsize = _ITEMSIZES.get(dtype, 4)
-        in_16_bits = dtype in ("bfloat16", "float16")
-        counted_as: Dtype = "bfloat16" if in_16_bits else self._float32
-        if dtype == "float64":
-            counted_as = "float64"
-        peaks = Peaks(self._peak(counted_as), self._target.bandwidth_bytes_per_s)
+        peaks = Peaks(self._peak(dtype), self._target.bandwidth_bytes_per_s)
         if self._products is None:
             seconds = float(bound_s(shape, itemsize, peaks)) / UNKNOWN_PRODUCTS.share
             return OpTime(seconds, UNKNOWN_PRODUCTS.spread, "data sheet")
         found = self._products.predict(shape, itemsize, peaks)
         if not self._is_own:
             found = found._replace(spread=2 * found.spread, basis="extrapolated")
-        if in_16_bits:
+        if itemsize == _ITEMSIZES["bfloat16"]:
             return found
         share, spread = OTHER_PRODUCTS
         return OpTime(found.seconds / share, max(found.spread, spread), "data sheet")
@@ -143,14 +144,13 @@ class GpuModel:
         share = backward if sizes.is_backward else forward
         share *= sizes.keys / (sizes.keys + _HALF_TOKENS)
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
-        in_16_bits = cost.dtype in ("bfloat16", "float16")
-        peak = self._peak("bfloat16" if in_16_bits else self._float32)
         flops = cost.flops / 2 if sizes.is_causal else cost.flops
-        seconds = max(flops / (peak * share), streamed_s / MEMORY.share)
+        seconds = max(flops / (self._peak(cost.dtype) * share), streamed_s / MEMORY.share)
         return OpTime(seconds, _ATTENTION_SPREAD, "data sheet")
 
-    def _peak(self, dtype: Dtype) -> float:
-        found = self._target.flops_per_s.get(dtype)
+    def _peak(self, op_dtype: str) -> float:
+        ceiling = ceiling_of(op_dtype, self._dtype)
+        found = self._target.flops_per_s.get(ceiling)
         if found is None:
-            raise NoPeakError(dtype)
+            raise NoPeakError(ceiling)
         return found

@@ -3,7 +3,7 @@
 A speed is a share of the roofline: the time that the data sheet's peaks allow over the time
 measured. Shares change slowly with a shape, while times span six orders of magnitude, so shares are
 what is interpolated: by a plane through the nearest measured shapes, in the logarithms of the sizes
-and of the share.
+and of the share. A share above 1 is one of operands that the device's cache held.
 """
 
 import json
@@ -116,7 +116,7 @@ class ProductTable:
         left = np.concatenate([design, level])
         right = np.concatenate([self._log_shares[nearest] * weights, np.zeros(4)])
         found = np.linalg.lstsq(left, right, rcond=None)[0]
-        return float(min(np.exp(found[0]), 1.0))
+        return float(np.exp(found[0]))
 
     def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: Peaks) -> OpTime:
         """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.
@@ -125,6 +125,8 @@ class ProductTable:
         tiles.
         """
         batch, m, n, k = shape
+        if 0 in shape:
+            return OpTime(0.0, 0.0, "measured at this shape")
         share, spread, basis = self.find(batch * m, n, k)
         if batch > 1 and basis == "measured at this shape":
             basis = "interpolated"
