@@ -321,7 +321,8 @@ def state(
             unknown["time"] = f"not predicted: {error}"
         else:
             time = Time(step_s=[], predicted_step_s=step)
-            unknown["time.median_s"] = unknown.pop("time")
+            del unknown["time"]
+            unknown["time.median_s"] = "nothing ran; the instrument clean measures it"
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
