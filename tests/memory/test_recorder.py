@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dpprof.memory.recorder import Allocated, Freed, Recorder
+from dpprof.memory.simulated_cuda import library_workspaces
 
 
 def make_recorder(**options) -> Recorder:
@@ -89,22 +90,38 @@ def test_workspace_is_taken_and_given_back_in_one_operator() -> None:
     assert alive(recorder) == 0
 
 
-def test_cublas_takes_its_workspace_with_a_threads_first_product_for_good() -> None:
+def test_cublas_takes_its_workspaces_with_a_threads_first_product_for_good() -> None:
+    names = [
+        "cuBLAS workspace, forward",
+        "cuBLAS workspace, backward",
+        "cuBLASLt workspace, forward",
+    ]
     with make_recorder() as recorder:
-        recorder.handles = {"forward": 100, "backward": 200}
+        recorder.handles = dict(zip(names, (100, 200, 10), strict=True))
         x = torch.ones(3, 3, requires_grad=True)
         loss = x.sum()
         assert len(recorder.storages) == 2
         loss = (x @ x).sum()
         loss.backward()
         (x @ x).sum().backward()
+        torch.addmm(torch.ones(3, 3), x, x)
+        assert len(recorder.handles) == 1
+        torch.addmm(torch.ones(3), x, x)
 
     taken = [(s.nbytes, s.phase, s.op) for s in recorder.storages if "workspace" in s.roles]
-    assert taken == [
-        (100, "setup", "cuBLAS workspace, forward"),
-        (200, "setup", "cuBLAS workspace, backward"),
-    ]
-    assert alive(recorder) >= 300
+    assert taken == list(zip((100, 200, 10), ["setup"] * 3, names, strict=True))
+    assert alive(recorder) >= 310
+
+
+@pytest.mark.parametrize(("shared", "sizes"), [(True, [2**25]), (False, [2**25, 2**20])])
+def test_cublaslt_shares_its_workspace_where_pytorch_is_new(shared, sizes, monkeypatch) -> None:
+    if shared:
+        monkeypatch.setattr(torch.backends.cuda, "blas_workspace_size", None, raising=False)
+    else:
+        monkeypatch.delattr(torch.backends.cuda, "blas_workspace_size", raising=False)
+
+    assert list(library_workspaces("9.0", "forward").values()) == sizes
+    assert library_workspaces("8.0", "forward")["cuBLAS workspace, forward"] == 8320 * 2**10
 
 
 def test_the_function_is_the_innermost_that_is_no_plumbing() -> None:

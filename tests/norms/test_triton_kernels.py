@@ -138,8 +138,7 @@ def test_tokens_that_cancel_leave_nothing(place, kernel) -> None:
     result_B = place[1](compute, kernel, x_BTd, g_BTp)
     scale_B = ((x_BTd.norm(dim=2) * g_BTp.norm(dim=2)).sum(dim=1)) ** 2
 
-    assert (result_B >= 0).all()
-    assert (result_B <= 1e-6 * scale_B).all()
+    assert (result_B.abs() <= 1e-6 * scale_B).all()  # below 0 too: a difference of large squares
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -165,7 +165,7 @@ def _record_cuda() -> Recorder:
         workspaces=cuda_workspaces(Processors.of(gpu.multi_processor_count, capability)),
     )
     # Forward and backward run on one thread here, with one handle.
-    recorder.handles = {"forward": simulated_cuda.library_workspace(capability)}
+    recorder.handles = simulated_cuda.library_workspaces(capability, "forward")
     return recorder
 
 
@@ -283,8 +283,9 @@ def tracing(
             )
             recorder.notes = notes
             if choices.libraries:
-                size = simulated_cuda.library_workspace(target.compute_capability)
-                recorder.handles = {"forward": size, "backward": size}
+                recorder.handles = simulated_cuda.library_workspaces(
+                    target.compute_capability, "forward", "backward"
+                )
         within.enter_context(recorder)
         yield recorder
 

@@ -33,6 +33,8 @@ _USES_HANDLE = {
 }
 """Operators that cuBLAS runs."""
 
+_ADDMM = torch.ops.aten.addmm
+
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE_OF = torch.ops.prim.device.default
 _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no public name)
@@ -162,7 +164,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was chosen for a simulated device, and why."""
 
         self.handles: dict[str, int] = {}
-        """Bytes of the cuBLAS workspace of each thread that has none yet: forward, backward."""
+        """Bytes of workspaces that a thread has not allocated yet, by name
+        (``simulated_cuda.library_workspaces``)."""
 
         self.counting = False
         """Whether operators are recorded with their costs."""
@@ -215,13 +218,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is not None:
             self.storages[number].roles.add(role)
 
-    def _note_handle(self) -> None:
-        """Record what cuBLAS allocates with the first product of a thread, and never frees."""
+    def _note_handles(self, *, has_bias: bool) -> None:
+        """Record what libraries allocate with the first product of a thread, and never free."""
         thread = "forward" if _current_node() is None else "backward"
-        nbytes = self.handles.pop(thread, 0)
-        if nbytes:
-            name = f"cuBLAS workspace, {thread}"
-            self._allocate(name, nbytes, None, roles={"workspace"})
+        for library in ("cuBLAS", "cuBLASLt") if has_bias else ("cuBLAS",):
+            name = f"{library} workspace, {thread}"
+            nbytes = self.handles.pop(name, 0)
+            if nbytes:
+                self._allocate(name, nbytes, None, roles={"workspace"})
 
     def note_saved(self, number: int, saved: bool) -> None:
         """Record that autograd keeps a storage for backward, or releases it."""
@@ -247,7 +251,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
                 self._note_allocation(tensor, rule.name)
         if self.handles and rule.packet in _USES_HANDLE:
-            self._note_handle()
+            self._note_handles(has_bias=rule.packet is _ADDMM and args[0].dim() == 1)
         if rule.packet in self._workspaces:
             self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))
         if self.counting and not rule.is_free:

@@ -30,7 +30,7 @@ class Choices(NamedTuple):
     """Round every size up to 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
 
     libraries: bool = True
-    """Allocate a cuBLAS workspace for the handles of forward's thread and of backward's
+    """Allocate the workspaces of cuBLAS for the handles of forward's thread and of backward's
     (ATen/cuda/CublasHandlePool.cpp)."""
 
     attention: bool = True
@@ -66,11 +66,18 @@ def is_on_device(tensor: Tensor, phase: Phase) -> bool:
     return not tensor.is_meta and not (phase == "step" and tensor.dim() == 0)
 
 
-def library_workspace(compute_capability: str) -> int:
-    """Return the bytes that cuBLAS allocates for each handle and never frees."""
+def library_workspaces(compute_capability: str, *threads: str) -> dict[str, int]:
+    """Return the bytes that cuBLAS allocates for a handle of each thread and never frees, by name.
+
+    cuBLASLt, which adds a bias to a product, has a workspace of its own before PyTorch 2.13. Later
+    it shares cuBLAS's (``TORCH_CUBLASLT_UNIFIED_WORKSPACE``).
+    """
     hopper = 9
     is_old = int(compute_capability.partition(".")[0]) < hopper
-    return 8320 * 2**10 if is_old else 32 * 2**20
+    found = {f"cuBLAS workspace, {one}": 8320 * 2**10 if is_old else 32 * 2**20 for one in threads}
+    if not hasattr(torch.backends.cuda, "blas_workspace_size"):
+        found |= {f"cuBLASLt workspace, {one}": 2**20 for one in threads}
+    return found
 
 
 def _drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
