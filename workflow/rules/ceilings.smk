@@ -3,6 +3,7 @@
 rule ceilings:
     input:
         code="results/plan/code/ceilings.sha256",
+        specs=predicted_on,
     output:
         "results/ceilings/{device}.json",
     log:
@@ -19,4 +20,4 @@ rule ceilings:
         kind=kind_of_device,
     shell:
         "python workflow/scripts/measure_ceilings.py --device {params.kind}"
-        " --output {output:q} --log {log:q}"
+        " --output {output:q} --log {log:q} --operators-of {input.specs:q}"

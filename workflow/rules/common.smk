@@ -126,6 +126,24 @@ def gpus_of_device(wildcards):
     return 1 if kind_of_device(wildcards) == "cuda" else 0
 
 
+def predicted_on(wildcards):
+    """List the specs whose operators are timed: what is predicted for this processor."""
+    if PLAN is None or kind_of_device(wildcards) != "cpu":
+        return []
+    return [str(artifacts.spec_path(one)) for one in PLAN.predicted_here]
+
+
+def operators_of(wildcards):
+    """Name the file of the operators that a prediction for this processor rests on.
+
+    Only the process that schedules needs it, and a newer file makes no prediction out of date.
+    """
+    is_prediction = wildcards.instrument in registry.PREDICTIONS
+    if PLAN is None or not is_prediction or experiment_of(wildcards.id).device != "cpu":
+        return []
+    return [ancient(str(artifacts.ceilings_of(planner.name_here("cpu")).path))]
+
+
 def caption_of(wildcards):
     """Say what a figure shows."""
     return registry.caption("figures", wildcards.figure)

@@ -6,6 +6,7 @@ rule profile:
     input:
         spec="results/plan/specs/{id}.json",
         code=code_of,
+        operators=operators_of,
     output:
         update("results/{instrument}/{id}.r{replicate}.json"),
     log:

@@ -4,12 +4,25 @@ The exit status is 0 whenever the JSON was written: what could not be measured i
 with the reason.
 """
 
+import argparse
 from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.launch.ceilings_run import measure_apart
+from dpprof.launch.ceilings_run import OPERATORS_S, measure_apart
 from dpprof.records.ceilings import Ceilings, device_name
+from dpprof.spec.experiment import read_spec
 from dpprof.system.console import keep_log, say
+
+LONGEST_S = 24 * 3600
+
+
+def seconds(text: str) -> int:
+    """Read a number of seconds."""
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= LONGEST_S):
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is not allowed; it must be a whole number from 1 to {LONGEST_S}"
+        )
+    return int(text)
 
 
 def tell(ceilings: Ceilings) -> str:
@@ -23,6 +36,8 @@ def tell(ceilings: Ceilings) -> str:
         figures["copies"] = f"{ceilings.bandwidth.bytes_per_s / 1e9:,.1f} GB/s"
     if ceilings.launch_latency_s is not None:
         figures["a launch"] = f"{ceilings.launch_latency_s * 1e6:.2f} us"
+    if ceilings.operators is not None:
+        figures["operators"] = f"{len(ceilings.operators.operators):,} timed"
     said = ", ".join(f"{name} {figure}" for name, figure in figures.items())
     why = "; ".join(dict.fromkeys(ceilings.reasons.values()))
     told = said or f"not measured: {why[:300]}"
@@ -36,9 +51,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
     )
     parser.add_argument("--output", type=path, required=True, help="the ceilings' file to write")
+    parser.add_argument(
+        "--operators-of",
+        type=path,
+        nargs="*",
+        default=[],
+        metavar="SPEC",
+        help="spec files of experiments whose operators are timed, on a cpu: predictions of step"
+        " times for it rest on them",
+    )
+    parser.add_argument(
+        "--operators-s",
+        type=seconds,
+        default=OPERATORS_S,
+        help=f"about how many seconds that may take (default: {OPERATORS_S})",
+    )
     add_log_option(parser, "what else is printed")
     arguments = parser.parse_args(argv)
     keep_log(arguments.log)
     with ending_in_a_sentence("no ceilings were written"):
-        ceilings = measure_apart(arguments.device, arguments.output)
+        for spec in arguments.operators_of:
+            read_spec(spec)
+        ceilings = measure_apart(
+            arguments.device, arguments.output, arguments.operators_of, arguments.operators_s
+        )
     say(tell(ceilings))

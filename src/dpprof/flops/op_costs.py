@@ -261,7 +261,7 @@ def learn_rule(func: Any) -> Rule:
         packet=packet,
         functional=functional,
         is_view=func.is_view and packet is not aten.lift_fresh,
-        is_free=packet in _FREE or _is_view(func) or func.namespace == "prim",
+        is_free=packet in _FREE or _is_view(func) or func.namespace in ("prim", "profiler"),
         family=_find_family(packet, functional),
         shape_of=_SHAPES.get(functional),
         attends_by=_find_attends(func),

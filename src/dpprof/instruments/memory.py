@@ -28,15 +28,14 @@ from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.result import Measurement, Observed, Time
+from dpprof.records.result import Measurement, Observed
 from dpprof.records.step_costs import Memory
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 from dpprof.spec.target import Target
-from dpprof.step_time.gpu_model import NoPeakError
-from dpprof.step_time.predict import predict_step
+from dpprof.step_time.predict import predict_time
 from dpprof.system.hardware import visible_gpus
 
 ESTIMATED_STEPS = 2
@@ -315,15 +314,10 @@ def state(
     predicted = {f"memory.{name}" for name, value in memory if value is not None}
     unknown = {name: why for name, why in _NOT_KNOWN.items() if name not in predicted}
     time = None
-    if not_run and ceilings is not None:
-        try:
-            step = predict_step(steady.ops, experiment.dtype, ceilings)
-        except NoPeakError as error:
-            unknown["time"] = f"not predicted: {error}"
-        else:
-            time = Time(step_s=[], predicted_step_s=step)
-            del unknown["time"]
-            unknown["time.median_s"] = "nothing ran; the instrument clean measures it"
+    if not_run:
+        del unknown["time"]
+        time, why_not = predict_time(steady.ops, experiment.dtype, ceilings)
+        unknown |= why_not
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.flops.cost import Cost
+from dpprof.flops.op_call import describe_call
 from dpprof.flops.op_costs import Rule, learn_rule
 from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
@@ -84,6 +85,8 @@ class Op(NamedTuple):
 
     writes: Sequence[tuple[int, int]]
     at_s: float
+    call: str = ""
+    """As ``flops.op_call`` describes it."""
 
 
 class Allocated(NamedTuple):
@@ -255,10 +258,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule.packet in self._workspaces:
             self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))
         if self.counting and not rule.is_free:
-            self._note_cost(rule, args, kwargs, out)
+            self._note_cost(rule, args, kwargs, out, describe_call(in_place or func, args, kwargs))
         return out
 
-    def _note_cost(self, rule: Rule, args: Any, kwargs: Any, out: Any) -> None:
+    def _note_cost(self, rule: Rule, args: Any, kwargs: Any, out: Any, call: str) -> None:
         cost, reads, writes = rule.price(args, kwargs, out)
         op = Op(
             self.phase,
@@ -268,6 +271,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [(self._number(tensor), size) for tensor, size in reads],
             [(self._number(tensor), size) for tensor, size in writes],
             time.perf_counter(),
+            call,
         )
         self.events.append(op)
 

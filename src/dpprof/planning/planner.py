@@ -97,10 +97,18 @@ class Plan:
 
     @property
     def devices(self) -> list[str]:
-        """The names of the devices that measured runs use; predictions use none."""
+        """The names of devices with ceilings: those measured on, and those predicted here."""
         measured = (run for run in self.manifest.runs if run.instrument not in PREDICTIONS)
         kinds = {self.experiments[run.id].device for run in measured}
-        return sorted(_name_here(kind) for kind in kinds)
+        kinds |= {"cpu"} if self.predicted_here else set()
+        return sorted(name_here(kind) for kind in kinds)
+
+    @cached_property
+    def predicted_here(self) -> list[str]:
+        """The ids of experiments whose step time is predicted for this machine's processor."""
+        runs = (run for run in self.manifest.runs if run.instrument in PREDICTIONS)
+        ids = dict.fromkeys(run.id for run in runs)
+        return [one for one in ids if self.experiments[one].device == "cpu"]
 
     @cached_property
     def artifacts(self) -> list[Artifact]:
@@ -127,7 +135,7 @@ class Plan:
         return [one.path for one in self.artifacts if one.kind is kind]
 
 
-def _name_here(kind: str) -> str:
+def name_here(kind: str) -> str:
     """Return the name of this host's processor or of its first visible GPU.
 
     Without a visible GPU, as on the head node of a cluster, the name is ``cuda``. The ceilings

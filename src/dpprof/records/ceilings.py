@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from dpprof.records.operators import OperatorTable
 from dpprof.records.record import Part, read_record
 from dpprof.spec.target import DTYPES, Dtype
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 CEILINGS = "ceilings"
 """The name of the folder for ceilings in ``results``."""
@@ -90,12 +91,15 @@ def nothing_measured(reason: str) -> Limits:
 class Ceilings(Limits):
     """One JSON file per device. Every key is always present; unknown values are null."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     device: dict[str, Any] = Field(description="the device, as results describe it")
     started_at: str = Field(description="start of the measurement: UTC, ISO 8601")
     wall_s: float
     others_busy_cores: float | None = Field(
         description="average number of cores that other processes kept busy meanwhile"
+    )
+    operators: OperatorTable | None = Field(
+        description="times of the operators of experiments, which predictions for it rest on"
     )
     code_digest: str = Field(description="sha256 of the sources and versions that measured")
     content_digest: str = Field(description="sha256 of the canonical JSON of everything else")

@@ -1,15 +1,52 @@
 """Predicts the time of a recorded step on a device."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 
 from dpprof.memory.recorder import Op
-from dpprof.records.result import PredictedTime
+from dpprof.records.record import ResultError
+from dpprof.records.result import PredictedTime, Time
 from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.gpu_model import CLOCKS, GpuModel
-from dpprof.step_time.timeline import IssuedOp, combine
+from dpprof.step_time.gpu_model import CLOCKS, GpuModel, NoPeakError
+from dpprof.step_time.op_time import OpTime
+from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table
+from dpprof.step_time.timeline import IssuedOp, StepTime, combine
+
+DRIFT = 0.05
+"""Spread of all times of this machine together: it is not as busy, or as warm, as it was."""
 
 
-def predict_step(ops: Iterable[Op], dtype: Dtype, target: Target) -> PredictedTime:
+def predict_time(
+    ops: Sequence[Op], dtype: Dtype, target: Target | None
+) -> tuple[Time | None, dict[str, str]]:
+    """Predict how long a step takes, as a result states it.
+
+    Args:
+        ops: The operators of a step in the steady state, in order.
+        dtype: The dtype of the experiment.
+        target: A GPU; None for this machine's processor.
+
+    Returns:
+        The time, None where it is not predicted; and why what it lacks is unknown.
+    """
+    try:
+        step = _predict(ops, dtype, target)
+    except (NoPeakError, NoTableError, ResultError) as error:
+        return None, {"time": f"not predicted: {error}"}
+    time = Time(step_s=[], predicted_step_s=step)
+    return time, {"time.median_s": "nothing ran; the instrument clean measures it"}
+
+
+def _predict(ops: Sequence[Op], dtype: Dtype, target: Target | None) -> PredictedTime:
+    if target is not None:
+        return predict_step(ops, dtype, target)
+    table = read_own_table(Path.cwd())
+    if table is None:
+        raise NoTableError
+    return predict_step_here(ops, table)
+
+
+def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTime:
     """Predict how long a step takes on a GPU.
 
     Args:
@@ -21,11 +58,31 @@ def predict_step(ops: Iterable[Op], dtype: Dtype, target: Target) -> PredictedTi
         NoPeakError: The peak of a dtype that the step multiplies in is not known.
     """
     model = GpuModel(target, dtype)
-    issued = [
-        IssuedOp(op.op_kind, model.predict(op.cost, sum(n for _, n in (*op.reads, *op.writes))))
-        for op in ops
-    ]
-    step = combine(issued, model.host.share, model.host.spread, CLOCKS)
+    issued = _issue(ops, [model.predict(op.cost, moved_bytes(op)) for op in ops])
+    return _state(combine(issued, model.host.share, model.host.spread, CLOCKS))
+
+
+def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
+    """Predict how long a step takes on this machine's processor.
+
+    Args:
+        ops: The operators of a step in the steady state, in order.
+        table: Operators that were timed here.
+    """
+    issued = _issue(ops, [table.predict(op.cost, moved_bytes(op), op.call) for op in ops])
+    return _state(combine(issued, table.host_s, table.host_spread, DRIFT, on_host=True))
+
+
+def moved_bytes(op: Op) -> int:
+    """Return what an operator reads and writes, each once."""
+    return sum(size for _, size in (*op.reads, *op.writes))
+
+
+def _issue(ops: Sequence[Op], times: Sequence[OpTime]) -> list[IssuedOp]:
+    return [IssuedOp(op.op_kind, time) for op, time in zip(ops, times, strict=True)]
+
+
+def _state(step: StepTime) -> PredictedTime:
     return PredictedTime(
         median=step.median_s,
         low=step.low_s,

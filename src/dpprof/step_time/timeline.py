@@ -2,8 +2,8 @@
 
 The host issues one operator after another, and a GPU runs each as soon as it was issued and the one
 before it has ended. So a step of many small operators takes the host's time, and one of large
-operators the device's. Errors of operators of one kind that rest on the same are taken to be one
-error; errors of different kinds to be independent.
+operators the device's. A processor does both in turn. Errors of operators of one kind that rest on
+the same are taken to be one error; errors of different kinds to be independent.
 """
 
 import math
@@ -36,15 +36,21 @@ class StepTime(NamedTuple):
 
 
 def combine(
-    ops: Sequence[IssuedOp], host_s: float, host_spread: float, common_spread: float
+    ops: Sequence[IssuedOp],
+    host_s: float,
+    host_spread: float,
+    common_spread: float,
+    *,
+    on_host: bool = False,
 ) -> StepTime:
     """Predict a step of operators in the order in which they run.
 
     Args:
         ops: The operators.
-        host_s: Seconds of the host for each; 0 where host and device are the same.
+        host_s: Seconds of the host for each.
         host_spread: Standard deviation of its logarithm.
         common_spread: Of all times of the device together.
+        on_host: Whether the host runs the operators itself, one after another.
     """
     by_kind: dict[tuple[str, Basis], float] = defaultdict(float)
     weighted: dict[tuple[str, Basis], float] = defaultdict(float)
@@ -59,7 +65,10 @@ def combine(
 
     def run(sigmas: float) -> float:
         slower = math.exp(sigmas * spread)
-        return _overlap(seconds, slower, host_s * math.exp(sigmas * host_spread))
+        issuing_s = host_s * math.exp(sigmas * host_spread)
+        if on_host:
+            return slower * device_s + issuing_s * len(ops)
+        return _overlap(seconds, slower, issuing_s)
 
     median_s = run(0)
     rests_on = {

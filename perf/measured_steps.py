@@ -1,0 +1,168 @@
+"""Predicted time and memory of whole steps beside what was measured on GPUs.
+
+Each row of measured_steps.json is a run of ``dpprof profile --instrument clean`` on a GPU: the
+median of its timed steps, and the allocator's peaks. ``--collect`` adds the results in a folder.
+The predictions are those of ``dpprof estimate``, which sees no GPU.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpprof.instruments.memory import estimate
+from dpprof.records.result import Result, read_result
+from dpprof.records.terms import Phase
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.experiment import Experiment
+from dpprof.system.console import say
+
+ROWS = Path(__file__).with_name("measured_steps.json")
+
+
+class Row(NamedTuple):
+    """A measured step and what was predicted of it."""
+
+    device: str
+    experiment: Experiment
+    step_s: float
+    peak_bytes: int
+    reserved_bytes: int
+    median_s: float
+    low_s: float
+    high_s: float
+    predicted_peak_bytes: int
+    predicted_reserved_bytes: int
+
+    @property
+    def error(self) -> float:
+        """The prediction over the measurement, less one."""
+        return self.median_s / self.step_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measurement is inside the interval."""
+        return self.low_s <= self.step_s <= self.high_s
+
+    def tell(self) -> str:
+        """Lay out a row."""
+        one = self.experiment
+        model = one.model if isinstance(one.model, str) else "SmolLM2-135M"
+        peak = self.predicted_peak_bytes / self.peak_bytes - 1
+        reserved = self.predicted_reserved_bytes / self.reserved_bytes - 1
+        return (
+            f"| {self.device} | {model} | {one.method} | {one.dtype} | {one.batch_size} "
+            f"| {one.seq_len} | {self.step_s * 1e3:,.1f} | {self.median_s * 1e3:,.1f} "
+            f"| {self.low_s * 1e3:,.1f} to {self.high_s * 1e3:,.1f} | {self.error:+.1%} "
+            f"| {self.peak_bytes / 2**20:,.0f} | {peak:+.3%} | {reserved:+.2%} |"
+        )
+
+
+def ignore(_phase: Phase) -> None:
+    """Do nothing as a phase begins."""
+
+
+def collect(folder: Path) -> None:
+    """Add the results of a folder to the rows; a row of the same device and experiment goes."""
+    rows = {_key(row): row for row in json.loads(ROWS.read_text("utf-8"))}
+    for path in sorted(folder.rglob("*.json")):
+        result = read_result(path)
+        if result.outcome == "ok" and result.instrument == "clean":
+            row = _shorten(result)
+            rows[_key(row)] = row
+    ROWS.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
+
+
+def _shorten(result: Result) -> dict[str, Any]:
+    assert result.memory is not None
+    assert result.time is not None
+    return {
+        "device": result.device["name"],
+        "driver": result.device["driver"],
+        "torch": result.provenance["packages"]["torch"],
+        "started_at": result.started_at,
+        "experiment": result.experiment.model_dump(mode="json"),
+        "step_s": result.time.median_s,
+        "peak_allocated_bytes": result.memory.peak_allocated_bytes,
+        "peak_reserved_bytes": result.memory.peak_reserved_bytes,
+        "joules_per_step": result.energy and result.energy.joules_per_step,
+    }
+
+
+def _key(row: dict[str, Any]) -> str:
+    return json.dumps([row["device"], row["experiment"]])
+
+
+def compare(row: dict[str, Any]) -> Row:
+    """Predict a row's step."""
+    target = find_by_device_name(row["device"])
+    assert target is not None
+    experiment = Experiment.model_validate(row["experiment"] | {"target": target})
+    found = estimate(experiment, ignore)
+    assert found.memory is not None
+    assert found.time is not None
+    step = found.time.predicted_step_s
+    assert step is not None
+    return Row(
+        row["device"].removeprefix("NVIDIA ").partition(" ")[0],
+        experiment,
+        row["step_s"],
+        row["peak_allocated_bytes"],
+        row["peak_reserved_bytes"],
+        step.median,
+        step.low,
+        step.high,
+        int(found.memory.peak_allocated_bytes or 0),
+        int(found.memory.peak_reserved_bytes or 0),
+    )
+
+
+def tabulate(rows: list[dict[str, Any]]) -> str:
+    """Lay out the rows, and how far off they are."""
+    heads = ["GPU", "model", "method", "dtype", "B", "T", "measured (ms)", "predicted (ms)"]
+    heads += [
+        "90 % interval",
+        "error",
+        "peak measured (MiB)",
+        "peak predicted",
+        "reserved predicted",
+    ]
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | --- |" + " ---: |" * 9]
+    compared = []
+    for row in rows:
+        compared.append(compare(row))
+        lines.append(compared[-1].tell())
+        say(lines[-1])
+    errors = [abs(one.error) for one in compared]
+    inside = f"{sum(one.is_inside for one in compared)} of {len(compared)}"
+    peaks = [abs(one.predicted_peak_bytes / one.peak_bytes - 1) for one in compared]
+    reserved = [abs(one.predicted_reserved_bytes / one.reserved_bytes - 1) for one in compared]
+    lines += ["", f"* step time: {_sum_up(errors, 1)}; {inside} inside the interval"]
+    lines += [f"* peak of allocated memory: {_sum_up(peaks, 4)}"]
+    lines += [f"* reserved memory: {_sum_up(reserved, 2)}"]
+    return "\n".join(lines)
+
+
+def _sum_up(errors: list[float], digits: int) -> str:
+    median, most = statistics.median(errors), max(errors)
+    return f"median absolute error {median:.{digits}%}, at most {most:.{digits}%}"
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--collect", type=Path, help="a folder of results to add to the rows")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    arguments = parser.parse_args()
+    if arguments.collect:
+        collect(arguments.collect)
+    table = tabulate(json.loads(ROWS.read_text("utf-8")))
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    sys.stdout.write(f"{table}\n")
+
+
+if __name__ == "__main__":
+    main()

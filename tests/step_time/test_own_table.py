@@ -1,0 +1,121 @@
+"""Tests of predictions from operators that were timed on this machine."""
+
+import math
+
+import pytest
+
+from dpprof.flops.cost import Cost
+from dpprof.records.operators import OperatorTable, OperatorTime
+from dpprof.step_time.own_table import OwnTable, digest_call
+
+RATE, BANDWIDTH = 1e11, 1e10
+
+
+def timed(op: str, size: int, seconds: float, **fields) -> OperatorTime:
+    usual = {
+        "op": op,
+        "call": digest_call(f"{op} {size}"),
+        "family": "elementwise",
+        "dtype": "float32",
+        "flops": size,
+        "moved_bytes": 8 * size,
+        "product": None,
+        "seconds": seconds,
+        "spread": 0.03,
+    }
+    return OperatorTime.model_validate(usual | fields)
+
+
+def multiplied(m: int, n: int, k: int, share: float = 0.5) -> OperatorTime:
+    flops = 2 * m * n * k
+    sizes = {
+        "family": "matmul",
+        "product": (1, m, n, k),
+        "moved_bytes": 4 * (m * k + k * n + m * n),
+    }
+    return timed("mm", m * n * k, flops / RATE / share, flops=flops, **sizes)
+
+
+def make(*operators: OperatorTime, host_s: float = 0.0) -> OwnTable:
+    fields = {
+        "host_s": host_s,
+        "host_spread": 0.1,
+        "experiments": [],
+        "left_out": {},
+        "wall_s": 0.0,
+    }
+    return OwnTable(OperatorTable.model_validate({"operators": list(operators), **fields}))
+
+
+def add(size: int) -> tuple[Cost, int, str]:
+    return Cost("add", "elementwise", size, "float32"), 8 * size, f"add {size}"
+
+
+def copies(*sizes: int) -> list[OperatorTime]:
+    return [timed("add", size, 8 * size / BANDWIDTH) for size in sizes]
+
+
+def test_what_was_timed_takes_its_own_time() -> None:
+    table = make(*copies(10**6), timed("add", 10**7, 5.0))
+
+    found = table.predict(*add(10**7))
+
+    assert (found.seconds, found.spread, found.basis) == (5.0, 0.03, "measured at this shape")
+
+
+def test_between_sizes_of_one_speed_the_speed_is_that() -> None:
+    found = make(*copies(10**5, 10**6, 10**8)).predict(*add(10**7))
+
+    assert found.basis == "interpolated"
+    assert found.seconds == pytest.approx(8 * 10**7 / BANDWIDTH, rel=1e-3)
+
+
+def test_beyond_the_sizes_that_were_timed_the_spread_doubles() -> None:
+    table = make(*copies(10**5, 10**6, 10**7), timed("add", 3 * 10**6, 4e-3))
+    inside, beyond = table.predict(*add(2 * 10**6)), table.predict(*add(10**9))
+
+    assert (inside.basis, beyond.basis) == ("interpolated", "extrapolated")
+    assert beyond.spread == pytest.approx(2 * inside.spread)
+
+
+def test_an_operator_that_was_not_timed_takes_the_speed_of_its_family() -> None:
+    cost = Cost("mul", "elementwise", 10**6, "float32")
+    found = make(*copies(10**5, 10**6, 10**7)).predict(cost, 8 * 10**6, "mul")
+
+    assert found.seconds == pytest.approx(8e6 / BANDWIDTH, rel=1e-3)
+
+
+def test_an_operator_that_nothing_resembles_has_a_wide_interval() -> None:
+    cost = Cost("sort", "indexing", 10**6, "int64")
+    found = make(*copies(10**5, 10**7)).predict(cost, 8 * 10**6, "sort")
+
+    assert found.basis == "extrapolated"
+    assert found.spread > 0.5
+
+
+def test_products_go_by_their_sizes() -> None:
+    fast = [multiplied(m, 512, 512) for m in (128, 256, 1024)]
+    slow = [multiplied(m, 16, 512, share=0.05) for m in (128, 256, 1024)]
+    table = make(*fast, *slow)
+
+    def predict(m: int, n: int, k: int) -> float:
+        one = multiplied(m, n, k)
+        cost = Cost("mm", "matmul", one.flops, "float32", one.product)
+        return one.flops / RATE / table.predict(cost, one.moved_bytes, "new").seconds
+
+    assert predict(512, 512, 512) == pytest.approx(0.5, rel=0.05)
+    assert predict(512, 16, 512) == pytest.approx(0.05, rel=0.1)
+
+
+def test_held_out_operators_are_predicted_without_their_own_size() -> None:
+    table = make(*copies(10**5, 10**6, 10**7), timed("add", 3 * 10**6, 3 * 8 * 3e6 / BANDWIDTH))
+    errors = {
+        round(math.log10(one.flops), 1): found / true for found, true, one in table.hold_out()
+    }
+
+    assert errors[6.5] == pytest.approx(1 / 3, rel=0.05)
+    assert len(errors) == 4
+
+
+def test_one_operator_alone_cannot_be_held_out() -> None:
+    assert make(*copies(10**6)).hold_out() == []
