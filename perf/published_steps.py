@@ -147,5 +147,7 @@ def _divide_update(op: Op, by: int) -> Op:
     """
     if op.phase != "step":
         return op
-    reads, writes = ([(number, size // by) for number, size in one] for one in (op.reads, op.writes))
+    reads, writes = (
+        [(number, size // by) for number, size in moved] for moved in (op.reads, op.writes)
+    )
     return op._replace(reads=reads, writes=writes)

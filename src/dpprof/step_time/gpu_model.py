@@ -99,8 +99,9 @@ and 0.89 (RTX 4090, apache/tvm's tl_doc/flash_perf.md); backward 0.77, 0.80 (RTX
 """
 
 _ATTENTION_SPREAD = 0.2
-_HALF_TOKENS = 256
-"""With as many tokens, attention reaches half of its speed over long sequences."""
+_HALF_TOKENS = (100, 256)
+"""With as many tokens, attention forward and backward reaches half of its speed over long
+sequences: flash-attention's pull request 2688 (H100) and issue 1589 (B200), 512 to 8,192 tokens."""
 
 _FULL_WIDTH = 128
 _NARROW = 0.85
@@ -198,7 +199,7 @@ class GpuModel:
         major = self._target.compute_capability.partition(".")[0]
         forward, backward = _FLASH.get(major, _FLASH["8"])
         share = backward if sizes.is_backward else forward
-        share *= sizes.keys / (sizes.keys + _HALF_TOKENS)
+        share *= sizes.keys / (sizes.keys + _HALF_TOKENS[sizes.is_backward])
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
         flops = cost.flops / (2 * CAUSAL) if sizes.is_causal else cost.flops
         seconds = max(flops / (self._peak(cost.dtype) * share), streamed_s / MEMORY.share)
