@@ -8,8 +8,8 @@ causes; no figure of the model is fitted to them, and each has a source of its o
 batch forward and backward on one GPU, with its part of an update: GPUs that share the optimizer's
 states update a part each, and one update serves all batches that were added up. What GPUs send each
 other, clipping of the gradient and loading of data are left out, so predictions are for the best
-that a GPU does. Operators are those of PyTorch's eager mode: steps that were compiled are told apart
-and count in no median but their own.
+that a GPU does. Operators are those of PyTorch's eager mode: steps that were compiled are told
+apart, and count in no median but their own.
 """
 
 import argparse
@@ -142,6 +142,8 @@ def draw(compared: Sequence[Compared]) -> Figure:
     ends = [min(published) / 1.5, max(published) * 1.5]
     axis.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
     axis.set(xscale="log", yscale="log", xlabel="published step (s)", ylabel="predicted step (s)")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
     handles = [
         Line2D([], [], label=name, color=colour, marker=marker, linestyle="", markersize=4)
         for name, (colour, marker) in looks.items()

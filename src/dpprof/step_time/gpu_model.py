@@ -87,7 +87,8 @@ _FLASH: dict[str, tuple[float, float]] = {"8": (0.62, 0.5), "9": (0.38, 0.34), "
 and backward, by the major compute capability.
 
 A100: Dao 2023, "FlashAttention-2": 50 to 73 % forward and up to 63 % backward. H100: pull requests
-1791 and 2688 of Dao-AILab/flash-attention. B200: issue 1589 there.
+1791 and 2688 of Dao-AILab/flash-attention. B200: issue 1589 there. It stands for cuDNN's attention
+too, which newer versions of PyTorch prefer on an H100 or a B200 and which is faster there.
 """
 
 CAUSAL = 0.82
