@@ -84,7 +84,10 @@ def test_other_dtypes_have_their_own_ceilings(dtype, peak) -> None:
     ],
 )
 def test_square_products_are_as_fast_as_others_measured(target, dtype, size, tflop_per_s) -> None:
-    """zzc0721/torch-performance-test-data, issues 79 and 108: the tables are not from there."""
+    """zzc0721/torch-performance-test-data, issues 79 and 108.
+
+    Only the shares of large products in float32 and TF32 are from there.
+    """
     flops = 2 * size**3
     op_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     cost = Cost("mm", "matmul", flops, op_dtype, product=(1, size, size, size))

@@ -62,9 +62,9 @@ _OTHER_SPREAD = 0.2
 MISALIGNED = Share(0.45, 0.4)
 """Of the speed of other products, where rows do not begin on 16 bytes and tensor cores are used.
 
-karpathy/nanoGPT became 25 % faster when its vocabulary grew from 50,257 to 50,304, and a compiled
-GPT-2 30 % faster on an A100 when matrices were padded (intel/torch-xpu-ops, issue 1129). The
-products with a side of the vocabulary are about 0.27 of its FLOPs.
+nanoGPT became about 25 % faster when its vocabulary grew from 50,257 to 50,304 (x.com/karpathy,
+3 February 2023), and a compiled GPT-2 30 % on an A100 when matrices were padded (issue 1129 of
+intel/torch-xpu-ops). Products with a side of the vocabulary are about 0.27 of its FLOPs.
 """
 
 UNKNOWN_PRODUCTS = Share(0.6, 0.35)
