@@ -4,7 +4,9 @@ The measurements are those of NVIDIA's aiconfigurator-core (PyPI, Apache-2.0), w
 ``torch.nn.functional.linear`` in bfloat16 under three serving frameworks. A derived table keeps
 the share of the roofline that the median of the three reached, at sizes that training has. Errors
 are of shapes of the table, each predicted from all others (held out), and of measured shapes that
-the table has not (left out); the worse of the two is the spread of what is interpolated.
+the table has not (left out); the worse of the two is the spread of what is interpolated. The spread
+of products with more rows than a table has is that of the shapes with most rows, predicted from
+tables that end below them.
 
     pip install aiconfigurator-core
     python perf/product_tables.py
@@ -100,9 +102,11 @@ def derive(name: str) -> tuple[dict[str, Any], Errors]:
         **{key: [int(size) for size in value] for key, value in sizes.items()},
         "shares": parts.to_numpy().reshape(shape).tolist(),
         "spreads": dict.fromkeys(BASES, 0.0),
+        "more_rows_spread": 0.0,
     }
     table = ProductTable.read(document)
     errors = {"held out": hold_out(table), "left out": leave_out(table, shares.dropna())}
+    more_rows = {f"{by} times as many rows": extrapolate(document, by) for by in (2, 4)}
     repeats = np.abs(np.log(measured.div(measured.median(axis=1), axis=0).to_numpy()))
     interpolated = max(_spread(found["error"]) for found in errors.values())
     document["spreads"] = {
@@ -110,7 +114,9 @@ def derive(name: str) -> tuple[dict[str, Any], Errors]:
         "interpolated": interpolated,
         "extrapolated": 2 * interpolated,
     }
-    return document, errors
+    worst = max(_spread(found["error"]) for found in more_rows.values())
+    document["more_rows_spread"] = max(worst, interpolated)
+    return document, errors | more_rows
 
 
 def _spread(errors: Any) -> float:
@@ -134,6 +140,21 @@ def leave_out(table: ProductTable, shares: pd.Series) -> pd.DataFrame:
     found = others.index.to_frame(index=False)
     predicted = [table.find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
     return found.assign(error=np.log(others.to_numpy() / predicted))
+
+
+def extrapolate(document: dict[str, Any], by: int) -> pd.DataFrame:
+    """Predict the shapes with most rows from a table that ends ``by`` times below them."""
+    table = ProductTable.read(document)
+    known = [m <= ROWS[-1] // by for m in document["m"]]
+    shorter = document | {
+        name: [one for one, keep in zip(document[name], known, strict=True) if keep]
+        for name in ("m", "shares")
+    }
+    most = np.flatnonzero(table.shapes[:, 0] == ROWS[-1])
+    found = pd.DataFrame(table.shapes[most].astype(int), columns=["m", "n", "k"])
+    find = ProductTable.read(shorter).find
+    predicted = [find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
+    return found.assign(error=np.log(table.shares[most] / predicted))
 
 
 def describe(document: dict[str, Any], errors: Errors) -> list[str]:

@@ -1,122 +1,170 @@
 """Predicted times of whole training steps on GPUs beside what others published.
 
-The published figures are those of llm-foundry's training benchmarks (mosaicml/llm-foundry,
-scripts/train/benchmarking/README.md at 061f2c7): MPT models in bfloat16 with AdamW on 8 H100s, each
-step of a GPU one micro-batch, without activation checkpointing. The predictions were not fitted to
-them. They are for one GPU: what FSDP communicates is left out, and each GPU updates all parameters
-instead of an eighth. Attention was a Triton kernel of 2023 there (submit_benchmarks.py beside the
-table: ``attn_impl`` is ``triton``), and is PyTorch's here, which is faster: errors grow with T.
+    export PYTHONPATH=src:tests
+    python perf/step_time.py --output perf/step_time.md --figure perf/step_time.png
+
+The steps and their sources are in published_steps.yaml. Their errors showed where to look for
+causes; no figure of the model is fitted to them, and each has a source of its own. A step is one
+batch forward and backward on one GPU, with its part of an update: GPUs that share the optimizer's
+states update a part each, and one update serves all batches that were added up. What GPUs send each
+other, clipping of the gradient and loading of data are left out, so predictions are for the best
+that a GPU does. Operators are those of PyTorch's eager mode: steps that were compiled are told
+apart, and count in no median but their own.
 """
 
 import argparse
 import statistics
 import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.cli.options import make_experiment
-from dpprof.instruments.memory import estimate
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from dpprof.figures.style import SERIES_COLOURS, SERIES_MARKERS, new_figure
 from dpprof.records.result import PredictedTime
-from dpprof.records.terms import Phase
 from dpprof.system.console import say
+from published_steps import Row, predict, read_rows
 
-VOCABULARY = 50_368
-MODELS = {  # d_model, layers, heads
-    "760m": (1536, 24, 12),
-    "1b": (2048, 24, 16),
-    "3b": (2560, 32, 20),
-    "7b": (4096, 32, 32),
-}
+_COLUMNS = (
+    *("model", "dtype", "T", "B", "published (ms)", "predicted (ms)", "90 % interval"),
+    *("waits", "error"),
+)
+_NOTE = """\
+An asterisk marks an interval that what was published lies outside of. A step waits while its device
+has nothing to do, because the host has not issued the next operator."""
 
 
-class Published(NamedTuple):
-    """A row of the benchmarks: what one GPU did."""
+class Compared(NamedTuple):
+    """A published step, and what was predicted for it."""
 
-    model: str
-    seq_len: int
-    batch_size: int
-    tokens_per_s: int
+    row: Row
+    predicted: PredictedTime
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step with one micro-batch."""
-        return self.batch_size * self.seq_len / self.tokens_per_s
+    def error(self) -> float:
+        """Predicted over published, less 1."""
+        return self.predicted.median / self.row.published_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what was published is inside the 90 % interval."""
+        return self.predicted.low <= self.row.published_s <= self.predicted.high
 
 
-PUBLISHED = [
-    Published("760m", 512, 96, 83_749),
-    Published("760m", 1024, 48, 78_581),
-    Published("760m", 2048, 24, 63_147),
-    Published("760m", 4096, 12, 55_459),
-    Published("1b", 512, 56, 52_275),
-    Published("1b", 1024, 18, 48_910),
-    Published("1b", 2048, 14, 45_455),
-    Published("1b", 4096, 7, 38_535),
-    Published("1b", 8192, 3, 29_157),
-    Published("3b", 512, 40, 27_965),
-    Published("3b", 1024, 20, 27_046),
-    Published("3b", 4096, 5, 20_964),
-    Published("3b", 8192, 3, 16_578),
-    Published("7b", 2048, 6, 10_643),
-]
+def compare(rows: Iterable[Row]) -> list[Compared]:
+    """Predict every row."""
+    compared = []
+    for row in rows:
+        compared.append(Compared(row, predict(row)))
+        say(f"{row.source.name}, {row.label}, T {row.seq_len}: {compared[-1].error:+.1%}")
+    return compared
 
 
-def ignore(_phase: Phase) -> None:
-    """Do nothing as a phase begins."""
-
-
-def predict(row: Published) -> PredictedTime:
-    """Predict a row's step on one H100."""
-    d_model, layers, heads = MODELS[row.model]
-    sizes = f"vocab_size: {VOCABULARY}, d_model: {d_model}, layers: {layers}, heads: {heads}"
-    fields = {
-        "model": f"{{{sizes}}}",
-        "method": "standard",
-        "batch_size": str(row.batch_size),
-        "seq_len": str(row.seq_len),
-        "dtype": "bfloat16",
-        "target": "h100",
-    }
-    time = estimate(make_experiment(fields), ignore).time
-    assert time is not None
-    assert time.predicted_step_s is not None
-    return time.predicted_step_s
-
-
-def tabulate() -> str:
-    """Lay out the rows, and how far off they are."""
-    lines = [
-        "| model | T | B | published (ms) | predicted (ms) | 90 % interval | error |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    errors, inside = [], 0
-    for row in PUBLISHED:
-        step = predict(row)
-        error = step.median / row.step_s - 1
-        errors.append(abs(error))
-        inside += step.low <= row.step_s <= step.high
-        interval = f"{step.low * 1e3:,.0f} to {step.high * 1e3:,.0f}"
-        lines.append(
-            f"| {row.model} | {row.seq_len} | {row.batch_size} | {row.step_s * 1e3:,.0f} "
-            f"| {step.median * 1e3:,.0f} | {interval} | {error:+.1%} |"
-        )
-        say(lines[-1])
-    lines += [
-        "",
-        f"* median absolute error: {statistics.median(errors):.1%}",
-        f"* inside the 90 % interval: {inside} of {len(errors)}",
-    ]
+def tabulate(compared: Sequence[Compared]) -> str:
+    """Lay out the medians, and the steps of each source."""
+    lines = [*_summarise(compared)]
+    for source, group in groupby(compared, key=lambda one: one.row.source):
+        lines += [
+            "",
+            f"## {source.name}",
+            "",
+            f"[Source]({source.url}). {source.gpu}. {source.differs}.",
+            "",
+            f"| {' | '.join(_COLUMNS)} |",
+            f"| --- | --- |{' ---: |' * (len(_COLUMNS) - 2)}",
+            *map(_lay_out, group),
+        ]
     return "\n".join(lines)
+
+
+def _lay_out(one: Compared) -> str:
+    row, step = one.row, one.predicted
+    outside = "" if one.is_inside else " *"
+    cells = [
+        row.label,
+        row.dtype,
+        f"{row.seq_len:,}",
+        f"{row.batch_size}",
+        f"{row.published_s * 1e3:,.0f}",
+        f"{step.median * 1e3:,.0f}",
+        f"{step.low * 1e3:,.0f} to {step.high * 1e3:,.0f}{outside}",
+        f"{step.waiting_share:.0%}",
+        f"{one.error:+.1%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _summarise(compared: Sequence[Compared]) -> list[str]:
+    eager = [one for one in compared if not one.row.compiled]
+    names = dict.fromkeys(one.row.source.name for one in eager)
+    groups = {name: [one for one in eager if one.row.source.name == name] for name in names}
+    groups["all eager steps"] = eager
+    compiled = [one for one in compared if one.row.compiled]
+    if compiled:
+        groups["compiled, predicted as eager"] = compiled
+    lines = [
+        "| source | steps | median error | median absolute error | inside the 90 % interval |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name, group in groups.items():
+        errors = [one.error for one in group]
+        inside = sum(one.is_inside for one in group)
+        lines.append(
+            f"| {name} | {len(group)} | {statistics.median(errors):+.1%} "
+            f"| {statistics.median(map(abs, errors)):.1%} | {inside} of {len(group)} |"
+        )
+    return [*lines, "", _NOTE]
+
+
+def draw(compared: Sequence[Compared]) -> Figure:
+    """Predicted over published seconds of a step, with 90 % intervals; open: compiled steps."""
+    figure, axes = new_figure(row_inches=3.6)
+    axis = axes[0, 0]
+    names = list(dict.fromkeys(one.row.source.name for one in compared))
+    looks = dict(zip(names, zip(SERIES_COLOURS, SERIES_MARKERS, strict=False), strict=False))
+    for one in compared:
+        step, (colour, marker) = one.predicted, looks[one.row.source.name]
+        below, above = step.median - step.low, step.high - step.median
+        axis.errorbar(
+            one.row.published_s,
+            step.median,
+            yerr=[[below], [above]],
+            color=colour,
+            marker=marker,
+            markersize=4,
+            markerfacecolor="white" if one.row.compiled else colour,
+            elinewidth=0.6,
+        )
+    published = [one.row.published_s for one in compared]
+    ends = [min(published) / 1.5, max(published) * 1.5]
+    axis.plot(ends, ends, color="grey", linewidth=0.8, zorder=0)
+    axis.set(xscale="log", yscale="log", xlabel="published step (s)", ylabel="predicted step (s)")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
+    handles = [
+        Line2D([], [], label=name, color=colour, marker=marker, linestyle="", markersize=4)
+        for name, (colour, marker) in looks.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return figure
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--figure", type=Path, help="a file for the figure")
     arguments = parser.parse_args()
-    table = tabulate()
+    compared = compare(read_rows())
+    table = tabulate(compared)
     if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+        picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
+        arguments.output.write_text(f"{__doc__}{picture}\n{table}\n", encoding="utf-8")
+    if arguments.figure:
+        draw(compared).savefig(arguments.figure)
     sys.stdout.write(f"{table}\n")
 
 

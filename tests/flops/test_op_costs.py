@@ -359,3 +359,25 @@ def test_tallies_agree_with_the_total() -> None:
         assert sum(part.read for part in parts.values()) == io.bytes_read
         assert sum(part.written for part in parts.values()) == io.bytes_written
     assert io.arithmetic_intensity == pytest.approx(10 / (io.bytes_read + io.bytes_written))
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "aligned"),
+    [
+        (50_257, torch.bfloat16, False),
+        (50_264, torch.bfloat16, True),
+        (50_260, torch.bfloat16, False),
+        (50_260, torch.float32, True),
+        (50_257, torch.float32, False),
+    ],
+)
+def test_products_tell_whether_rows_begin_on_sixteen_bytes(columns, dtype, aligned) -> None:
+    """A row of 8 numbers of 2 bytes, or 4 of 4 bytes, fills 16 bytes."""
+    x, weight = (torch.empty(rows, 16, dtype=dtype, device="meta") for rows in (5, columns))
+    logits = x @ weight.t()
+    rule = learn_rule(aten.mm.default)
+    products = [(x, weight.t(), logits), (logits.t(), x, weight), (logits, weight, x)]
+
+    assert [rule.price((a, b), {}, out)[0].is_aligned for a, b, out in products] == [aligned] * 3
+    assert rule.price((weight, x.t(), logits.t()), {}, logits.t())[0].is_aligned == aligned
+    assert learn_rule(aten.add.Tensor).price((logits, logits), {}, logits)[0].is_aligned

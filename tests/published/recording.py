@@ -9,7 +9,7 @@ import numpy as np
 
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
-from dpprof.memory.recorder import Allocated, Freed, Recorder
+from dpprof.memory.recorder import Allocated, Freed, Op, Recorder
 from dpprof.records.result import Phase
 from dpprof.spec.target import Target
 
@@ -93,6 +93,22 @@ def record(program: Callable[..., None], target: Target, **settings: Any) -> Rec
         program(tape, **settings)
         tape.mark("end")
     return _shorten(recorder, tape.marks)
+
+
+class _CountingTape(Tape):
+    """Has operators recorded from the mark ``last step`` to the next one."""
+
+    def mark(self, name: str) -> None:
+        super().mark(name)
+        self._recorder.counting = name == "last step"
+
+
+def record_step(program: Callable[..., None], target: Target, **settings: Any) -> list[Op]:
+    """Run a program under fake tensors as if on a target; returns its last step's operators."""
+    with tracing(target) as recorder:
+        recorder.enter("forward")
+        program(_CountingTape(recorder), **settings)
+    return [event for event in recorder.events if isinstance(event, Op)]
 
 
 def _shorten(recorder: Recorder, marks: dict[str, int]) -> Recording:

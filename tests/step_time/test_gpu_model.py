@@ -5,10 +5,10 @@ from factory import make_experiment
 
 from dpprof.flops.cost import AttentionShape, Cost
 from dpprof.instruments.memory import estimate
-from dpprof.spec.datasheets import A100, H100, H100_NVL, H200, L4
+from dpprof.spec.datasheets import A100, A100_PCIE, B200, H100, H100_NVL, H200, L4
 from dpprof.spec.target import Target
 from dpprof.step_time import gpu_model
-from dpprof.step_time.gpu_model import KERNEL_S, MEMORY, GpuModel
+from dpprof.step_time.gpu_model import CAUSAL, KERNEL_S, MEMORY, MISALIGNED, GpuModel
 from dpprof.step_time.product_table import read_document
 
 SHAPE = (1, 4096, 8192, 2048)
@@ -70,6 +70,58 @@ def test_other_dtypes_have_their_own_ceilings(dtype, peak) -> None:
     assert found.seconds < 2 * FLOPS / peak
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "size", "tflop_per_s"),
+    [
+        (H100, "float32", 1024, 37.39),
+        (H100, "float32", 2048, 49.58),
+        (H100, "tf32", 2048, 334.99),
+        (H100, "tf32", 8192, 372.05),
+        (H100, "bfloat16", 4096, 788.72),
+        (A100_PCIE, "float32", 4096, 15.52),
+        (A100_PCIE, "tf32", 1024, 61.02),
+        (A100_PCIE, "tf32", 2048, 90.82),
+    ],
+)
+def test_square_products_are_as_fast_as_others_measured(target, dtype, size, tflop_per_s) -> None:
+    """zzc0721/torch-performance-test-data, issues 79 and 108.
+
+    Only the shares of large products in float32 and TF32 are from there.
+    """
+    flops = 2 * size**3
+    op_dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+    cost = Cost("mm", "matmul", flops, op_dtype, product=(1, size, size, size))
+    found = GpuModel(target, dtype).predict(cost, 0)
+
+    assert flops / found.seconds == pytest.approx(tflop_per_s * 1e12, rel=0.25)
+    assert found.low < flops / (tflop_per_s * 1e12) < found.high
+
+
+def test_small_products_in_float32_are_no_slower_for_what_latency_costs_bfloat16() -> None:
+    small = (1, 512, 1024, 1024)
+    flops = 2 * 512 * 1024 * 1024
+    found = GpuModel(A100, "float32").predict(product("float32", small)._replace(flops=flops), 0)
+
+    assert found.seconds < flops / 19.5e12 / 0.7
+    half = GpuModel(A100, "bfloat16").predict(product(shape=small)._replace(flops=flops), 0)
+    assert half.seconds > flops / 312e12 / 0.5
+
+
+def test_rows_off_sixteen_bytes_are_slow_on_tensor_cores_alone() -> None:
+    for dtype, op_dtype in (("bfloat16", "bfloat16"), ("tf32", "float32")):
+        model = GpuModel(H100, dtype)
+        aligned = model.predict(product(op_dtype), 0)
+        crooked = model.predict(product(op_dtype)._replace(is_aligned=False), 0)
+        ratio = (crooked.seconds - KERNEL_S) / (aligned.seconds - KERNEL_S)
+        assert ratio == pytest.approx(1 / MISALIGNED.share)
+        assert crooked.spread > aligned.spread
+        assert crooked.basis == "data sheet"
+
+    model = GpuModel(H100, "float32")
+    crooked = model.predict(product("float32")._replace(is_aligned=False), 0)
+    assert crooked == model.predict(product("float32"), 0)
+
+
 def test_products_without_sizes_take_the_time_of_their_flops() -> None:
     norms = Cost("product_squares", "matmul", FLOPS, "bfloat16")
     found = GpuModel(H100, "bfloat16").predict(norms, 1000)
@@ -98,10 +150,32 @@ def test_a_causal_mask_that_the_kernel_knows_halves_attention() -> None:
     backward, _ = attend(is_causal=False, is_backward=True)
     short, short_bound = attend(is_causal=False, tokens=256)
 
-    assert causal == pytest.approx(full / 2)
+    assert causal == pytest.approx(full / 2 / CAUSAL)
     assert 0.5 < bound / full < 0.73  # Dao 2023
     assert full < backward
-    assert short_bound / short < 0.6 * bound / full
+    assert short_bound / short < 0.75 * bound / full
+
+
+@pytest.mark.parametrize(
+    ("target", "is_backward", "tokens", "tflop_per_s"),
+    [
+        (H100, False, 512, 252.49),
+        (H100, False, 4096, 311.97),
+        (H100, True, 512, 189.86),
+        (H100, True, 2048, 263.71),
+        (B200, False, 1024, 359.30),
+        (B200, True, 2048, 301.61),
+    ],
+)
+def test_attention_is_as_fast_as_others_measured(target, is_backward, tokens, tflop_per_s) -> None:
+    """Dao-AILab/flash-attention: pull request 2688, and issue 1589; 32 heads of width 64."""
+    heads = 32 * 16384 // tokens
+    flops = int(4 * heads * tokens**2 * 64 * (2.5 if is_backward else 1))
+    sizes = AttentionShape(heads, tokens, tokens, 64, False, is_backward)
+    cost = Cost("flash", "attention", flops, "bfloat16", attention=sizes)
+    found = GpuModel(target, "bfloat16").predict(cost, 0)
+
+    assert flops / found.seconds == pytest.approx(tflop_per_s * 1e12, rel=0.15)
 
 
 def predict(**fields):

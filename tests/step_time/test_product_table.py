@@ -13,6 +13,7 @@ from dpprof.step_time.product_table import (
 )
 
 SIZES = [2**power for power in range(6, 13)]
+MORE_ROWS = 0.03
 SPREADS = {"measured at this shape": 0.01, "interpolated": 0.02, "extrapolated": 0.04}
 PEAKS = Peaks(1e12, 1e11)
 
@@ -21,7 +22,14 @@ def make(law) -> ProductTable:
     """Build a table of shares that follow a law of m, n and k."""
     shares = [[[round(UNIT * law(m, n, k)) for k in SIZES] for n in SIZES] for m in SIZES]
     return ProductTable.read(
-        {"m": SIZES, "n": SIZES, "k": SIZES, "shares": shares, "spreads": SPREADS}
+        {
+            "m": SIZES,
+            "n": SIZES,
+            "k": SIZES,
+            "shares": shares,
+            "spreads": SPREADS,
+            "more_rows_spread": MORE_ROWS,
+        }
     )
 
 
@@ -56,11 +64,21 @@ def test_a_law_of_powers_is_found_again_between_shapes(shape) -> None:
 
 def test_beyond_the_table_its_edge_counts_and_the_spread_grows() -> None:
     table = make(law)
-    share, spread, basis = table.find(2 * SIZES[-1], 300, 300)
+    share, spread, basis = table.find(300, 2 * SIZES[-1], 300)
+
+    assert share == pytest.approx(table.find(300, SIZES[-1], 300)[0], rel=1e-9)
+    assert (basis, spread) == ("extrapolated", pytest.approx(0.08))
+    assert table.find(300, 64 * SIZES[-1], 300)[1] == spread
+
+
+def test_more_rows_than_the_table_has_keep_their_share_and_what_was_measured_of_that() -> None:
+    table = make(law)
+    share, spread, basis = table.find(32 * SIZES[-1], 300, 300)
 
     assert share == pytest.approx(table.find(SIZES[-1], 300, 300)[0], rel=1e-9)
-    assert (basis, spread) == ("extrapolated", pytest.approx(0.08))
-    assert table.find(64 * SIZES[-1], 300, 300)[1] == spread
+    assert (basis, spread) == ("extrapolated", MORE_ROWS)
+    assert table.find(32, 300, 300)[1] == pytest.approx(0.08)  # fewer rows are another thing
+    assert table.find(2 * SIZES[-1], 2 * SIZES[-1], 300)[1] == pytest.approx(0.08)
 
 
 def test_a_batch_is_as_fast_as_its_rows_in_one_product() -> None:
@@ -101,3 +119,20 @@ def test_a_table_that_ships_says_where_it_is_from_and_predicts_what_it_left_out(
     assert np.median(errors) < 0.06
     inside = np.asarray(errors) < 1.645 * document["spreads"]["interpolated"]
     assert inside.mean() > 0.8
+
+
+@pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l40s"])
+def test_the_most_rows_of_a_table_are_found_from_a_quarter_of_them(name) -> None:
+    document, table = read_document(name), read_table(name)
+    most = document["m"][-1]
+    kept = [at for at, m in enumerate(document["m"]) if 4 * m <= most]
+    short = {key: [document[key][at] for at in kept] for key in ("m", "shares")}
+    shorter = ProductTable.read(document | short)
+
+    rows = np.flatnonzero(table.shapes[:, 0] == most)
+    errors = []
+    for at in np.random.default_rng(1).choice(rows, 100, replace=False):
+        share, spread, basis = shorter.find(*map(int, table.shapes[at]))
+        errors.append(abs(np.log(share / table.shares[at])))
+        assert (basis, spread) == ("extrapolated", document["more_rows_spread"])
+    assert np.mean(np.asarray(errors) < 1.645 * document["more_rows_spread"]) > 0.8

@@ -34,6 +34,10 @@ _METHODS: dict[str, tuple[str, str]] = {
     "opacus-adaptive": ("#332288", "d"),
 }
 _OTHER_MARKERS = ("p", "*", "8")
+SERIES_COLOURS = _PALETTE
+"""Colours of series that are no methods, in order."""
+
+SERIES_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 
 COMPONENT_COLOURS: dict[str, str] = {
     "parameters": _PALETTE[0],

@@ -39,5 +39,8 @@ class Cost(NamedTuple):
     """The sizes of a matrix product."""
 
     attention: AttentionShape | None = None
+    is_aligned: bool = True
+    """Whether all rows of a product's matrices begin on 16 bytes, as tensor cores read them."""
+
     formula_unknown: bool = False
     """Whether it is a product or attention without a formula; its FLOPs count as 0."""

@@ -28,6 +28,16 @@ aten = torch.ops.aten
 
 Moved = list[tuple[Tensor, int]]
 
+_ALIGNMENT_BYTES = 16
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Return whether all rows of a matrix begin on 16 bytes, by whichever of its axes is dense."""
+    rows = [step for step in matrix.stride()[-2:] if step != 1]
+    return matrix.dim() < 2 or all(  # noqa: PLR2004 (vectors have no rows)
+        step * matrix.element_size() % _ALIGNMENT_BYTES == 0 for step in rows
+    )
+
 
 def _single(a: Tensor, b: Tensor) -> ProductShape:
     return 1, a.shape[-2], b.shape[-1], a.shape[-1]
@@ -203,7 +213,9 @@ class Rule(NamedTuple):
         flops = self._count_others(reads, writes) if counted is None else counted
         unknown = counted is None and self.is_counted
         attention = self._find_attention(args, kwargs)
-        cost = Cost(self.name, self.family, flops, dtype, product, attention, unknown)
+        matrices = [] if product is None else [tensor for tensor, _ in (*inputs, *writes)]
+        aligned = all(map(_is_aligned, matrices))
+        cost = Cost(self.name, self.family, flops, dtype, product, attention, aligned, unknown)
         return cost, reads, writes
 
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:

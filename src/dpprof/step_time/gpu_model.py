@@ -6,6 +6,7 @@ known to reach. What these shares are, where they come from and how far off they
 beside each.
 """
 
+import math
 from typing import NamedTuple
 
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
@@ -55,10 +56,26 @@ INDEXING = Share(0.3, 0.5)
 RANDOM = Share(0.3, 0.4)
 """Of bandwidth, by normal random numbers: their arithmetic binds them, not memory."""
 
-OTHER_PRODUCTS = Share(1.0, 0.2)
-"""Of the speed of bfloat16 products of the same shape, each over its own peak, by other dtypes. An
-H100's fastest products of float32, TF32 and bfloat16 are each at 0.80 or 0.81 of the data sheet's
-peak: measured by ``dpprof ceilings``."""
+_FLOAT32 = {"8.0": 0.85, "8.9": 0.63, "9.0": 0.78}
+"""Of the peak, by large products in float32, by compute capability.
+
+zzc0721/torch-performance-test-data: ``torch.matmul`` of 4,096 and 8,192 rows and columns on an A100
+PCIe (issue 108), an RTX 4090 (78), an L20 (107) and an H100 (79).
+"""
+
+_TF32 = 0.8
+"""Of the peak, by large products in TF32: the same issues give 0.73 to 0.91 for A100 and H100."""
+
+_OTHER_SPREAD = 0.2
+"""Of products in float32, TF32 and float64."""
+
+MISALIGNED = Share(0.45, 0.4)
+"""Of the speed of other products, where rows do not begin on 16 bytes and tensor cores are used.
+
+nanoGPT became about 25 % faster when its vocabulary grew from 50,257 to 50,304 (x.com/karpathy,
+3 February 2023), and a compiled GPT-2 30 % on an A100 when matrices were padded (issue 1129 of
+intel/torch-xpu-ops). Products with a side of the vocabulary are about 0.27 of its FLOPs.
+"""
 
 UNKNOWN_PRODUCTS = Share(0.6, 0.35)
 """Of the roofline, by products of a device without a table of its architecture, and by kernels of
@@ -67,18 +84,37 @@ other products, such as those of tiled norms."""
 KERNEL_S = 3e-6
 """What a kernel takes besides its work: ``mem_empirical_constant_latency`` of the same source."""
 
-HOST_S = Share(33e-6, 0.3)
-"""Seconds of the host for an operator: Python, hooks, autograd, dispatch and launch. Seven steps
-that waited for their host took 26 to 48 microseconds an operator, on one machine with an H100."""
+HOST_S = Share(31e-6, 0.35)
+"""Seconds of the host for an operator that has work: Python, modules, dispatch, autograd, launch.
 
-_FLASH: dict[str, tuple[float, float]] = {"8": (0.62, 0.5), "9": (0.38, 0.34), "10": (0.3, 0.25)}
-"""Shares of the peak by fused attention over long sequences, forward and backward, by the major
-compute capability. Dao 2023, "FlashAttention-2": 50 to 73 % forward and up to 63 % backward on an
-A100, and 335 TFLOP/s of both on an H100, whose kernels PyTorch runs."""
+The median of four machines. Three ran the small transformer of a course (Stanford CS336, 12 layers,
+4 samples) and waited for the host: 20 (forward and optimizer, RTX 5090), 27 (forward and backward,
+L4) and 42 microseconds (the same, charliesabino/cs336-assignment2, whose GPU is not named). On the
+fourth, with an H100, seven private and plain steps took 26 to 48, in the median 35
+(perf/measured_steps.md).
+"""
+
+_FLASH: dict[str, tuple[float, float]] = {"8": (0.62, 0.5), "9": (0.38, 0.34), "10": (0.2, 0.175)}
+"""Shares of the peak by FlashAttention-2, whose kernels PyTorch runs, over long sequences, forward
+and backward, by the major compute capability.
+
+A100: Dao 2023, "FlashAttention-2": 50 to 73 % forward and up to 63 % backward. H100: pull requests
+1791 and 2688 of Dao-AILab/flash-attention. B200: issue 1589 there. It stands for cuDNN's attention
+too, which newer versions of PyTorch prefer on an H100 or a B200 and which is faster there.
+"""
+
+CAUSAL = 0.82
+"""Of the speed without a mask, by attention that skips the masked half: tiles on the diagonal are
+computed whole, and processors end at different times.
+
+Forward 0.77 (H100, flash-attention's pull request 1791), 0.79 and 0.87 (H20, its issue 1310), 0.84
+and 0.89 (RTX 4090, apache/tvm's tl_doc/flash_perf.md); backward 0.77, 0.80 (RTX 4090), 0.99 (H100).
+"""
 
 _ATTENTION_SPREAD = 0.2
-_HALF_TOKENS = 256
-"""With as many tokens, attention reaches half of its speed over long sequences."""
+_HALF_TOKENS = (100, 256)
+"""With as many tokens, attention forward and backward reaches half of its speed over long
+sequences: flash-attention's pull request 2688 (H100) and issue 1589 (B200), 512 to 8,192 tokens."""
 
 _FULL_WIDTH = 128
 _NARROW = 0.85
@@ -107,6 +143,12 @@ def _share_of_bandwidth(cost: Cost) -> Share:
     if cost.op == "_to_copy" and cost.dtype == "bfloat16":
         return WIDENING
     return OPTIMIZERS if cost.op.startswith("_foreach_") else _BY_FAMILY.get(cost.family, MEMORY)
+
+
+def _slow_down(time: OpTime, by: Share) -> OpTime:
+    """Return the time of an operator that reaches only a share of a speed."""
+    spread = math.hypot(time.spread, by.spread)
+    return OpTime(time.seconds / by.share, spread, "data sheet")
 
 
 class GpuModel:
@@ -140,6 +182,8 @@ class GpuModel:
         streamed_s = moved_bytes / self._target.bandwidth_bytes_per_s
         if cost.product is not None:
             found = self._predict_product(cost.product, cost.dtype)
+            if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
+                found = _slow_down(found, MISALIGNED)
         elif cost.attention is not None:
             found = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
@@ -152,26 +196,39 @@ class GpuModel:
         return found._replace(seconds=found.seconds + KERNEL_S)
 
     def _predict_product(self, shape: ProductShape, dtype: str) -> OpTime:
-        itemsize = _ITEMSIZES.get(dtype, 4)
-        peaks = Peaks(self._peak(dtype), self._target.bandwidth_bytes_per_s)
-        if self._products is None:
-            seconds = float(bound_s(shape, itemsize, peaks)) / UNKNOWN_PRODUCTS.share
-            return OpTime(seconds, UNKNOWN_PRODUCTS.spread, "data sheet")
-        found = self._products.predict(shape, itemsize, peaks)
+        bytes_per_s = self._target.bandwidth_bytes_per_s
+        own_peaks = Peaks(self._peak(dtype), bytes_per_s)
+        bound = float(bound_s(shape, _ITEMSIZES.get(dtype, 4), own_peaks))
+        bfloat16 = self._target.flops_per_s.get("bfloat16")
+        if self._products is None or bfloat16 is None:
+            return OpTime(bound / UNKNOWN_PRODUCTS.share, UNKNOWN_PRODUCTS.spread, "data sheet")
+        peaks = Peaks(bfloat16, bytes_per_s)
+        found = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
         if not self._is_own:
             found = found._replace(spread=2 * found.spread, basis="extrapolated")
-        if itemsize == _ITEMSIZES["bfloat16"]:
+        if _ITEMSIZES.get(dtype) == _ITEMSIZES["bfloat16"]:
             return found
-        share, spread = OTHER_PRODUCTS
-        return OpTime(found.seconds / share, max(found.spread, spread), "data sheet")
+        # What a product takes beyond its bound is latency, which no arithmetic unit shortens.
+        beyond = found.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
+        seconds = bound / self._share_of(dtype) + max(beyond, 0.0)
+        return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
+
+    def _share_of(self, dtype: str) -> float:
+        """Return the share of the peak that large products reach in a dtype of 4 bytes or more."""
+        if self._on_tensor_cores(dtype):
+            return _TF32
+        return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.share)
+
+    def _on_tensor_cores(self, op_dtype: str) -> bool:
+        return ceiling_of(op_dtype, self._dtype) in ("bfloat16", "tf32")
 
     def _predict_attention(self, cost: Cost, sizes: AttentionShape, streamed_s: float) -> OpTime:
         major = self._target.compute_capability.partition(".")[0]
         forward, backward = _FLASH.get(major, _FLASH["8"])
         share = backward if sizes.is_backward else forward
-        share *= sizes.keys / (sizes.keys + _HALF_TOKENS)
+        share *= sizes.keys / (sizes.keys + _HALF_TOKENS[sizes.is_backward])
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
-        flops = cost.flops / 2 if sizes.is_causal else cost.flops
+        flops = cost.flops / (2 * CAUSAL) if sizes.is_causal else cost.flops
         seconds = max(flops / (self._peak(cost.dtype) * share), streamed_s / MEMORY.share)
         return OpTime(seconds, _ATTENTION_SPREAD, "data sheet")
 

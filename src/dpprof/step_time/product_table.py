@@ -28,7 +28,7 @@ _LEVEL = 0.05
 """Pulls the plane's slopes towards zero where the neighbours say little of them."""
 
 _FAR = 1.0
-"""In doublings of a size: beyond the table by more, its spread grows no further."""
+"""In doublings of n or k: beyond the table by more, its spread grows no further."""
 
 UNIT = 1e4
 """Shares are kept as whole numbers of these parts."""
@@ -65,10 +65,15 @@ class ProductTable:
         shapes: Sizes ``(m, n, k)`` of the measured products, one row each.
         shares: Of each, the share of the roofline that it reached.
         spreads: Standard deviations of the logarithm of what is predicted, by basis.
+        more_rows: The same of products with more rows than the table has, and no other size beyond
+            it. A device divides them into more of the same tiles.
     """
 
-    def __init__(self, shapes: Floats, shares: Floats, spreads: Mapping[Basis, float]) -> None:
+    def __init__(
+        self, shapes: Floats, shares: Floats, spreads: Mapping[Basis, float], more_rows: float
+    ) -> None:
         self.shapes, self.shares = shapes, shares
+        self._more_rows = more_rows
         self._logs = np.log2(shapes)
         self._log_shares = np.log(shares)
         self._spreads = dict(spreads)
@@ -83,7 +88,9 @@ class ProductTable:
         parts = np.asarray(document["shares"], dtype=float)
         grid = np.stack(np.meshgrid(*sizes, indexing="ij"), axis=-1)
         known = parts > 0
-        return cls(grid[known], parts[known] / UNIT, document["spreads"])
+        return cls(
+            grid[known], parts[known] / UNIT, document["spreads"], document["more_rows_spread"]
+        )
 
     def _find(self, m: int, n: int, k: int) -> tuple[float, float, Basis]:
         """Return a share of the roofline, its spread, and what it rests on."""
@@ -94,10 +101,14 @@ class ProductTable:
         point = np.log2([m, n, k])
         inside = np.clip(point, self._low, self._high)
         share = self.fit(inside, np.ones(len(self._logs), dtype=bool))
-        beyond = float(np.abs(point - inside).max())
-        basis = "extrapolated" if beyond > 0 else "interpolated"
-        spread = self._spreads[basis] * (1 + min(beyond, _FAR))
-        return share, spread, basis
+        beyond_m, beyond_n, beyond_k = point - inside
+        others = max(abs(beyond_n), abs(beyond_k), -beyond_m)
+        if others > 0:
+            spread = self._spreads["extrapolated"] * (1 + min(float(others), _FAR))
+            return share, spread, "extrapolated"
+        if beyond_m > 0:
+            return share, self._more_rows, "extrapolated"
+        return share, self._spreads["interpolated"], "interpolated"
 
     def fit(self, point: Floats, usable: NDArray[np.bool_]) -> float:
         """Fit a plane through the usable shapes nearest to a point, and return its share there.

@@ -4,14 +4,14 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
 
-B, T, V, D, H, LAYERS, DROPOUT = 8, 1024, 50257, 768, 12, 12, 0.1
+T, D, H, LAYERS, DROPOUT = 1024, 768, 12, 12, 0.1
 
 
 class Variant(NamedTuple):
@@ -22,6 +22,8 @@ class Variant(NamedTuple):
     bfloat16: bool = False
     native_modules: bool = False
     fused_attention: bool = False
+    V: int = 50257
+    B: int = 8
 
 
 class Norm(nn.Module):
@@ -112,10 +114,10 @@ def _norm(variant: Variant) -> nn.Module:
 class Model(nn.Module):
     def __init__(self, variant: Variant) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(T, D)
+        self.tokens, self.positions = nn.Embedding(variant.V, D), nn.Embedding(T, D)
         self.dropout = nn.Dropout(DROPOUT)
         self.blocks = nn.Sequential(*(Block(variant) for _ in range(LAYERS)))
-        self.norm, self.head = _norm(variant), nn.Linear(D, V, bias=False)
+        self.norm, self.head = _norm(variant), nn.Linear(D, variant.V, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         of_tokens = self.tokens(ids)
@@ -129,13 +131,13 @@ class Model(nn.Module):
         return logits
 
 
-def _loss(model: Model) -> Tensor:
+def _loss(model: Model, B: int) -> Tensor:
     ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
     logits = model(ids)
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def training(tape: Tape, *, steps: int, tokens: int, **changes: bool) -> None:
+def training(tape: Tape, *, steps: int, tokens: int, **changes: Any) -> None:
     """Build, train some steps with an evaluation after the first, and generate text."""
     variant = Variant(**changes)
     with torch.device("meta"):
@@ -145,24 +147,27 @@ def training(tape: Tape, *, steps: int, tokens: int, **changes: bool) -> None:
         model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=variant.fused_optimizer or None)
     for step in range(steps):
+        if step == steps - 1:
+            tape.mark("last step")
         optimizer.zero_grad()
-        loss = _loss(model)
+        loss = _loss(model, variant.B)
         loss.backward()
         # A fused step keeps its step counts on the device.
         with tape.phase("backward" if variant.fused_optimizer else "step"):
             optimizer.step()
+        tape.mark("stepped")
         if step == 0:
-            _evaluate(model)
+            _evaluate(model, variant.B)
     _generate(model, tokens)
     tape.mark("trained")
     del loss
 
 
-def _evaluate(model: Model) -> None:
+def _evaluate(model: Model, B: int) -> None:
     model.eval()
     with torch.no_grad():
         for _ in range(2):
-            loss = _loss(model)
+            loss = _loss(model, B)
     model.train()
     del loss
 
