@@ -3,14 +3,18 @@
 import itertools
 
 from factory import (
+    PRIVACY,
+    make_capacity,
     make_experiment,
     make_kernels,
     make_manifest,
     make_memory,
+    make_noise,
     write_synthetic,
     write_synthetic_ceilings,
 )
 
+from dpprof.analysis.budget import Planned
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.planning.planner import Manifest
@@ -58,15 +62,21 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
         )
         traced = make_kernels(TRACED, idle_s=0.005)
         write_synthetic(root, experiment, instrument="kernels", kernels=traced, **measured)
+    capacities = [e for e in predicted if e.batch_size == batch_sizes[0]]
+    for experiment in capacities:
+        found = make_capacity()
+        write_synthetic(root, experiment, instrument="capacity", recorded=found, **fields)
     for experiment in predicted:
         recorded = make_memory(OWNED)
         write_synthetic(root, experiment, instrument="estimate", recorded=recorded, **fields)
     runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
     runs += [make_manifest((e, 0), instrument="estimate").runs for e in predicted]
+    runs += [make_manifest((e, 0), instrument="capacity").runs for e in capacities]
     manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))
     ceilings = write_synthetic_ceilings(root)
     known = [ceilings_path(root, device_name(ceilings.device))]
-    return build_tables(collect(manifest, root, ceilings=known, partial=False))
+    planned = Planned(PRIVACY, {float(length): make_noise(length) for length in seq_lens})
+    return build_tables(collect(manifest, root, ceilings=known, partial=False), planned)
 
 
 def draw(name, tables):

@@ -5,6 +5,8 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.accounting.schedule import Schedule, describe_noise
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.planning.code_digest import verified_as
@@ -17,6 +19,7 @@ from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.records.verdict import TOLERANCE, Verdict, verdict_path
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
+from dpprof.spec.privacy import Privacy
 
 Tables = dict[str, pd.DataFrame]
 CPU = {"type": "cpu", "name": "synthetic cpu", "cores": 2, "threads": 2}
@@ -90,6 +93,67 @@ def make_memory(
             "by_component": {},
         },
     }
+
+
+def make_capacity(step_s: float | None = 1.0, **fields: Any) -> dict[str, Any]:
+    """Invent what the instrument ``capacity`` finds, and a time that may be 10 % off.
+
+    Args:
+        step_s: Of the batch of 8 that safely fits; None where no time is predicted. A fifth of it
+            is noise and optimizer.
+        fields: Other figures of ``capacity``.
+    """
+    capacity = {
+        "budget_bytes": 1000,
+        "batch_size": 10,
+        "peak_bytes": 990,
+        "next_peak_bytes": 1010,
+        "limited_by": "memory",
+        "extrapolated": False,
+        "safe_share": 0.9,
+        "safe_batch_size": 8,
+        "safe_peak_bytes": 890,
+        "stated_batch_size": 8,
+        "estimates": {1: 500, 10: 990, 11: 1010},
+    }
+    compute = make_memory({}, executed_flops=200, model_flops=100, peak_flops_per_s=1e12)["compute"]
+    time = None
+    if step_s is not None:
+        compute |= {"roofline_step_s": 0.5 * step_s}
+        predicted = {"median": step_s, "low": step_s / 1.1, "high": step_s * 1.1}
+        predicted |= {"without_update": 0.8 * step_s, "waiting_share": 0.0}
+        predicted |= {"rests_on": {"interpolated": 0.75, "data sheet": 0.25}}
+        time = {"step_s": [], "predicted_step_s": predicted}
+    return {"capacity": capacity | fields, "compute": compute, "time": time}
+
+
+def make_noise(
+    tokens_per_sample: float, epsilons: tuple[float, ...] = (8.0, 2.0), **fields: Any
+) -> NoisePlan:
+    """Invent the noise of a budget: batches of 64 in 100 steps, twice as large at half epsilon."""
+    batches = [
+        describe_noise(Schedule(100_000, size, 6400 // size), 0.5 * (size / 64) ** 0.25, None)
+        for size in (32, 64, 128)
+    ]
+    known = [
+        AtEpsilon(
+            epsilon=epsilon,
+            same_batch_noise_multiplier=0.5 * (epsilons[0] / epsilon) ** 0.5,
+            batch_size=int(64 * epsilons[0] / epsilon),
+            noise_multiplier=0.5 * epsilons[0] / epsilon,
+            tokens=6400 * tokens_per_sample * epsilons[0] / epsilon,
+            reason=None,
+        )
+        for epsilon in epsilons
+    ]
+    usual = {"tokens_per_sample": tokens_per_sample, "batches": batches, "batch_size": 64}
+    return NoisePlan.model_validate(usual | {"epsilons": known} | fields)
+
+
+PRIVACY = Privacy.model_validate(
+    {"samples": 100_000, "tokens": 51_200, "epsilon": [8, 2], "delta": 1e-6, "price_per_hour": 2}
+)
+"""What ``make_noise`` is of, with samples of 8 tokens."""
 
 
 def make_kernels(
@@ -285,6 +349,7 @@ def write_synthetic_ceilings(
             "started_at": "2026-01-01T00:00:00+00:00",
             "wall_s": 1.0,
             "others_busy_cores": 0.0,
+            "operators": None,
             "code_digest": "0" * 64,
             "provenance": {},
             **fields,

@@ -3,57 +3,18 @@
 from pathlib import Path
 
 import pytest
-from factory import make_experiment
+from factory import make_capacity, make_experiment
 
 from dpprof.analysis.advice import Advice, advise
 from dpprof.records.record import write_record
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 
-CAPACITY = {
-    "budget_bytes": 1000,
-    "batch_size": 10,
-    "peak_bytes": 990,
-    "next_peak_bytes": 1010,
-    "limited_by": "memory",
-    "extrapolated": False,
-    "safe_share": 0.9,
-    "safe_batch_size": 8,
-    "safe_peak_bytes": 890,
-    "stated_batch_size": 8,
-    "estimates": {1: 500, 10: 990, 11: 1010},
-}
-COMPUTE = {
-    "model_flops": 100,
-    "executed_flops": 200,
-    "other_flops": 1,
-    "flops_by_phase": {},
-    "flops_by_module": {},
-    "flops_by_component": {},
-    "dp_flop_multiplier": 2.0,
-    "mfu": None,
-    "hfu": None,
-    "peak_flops_per_s": 1e12,
-    "peak_source": "nowhere",
-    "reason": None,
-}
-
-
-def predicted(step_s: float) -> dict[str, object]:
-    """Invent a prediction that may be 10 % off."""
-    ends = {"low": step_s / 1.1, "high": step_s * 1.1}
-    rests_on = {"interpolated": 0.75, "data sheet": 0.25}
-    return {"median": step_s, **ends, "rests_on": rests_on, "waiting_share": 0.0}
-
 
 def result(folder: Path, method: str, step_s: float | None, **capacity) -> Result:
     """Invent a capacity result; without a step's time, one that does not fit."""
     experiment = make_experiment(method=method, seq_len=4)
-    measured = {
-        "capacity": CAPACITY | capacity,
-        "compute": COMPUTE | {"roofline_step_s": step_s and 0.5 * step_s},
-        "time": step_s and {"step_s": [], "predicted_step_s": predicted(step_s)},
-    }
+    measured = make_capacity(step_s, **capacity)
     failed = {"kind": "MemoryError", "message": f"{method} needs more"}
     return write_record(
         folder / f"{method}.json",

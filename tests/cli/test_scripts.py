@@ -224,6 +224,13 @@ OUTPUTS = {
         "--json",
     ),
     "advise.py": (["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"], "--json"),
+    "budget.py": (
+        [
+            *("--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"),
+            *("--samples=9", "--tokens=4000", "--epsilon=8", "--delta=0.01"),
+        ],
+        "--json",
+    ),
     "draw_figure.py": (["--figure=tradeoff", "--tables=no"], "--output"),
 }
 

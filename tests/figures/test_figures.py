@@ -49,6 +49,7 @@ AXES = {
     "batch-size": [("batch size", "peak (MiB)"), ("batch size", "step time (ms)")],
     "accuracy": [("allocator's peak (MiB)", "recorded minus allocator's peak (%)")],
     "bound": [("time of a traced step (ms)", METHODS)],
+    "budget": [("epsilon", "GPU hours")],
     "cost": [
         ("sequence length (tokens)", "MFLOP per token"),
         ("sequence length (tokens)", "MiB moved per token"),
@@ -119,7 +120,7 @@ def test_only_failures_leave_nothing_to_draw(name, tmp_path) -> None:
 def test_failures_are_counted_by_the_figure_of_outcomes(tmp_path) -> None:
     axis = draw("outcomes", tables_of(tmp_path, outcome="crashed")).axes[0]
 
-    assert [patch.get_width() for patch in axis.patches] == [20, 20]
+    assert [patch.get_width() for patch in axis.patches] == [22, 22]
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - GROWTH))

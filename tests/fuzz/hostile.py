@@ -78,6 +78,20 @@ BY_KEY: dict[str, list[Any]] = {
     "target": [name for name in NO_NAME if name is not None]
     + [{}, {"memory_bytes": "1GiB"}, {"memory_bytes": 1, "\x1b[2J": 1}],
 }
+NO_WHOLE = [one for one in NO_COUNT if one not in ("1e3", 10**10)]
+PRIVACY: dict[str, list[Any]] = {
+    "samples": NO_WHOLE,
+    "tokens": NO_WHOLE,
+    "epsilon": [*NO_NUMBER, 0, "0", [], [8, 0], None],
+    "delta": [*NO_NUMBER, 0, 1, "1", None],
+    "batch_size": [*(one for one in NO_WHOLE if one is not None), 10_001],
+    "least_steps": NO_WHOLE,
+    "accountant": [*NO_NAME, "gdp"],
+    "price_per_hour": [*NO_NUMBER],
+}
+"""Wrong values by key of a privacy budget."""
+
+RIGHT_BUDGET = {"samples": 10_000, "tokens": "4e6", "epsilon": 8, "delta": 1e-5}
 RIGHT = {
     "defaults": {"model": "tiny", "seq_len": 8, "device": "cpu"},
     "sweeps": {
@@ -103,6 +117,15 @@ def _with_value(draw: random.Random) -> bytes:
     listed = key != "replicates" and not isinstance(value, list) and draw.random() < 0.3
     place = draw.choice(places)
     place[key] = [value] * draw.choice([1, 1, 50]) if listed else value
+    return _dump(config)
+
+
+def _with_budget(draw: random.Random) -> bytes:
+    """Give a privacy budget a value that it cannot have."""
+    config: dict[str, Any] = copy.deepcopy(RIGHT)
+    config["sweeps"]["two"] |= {"instruments": "capacity", "target": "h200"}
+    key = draw.choice(list(PRIVACY))
+    config["privacy"] = RIGHT_BUDGET | {key: draw.choice(PRIVACY[key])}
     return _dump(config)
 
 
@@ -171,7 +194,7 @@ def _noise(draw: random.Random) -> bytes:
 
 CONFIGS: list[Callable[[random.Random], bytes]] = [
     *[_with_value] * 8,
-    *[_with_key, _with_line] * 3,
+    *[_with_key, _with_line, _with_budget] * 3,
     *[_without, _too_many, _noise],
 ]
 
@@ -184,6 +207,7 @@ def make_config(seed: int) -> bytes:
 
 FIELDS = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
 CAPACITY = ["--model=tiny", "--methods=standard", "--target=cpu", "--seq-len=4"]
+BUDGET = [f"--{key}={value}" for key, value in RIGHT_BUDGET.items()]
 SPECIAL = [
     "",
     "folder",
@@ -250,6 +274,7 @@ def _bad_output(draw: random.Random) -> list[str]:
             ("measure_ceilings.py", ["--device=cpu"], "--output"),
             ("capacity.py", CAPACITY, "--json"),
             ("advise.py", CAPACITY, "--json"),
+            ("budget.py", [*CAPACITY, *BUDGET], "--json"),
             ("draw_figure.py", ["--figure=tradeoff", "--tables=folder"], "--output"),
         ]
     )
@@ -285,6 +310,7 @@ def _bad_option(draw: random.Random) -> list[str]:
             ["draw_figure.py", "--figure=tradeoff", "--tables=folder", f"--output={text}.xyz"],
             ["capacity.py", *CAPACITY, "--methods", "standard", text],
             ["advise.py", *CAPACITY, f"--target={text}"],
+            ["budget.py", *CAPACITY, *BUDGET, f"--{draw.choice(list(RIGHT_BUDGET))}={text}"],
             ["forget.py", f"--outcome={text}"],
             ["forget.py"],
             ["prune.py", "--delete"],

@@ -46,6 +46,37 @@ def test_a_run_that_two_sweeps_ask_for_is_planned_once() -> None:
     assert [(run.method, run.replicate) for run in shared] == [("standard", 0)]
 
 
+BUDGET = {"samples": 1000, "tokens": "1e6", "epsilon": 8, "delta": 1e-4}
+PRICED = {"defaults": CONFIG["defaults"], "privacy": BUDGET}
+PRICED |= {
+    "sweeps": {
+        "c": {"method": "standard", "batch_size": 1, "target": "h200", "instruments": "capacity"}
+    }
+}
+
+
+def test_a_manifest_has_the_privacy_budget_and_another_budget_is_another_manifest(tmp_path) -> None:
+    manifest = plan_of(PRICED).manifest
+    other = plan_of(PRICED | {"privacy": BUDGET | {"epsilon": 4}}).manifest
+    none = plan_of({key: value for key, value in PRICED.items() if key != "privacy"}).manifest
+    path = tmp_path / "manifest.json"
+    path.write_text(manifest.text)
+
+    assert read_manifest(path) == manifest
+    assert manifest.privacy.samples == 1000
+    assert len({manifest.path, other.path, none.path}) == 3
+    assert "privacy" not in none.text
+
+
+def test_a_privacy_budget_that_nothing_prices_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^privacy: hours are told from capacity results; give a"):
+        plan_of(CONFIG | {"privacy": BUDGET})
+    with pytest.raises(
+        InputError, match=r"privacy\.tokens: 7999 is not allowed; it must be at leas"
+    ):
+        plan_of(PRICED | {"privacy": BUDGET | {"tokens": 7999}})
+
+
 def test_a_reordered_config_has_the_same_manifest() -> None:
     reordered = {
         "sweeps": {

@@ -194,6 +194,21 @@ def test_a_tiny_step_waits_for_the_host_and_a_large_one_does_not() -> None:
     assert sum(large.rests_on.values()) == pytest.approx(1)
 
 
+def test_noise_and_optimizer_are_what_a_step_without_them_lacks() -> None:
+    small = {"vocab_size": 1000, "d_model": 1024, "layers": 2, "heads": 8}
+    one, four = (predict(model=small, batch_size=size, seq_len=1024) for size in (8, 32))
+    sgd = predict(model=small, batch_size=8, seq_len=1024, optimizer="sgd")
+    private = predict(model=small, batch_size=8, seq_len=1024, method="flash-bk")
+
+    adamw_s, noisy_s = (step.median - step.without_update for step in (one, private))
+    # AdamW must read parameter, gradient and two moments, and write all but the gradient.
+    parameters = 2 * 1000 * 1024 + 2 * 12 * 1024**2 + 1024 * 1024
+    least_s = 7 * 4 * parameters / 3350e9
+    assert least_s < adamw_s < 5 * least_s
+    assert four.median - four.without_update == pytest.approx(adamw_s, rel=0.05)
+    assert sgd.median - sgd.without_update < adamw_s < noisy_s
+
+
 def test_a_target_with_a_table_of_its_own_rests_on_it() -> None:
     shape = {"vocab_size": 1024, "d_model": 1024, "layers": 2, "heads": 8}
     on_h100 = predict(model=shape, batch_size=4, seq_len=512)

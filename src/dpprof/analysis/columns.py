@@ -16,6 +16,7 @@ _UNITS = {
     "per_s": "1/s",
     "joules_per_step": "J",
     "bytes": "B",
+    "gpu_hours": "h",
     "seconds": "s",
     "s": "s",
     "flops": "FLOP",

@@ -12,6 +12,7 @@ from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
+from dpprof.spec.privacy import Privacy
 from dpprof.spec.registry import PREDICTIONS
 
 
@@ -34,7 +35,11 @@ TOLERATED_OTHER = 0.05
 
 
 def find(
-    collected: Collected, peaks: pd.DataFrame, costs: pd.DataFrame, kernels: pd.DataFrame
+    collected: Collected,
+    peaks: pd.DataFrame,
+    costs: pd.DataFrame,
+    kernels: pd.DataFrame,
+    privacy: Privacy | None = None,
 ) -> pd.DataFrame:
     """Return one row per finding; docs/how-to/read-the-report.md explains each kind."""
     groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
@@ -55,6 +60,8 @@ def find(
     rows += _beyond_peak(costs)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
+    warnings = privacy.warnings if privacy else []
+    rows += [Finding("weak-privacy-budget", "privacy", "", told) for told in warnings]
     return make_frame("findings", (row._asdict() for row in rows))
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.advice import tabulate_advice
 from dpprof.analysis.axes import axes_of, key_of
+from dpprof.analysis.budget import Planned, tabulate_budget, tabulate_noise
 from dpprof.analysis.ceilings_table import tabulate_ceilings
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.experiments_table import tabulate_experiments
@@ -28,8 +29,11 @@ from dpprof.records.terms import OUTCOMES
 Rows = Iterable[dict[str, Any]]
 
 
-def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
-    """Return every table, by file stem; ``TABLES`` declares them."""
+def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
+    """Return every table, by file stem; ``TABLES`` declares them.
+
+    ``planned`` is the config's privacy budget, with the noise that it asks for.
+    """
     groups = group_runs(collected)
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise, collected.standings)
@@ -56,11 +60,19 @@ def build_tables(collected: Collected) -> dict[str, pd.DataFrame]:
         "outcomes": _outcomes(collected),
         "instrument_overhead": tabulate_instrument_overhead(groups),
         "advice": tabulate_advice(collected),
+        "budget": tabulate_budget(collected, planned),
+        "noise": tabulate_noise(planned),
         "verification": tabulate_verification(
             (group.experiment for group in groups), collected.standings
         ),
         "ceilings": tabulate_ceilings(collected.ceilings),
-        "findings": find(collected, recorded["peaks"], recorded["costs"], kernels["kernels"]),
+        "findings": find(
+            collected,
+            recorded["peaks"],
+            recorded["costs"],
+            kernels["kernels"],
+            None if planned is None else planned.privacy,
+        ),
     }
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from dpprof.analysis.advice import Advice, Option, advise
 from dpprof.analysis.axes import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.cli.capacities import answer
+from dpprof.cli.capacities import answer, make_parser
+from dpprof.cli.common import lay_out
 from dpprof.planning.code_digest import verdict_digest
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
@@ -64,18 +65,11 @@ def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
         for one in advice.options
     ]
     header = ["method", *_COLUMNS * len(sides)]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
+    lines = lay_out([header, *rows], texts=(0, *range(1, len(header), len(_COLUMNS))))
     if len(sides) > 1:
-        whole_at = sum(widths[: 1 + len(_COLUMNS)]) + 2 * (1 + len(_COLUMNS))
-        lines.append(f"{' ' * (widths[0] + 2)}LoRA".ljust(whole_at) + "whole")
-    text = (0, *range(1, len(header), len(_COLUMNS)))
-    for row in [header, *rows]:
-        aligned = [
-            cell.ljust(width) if at in text else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(aligned).rstrip())
+        lora_at = lines[0].index(_COLUMNS[0])
+        whole_at = lines[0].index(_COLUMNS[0], lora_at + 1)
+        lines.insert(0, f"{' ' * lora_at}LoRA".ljust(whole_at) + "whole")
     return lines
 
 
@@ -128,4 +122,4 @@ def judge(experiments: Sequence[Experiment], results: Sequence[Result]) -> tuple
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    answer(argv, "advise", __doc__, judge, whole_too=True)
+    answer(make_parser("advise", __doc__).parse_args(argv), judge, whole_too=True)

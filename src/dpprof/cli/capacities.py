@@ -28,23 +28,16 @@ Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]
 """Returns what is said of results: JSON, a text, and whether a batch fits with any method."""
 
 
-def answer(
-    argv: Sequence[str] | None,
-    command: str,
-    about: str | None,
-    judge: Judge,
-    *,
-    whole_too: bool = False,
-) -> None:
-    """Run a subcommand that finds capacities; the exit status is 1 where no batch fits.
+def make_parser(command: str, about: str | None, example: str = "") -> Parser:
+    """Make the options of a subcommand that finds capacities.
 
-    With ``whole_too``, a model that gets adapters is also asked about without them.
+    ``example`` is what of its own its example has.
     """
     parser = Parser(
         prog=f"dpprof {command}",
         description=about,
         epilog=f"example: dpprof {command} --model 1b --target h200 "
-        "--seq-len 1024. --memory-limit-bytes replaces the target's memory.",
+        f"--seq-len 1024{example}. --memory-limit-bytes replaces the target's memory.",
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
     parser.add_argument(
@@ -54,7 +47,14 @@ def answer(
         "--again", action="store_true", help="ignore existing results in results/capacity"
     )
     add_experiment_options(parser, leave_out=("method", "batch_size"))
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def answer(arguments: argparse.Namespace, judge: Judge, *, whole_too: bool = False) -> None:
+    """Find capacities and tell what ``judge`` says; the exit status is 1 where no batch fits.
+
+    With ``whole_too``, a model that gets adapters is also asked about without them.
+    """
     with ending_in_a_sentence():
         experiments = read_capacity_options(arguments)
         if whole_too:

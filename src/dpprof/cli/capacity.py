@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from dpprof.cli.capacities import answer
+from dpprof.cli.capacities import answer, make_parser
 from dpprof.records.result import Capacity, Result
 from dpprof.spec.experiment import Experiment
 
@@ -63,4 +63,4 @@ def judge(_: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    answer(argv, "capacity", __doc__, judge)
+    answer(make_parser("capacity", __doc__).parse_args(argv), judge)

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,18 @@ def path(text: str) -> Path:
 def add_log_option(parser: argparse.ArgumentParser, what: str) -> None:
     """Add the option ``--log``."""
     parser.add_argument("--log", type=path, help=f"where {what} goes (default: here)")
+
+
+def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:
+    """Return the lines of a table; the columns at ``texts`` are set flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at in texts else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 @contextlib.contextmanager

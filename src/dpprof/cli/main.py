@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, str] = {
     "estimate": "predict one experiment, for this machine or for a GPU that is not here",
     "capacity": "find the largest batch that fits, for every method",
     "advise": "say which private method to use on a GPU",
+    "budget": "say what a privacy budget costs in noise, GPU hours and money",
     "verify": "prove that a method computes the reference's clipped gradient",
     "ceilings": "measure what a device can do at most",
     "tables": "write tables of results",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from dpprof.spec import registry
 from dpprof.spec.config_files import parse_config_text
 from dpprof.spec.experiment import Experiment, read_spec, settle_device
+from dpprof.spec.privacy import Privacy
 from dpprof.spec.validation import InputError, explain, option_name, refuse
 from dpprof.system.hardware import resolve_device
 
@@ -28,6 +29,29 @@ def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container
         note = "required" if required else f"default: {default}"
         help_text = f"{field.description} ({note})".replace("%", "%%")
         group.add_argument(option_name(name), help=help_text, metavar="VALUE")
+
+
+def add_privacy_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every field of a privacy budget, described as in the schema."""
+    group = parser.add_argument_group("privacy budget")
+    for name, field in Privacy.model_fields.items():
+        note = "required" if field.is_required() else f"default: {field.default}"
+        several = "+" if name == "epsilon" else None
+        help_text = f"{field.description} ({note})"
+        group.add_argument(option_name(name), help=help_text, metavar="VALUE", nargs=several)
+
+
+def read_privacy(arguments: argparse.Namespace) -> Privacy:
+    """Return the privacy budget of parsed options.
+
+    Raises:
+        InputError: An option's value is not allowed, or a required one is missing.
+    """
+    given = {name: getattr(arguments, name) for name in Privacy.model_fields}
+    try:
+        return Privacy.model_validate({k: v for k, v in given.items() if v is not None})
+    except ValidationError as error:
+        raise explain(error, Privacy, options=True) from None
 
 
 def read_experiment(arguments: argparse.Namespace) -> Experiment:

@@ -2,12 +2,30 @@
 
 from collections.abc import Sequence
 
-from dpprof.analysis.collection import collect
+from dpprof.analysis.budget import Planned
+from dpprof.analysis.collection import Collected, collect
 from dpprof.analysis.tables import build_tables
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
-from dpprof.planning.planner import read_manifest
+from dpprof.launch.accounting_run import account_apart
+from dpprof.planning.planner import Manifest, read_manifest
+from dpprof.spec.validation import InputError
 from dpprof.system.console import keep_log, say
 from dpprof.system.files import write_atomically
+
+
+def _plan_noise(manifest: Manifest, collected: Collected) -> Planned | None:
+    """Ask for the noise of the manifest's privacy budget; None where it has none."""
+    if manifest.privacy is None:
+        return None
+    capacities = (result for _, result in collected.found if result.instrument == "capacity")
+    lengths = sorted({result.experiment.tokens_per_sample for result in capacities})
+    if not lengths:
+        return None
+    try:
+        plans = account_apart(manifest.privacy, lengths)
+    except InputError as error:
+        return Planned(manifest.privacy, reason=str(error))
+    return Planned(manifest.privacy, dict(zip(lengths, plans, strict=True)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         collected = collect(manifest, root, partial=arguments.partial, ceilings=arguments.ceilings)
         for error in collected.damaged:
             say(f"{error}; it is left out, since the report is partial")
-        for name, table in build_tables(collected).items():
+        planned = _plan_noise(manifest, collected)
+        for name, table in build_tables(collected, planned).items():
             write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")

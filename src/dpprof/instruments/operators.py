@@ -19,6 +19,7 @@ from dpprof.memory.recorder import Op
 from dpprof.records.operators import OperatorTable, OperatorTime
 from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment, read_spec
+from dpprof.spec.registry import UnsupportedError
 from dpprof.step_time.own_table import digest_call
 from dpprof.step_time.replay import Replayer
 
@@ -91,22 +92,33 @@ def measure(budget_s: int, *specs: str) -> OperatorTable:
     """
     start = time.monotonic()
     timer = OperatorTimer(open_device("cpu"))
-    host = [_time_host(timer, method) for method in _HOST_METHODS]
+    host_s, host_spread = time_hosts(timer)
     done, left_out = [], {}
     for experiment in map(read_spec, map(Path, specs)):
         if time.monotonic() - start > budget_s:
             left_out[experiment.id] = f"the budget of {budget_s} s was used up"
             continue
-        timer.time(list_ops(experiment))
-        done.append(experiment.id)
+        try:
+            timer.time(list_ops(experiment))
+        except UnsupportedError as error:
+            left_out[experiment.id] = str(error)
+        else:
+            done.append(experiment.id)
     return OperatorTable(
         operators=list(timer.times.values()),
-        host_s=statistics.median(host),
-        host_spread=max(abs(math.log(one / statistics.median(host))) for one in host),
+        host_s=host_s,
+        host_spread=host_spread,
         experiments=done,
         left_out=left_out | timer.failed,
         wall_s=time.monotonic() - start,
     )
+
+
+def time_hosts(timer: OperatorTimer) -> tuple[float, float]:
+    """Return what a step takes besides its operators, for each, and the spread of its logarithm."""
+    host = [_time_host(timer, method) for method in _HOST_METHODS]
+    median_s = statistics.median(host)
+    return median_s, statistics.pstdev(math.log(one / median_s) for one in host)
 
 
 def _time_host(timer: OperatorTimer, name: str) -> float:

@@ -148,7 +148,7 @@ class Isolation:
 
 @contextmanager
 def isolate(
-    output: Path,
+    output: Path | None,
     slots: Sequence[DeviceSlot],
     digest: Callable[[], str],
     module: str,
@@ -159,14 +159,15 @@ def isolate(
 
     Inside the context, SIGTERM and SIGHUP raise ``SystemExit``, so that children are ended too.
 
-    ``slots`` are interchangeable. ``digest`` returns the digest of the code that will run;
-    ``module`` is the calling module's file, imported already. With ``shared``, others with
-    ``shared`` may use the device at the same time.
+    ``output`` is the file that will be written, if any; ``slots`` are interchangeable. ``digest``
+    returns the digest of the code that will run; ``module`` is the calling module's file, imported
+    already. With ``shared``, others with ``shared`` may use the device at the same time.
 
     Raises:
         OSError: The file cannot be written.
     """
-    check_writable(output)
+    if output is not None:
+        check_writable(output)
     code = CodeInUse(digest, module)
     names = [slot.lock_name for slot in slots]
 

@@ -24,6 +24,9 @@ from dpprof.system.paths import PACKAGE, TEMPLATES
 P = ParamSpec("P")
 Name = tuple[registry.Group, str]
 _COMMANDS = PACKAGE / "cli"
+ACCOUNTING = PACKAGE / "accounting" / "noise.py"
+"""The file that a process of its own runs for the noise of a privacy budget."""
+
 _CACHED: list[Any] = []
 
 
@@ -241,6 +244,8 @@ def derived_digests() -> dict[str, str]:
     }
     templates = sorted(TEMPLATES.iterdir())
     return figures | {
-        "tables": _digest(closure([_COMMANDS / "tables.py"])),
+        "tables": _digest(
+            closure([_COMMANDS / "tables.py", ACCOUNTING]), package_versions(("opacus",))
+        ),
         "report": _digest([*closure([_COMMANDS / "report.py"]), *templates]),
     }

@@ -6,7 +6,7 @@ its own digest in its name.
 """
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ from dpprof.records.ceilings import device_name
 from dpprof.records.result import result_path
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.privacy import Privacy
 from dpprof.spec.registry import PREDICTIONS, refuse_target
 from dpprof.spec.sweep import Config, Run, expand, given, parse_config
 from dpprof.spec.validation import InputError, explain
@@ -65,16 +66,19 @@ class PlannedRun(BaseModel, frozen=True, extra="forbid"):
 
 
 class Manifest(BaseModel, frozen=True, extra="forbid"):
-    """The runs of one config, in canonical order."""
+    """The runs of one config, in canonical order, and its privacy budget."""
 
     schema_version: Literal[1] = 1
+    privacy: Privacy | None = None
     runs: tuple[PlannedRun, ...]
 
     @property
     def text(self) -> str:
         """The manifest's file content, one run per line."""
         lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
-        return f'{{"schema_version":{self.schema_version},"runs":[\n{lines}\n]}}\n'
+        privacy = self.privacy and canonical_json(self.privacy.model_dump(mode="json"))
+        budget = f'"privacy":{privacy},' if privacy else ""
+        return f'{{"schema_version":{self.schema_version},{budget}"runs":[\n{lines}\n]}}\n'
 
     @property
     def path(self) -> Path:
@@ -191,7 +195,22 @@ def make_plan(raw: dict[str, Any], device: Callable[[], str] = resolve_device) -
         for run, names in sweeps_of.items()
     ]
     planned.sort(key=lambda run: (run.replicate, run.id, run.instrument))
-    return Plan(config, Manifest(runs=tuple(planned)), experiments)
+    _refuse_budget(config, sweeps_of)
+    return Plan(config, Manifest(privacy=config.privacy, runs=tuple(planned)), experiments)
+
+
+def _refuse_budget(config: Config, runs: Iterable[Run]) -> None:
+    """Refuse a privacy budget that no capacity can price, or whose tokens are too few."""
+    if config.privacy is None:
+        return
+    asked = [run.experiment for run in runs if run.instrument == "capacity"]
+    if not asked:
+        raise InputError(
+            "privacy: hours are told from capacity results; give a sweep the instrument capacity "
+            "and a target"
+        )
+    for experiment in asked:
+        config.privacy.refuse_few_tokens(experiment.tokens_per_sample, "privacy.tokens")
 
 
 def write_plan(plan: Plan) -> None:

@@ -122,6 +122,11 @@ class PredictedTime(Part):
     median: float
     low: float
     high: float
+    without_update: float | None = Field(
+        None,
+        description="median of the same step without its phases noise and step, which run once "
+        "where gradients of several batches are accumulated",
+    )
     rests_on: dict[Basis, float] = Field(
         description="shares of the device's time by what its prediction rests on"
     )

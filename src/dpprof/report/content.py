@@ -10,6 +10,8 @@ from dpprof.analysis.standings import find_marks
 from dpprof.records.terms import OUTCOMES
 from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
 from dpprof.report.advice_section import tell_advice, tell_capacity
+from dpprof.report.budget_section import TITLE as BUDGET
+from dpprof.report.budget_section import tell_budget
 from dpprof.report.cells import Cell, column, plural, tabulate
 from dpprof.report.document import (
     Blocks,
@@ -29,6 +31,7 @@ Tables = Mapping[str, pd.DataFrame]
 
 _FIGURES_OF = {
     "Memory": ("breakdown", "timeline"),
+    BUDGET: ("budget",),
     "Time": ("tradeoff", "phases", "throughput"),
     "Kernels": ("kernels",),
     "Roofline": ("roofline", "bound"),
@@ -56,6 +59,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
         "Memory": [*memory_sections.owners(composition)],
         predicted: [*memory_sections.predictions(composition, costs)],
         "What fits, and what to use": [*tell_capacity(tables["advice"])],
+        BUDGET: [*tell_budget(tables["noise"], tables["budget"])],
         "Time": [
             *time_sections.phases(tables["phases"], experiments),
             *kernel_sections.host_io(tables["runs"]),
@@ -189,8 +193,8 @@ def _limits(runs: pd.DataFrame, composition: pd.DataFrame, drawings: Sequence[Dr
     """Return what the numbers do not show, and which figures are missing."""
     said = [
         (
-            "Tokens and weights are random: the report shows cost, not learning, and computes no "
-            "privacy budget."
+            "Tokens and weights are random: the report shows cost, not learning. It computes noise "
+            "for a privacy budget only where the config has one."
         ),
         (
             "Every batch has exactly the configured size. Poisson-sampled batches vary, and the "

@@ -262,6 +262,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         return sum(self.lengths(batch_size))
 
     @property
+    def tokens_per_sample(self) -> float:
+        """The tokens of a sample, without padding, on average."""
+        return self.seq_len * (1.0 if self.padding is None else 1 - self.padding.fraction)
+
+    @property
     def trained(self) -> str:
         """``trainable``, settled."""
         return self.trainable or ("all" if self.lora is None else "lora")

@@ -1,6 +1,7 @@
 """The kinds of numbers in a config, with their allowed ranges."""
 
 import re
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import (
@@ -12,6 +13,9 @@ from pydantic import (
     WithJsonSchema,
     WrapValidator,
 )
+from pydantic.annotated_handlers import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 
 def refuse_bool(value: Any) -> Any:
@@ -19,6 +23,25 @@ def refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("it must be a number, not true or false")  # noqa: TRY004 (pydantic's way)
     return value
+
+
+class _OneOrMany:
+    """Schema of a key whose value may be a scalar or a list."""
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        many = handler(schema)
+        return {"anyOf": [many["items"], many]}
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def one_or_many(item: Any) -> Any:
+    """Return the type of a key that takes one value or a list of at least one."""
+    return Annotated[list[item], Field(min_length=1), BeforeValidator(_listed), _OneOrMany()]
 
 
 _SIZE = r"\s*([0-9]+(\.0+)?\s*[A-Za-z]*|[0-9]*\.[0-9]+\s*(?![Bb]\s*$)[A-Za-z]+)\s*"
@@ -45,6 +68,20 @@ def _read_size(value: Any, parse: ValidatorFunctionWrapHandler) -> ByteSize:
     return size
 
 
+_WHOLE = r"\s*[0-9]+(\.[0-9]+)?([eE]\+?[0-9]{1,2})?\s*"
+_MAX_WHOLE = 10**15
+
+
+def _read_whole(value: Any) -> int:
+    """Return a large number of things, which people write as 2e9 and YAML reads as a text."""
+    if isinstance(value, str) and re.fullmatch(_WHOLE, value):
+        value = Decimal(value.strip())
+    is_number = isinstance(refuse_bool(value), int | float | Decimal)
+    if not is_number or not 1 <= value <= _MAX_WHOLE or value % 1 != 0:
+        raise ValueError("it must be a whole number from 1 to 1e15, such as 1000000 or 1e6")
+    return int(value)
+
+
 # The bound comes before the validator, because only then pydantic puts it into the JSON schema.
 Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(refuse_bool)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(refuse_bool)]
@@ -58,3 +95,16 @@ _SIZE_SCHEMA = {
     ]
 }
 Size = Annotated[ByteSize, WrapValidator(_read_size), WithJsonSchema(_SIZE_SCHEMA)]
+Whole = Annotated[
+    int,
+    BeforeValidator(_read_whole),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": _MAX_WHOLE},
+                {"type": "string", "pattern": f"^{_WHOLE}$"},
+            ]
+        }
+    ),
+]
+"""A number too large to be written with all its digits: ``2e9``."""

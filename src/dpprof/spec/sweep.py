@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
-from pydantic.annotated_handlers import GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from dpprof.spec.experiment import Experiment, Name, settle_device
-from dpprof.spec.quantities import Replicates
+from dpprof.spec.privacy import Privacy
+from dpprof.spec.quantities import Replicates, one_or_many
 from dpprof.spec.validation import InputError, explain, refuse
 
 MAX_RUNS = 100_000
@@ -27,24 +25,6 @@ class Run(NamedTuple):
     replicate: int
 
 
-class _OneOrMany:
-    """Schema of a key whose value may be a scalar or a list."""
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        many = handler(schema)
-        return {"anyOf": [many["items"], many]}
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list) else [value]
-
-
-def _one_or_many(item: Any) -> Any:
-    return Annotated[list[item], Field(min_length=1), BeforeValidator(_listed), _OneOrMany()]
-
-
 def _grid_fields() -> dict[str, Any]:
     """Return every field of an experiment as a key that takes one value or a list of values."""
     fields: dict[str, Any] = {}
@@ -54,13 +34,13 @@ def _grid_fields() -> dict[str, Any]:
             item = Annotated[item, Field(discriminator=info.discriminator)]
         if name == "device":
             item = Literal["auto", "cpu", "cuda"]
-        fields[name] = (_one_or_many(item), Field(None, description=info.description))
+        fields[name] = (one_or_many(item), Field(None, description=info.description))
     return fields
 
 
 _WATCH_FIELDS: dict[str, Any] = {
     "instruments": (
-        _one_or_many(Name),
+        one_or_many(Name),
         Field(None, description="the instruments to run each experiment under, one process each"),
     ),
     "replicates": (
@@ -107,6 +87,9 @@ class Config(BaseModel):
     )
     exclude: list[Exclude] = Field(  # type: ignore[valid-type]
         default_factory=list, description="combinations to drop from every sweep"
+    )
+    privacy: Privacy | None = Field(
+        None, description="a privacy budget, whose price the report tells from capacity results"
     )
     partial: bool = Field(
         False, description="report on the results that exist, list missing ones and run nothing"

@@ -1,6 +1,7 @@
 """Predicts the time of a recorded step on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from dpprof.memory.recorder import Op
@@ -14,6 +15,9 @@ from dpprof.step_time.timeline import IssuedOp, StepTime, combine
 
 DRIFT = 0.05
 """Spread of all times of this machine together: it is not as busy, or as warm, as it was."""
+
+_UPDATE = ("noise", "step")
+"""The phases that run once, however many batches a gradient is accumulated over."""
 
 
 def predict_time(
@@ -58,8 +62,11 @@ def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTi
         NoPeakError: The peak of a dtype that the step multiplies in is not known.
     """
     model = GpuModel(target, dtype)
-    issued = _issue(ops, [model.predict(op.cost, moved_bytes(op)) for op in ops])
-    return _state(combine(issued, model.host.share, model.host.spread, CLOCKS))
+    times = [model.predict(op.cost, moved_bytes(op)) for op in ops]
+    run = partial(
+        combine, host_s=model.host.share, host_spread=model.host.spread, common_spread=CLOCKS
+    )
+    return _state(ops, times, run)
 
 
 def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
@@ -69,8 +76,15 @@ def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
         ops: The operators of a step in the steady state, in order.
         table: Operators that were timed here.
     """
-    issued = _issue(ops, [table.predict(op.cost, moved_bytes(op), op.call) for op in ops])
-    return _state(combine(issued, table.host_s, table.host_spread, DRIFT, on_host=True))
+    times = [table.predict(op.cost, moved_bytes(op), op.call) for op in ops]
+    run = partial(
+        combine,
+        host_s=table.host_s,
+        host_spread=table.host_spread,
+        common_spread=DRIFT,
+        on_host=True,
+    )
+    return _state(ops, times, run)
 
 
 def moved_bytes(op: Op) -> int:
@@ -78,15 +92,17 @@ def moved_bytes(op: Op) -> int:
     return sum(size for _, size in (*op.reads, *op.writes))
 
 
-def _issue(ops: Sequence[Op], times: Sequence[OpTime]) -> list[IssuedOp]:
-    return [IssuedOp(op.op_kind, time) for op, time in zip(ops, times, strict=True)]
-
-
-def _state(step: StepTime) -> PredictedTime:
+def _state(
+    ops: Sequence[Op], times: Sequence[OpTime], run: Callable[[Sequence[IssuedOp]], StepTime]
+) -> PredictedTime:
+    issued = [IssuedOp(op.op_kind, time) for op, time in zip(ops, times, strict=True)]
+    step = run(issued)
+    rest = run([one for op, one in zip(ops, issued, strict=True) if op.phase not in _UPDATE])
     return PredictedTime(
         median=step.median_s,
         low=step.low_s,
         high=step.high_s,
         rests_on=step.rests_on,
         waiting_share=step.host_share,
+        without_update=rest.median_s,
     )

@@ -1,0 +1,184 @@
+"""Predicted times of steps on this processor beside what was measured.
+
+Every method, on two models and three lengths. One cell after another: its operators are timed that
+no cell before it had, its step is predicted, then it is measured: close together in time, since the
+machine's speed drifts. Operators are held out by their sizes: each is predicted from those of the
+same operator at other sizes.
+"""
+
+import argparse
+import gc
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dpprof.devices.selection import open_device
+from dpprof.instruments.clean import time_steps
+from dpprof.instruments.operators import OperatorTimer, ignore, list_ops, time_hosts
+from dpprof.instruments.setup import begin, set_up
+from dpprof.records.operators import OperatorTable
+from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
+from dpprof.step_time.own_table import OwnTable
+from dpprof.step_time.predict import predict_step_here
+from dpprof.system.console import say
+
+BATCHES = {128: 4, 512: 2, 2048: 1}
+STEPS = 3
+
+
+class Cell(NamedTuple):
+    """A step that was predicted, then measured."""
+
+    model: str
+    method: str
+    seq_len: int
+    step_s: list[float]
+    median_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def measured_s(self) -> float:
+        """The median of the measured steps."""
+        return statistics.median(self.step_s)
+
+    @property
+    def error(self) -> float:
+        """The prediction over the measurement, less one."""
+        return self.median_s / self.measured_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measurement is inside the interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    def tell(self) -> str:
+        """Lay out a row."""
+        spread = max(self.step_s) / min(self.step_s) - 1
+        return (
+            f"| {self.model} | {self.seq_len} | {BATCHES[self.seq_len]} | {self.method} "
+            f"| {self.measured_s * 1e3:,.0f} | {spread:.0%} | {self.median_s * 1e3:,.0f} "
+            f"| {self.low_s * 1e3:,.0f} to {self.high_s * 1e3:,.0f} | {self.error:+.1%} |"
+        )
+
+
+def run(timer: OperatorTimer, host: tuple[float, float], experiment: Experiment) -> Cell:
+    """Predict a step, then measure it."""
+    ops = list_ops(experiment)
+    timer.time(ops)
+    predicted = predict_step_here(ops, OwnTable(state(timer, host)))
+    method, device = begin(experiment)
+    training = set_up(experiment, method, device, lambda *_: None)
+    steps = time_steps(device, 1 + STEPS, partial(training.step.run, training.batch, ignore))
+    gc.collect()
+    return Cell(
+        str(experiment.model),
+        experiment.method,
+        experiment.seq_len,
+        steps[1:],
+        predicted.median,
+        predicted.low,
+        predicted.high,
+    )
+
+
+def state(timer: OperatorTimer, host: tuple[float, float]) -> OperatorTable:
+    """Return what was timed so far as a table."""
+    return OperatorTable(
+        operators=list(timer.times.values()),
+        host_s=host[0],
+        host_spread=host[1],
+        experiments=[],
+        left_out=timer.failed,
+        wall_s=0.0,
+    )
+
+
+def rank(cells: list[Cell]) -> tuple[float, int]:
+    """Return Kendall's tau of predicted and measured times, and how many pairs it is of.
+
+    Pairs whose measured steps overlap are left out: which of them is faster is noise.
+    """
+    agreeing = pairs = 0
+    groups: dict[tuple[str, int], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[cell.model, cell.seq_len].append(cell)
+    for group in groups.values():
+        for one, other in itertools.combinations(group, 2):
+            faster, slower = sorted((one, other), key=lambda cell: cell.measured_s)
+            if max(faster.step_s) >= min(slower.step_s):
+                continue
+            pairs += 1
+            agreeing += 1 if faster.median_s < slower.median_s else -1
+    return agreeing / pairs, pairs
+
+
+def tabulate(cells: list[Cell], table: OwnTable) -> str:
+    """Lay out the cells, and how far off they are."""
+    errors = [abs(cell.error) for cell in cells]
+    tau, pairs = rank(cells)
+    held_out = [abs(found / true - 1) for found, true, _ in table.hold_out()]
+    weights = [true for _, true, _ in table.hold_out()]
+    order = np.argsort(held_out)
+    half = np.searchsorted(np.cumsum(np.array(weights)[order]), math.fsum(weights) / 2)
+    heads = ["model", "T", "B", "method", "measured (ms)", "spread", "predicted (ms)"]
+    inside = sum(cell.is_inside for cell in cells)
+    lines = [f"| {' | '.join([*heads, '90 % interval', 'error'])} |"]
+    lines += ["| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines += [*(cell.tell() for cell in cells), ""]
+    lines += [f"* steps: {_sum_up(errors)}; {inside} of {len(cells)} inside the 90 % interval"]
+    lines += [f"* Kendall's tau of the ranking of methods: {tau:.2f}, of {pairs} pairs"]
+    lines += [f"* operators predicted from other sizes: {_sum_up(held_out)}, of {len(held_out):,}"]
+    lines += [f"* the same, each counted by its time: median {held_out[order[half]]:.1%}"]
+    lines += [f"* host: {table.host_s * 1e6:.0f} microseconds an operator"]
+    return "\n".join(lines)
+
+
+def _sum_up(errors: list[float]) -> str:
+    high = np.quantile(errors, 0.9)
+    return f"median absolute error {statistics.median(errors):.1%}, 90th percentile {high:.1%}"
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["small", "medium"])
+    parser.add_argument("--methods", nargs="+", default=registry.names("methods"))
+    parser.add_argument("--seq-lens", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    timer = OperatorTimer(open_device("cpu"))
+    host = time_hosts(timer)
+    cells = []
+    grid = itertools.product(arguments.models, arguments.seq_lens, arguments.methods)
+    for model, seq_len, method in grid:
+        experiment = Experiment.model_validate(
+            {
+                "model": model,
+                "method": method,
+                "batch_size": BATCHES[seq_len],
+                "seq_len": seq_len,
+                "device": "cpu",
+                "noise_multiplier": 0.05,  # Opacus's adaptive clipping takes batches above 10 x it
+            }
+        )
+        cells.append(run(timer, host, experiment))
+        say(f"{time.monotonic() - start:4.0f} s {cells[-1].tell()}")
+    table = tabulate(cells, OwnTable(state(timer, host)))
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    sys.stdout.write(f"{table}\n")
+
+
+if __name__ == "__main__":
+    main()

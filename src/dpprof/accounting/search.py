@@ -1,0 +1,80 @@
+"""Finds where the spent epsilon meets a budget, with few calls of a slow accountant."""
+
+import math
+from collections.abc import Callable
+
+MOST, LEAST = 1e6, 0.01
+"""No value beyond these is tried; Opacus tries none above the first."""
+
+_POWER = -2.5
+"""What is spent is about this power of a noise multiplier: -1 for much noise, -3.5 for little."""
+
+_STEP, _MAX_CALLS = 8.0, 100
+
+
+class BeyondReachError(ValueError):
+    """No value spends as much as that; the message says what the last one spends."""
+
+
+def find_least(
+    spent: Callable[[float], float],
+    target: float,
+    tolerance: float,
+    guess: float,
+    most: float = MOST,
+) -> float:
+    """Find a value that spends at most the target, and less than a tolerance below it.
+
+    The spent epsilon is taken to be a power of the value, which it nearly is between two values.
+
+    Args:
+        spent: From a value to the epsilon that it spends, which falls while the value grows.
+        target: The epsilon.
+        tolerance: How far below it what is spent may be.
+        guess: The first value to try.
+        most: The largest value to try.
+
+    Raises:
+        BeyondReachError: Not even the largest value spends so little, or the smallest so much.
+    """
+    aim, low, high = target - tolerance / 2, 0.0, math.inf
+    value, power, before = min(guess, most), _POWER, (0.0, 0.0)
+    for call in range(_MAX_CALLS):
+        found = spent(value)
+        if found <= target:
+            high = value
+            if target - found <= tolerance:
+                return value
+            if value < LEAST:
+                raise BeyondReachError(f"{value:.3g} spends only {found:.3g}")
+        else:
+            low = value
+            if value >= most:
+                raise BeyondReachError(f"{value:,.6g} still spends {found:.3g}")
+        power = _fit_power(before, (value, found)) or power
+        before = value, found
+        near = _step(value, found, aim, power)
+        if math.isinf(high):
+            value = min(near, most) if near > value else most
+        elif low < near < high and call % 4 < 3:  # noqa: PLR2004 (else it may creep)
+            value = near
+        else:
+            value = math.sqrt(low * high) if low else high / 2
+        if value in (low, high):
+            return high  # neighbouring numbers
+    raise BeyondReachError("the search did not end")
+
+
+def _step(value: float, found: float, aim: float, power: float) -> float:
+    """Return where a power through one point meets the aim, not too far from the point."""
+    if not 0 < found < math.inf:
+        return value * _STEP if found else value / _STEP
+    return value * min(max(math.pow(aim / found, 1 / power), 1 / _STEP), _STEP)
+
+
+def _fit_power(one: tuple[float, float], other: tuple[float, float]) -> float | None:
+    """Return the power through two points; None where they tell none that falls."""
+    if min(*one, *other) <= 0 or not all(map(math.isfinite, (*one, *other))):
+        return None
+    along, spent = math.log(one[0] / other[0]), math.log(one[1] / other[1])
+    return spent / along if along and spent / along < -0.1 else None  # noqa: PLR2004 (flat)

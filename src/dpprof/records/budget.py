@@ -1,0 +1,62 @@
+"""What ``dpprof budget`` says: the price of a privacy budget with each method."""
+
+from pydantic import Field
+
+from dpprof.accounting.plan import NoisePlan
+from dpprof.records.record import Part
+from dpprof.spec.privacy import Privacy
+
+
+class MethodCost(Part):
+    """What a training costs with one method at one epsilon."""
+
+    method: str
+    epsilon: float | None = Field(description="null for a method that is not private")
+    private: bool
+    mechanism: str | None = Field(
+        None, description="what makes the method private; null: it has no verdict"
+    )
+    verified: bool | None = Field(
+        None, description="whether its gradient equals the reference's; null: not verified"
+    )
+    batch_size: int | None = Field(None, description="expected samples of a step")
+    steps: int | None = None
+    noise_multiplier: float | None = None
+    same_batch_noise_multiplier: float | None = Field(
+        None,
+        description="noise multiplier with the planned batch and tokens, which take the hours of "
+        "the first epsilon",
+    )
+    micro_batch_size: int | None = Field(
+        None, description="samples that are on the GPU at a time: equal parts of what safely fits"
+    )
+    accumulation_steps: int | None = Field(None, description="micro-batches of an expected batch")
+    step_s: float | None = Field(
+        None,
+        description="predicted seconds of a step of an expected batch; noise and optimizer run "
+        "once in it",
+    )
+    gpu_hours: float | None = Field(None, description="all steps on one GPU, predicted")
+    gpu_hours_low: float | None = Field(None, description="lower end of the 90 % interval")
+    gpu_hours_high: float | None = Field(None, description="upper end of the 90 % interval")
+    price: float | None = Field(None, description="of these hours")
+    hours_ratio: float | None = Field(
+        None, description="these hours over those of standard with the planned batch"
+    )
+    message: str | None = Field(None, description="why a figure is null, or needs care")
+
+
+class Budget(Part):
+    """The price of a privacy budget on a target, fastest method first."""
+
+    model: str
+    lora: str | None
+    seq_len: int
+    dtype: str
+    target: str
+    privacy: Privacy
+    warnings: list[str] = Field(description="what the budget promises less than people mean")
+    noise: NoisePlan
+    methods: list[MethodCost]
+    sure_of_memory: str
+    sure_of_time: str

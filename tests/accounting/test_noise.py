@@ -1,0 +1,161 @@
+"""Noise by Opacus's accountants, against its own search and the Gaussian mechanism's formula."""
+
+import math
+
+import pytest
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.utils import get_noise_multiplier
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from dpprof.accounting.noise import (
+    TOLERANCE,
+    find_batch_size,
+    find_noise_multiplier,
+    plan_noise,
+    spend,
+)
+from dpprof.accounting.schedule import Schedule, describe_noise
+from dpprof.accounting.search import BeyondReachError
+from dpprof.spec.privacy import Privacy
+
+SCHEDULES = {
+    "a thousand steps": (Schedule(60_000, 600, 1000), 3.0, 1e-5),
+    "few steps of many": (Schedule(10_000, 1000, 50), 1.0, 1e-5),
+    "a language model": (Schedule(1_000_000, 4096, 477), 8.0, 1e-7),
+}
+ACCOUNTANTS = {"rdp": RDPAccountant, "prv": PRVAccountant}
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:Optimal order")
+def test_the_noise_is_that_of_opacus_and_spends_the_budget(name, accountant) -> None:
+    schedule, epsilon, delta = SCHEDULES[name]
+
+    found = find_noise_multiplier(schedule, epsilon, delta, accountant)
+
+    opacus = get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sample_rate=schedule.batch_size / schedule.samples,
+        steps=schedule.steps,
+        accountant=accountant,
+    )
+    book = ACCOUNTANTS[accountant]()
+    book.history = [(found, schedule.batch_size / schedule.samples, schedule.steps)]
+    spent = book.get_epsilon(delta=delta)
+    assert found == pytest.approx(opacus, rel=0.01)
+    assert epsilon - TOLERANCE <= spent <= epsilon
+
+
+def exact_epsilon(noise_multiplier: float, delta: float) -> float:
+    """The Gaussian mechanism's epsilon, Balle and Wang 2018, theorem 8."""
+
+    def delta_at(epsilon: float) -> float:
+        half, shift = 1 / (2 * noise_multiplier), epsilon * noise_multiplier
+        return norm.cdf(half - shift) - math.exp(epsilon) * norm.cdf(-half - shift)
+
+    return brentq(lambda epsilon: delta_at(epsilon) - delta, 0, 100)
+
+
+@pytest.mark.parametrize("steps", [1, 16])
+@pytest.mark.parametrize("noise_multiplier", [1.0, 4.0])
+def test_steps_of_all_samples_are_the_gaussian_mechanism(noise_multiplier, steps) -> None:
+    schedule, delta = Schedule(1000, 1000, steps), 1e-5
+    exact = exact_epsilon(noise_multiplier / math.sqrt(steps), delta)
+
+    prv = spend(schedule, noise_multiplier, delta, "prv")
+    rdp = spend(schedule, noise_multiplier, delta, "rdp")
+
+    assert exact <= prv <= exact + 0.03
+    assert prv < rdp < 1.3 * exact
+
+
+def test_more_noise_for_less_epsilon_more_steps_and_less_delta() -> None:
+    def noise(epsilon: float = 2.0, delta: float = 1e-5, steps: int = 200) -> float:
+        return find_noise_multiplier(Schedule(10_000, 100, steps), epsilon, delta, "rdp")
+
+    usual = noise()
+    assert noise(epsilon=4) < usual < noise(epsilon=1)
+    assert noise(delta=1e-4) < usual < noise(delta=1e-6)
+    assert noise(steps=100) < usual < noise(steps=400)
+
+
+def test_prv_asks_for_less_noise_than_rdp() -> None:
+    schedule = Schedule(10_000, 100, 200)
+
+    prv, rdp = (find_noise_multiplier(schedule, 2, 1e-5, name) for name in ("prv", "rdp"))
+
+    assert 0.8 * rdp < prv < rdp
+
+
+def test_an_epsilon_that_rdp_cannot_tell_is_beyond_its_reach_and_not_beyond_prvs() -> None:
+    schedule = Schedule(10_000, 100, 20)
+    with pytest.raises(BeyondReachError, match=r"^rdp knows no noise multiplier for epsilon 0.1 "):
+        find_noise_multiplier(schedule, 0.1, 1e-7, "rdp")
+
+    found = find_noise_multiplier(schedule, 0.1, 1e-7, "prv")
+
+    assert 0.099 <= spend(schedule, found, 1e-7, "prv") <= 0.1
+
+
+def test_the_batch_of_another_epsilon_has_the_planned_noise_and_is_the_least() -> None:
+    samples, steps, delta = 100_000, 100, 1e-6
+    noise = find_noise_multiplier(Schedule(samples, 256, steps), 8, delta, "rdp")
+    planned = describe_noise(Schedule(samples, 256, steps), noise, None)
+
+    found = find_batch_size(planned, samples, 2, delta, "rdp")
+
+    def spent(batch_size: int) -> float:
+        at = Schedule(samples, batch_size, steps)
+        return spend(at, noise / 256 * batch_size, delta, "rdp")
+
+    assert found > 256
+    assert 2 - TOLERANCE <= spent(found) <= 2
+    assert spent(int(0.98 * found)) > 2
+    assert find_batch_size(planned, samples, 16, delta, "rdp") < 256
+
+
+def test_noise_that_not_even_all_samples_average_out_is_beyond_reach() -> None:
+    planned = describe_noise(Schedule(1000, 100, 100), 1.0, None)
+
+    with pytest.raises(BeyondReachError, match=r"at epsilon 0.5: one of 1,000 still spends "):
+        find_batch_size(planned, 1000, 0.5, 1e-5, "rdp")
+
+
+def make_privacy(**fields) -> Privacy:
+    usual = {"samples": 100_000, "tokens": 10**8, "epsilon": [8], "delta": 1e-6}
+    return Privacy.model_validate(usual | {"accountant": "rdp"} | fields)
+
+
+def test_a_plan_has_batches_around_the_one_that_is_used() -> None:
+    plan = plan_noise(make_privacy(epsilon=[8, 6]), 32.0)
+
+    assert plan.batch_size == 2048  # 1e8 / 32 / 1000 steps are 3,125 samples
+    assert [one.batch_size for one in plan.batches] == [512, 1024, 2048, 4096, 8192]
+    assert plan.planned.steps == 1526  # 1e8 / 32 / 2048, rounded up
+    noises = [one.training_noise for one in plan.batches]
+    assert noises == sorted(noises, reverse=True)
+    first, other = plan.epsilons
+    assert (first.epsilon, first.batch_size) == (8, 2048)
+    assert other.noise_multiplier / other.batch_size == pytest.approx(plan.planned.step_noise)
+    assert other.same_batch_noise_multiplier > first.noise_multiplier
+    assert other.tokens == 1526 * other.batch_size * 32
+
+
+def test_a_batch_that_was_given_is_used_whatever_its_steps() -> None:
+    plan = plan_noise(make_privacy(batch_size=20_000), 32.0)
+
+    assert plan.batch_size == 20_000
+    assert [one.batch_size for one in plan.batches] == [5000, 10_000, 20_000, 40_000, 80_000]
+    assert plan.batches[-1].sample_rate == 0.8
+
+
+def test_what_is_beyond_reach_is_null_with_the_reason() -> None:
+    plan = plan_noise(make_privacy(epsilon=[0.01, 8]), 32.0)
+
+    assert plan.planned.noise_multiplier is None
+    assert "rdp knows no noise multiplier for epsilon 0.01" in plan.planned.reason
+    assert [one.batch_size for one in plan.epsilons] == [None, None]
+    assert all(one.reason for one in plan.epsilons)

@@ -1,0 +1,171 @@
+"""The price of a budget, from figures that are given."""
+
+import pytest
+from factory import (
+    PRIVACY,
+    make_capacity,
+    make_experiment,
+    make_manifest,
+    make_noise,
+    write_synthetic,
+)
+
+from dpprof.accounting.plan import AtEpsilon
+from dpprof.analysis.budget import Planned, make_budget
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.records.budget import Budget
+from dpprof.records.verdict import Standing
+
+FITS = {"step_s": 1.0}
+
+
+def result(folder, method: str, outcome: str = "ok", **capacity):
+    experiment = make_experiment(method=method, seq_len=8, device="cuda", target="h200")
+    found = make_capacity(**FITS | capacity)
+    return write_synthetic(
+        folder, experiment, instrument="capacity", recorded=found, outcome=outcome
+    )
+
+
+def ask(folder, price: float | None = 2.0, **methods) -> Budget:
+    results = [result(folder, name.replace("_", "-"), **how) for name, how in methods.items()]
+    privacy = PRIVACY.model_copy(update={"price_per_hour": price})
+    return make_budget(results, "h200", {}, privacy, make_noise(8.0))
+
+
+def test_a_step_is_its_samples_at_the_safe_batchs_speed_and_one_update(tmp_path) -> None:
+    budget = ask(tmp_path, flash_bk={"step_s": 1.0})
+
+    planned, other = budget.methods
+    # 8 samples take 0.8 s, and the update 0.2 s: 64 samples in 8 micro-batches take 6.4 + 0.2 s.
+    assert (planned.accumulation_steps, planned.micro_batch_size) == (8, 8)
+    assert planned.step_s == pytest.approx(6.6)
+    assert planned.gpu_hours == pytest.approx(100 * 6.6 / 3600)
+    assert planned.gpu_hours_low == pytest.approx(100 * 6.6 / 3600 / 1.1)
+    assert planned.gpu_hours_high == pytest.approx(100 * 6.6 / 3600 * 1.1)
+    assert planned.price == pytest.approx(2 * 100 * 6.6 / 3600)
+    # A quarter of the epsilon takes four times the batch, in as many steps.
+    assert (other.epsilon, other.batch_size, other.steps) == (2, 256, 100)
+    assert other.step_s == pytest.approx(25.8)
+    assert (planned.noise_multiplier, other.noise_multiplier) == (0.5, 2.0)
+    assert other.same_batch_noise_multiplier == 1.0
+
+
+def test_micro_batches_are_equal_parts_of_what_safely_fits(tmp_path) -> None:
+    [planned, _] = ask(tmp_path, flash={"safe_batch_size": 60, "stated_batch_size": 60}).methods
+
+    assert (planned.accumulation_steps, planned.micro_batch_size) == (2, 32)
+    assert planned.message is None
+
+
+def test_standard_is_the_price_of_privacy(tmp_path) -> None:
+    budget = ask(tmp_path, standard={"step_s": 0.5}, flash_bk={"step_s": 1.0})
+
+    ratios = {(one.method, one.epsilon): one.hours_ratio for one in budget.methods}
+    assert ratios == {
+        ("flash-bk", 8.0): pytest.approx(2.0),
+        ("flash-bk", 2.0): pytest.approx(2 * 25.8 / 6.6),
+        ("standard", None): pytest.approx(1.0),
+    }
+    standard = budget.methods[-1]
+    assert (standard.noise_multiplier, standard.batch_size, standard.private) == (None, 64, False)
+
+
+def test_without_standard_or_a_price_there_is_no_ratio_and_no_price(tmp_path) -> None:
+    [planned, _] = ask(tmp_path, price=None, flash_bk={}).methods
+
+    assert planned.gpu_hours
+    assert (planned.hours_ratio, planned.price) == (None, None)
+
+
+def test_free_hours_cost_nothing(tmp_path) -> None:
+    assert ask(tmp_path, price=0.0, flash_bk={}).methods[0].price == 0
+
+
+def test_what_has_no_hours_says_why(tmp_path) -> None:
+    tight = {"safe_batch_size": None, "safe_peak_bytes": None}
+    budget = ask(tmp_path, flash=tight, flash_bk={"step_s": None}, opacus_hooks={"outcome": "oom"})
+
+    told = {one.method: one for one in budget.methods if one.epsilon == 8}
+    assert all(one.gpu_hours is None for one in told.values())
+    assert told["flash"].message == "it fits, but with nothing to spare: see capacity"
+    assert told["flash-bk"].message == "no time is predicted for this target"
+    assert told["flash-bk"].accumulation_steps == 8
+    assert told["opacus-hooks"].message == "it broke"
+
+
+def test_a_batch_smaller_than_the_one_that_was_timed_is_told(tmp_path) -> None:
+    [planned, _] = ask(tmp_path, flash={"safe_batch_size": 80, "stated_batch_size": 80}).methods
+
+    assert (planned.accumulation_steps, planned.micro_batch_size) == (1, 64)
+    assert planned.message == (
+        "time is predicted of a batch of 80: one so small may take longer a sample"
+    )
+
+
+def test_an_epsilon_beyond_reach_has_no_hours(tmp_path) -> None:
+    noise = make_noise(8.0)
+    beyond = AtEpsilon(
+        epsilon=0.1,
+        same_batch_noise_multiplier=9.0,
+        batch_size=None,
+        noise_multiplier=None,
+        tokens=None,
+        reason="no batch is so large",
+    )
+    noise = noise.model_copy(update={"epsilons": [noise.epsilons[0], beyond]})
+
+    budget = make_budget([result(tmp_path, "flash")], "h200", {}, PRIVACY, noise)
+
+    assert budget.methods[1].gpu_hours is None
+    assert budget.methods[1].message == "no batch is so large"
+    assert budget.methods[1].same_batch_noise_multiplier == 9
+
+
+def test_the_standing_of_a_method_is_told(tmp_path) -> None:
+    found = result(tmp_path, "flash")
+    standings = {found.experiment_id: Standing(True, None, mechanism="hooked clipping")}
+
+    budget = make_budget([found], "h200", standings, PRIVACY, make_noise(8.0))
+
+    assert (budget.methods[0].verified, budget.methods[0].mechanism) == (True, "hooked clipping")
+
+
+def tables_of(root, planned):
+    results = [result(root, method) for method in ("standard", "flash-bk")]
+    runs = [make_manifest((one.experiment, 0), instrument="capacity").runs[0] for one in results]
+    manifest = make_manifest().model_copy(update={"runs": tuple(runs)})
+    return build_tables(collect(manifest, root, partial=False), planned)
+
+
+def test_the_tables_have_every_method_epsilon_and_batch(tmp_path) -> None:
+    tables = tables_of(tmp_path, Planned(PRIVACY, {8.0: make_noise(8.0)}))
+
+    budget, noise = tables["budget"], tables["noise"]
+    assert list(budget["method"]) == ["flash-bk", "flash-bk", "standard"]
+    assert list(budget["epsilon"].fillna(0)) == [8, 2, 0]
+    assert list(budget["target"]) == ["h200"] * 3
+    assert list(noise["batch_size"]) == [32, 64, 128]
+    assert list(noise["chosen"]) == [False, True, False]
+    assert set(noise["delta"]) == {1e-6}
+    assert tables["findings"].empty
+
+
+def test_a_weak_delta_is_a_finding(tmp_path) -> None:
+    weak = PRIVACY.model_copy(update={"delta": 1e-3})
+    findings = tables_of(tmp_path, Planned(weak, {8.0: make_noise(8.0)}))["findings"]
+
+    assert list(findings["kind"]) == ["weak-privacy-budget"]
+    assert "would publish 100 of them on average" in findings["finding"][0]
+
+
+def test_without_a_plan_the_reason_is_the_row_and_without_a_budget_there_is_none(tmp_path) -> None:
+    [message] = tables_of(tmp_path, Planned(PRIVACY, reason="it took too long"))["budget"][
+        "message"
+    ]
+    nothing = tables_of(tmp_path, None)
+
+    assert message == "it took too long"
+    assert nothing["budget"].empty
+    assert nothing["noise"].empty

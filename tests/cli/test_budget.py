@@ -1,0 +1,195 @@
+"""The price of a budget from the command line, and what is refused before anything runs."""
+
+import json
+
+import jsonschema
+import pytest
+from factory import (
+    PRIVACY,
+    make_capacity,
+    make_experiment,
+    make_manifest,
+    make_noise,
+    write_synthetic,
+)
+from scripts import ROOT, run
+
+from dpprof.accounting.schedule import Schedule, describe_noise
+from dpprof.analysis.budget import make_budget
+from dpprof.analysis.frames import read_table
+from dpprof.cli.budget import explain_choice, tell
+
+MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
+ASKED = ["--model", MODEL, "--seq-len", "8", "--methods", "standard", "flash-bk"]
+SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
+HERE = ["--target", "l4", "--memory-limit-bytes", "25MiB"]
+SCHEMA = ROOT / "workflow" / "schemas" / "budget.schema.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Ask once; what follows finds the capacities there."""
+    path = tmp_path_factory.mktemp("asked")
+    options = ["--accountant=rdp", "--batch-size=512", "--price-per-hour=3.5", "--json=b.json"]
+    done = run("budget.py", *ASKED, *HERE, *SPENT, *options, cwd=path)
+    assert done.returncode == 0, done.stderr
+    (path / "told").write_text(done.stdout)
+    return path
+
+
+def test_a_budget_is_told_and_written_for_programs(folder) -> None:
+    budget, told = json.loads((folder / "b.json").read_text()), (folder / "told").read_text()
+    jsonschema.validate(budget, json.loads(SCHEMA.read_text()))
+    assert budget["privacy"]["samples"] == 10_000
+    assert (budget["noise"]["batch_size"], budget["methods"][0]["steps"]) == (512, 98)
+    assert [one["batch_size"] for one in budget["noise"]["batches"]] == [128, 256, 512, 1024, 2048]
+    rows = {(one["method"], one["epsilon"]): one for one in budget["methods"]}
+    assert set(rows) == {("standard", None), ("flash-bk", 8), ("flash-bk", 6)}
+    private = rows["flash-bk", 8]
+    assert private["micro_batch_size"] * private["accumulation_steps"] >= 512
+    assert 0 < private["gpu_hours_low"] < private["gpu_hours"] < private["gpu_hours_high"]
+    assert private["gpu_hours"] == pytest.approx(98 * private["step_s"] / 3600)
+    assert private["price"] == pytest.approx(3.5 * private["gpu_hours"])
+    assert private["hours_ratio"] > rows["standard", None]["hours_ratio"] == 1
+    assert rows["flash-bk", 6]["batch_size"] > 512
+    assert told.startswith("(8, 1e-05)-DP by rdp: custom, 8 tokens, float32, on l4; 400,000 tokens")
+    assert f"{private['noise_multiplier']:.3f}" in told
+
+
+BAD = {
+    "unknown target": (["--target=h300"], "--target: 'h300' is not allowed; did you mean 'h200'"),
+    "no target": ([], "--target: missing; a target's name"),
+    "no memory": (
+        ["--target={memory_bytes: 0, flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"],
+        "--target.memory_bytes: 0 is not allowed; it must be a number of bytes above 0",
+    ),
+    "unknown dtype": ([*HERE, "--dtype=fp8"], "--dtype: 'fp8' is not allowed; it must be"),
+    "no epsilon": ([*HERE, "--epsilon=0"], "--epsilon: '0' is not allowed; it must be greater"),
+    "sure failure": ([*HERE, "--delta=1"], "--delta: '1' is not allowed; it must be less than 1"),
+    "more than all": (
+        [*HERE, "--batch-size=2e4"],
+        "--batch-size: '2e4' is not allowed; it must be at most the samples of the data, 10,000",
+    ),
+    "few tokens": (
+        [*HERE, "--batch-size=512", "--tokens=4095"],
+        "--tokens: 4095 is not allowed; it must be at least 4,096 tokens for a batch of 512",
+    ),
+    "negative price": (
+        [*HERE, "--price-per-hour=-1"],
+        "--price-per-hour: '-1' is not allowed; it must be greater than or equal to 0",
+    ),
+    "beyond reach": (
+        [*HERE, "--epsilon=0.01", "--accountant=rdp", "--batch-size=2048"],
+        "--epsilon: rdp knows no noise multiplier for epsilon 0.01 with batches of 2,048: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
+    options, sentence = BAD[case]
+    done = run("budget.py", *ASKED, *SPENT, *options, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_is_named(tmp_path) -> None:
+    done = run("budget.py", *ASKED, *HERE, "--samples=9", cwd=tmp_path)
+
+    assert done.stderr == "error: missing: --tokens, --epsilon, --delta\n"
+
+
+def test_a_weak_delta_is_warned_of_and_priced(folder) -> None:
+    options = ["--accountant=rdp", "--batch-size=512", "--delta=1e-3", "--epsilon=8"]
+    done = run("budget.py", *ASKED, *HERE, *SPENT, *options, "--json=w.json", cwd=folder)
+
+    assert done.returncode == 0
+    assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
+    assert len(json.loads((folder / "w.json").read_text())["warnings"]) == 1
+
+
+def make(tmp_path, noise=None, **step):
+    results = [
+        write_synthetic(
+            tmp_path,
+            make_experiment(method=method, seq_len=8, device="cuda", target="h200"),
+            instrument="capacity",
+            recorded=make_capacity(step_s),
+        )
+        for method, step_s in {"standard": 500.0, "flash-bk": 1000.0}.items()
+    ]
+    return make_budget(results, "h200", {}, PRIVACY, noise or make_noise(8.0))
+
+
+def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
+    lines = tell(make(tmp_path)).splitlines()
+
+    assert lines[2].split("  ") == [
+        *("batch", "sample rate", "steps", "noise multiplier", "of a step", "of the training")
+    ]
+    assert [line.split() for line in lines[3:6]] == [
+        ["32", "0.00032", "200", "0.420", "0.0131", "0.000929"],
+        ["64", "*", "0.00064", "100", "0.500", "0.00781", "0.000781"],
+        ["128", "0.00128", "50", "0.595", "0.00465", "0.000657"],
+    ]
+    # 64 samples take 8 times 800 s and 200 s, 100 times, which are 183 hours, at 2 an hour.
+    assert [" ".join(line.split()) for line in lines[7:10]] == [
+        "flash-bk\N{DAGGER} 8 64 0.500 8 x 8 183 167 to 202 366.67 2.00",
+        "flash-bk\N{DAGGER} 2 256 2.000 32 x 8 717 652 to 788 1,433.33 7.82",
+        "standard\N{DAGGER} none 64 none 8 x 8 91.7 83.3 to 101 183.33 1.00",
+    ]
+    assert lines[6].split() == [
+        *("method", "epsilon", "batch", "noise", "micro-batch", "GPU", "hours"),
+        *("90", "%", "interval", "price", "x", "standard"),
+    ]
+    assert (
+        "epsilon 2: batches of 256 in as many steps have the noise of epsilon 8 in each; with the "
+        "same batch, hours stay and the noise multiplier is 1.000"
+    ) in lines
+
+
+def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:
+    experiment = make_experiment(method="flash-bk", seq_len=8, device="cuda", target="h200")
+    found = make_capacity(1000.0)
+    write_synthetic(tmp_path, experiment, instrument="capacity", recorded=found)
+    budget = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
+    runs = make_manifest((experiment, 0), instrument="capacity")
+    manifest = runs.model_copy(update={"privacy": budget})
+    path = tmp_path / manifest.path
+    path.parent.mkdir(parents=True)
+    path.write_text(manifest.text)
+
+    done = run(
+        "build_tables.py", f"--manifest={manifest.path}", "--output-dir=tables", cwd=tmp_path
+    )
+
+    assert done.returncode == 0, done.stderr
+    noise, hours = (read_table(tmp_path / "tables" / f"{name}.csv") for name in ("noise", "budget"))
+    assert list(noise["batch_size"]) == [16, 32, 64, 128, 256]
+    [multiplier] = noise.loc[noise["chosen"], "noise_multiplier"]
+    assert list(hours["epsilon"]) == [8, 2]
+    assert hours["noise_multiplier"][0] == multiplier
+    # 51,200 tokens are 100 steps of 64 samples of 8 tokens: as above.
+    assert hours["gpu_hours"][0] == pytest.approx(100 * 6600 / 3600)
+
+
+def test_the_choice_of_the_batch_is_explained() -> None:
+    noise = make_noise(8.0)
+    few = PRIVACY.model_copy(update={"least_steps": 50})
+    larger = describe_noise(Schedule(100_000, 128, 50), 0.6, None)
+
+    assert "largest power of two that leaves at least 100 steps" in explain_choice(
+        PRIVACY.model_copy(update={"least_steps": 100}), noise
+    )
+    assert "takes at most 5 % off the noise" in explain_choice(
+        few, noise.model_copy(update={"batches": [*noise.batches[:2], larger]})
+    )
+    assert explain_choice(PRIVACY.model_copy(update={"samples": 100}), noise).endswith(
+        "it is the largest power of two that the data allow."
+    )
+    assert explain_choice(PRIVACY.model_copy(update={"batch_size": 64}), noise) == (
+        "A batch of 64 samples is used, in 100 steps: it was given."
+    )

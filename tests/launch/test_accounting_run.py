@@ -1,0 +1,42 @@
+"""Accounting in a process of its own: its answer, and what is said where there is none."""
+
+import pytest
+
+from dpprof.launch import accounting_run
+from dpprof.launch.accounting_run import account_apart
+from dpprof.spec.privacy import Privacy
+from dpprof.spec.validation import InputError
+
+PRIVACY = Privacy.model_validate(
+    {"samples": 1000, "tokens": 10_000, "epsilon": 8, "delta": 1e-4}
+    | {"batch_size": 100, "accountant": "rdp"}
+)
+
+
+def test_there_is_a_plan_for_every_number_of_tokens() -> None:
+    four, eight = account_apart(PRIVACY, [4.0, 8.0])
+
+    assert (four.tokens_per_sample, four.planned.steps) == (4, 25)
+    assert (eight.tokens_per_sample, eight.planned.steps) == (8, 13)
+    assert four.planned.noise_multiplier > eight.planned.noise_multiplier
+
+
+def test_an_accountant_that_takes_too_long_is_one_sentence(monkeypatch) -> None:
+    monkeypatch.setattr(accounting_run, "TIMEOUT_S", 0.05)
+    slow = PRIVACY.model_copy(update={"accountant": "prv"})
+
+    with pytest.raises(InputError) as error:
+        account_apart(slow, [4.0])
+
+    assert str(error.value) == (
+        "no noise is known: the accountant prv took longer than 0.05 s; rdp is fast"
+    )
+
+
+def test_an_accountant_whose_process_dies_is_one_sentence(monkeypatch) -> None:
+    monkeypatch.setattr(accounting_run, "_ACCOUNT", "os:_exit")
+    monkeypatch.setattr(accounting_run.json, "dumps", lambda _: 3)
+    monkeypatch.setattr(Privacy, "model_dump_json", lambda _: 3)
+
+    with pytest.raises(InputError, match="the accountant rdp's process ended with exit code 1 bef"):
+        account_apart(PRIVACY, [4.0])

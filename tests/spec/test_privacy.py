@@ -1,0 +1,86 @@
+"""What a privacy budget may be, and what is said of one that cannot be meant."""
+
+import pytest
+from pydantic import ValidationError
+
+from dpprof.spec.privacy import Privacy
+from dpprof.spec.validation import InputError, explain
+
+USUAL = {"samples": "1e6", "tokens": "2e9", "epsilon": 8, "delta": "1e-7"}
+
+
+def test_large_numbers_are_whole_however_they_are_written() -> None:
+    for million in (1_000_000, "1e6", "1000000", "1E+6", 1e6, "1.0e6", " 1e6 "):
+        assert Privacy.model_validate(USUAL | {"samples": million}).samples == 10**6
+    assert Privacy.model_validate(USUAL | {"tokens": "1e15"}).tokens == 10**15
+
+
+def test_one_epsilon_or_many() -> None:
+    assert Privacy.model_validate(USUAL).epsilon == [8.0]
+    assert Privacy.model_validate(USUAL | {"epsilon": [8, "2"]}).epsilon == [8.0, 2.0]
+
+
+WHOLE = "it must be a whole number from 1 to 1e15, such as 1000000 or 1e6"
+BAD = {
+    "no samples": ({"samples": 0}, f"--samples: 0 is not allowed; {WHOLE}"),
+    "half a sample": ({"samples": "1.5"}, f"--samples: '1.5' is not allowed; {WHOLE}"),
+    "half a token": ({"tokens": 1.5}, f"--tokens: 1.5 is not allowed; {WHOLE}"),
+    "endless tokens": ({"tokens": "1e99"}, f"--tokens: '1e99' is not allowed; {WHOLE}"),
+    "infinite tokens": ({"tokens": float("inf")}, f"--tokens: inf is not allowed; {WHOLE}"),
+    "a bool": ({"tokens": True}, "--tokens: True is not allowed; it must be a number, not true"),
+    "no epsilon": ({"epsilon": 0}, "--epsilon: 0 is not allowed; it must be greater than 0"),
+    "less than none": ({"epsilon": ["-1"]}, "--epsilon: '-1' is not allowed; it must be greater"),
+    "none at all": ({"epsilon": []}, "--epsilon: [] is not allowed; it must have at least 1 item"),
+    "infinite epsilon": ({"epsilon": "inf"}, "--epsilon: 'inf' is not allowed; it must be a fini"),
+    "no delta": ({"delta": 0}, "--delta: 0 is not allowed; it must be greater than 0"),
+    "sure failure": ({"delta": 1}, "--delta: 1 is not allowed; it must be less than 1"),
+    "a larger batch than the data": (
+        {"batch_size": "2e6"},
+        "--batch-size: '2e6' is not allowed; it must be at most the samples of the data, 1,000,000",
+    ),
+    "a negative price": (
+        {"price_per_hour": -1},
+        "--price-per-hour: -1 is not allowed; it must be greater than or equal to 0",
+    ),
+    "another accountant": (
+        {"accountant": "gdp"},
+        "--accountant: 'gdp' is not allowed; it must be 'prv' or 'rdp'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(case) -> None:
+    change, sentence = BAD[case]
+    with pytest.raises(ValidationError) as error:
+        Privacy.model_validate(USUAL | change)
+
+    said = str(explain(error.value, Privacy, options=True))
+
+    assert said.startswith(sentence)
+    assert "\n" not in said
+
+
+def test_tokens_must_fill_a_batch_or_the_least_steps() -> None:
+    few = Privacy.model_validate(USUAL | {"tokens": 4_194_303, "batch_size": 4096})
+    with pytest.raises(InputError) as error:
+        few.refuse_few_tokens(1024, "--tokens")
+    assert str(error.value) == (
+        "--tokens: 4194303 is not allowed; it must be at least 4,194,304 tokens for a batch of "
+        "4,096"
+    )
+
+    fewer = Privacy.model_validate(USUAL | {"tokens": 1_023_999})
+    with pytest.raises(InputError, match="at least 1,024,000 tokens for least_steps, 1,000 batche"):
+        fewer.refuse_few_tokens(1024, "--tokens")
+    Privacy.model_validate(USUAL | {"tokens": 1_024_000}).refuse_few_tokens(1024, "--tokens")
+
+
+@pytest.mark.parametrize(("delta", "weak"), [(1e-7, False), (1e-6, False), (2e-6, True)])
+def test_a_delta_above_one_over_the_samples_is_told(delta, weak) -> None:
+    warnings = Privacy.model_validate(USUAL | {"delta": delta}).warnings
+
+    assert bool(warnings) == weak
+    if weak:
+        assert "delta 2e-06 is above 1 / samples, 1e-06: publishing each sample" in warnings[0]
+        assert warnings[0].endswith("would publish 2 of them on average")
