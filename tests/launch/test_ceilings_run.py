@@ -5,13 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from children import HERE
+from factory import make_experiment
 from scripts import run
 
+from dpprof.instruments.memory import estimate
 from dpprof.launch import ceilings_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.records.ceilings import device_name, read_ceilings
+from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.system.hardware import describe_cpu
+
+UNNAMED = "no experiment was named"
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def test_if_the_child_fails_nulls_have_the_reason(tmp_path, failing) -> None:
     ceilings = read_ceilings(tmp_path / "x.json")
 
     why = "the measurement's process ended with exit code 1 before it could answer"
-    assert set(ceilings.reasons.values()) == {why}
+    assert set(ceilings.reasons.values()) == {why, UNNAMED}
     assert [*ceilings.matmul.values(), ceilings.bandwidth] == [None] * 5
     assert device_name(ceilings.device) == device_name(describe_cpu(1))
 
@@ -36,8 +40,52 @@ def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monk
     monkeypatch.setattr(ceilings_run, "gpu_slots", lambda _threads: [])
     ceilings = ceilings_run.measure_apart("cuda", tmp_path / "x.json")
 
-    assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU"}
+    assert set(ceilings.reasons.values()) == {"the NVIDIA driver shows no GPU", UNNAMED}
     assert (ceilings.device["type"], ceilings.device["name"]) == ("cuda", None)
+
+
+def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
+    tmp_path, failing, monkeypatch
+) -> None:
+    experiment = make_experiment(model="tiny", seq_len=32, batch_size=4)
+    spec = tmp_path / f"{experiment.id}.json"
+    spec.write_text(experiment.model_dump_json())
+    output = ceilings_path(tmp_path, device_name(describe_cpu(1)))
+    output.parent.mkdir(parents=True)
+    table = ceilings_run.measure_apart("cpu", output, [spec]).operators
+    monkeypatch.chdir(tmp_path)
+    step = estimate(experiment, lambda _: None).time.predicted_step_s
+
+    assert (table.experiments, table.left_out) == ([experiment.id], {})
+    assert {"addmm", "mm", "native_layer_norm"} <= {one.op for one in table.operators}
+    assert step.rests_on["measured at this shape"] == pytest.approx(1)
+    assert 0 < step.low < step.median < step.high < 10
+
+
+def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ceilings_run, "why_no_cuda", lambda: "the NVIDIA driver shows no GPU")
+    monkeypatch.setattr(ceilings_run, "gpu_slots", lambda _threads: [])
+    found = ceilings_run.measure_apart("cuda", tmp_path / "x.json", [tmp_path / "a.json"])
+
+    assert found.operators is None
+    assert found.reasons["operators"] == "operators are timed on processors alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--operators-s=0"], "'0' is not allowed; it must be a whole number from 1 to 86400"),
+        (["--operators-of", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, problem) -> None:
+    device = ["--device=cpu", "--output=x.json"]
+    done = run("measure_ceilings.py", *device, *options, cwd=tmp_path)
+
+    assert done.returncode != 0
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
@@ -56,7 +104,7 @@ def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"dpprof: ceilings of {device_name(describe_cpu(1))} after" in done.stderr
     assert "float32 " in done.stderr
-    assert list(ceilings.reasons) == ["matmul.tf32"]
+    assert list(ceilings.reasons) == ["matmul.tf32", "operators"]
     assert ceilings.matmul["float32"].samples[0].size == 256
     assert len(ceilings.code_digest) == 64
 
@@ -75,7 +123,7 @@ def test_a_gpu_is_measured_and_no_faster_than_its_data_sheet(tmp_path) -> None:
     ceilings = read_ceilings(tmp_path / "x.json")
     sheet = find_by_device_name(ceilings.device["name"])
 
-    assert set(ceilings.reasons) <= {"matmul.tf32"}
+    assert set(ceilings.reasons) <= {"matmul.tf32", "operators"}
     assert ceilings.matmul["bfloat16"].flops_per_s > ceilings.matmul["float32"].flops_per_s
     if sheet is not None:
         assert ceilings.matmul["bfloat16"].flops_per_s < sheet.flops_per_s["bfloat16"]
