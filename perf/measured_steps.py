@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.instruments.memory import estimate
+from dpprof.instruments.operators import ignore
 from dpprof.records.result import Result, read_result
-from dpprof.records.terms import Phase
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
@@ -58,10 +58,6 @@ class Row(NamedTuple):
             f"| {self.low_s * 1e3:,.1f} to {self.high_s * 1e3:,.1f} | {self.error:+.1%} "
             f"| {self.peak_bytes / 2**20:,.0f} | {peak:+.3%} | {reserved:+.2%} |"
         )
-
-
-def ignore(_phase: Phase) -> None:
-    """Do nothing as a phase begins."""
 
 
 def collect(folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.memory.recorder import Allocated, Freed, Recorder
+from dpprof.memory.recorder import Allocated, Freed, Op, Recorder
 from dpprof.memory.simulated_cuda import library_workspaces
 
 
@@ -88,6 +88,18 @@ def test_workspace_is_taken_and_given_back_in_one_operator() -> None:
     taken = [(s.nbytes, s.op) for s in recorder.storages if "workspace" in s.roles]
     assert taken == [(15, "mm"), (4, "mm")]
     assert alive(recorder) == 0
+
+
+def test_calls_are_described_only_where_they_are_asked_for() -> None:
+    with make_recorder() as recorder:
+        recorder.counting = True
+        torch.ones(2) + 1
+        recorder.describing = True
+        torch.ones(3) + 1
+
+    told = [event.call for event in recorder.events if isinstance(event, Op)]
+    assert [bool(call) for call in told] == [False, False, True, True]
+    assert '"aten.add.Tensor"' in told[-1]
 
 
 def test_cublas_takes_its_workspaces_with_a_threads_first_product_for_good() -> None:

@@ -1,12 +1,15 @@
 """Tests of predictions from operators that were timed on this machine."""
 
 import math
+from importlib.metadata import version
 
 import pytest
+from factory import write_synthetic_ceilings
 
 from dpprof.flops.cost import Cost
 from dpprof.records.operators import OperatorTable, OperatorTime
-from dpprof.step_time.own_table import OwnTable, digest_call
+from dpprof.step_time.own_table import NoTableError, OwnTable, digest_call, read_own_table
+from dpprof.system.hardware import available_cores, cpu_name
 
 RATE, BANDWIDTH = 1e11, 1e10
 
@@ -115,6 +118,25 @@ def test_held_out_operators_are_predicted_without_their_own_size() -> None:
 
     assert errors[6.5] == pytest.approx(1 / 3, rel=0.05)
     assert len(errors) == 4
+
+
+def test_a_table_of_other_threads_or_of_another_pytorch_predicts_nothing(tmp_path) -> None:
+    cpu = {"type": "cpu", "name": cpu_name(), "cores": available_cores()}
+    table = OperatorTable(
+        operators=copies(10), host_s=1.0, host_spread=0.1, experiments=[], left_out={}, wall_s=0.0
+    )
+    with pytest.raises(NoTableError, match="no operators were timed on this machine; dpprof"):
+        read_own_table(tmp_path, None)
+    for torch_version, threads, problem in [
+        ("1.0", None, r"timed by PyTorch 1\.0, and this is"),
+        (version("torch"), available_cores() + 1, r"not on \d+ threads"),
+    ]:
+        provenance = {"packages": {"torch": torch_version}}
+        write_synthetic_ceilings(tmp_path, cpu, operators=table, provenance=provenance)
+        with pytest.raises(NoTableError, match=problem):
+            read_own_table(tmp_path, threads)
+
+    assert read_own_table(tmp_path, available_cores()).host_s == 1.0
 
 
 def test_one_operator_alone_cannot_be_held_out() -> None:

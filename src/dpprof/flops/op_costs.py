@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from dpprof.flops.alignment import is_aligned
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
 from dpprof.flops.op_kinds import Family
 from dpprof.norms import triton_ops
@@ -27,16 +28,6 @@ from dpprof.norms import triton_ops
 aten = torch.ops.aten
 
 Moved = list[tuple[Tensor, int]]
-
-_ALIGNMENT_BYTES = 16
-
-
-def _is_aligned(matrix: Tensor) -> bool:
-    """Return whether all rows of a matrix begin on 16 bytes, by whichever of its axes is dense."""
-    rows = [step for step in matrix.stride()[-2:] if step != 1]
-    return matrix.dim() < 2 or all(  # noqa: PLR2004 (vectors have no rows)
-        step * matrix.element_size() % _ALIGNMENT_BYTES == 0 for step in rows
-    )
 
 
 def _single(a: Tensor, b: Tensor) -> ProductShape:
@@ -214,7 +205,7 @@ class Rule(NamedTuple):
         unknown = counted is None and self.is_counted
         attention = self._find_attention(args, kwargs)
         matrices = [] if product is None else [tensor for tensor, _ in (*inputs, *writes)]
-        aligned = all(map(_is_aligned, matrices))
+        aligned = all(map(is_aligned, matrices))
         cost = Cost(self.name, self.family, flops, dtype, product, attention, aligned, unknown)
         return cost, reads, writes
 

@@ -267,6 +267,7 @@ def tracing(
         within.enter_context(fake_tensors())
         if target is None:
             recorder = _record_cpu(INSTEAD)
+            recorder.describing = True  # what is predicted here rests on calls that are timed
         else:
             processors = None
             if choices.reductions and target.multiprocessors:
@@ -316,7 +317,7 @@ def state(
     time = None
     if not_run:
         del unknown["time"]
-        time, why_not = predict_time(steady.ops, experiment.dtype, ceilings)
+        time, why_not = predict_time(steady.ops, experiment, ceilings)
         unknown |= why_not
     return Measurement(
         model=training.model,

@@ -21,6 +21,7 @@ from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment, read_spec
 from dpprof.spec.registry import UnsupportedError
 from dpprof.step_time.own_table import digest_call
+from dpprof.step_time.predict import moved_bytes
 from dpprof.step_time.replay import Replayer
 
 CALL_S = 0.03
@@ -71,7 +72,7 @@ class OperatorTimer:
                 family=op.cost.family,
                 dtype=op.cost.dtype,
                 flops=op.cost.flops,
-                moved_bytes=sum(size for _, size in (*op.reads, *op.writes)),
+                moved_bytes=moved_bytes(op),
                 product=op.cost.product,
                 seconds=found.median_s,
                 spread=found.spread,

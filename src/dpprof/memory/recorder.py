@@ -86,7 +86,7 @@ class Op(NamedTuple):
     writes: Sequence[tuple[int, int]]
     at_s: float
     call: str = ""
-    """As ``flops.op_call`` describes it."""
+    """As ``flops.op_call`` describes it; empty where calls are not described."""
 
 
 class Allocated(NamedTuple):
@@ -173,6 +173,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counting = False
         """Whether operators are recorded with their costs."""
 
+        self.describing = False
+        """Whether their calls are described too, so that they can be made again."""
+
         self.recording = True
         """Whether anything is recorded; not while a model is built that is loaded afterwards."""
 
@@ -258,7 +261,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule.packet in self._workspaces:
             self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))
         if self.counting and not rule.is_free:
-            self._note_cost(rule, args, kwargs, out, describe_call(in_place or func, args, kwargs))
+            call = describe_call(in_place or func, args, kwargs) if self.describing else ""
+            self._note_cost(rule, args, kwargs, out, call)
         return out
 
     def _note_cost(self, rule: Rule, args: Any, kwargs: Any, out: Any, call: str) -> None:

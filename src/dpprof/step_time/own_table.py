@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,17 +20,14 @@ from numpy.typing import NDArray
 from dpprof.flops.cost import Cost
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.records.operators import OperatorTable, OperatorTime
+from dpprof.step_time.nearby import Floats, fit_plane
 from dpprof.step_time.op_time import Z_90, OpTime
 from dpprof.system.hardware import available_cores, cpu_name
 
 NEIGHBOURS = 12
-_BLUR = 0.05
-_LEVEL = 0.05
 _LEAST_SPREAD = 0.02
 _UNKNOWN_SPREAD = 0.7
 """Of an operator that no timed one resembles."""
-
-Floats = NDArray[np.float64]
 
 
 def digest_call(call: str) -> str:
@@ -43,15 +41,16 @@ class _Group(NamedTuple):
     sizes: Floats
     speeds: Floats
 
+    def fit(self, sizes: Floats, usable: NDArray[np.bool_]) -> float:
+        """Return the logarithm of the speed at sizes, from the usable operators."""
+        return fit_plane(self.sizes, self.speeds, sizes, usable, NEIGHBOURS)
+
 
 class NoTableError(LookupError):
-    """No operators were timed on this machine."""
+    """No operators were timed on this machine as an experiment would run them."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "no operators were timed on this machine; dpprof ceilings --device cpu --operators-of"
-            " times them"
-        )
+    def __init__(self, why: str = "no operators were timed on this machine") -> None:
+        super().__init__(f"{why}; dpprof ceilings --device cpu --operators-of times them")
 
 
 class OwnTable:
@@ -90,7 +89,7 @@ class OwnTable:
         for name in (cost.op, f"family {cost.family}"):
             group = self._groups.get((name, cost.dtype))
             if group is not None and group.sizes.shape[1] == len(sizes):
-                speed = _fit(group, np.array(sizes), np.ones(len(group.speeds), dtype=bool))
+                speed = group.fit(np.array(sizes), np.ones(len(group.speeds), dtype=bool))
                 inside = bool(
                     ((group.sizes.min(axis=0) <= sizes) & (sizes <= group.sizes.max(axis=0))).all()
                 )
@@ -121,7 +120,7 @@ class OwnTable:
             usable = np.abs(group.sizes - sizes).max(axis=1) > 1e-9  # noqa: PLR2004 (rounding)
             if not usable.any():
                 continue
-            speed = _fit(group, sizes, usable)
+            speed = group.fit(sizes, usable)
             seconds = self._bound_s(one.flops, one.moved_bytes) / math.exp(speed)
             found.append((seconds, one.seconds, one))
         return found
@@ -138,21 +137,32 @@ class OwnTable:
         return max(flops / self._flops_per_s, moved_bytes / self._bytes_per_s, self._least_s)
 
 
-def read_own_table(root: Path) -> OwnTable | None:
-    """Read what was timed on this machine's processor; None where nothing was.
+def read_own_table(root: Path, threads: int | None) -> OwnTable:
+    """Read what was timed on this machine's processor.
 
     Args:
         root: The folder in which ``results`` is.
+        threads: Of the experiment; None for all cores, as operators are timed.
 
     Raises:
+        NoTableError: Nothing was timed, or by another PyTorch, or on another number of threads.
         ResultError: The ceilings' file is cut, edited, or of another version.
     """
-    described = {"type": "cpu", "name": cpu_name(), "cores": available_cores()}
+    cores = available_cores()
+    if threads not in (None, cores):
+        raise NoTableError(f"operators are timed on all {cores} cores, not on {threads} threads")
+    described = {"type": "cpu", "name": cpu_name(), "cores": cores}
     try:
         ceilings = read_ceilings(ceilings_path(root, device_name(described)))
     except FileNotFoundError:
-        return None
-    return None if ceilings.operators is None else OwnTable(ceilings.operators)
+        raise NoTableError from None
+    if ceilings.operators is None:
+        raise NoTableError
+    timed_by = ceilings.provenance["packages"]["torch"]
+    here = version("torch")
+    if timed_by != here:
+        raise NoTableError(f"operators were timed by PyTorch {timed_by}, and this is {here}")
+    return OwnTable(ceilings.operators)
 
 
 def _sizes(
@@ -162,16 +172,3 @@ def _sizes(
     if product is not None:
         return tuple(math.log2(max(size, 1)) for size in product)
     return math.log2(max(moved_bytes, 1)), math.log2(max(flops, 1))
-
-
-def _fit(group: _Group, sizes: Floats, usable: NDArray[np.bool_]) -> float:
-    """Lay a plane through the nearest usable operators, and return the speed there."""
-    offsets = group.sizes - sizes
-    squares = np.where(usable, (offsets**2).sum(axis=1), np.inf)
-    few = min(NEIGHBOURS, int(usable.sum()))
-    nearest = np.argpartition(squares, few - 1)[:few]
-    weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
-    design = np.column_stack([np.ones(few), offsets[nearest]]) * weights[:, None]
-    level = np.diag([0.0] + [_LEVEL] * len(sizes))
-    right = np.concatenate([group.speeds[nearest] * weights, np.zeros(len(level))])
-    return float(np.linalg.lstsq(np.concatenate([design, level]), right, rcond=None)[0][0])

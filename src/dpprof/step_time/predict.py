@@ -7,6 +7,7 @@ from pathlib import Path
 from dpprof.memory.recorder import Op
 from dpprof.records.record import ResultError
 from dpprof.records.result import PredictedTime, Time
+from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
 from dpprof.step_time.gpu_model import CLOCKS, GpuModel, NoPeakError
 from dpprof.step_time.op_time import OpTime
@@ -21,33 +22,30 @@ _UPDATE = ("noise", "step")
 
 
 def predict_time(
-    ops: Sequence[Op], dtype: Dtype, target: Target | None
+    ops: Sequence[Op], experiment: Experiment, target: Target | None
 ) -> tuple[Time | None, dict[str, str]]:
     """Predict how long a step takes, as a result states it.
 
     Args:
         ops: The operators of a step in the steady state, in order.
-        dtype: The dtype of the experiment.
+        experiment: Whose step it is.
         target: A GPU; None for this machine's processor.
 
     Returns:
         The time, None where it is not predicted; and why what it lacks is unknown.
     """
     try:
-        step = _predict(ops, dtype, target)
+        step = _predict(ops, experiment, target)
     except (NoPeakError, NoTableError, ResultError) as error:
         return None, {"time": f"not predicted: {error}"}
     time = Time(step_s=[], predicted_step_s=step)
     return time, {"time.median_s": "nothing ran; the instrument clean measures it"}
 
 
-def _predict(ops: Sequence[Op], dtype: Dtype, target: Target | None) -> PredictedTime:
+def _predict(ops: Sequence[Op], experiment: Experiment, target: Target | None) -> PredictedTime:
     if target is not None:
-        return predict_step(ops, dtype, target)
-    table = read_own_table(Path.cwd())
-    if table is None:
-        raise NoTableError
-    return predict_step_here(ops, table)
+        return predict_step(ops, experiment.dtype, target)
+    return predict_step_here(ops, read_own_table(Path.cwd(), experiment.cpu_threads))
 
 
 def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTime:

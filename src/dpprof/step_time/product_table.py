@@ -7,6 +7,7 @@ and of the share. A share above 1 is one of operands that the device's cache hel
 """
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -16,24 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpprof.records.terms import Basis
+from dpprof.step_time.nearby import Floats, fit_plane
 from dpprof.step_time.op_time import OpTime
 
 NEIGHBOURS = 16
 """The plane goes through this many measured shapes."""
-
-_BLUR = 0.05
-"""Added to distances, so that no one shape decides alone. In doublings of a size."""
-
-_LEVEL = 0.05
-"""Pulls the plane's slopes towards zero where the neighbours say little of them."""
 
 _FAR = 1.0
 """In doublings of n or k: beyond the table by more, its spread grows no further."""
 
 UNIT = 1e4
 """Shares are kept as whole numbers of these parts."""
-
-Floats = NDArray[np.float64]
 
 
 class Peaks(NamedTuple):
@@ -117,17 +111,7 @@ class ProductTable:
             point: Logarithms of m, n and k to base 2.
             usable: One for each row of the table.
         """
-        offsets = self._logs - point
-        squares = np.where(usable, (offsets**2).sum(axis=1), np.inf)
-        few = min(NEIGHBOURS, int(usable.sum()))
-        nearest = np.argpartition(squares, few - 1)[:few]
-        weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
-        design = np.column_stack([np.ones(few), offsets[nearest]]) * weights[:, None]
-        level = np.diag([0.0, _LEVEL, _LEVEL, _LEVEL])
-        left = np.concatenate([design, level])
-        right = np.concatenate([self._log_shares[nearest] * weights, np.zeros(4)])
-        found = np.linalg.lstsq(left, right, rcond=None)[0]
-        return float(np.exp(found[0]))
+        return math.exp(fit_plane(self._logs, self._log_shares, point, usable, NEIGHBOURS))
 
     def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: Peaks) -> OpTime:
         """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.

@@ -1,0 +1,35 @@
+"""A value between measured points: by a plane through those nearest to it."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+_BLUR = 0.05
+"""Added to distances, so that no one point decides alone. In doublings of a size."""
+
+_LEVEL = 0.05
+"""Pulls the plane's slopes towards zero where the neighbours say little of them."""
+
+
+def fit_plane(
+    points: Floats, values: Floats, at: Floats, usable: NDArray[np.bool_], neighbours: int
+) -> float:
+    """Lay a plane through the usable points nearest to a place, and return its value there.
+
+    Args:
+        points: Logarithms of sizes to base 2, one row for each point.
+        values: One for each point.
+        at: The place.
+        usable: Which points count; at least one.
+        neighbours: How many points the plane goes through, where there are so many.
+    """
+    offsets = points - at
+    squares = np.where(usable, (offsets**2).sum(axis=1), np.inf)
+    few = min(neighbours, int(usable.sum()))
+    nearest = np.argpartition(squares, few - 1)[:few]
+    weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
+    design = np.column_stack([np.ones(few), offsets[nearest]]) * weights[:, None]
+    level = np.diag([0.0] + [_LEVEL] * len(at))
+    right = np.concatenate([values[nearest] * weights, np.zeros(len(level))])
+    return float(np.linalg.lstsq(np.concatenate([design, level]), right, rcond=None)[0][0])
