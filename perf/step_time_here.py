@@ -1,9 +1,11 @@
 """Predicted times of steps on this processor beside what was measured.
 
-Every method, on two models and three lengths. One cell after another: its operators are timed that
-no cell before it had, its step is predicted, then it is measured: close together in time, since the
-machine's speed drifts. Operators are held out by their sizes: each is predicted from those of the
-same operator at other sizes.
+Every method, on two models and three lengths. The machine's speed drifts, so of each cell the
+rounds in which its operators are timed alternate with the steps that are measured. The prediction
+knows the operators' times and none of the steps'. Before the cells, all operators are timed
+together in as many rounds and held out by their sizes: each is predicted from those of the same
+operator at other sizes. One thread computes: two wait for each other wherever another process takes
+a core from one, and then it is the machine's neighbours that are timed.
 """
 
 import argparse
@@ -19,11 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dpprof.devices.selection import open_device
 from dpprof.instruments.clean import time_steps
-from dpprof.instruments.operators import OperatorTimer, ignore, list_ops, time_hosts
+from dpprof.instruments.operators import ROUNDS, OperatorTimer, ignore, list_ops, time_hosts
 from dpprof.instruments.setup import begin, set_up
+from dpprof.memory.recorder import Op
 from dpprof.records.operators import OperatorTable
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
@@ -32,7 +36,8 @@ from dpprof.step_time.predict import predict_step_here
 from dpprof.system.console import say
 
 BATCHES = {128: 4, 512: 2, 2048: 1}
-STEPS = 3
+STEPS = {128: 3, 512: 3, 2048: 1}
+"""Measured after each round, by sequence length."""
 
 
 class Cell(NamedTuple):
@@ -71,36 +76,48 @@ class Cell(NamedTuple):
         )
 
 
-def run(timer: OperatorTimer, host: tuple[float, float], experiment: Experiment) -> Cell:
-    """Predict a step, then measure it."""
-    ops = list_ops(experiment)
-    timer.time(ops)
-    predicted = predict_step_here(ops, OwnTable(state(timer, host)))
+def run(ops: list[Op], host: tuple[float, float], experiment: Experiment) -> Cell:
+    """Time a step's operators and the step in turn, and predict it from its operators."""
     method, device = begin(experiment)
     training = set_up(experiment, method, device, lambda *_: None)
-    steps = time_steps(device, 1 + STEPS, partial(training.step.run, training.batch, ignore))
+    run_step = partial(training.step.run, training.batch, ignore)
+    measure = partial(time_steps, device, STEPS[experiment.seq_len], run_step)
+    time_steps(device, 1, run_step)
+    timer = OperatorTimer(device)
+    timer.add(ops)
+    steps = measure()
+    for _ in range(ROUNDS - 1):
+        timer.repeat()
+        steps += measure()
+    predicted = predict_step_here(ops, tabulate_operators(timer, host))
+    del training, run_step
     gc.collect()
     return Cell(
         str(experiment.model),
         experiment.method,
         experiment.seq_len,
-        steps[1:],
+        steps,
         predicted.median,
         predicted.low,
         predicted.high,
     )
 
 
-def state(timer: OperatorTimer, host: tuple[float, float]) -> OperatorTable:
-    """Return what was timed so far as a table."""
-    return OperatorTable(
-        operators=list(timer.times.values()),
+def tabulate_operators(timer: OperatorTimer, host: tuple[float, float]) -> OwnTable:
+    """Return what was timed as a table."""
+    operators, drift = timer.tabulate()
+    table = OperatorTable(
+        operators=operators,
+        threads=torch.get_num_threads(),
+        rounds=ROUNDS,
+        drift=drift,
         host_s=host[0],
         host_spread=host[1],
         experiments=[],
         left_out=timer.failed,
         wall_s=0.0,
     )
+    return OwnTable(table)
 
 
 def rank(cells: list[Cell]) -> tuple[float, int]:
@@ -119,7 +136,7 @@ def rank(cells: list[Cell]) -> tuple[float, int]:
                 continue
             pairs += 1
             agreeing += 1 if faster.median_s < slower.median_s else -1
-    return agreeing / pairs, pairs
+    return agreeing / pairs if pairs else math.nan, pairs
 
 
 def tabulate(cells: list[Cell], table: OwnTable) -> str:
@@ -139,7 +156,9 @@ def tabulate(cells: list[Cell], table: OwnTable) -> str:
     lines += [f"* Kendall's tau of the ranking of methods: {tau:.2f}, of {pairs} pairs"]
     lines += [f"* operators predicted from other sizes: {_sum_up(held_out)}, of {len(held_out):,}"]
     lines += [f"* the same, each counted by its time: median {held_out[order[half]]:.1%}"]
-    lines += [f"* host: {table.host_s * 1e6:.0f} microseconds an operator"]
+    lines += [
+        f"* speed between rounds of all operators: {math.expm1(table.drift):.0%} (one spread)"
+    ]
     return "\n".join(lines)
 
 
@@ -148,36 +167,56 @@ def _sum_up(errors: list[float]) -> str:
     return f"median absolute error {statistics.median(errors):.1%}, 90th percentile {high:.1%}"
 
 
+def describe(model: str, seq_len: int, method: str) -> Experiment:
+    """Return the experiment of a cell."""
+    return Experiment.model_validate(
+        {
+            "model": model,
+            "method": method,
+            "batch_size": BATCHES[seq_len],
+            "seq_len": seq_len,
+            "device": "cpu",
+            "noise_multiplier": 0.05,  # Opacus's adaptive clipping takes batches above 10 x it
+        }
+    )
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["small", "medium"])
     parser.add_argument("--methods", nargs="+", default=registry.names("methods"))
     parser.add_argument("--seq-lens", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--threads", type=int, default=1, help="for steps and operators alike")
     parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     start = time.monotonic()
-    timer = OperatorTimer(open_device("cpu"))
-    host = time_hosts(timer)
-    cells = []
+
+    def tell(text: str) -> None:
+        say(f"{time.monotonic() - start:5.0f} s {text}")
+
     grid = itertools.product(arguments.models, arguments.seq_lens, arguments.methods)
-    for model, seq_len, method in grid:
-        experiment = Experiment.model_validate(
-            {
-                "model": model,
-                "method": method,
-                "batch_size": BATCHES[seq_len],
-                "seq_len": seq_len,
-                "device": "cpu",
-                "noise_multiplier": 0.05,  # Opacus's adaptive clipping takes batches above 10 x it
-            }
-        )
-        cells.append(run(timer, host, experiment))
-        say(f"{time.monotonic() - start:4.0f} s {cells[-1].tell()}")
-    table = tabulate(cells, OwnTable(state(timer, host)))
+    ops = {experiment: list_ops(experiment) for experiment in itertools.starmap(describe, grid)}
+    device = open_device("cpu")
+    timer = OperatorTimer(device)
+    for some in ops.values():
+        timer.add(some)
+    tell("timed all operators once")
+    for _ in range(ROUNDS - 1):
+        timer.repeat()
+        tell("timed all operators once more")
+    table = tabulate_operators(timer, (0.0, 0.0))
+    cells = []
+    for _, group in itertools.groupby(ops, lambda one: (str(one.model), one.seq_len)):
+        host = time_hosts(OperatorTimer(device))
+        for experiment in group:
+            cells.append(run(ops[experiment], host, experiment))
+            tell(cells[-1].tell())
+    text = tabulate(cells, table)
     if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
-    sys.stdout.write(f"{table}\n")
+        arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
+    sys.stdout.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from importlib.metadata import version
 import pytest
 from factory import write_synthetic_ceilings
 
-from dpprof.flops.cost import Cost
-from dpprof.records.operators import OperatorTable, OperatorTime
-from dpprof.step_time.own_table import NoTableError, OwnTable, digest_call, read_own_table
+from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table
 from dpprof.system.hardware import available_cores, cpu_name
 
 RATE, BANDWIDTH = 1e11, 1e10
@@ -17,11 +16,14 @@ RATE, BANDWIDTH = 1e11, 1e10
 def timed(op: str, size: int, seconds: float, **fields) -> OperatorTime:
     usual = {
         "op": op,
-        "call": digest_call(f"{op} {size}"),
+        "call": f"{op} {size}",
+        "layout": f"{op} whole",
         "family": "elementwise",
         "dtype": "float32",
         "flops": size,
-        "moved_bytes": 8 * size,
+        "read_bytes": 4 * size,
+        "written_bytes": 4 * size,
+        "row": 1,
         "product": None,
         "seconds": seconds,
         "spread": 0.03,
@@ -34,24 +36,34 @@ def multiplied(m: int, n: int, k: int, share: float = 0.5) -> OperatorTime:
     sizes = {
         "family": "matmul",
         "product": (1, m, n, k),
-        "moved_bytes": 4 * (m * k + k * n + m * n),
+        "read_bytes": 4 * (m * k + k * n),
+        "written_bytes": 4 * m * n,
     }
     return timed("mm", m * n * k, flops / RATE / share, flops=flops, **sizes)
 
 
-def make(*operators: OperatorTime, host_s: float = 0.0) -> OwnTable:
-    fields = {
-        "host_s": host_s,
+LEAST = timed("neg", 1, 1e-7, family="other")
+"""The least call; what moves a megabyte takes a thousand times as long."""
+
+
+def make(*operators: OperatorTime, **fields) -> OwnTable:
+    usual = {
+        "operators": [*operators, LEAST],
+        "threads": 1,
+        "rounds": 5,
+        "drift": 0.1,
+        "host_s": 0.0,
         "host_spread": 0.1,
         "experiments": [],
         "left_out": {},
         "wall_s": 0.0,
     }
-    return OwnTable(OperatorTable.model_validate({"operators": list(operators), **fields}))
+    return OwnTable(OperatorTable.model_validate(usual | fields))
 
 
-def add(size: int) -> tuple[Cost, int, str]:
-    return Cost("add", "elementwise", size, "float32"), 8 * size, f"add {size}"
+def add(size: int, **fields) -> OperatorShape:
+    one = timed("add", size, 1.0).model_dump(exclude={"seconds", "spread"})
+    return OperatorShape.model_validate(one | fields)
 
 
 def copies(*sizes: int) -> list[OperatorTime]:
@@ -61,13 +73,13 @@ def copies(*sizes: int) -> list[OperatorTime]:
 def test_what_was_timed_takes_its_own_time() -> None:
     table = make(*copies(10**6), timed("add", 10**7, 5.0))
 
-    found = table.predict(*add(10**7))
+    found = table.predict(add(10**7))
 
     assert (found.seconds, found.spread, found.basis) == (5.0, 0.03, "measured at this shape")
 
 
 def test_between_sizes_of_one_speed_the_speed_is_that() -> None:
-    found = make(*copies(10**5, 10**6, 10**8)).predict(*add(10**7))
+    found = make(*copies(10**5, 10**6, 10**8)).predict(add(10**7))
 
     assert found.basis == "interpolated"
     assert found.seconds == pytest.approx(8 * 10**7 / BANDWIDTH, rel=1e-3)
@@ -75,22 +87,22 @@ def test_between_sizes_of_one_speed_the_speed_is_that() -> None:
 
 def test_beyond_the_sizes_that_were_timed_the_spread_doubles() -> None:
     table = make(*copies(10**5, 10**6, 10**7), timed("add", 3 * 10**6, 4e-3))
-    inside, beyond = table.predict(*add(2 * 10**6)), table.predict(*add(10**9))
+    inside, beyond = table.predict(add(2 * 10**6)), table.predict(add(10**9))
 
     assert (inside.basis, beyond.basis) == ("interpolated", "extrapolated")
     assert beyond.spread == pytest.approx(2 * inside.spread)
 
 
 def test_an_operator_that_was_not_timed_takes_the_speed_of_its_family() -> None:
-    cost = Cost("mul", "elementwise", 10**6, "float32")
-    found = make(*copies(10**5, 10**6, 10**7)).predict(cost, 8 * 10**6, "mul")
+    asked = add(10**6, op="mul", call="mul", layout="mul whole")
+    found = make(*copies(10**5, 10**6, 10**7)).predict(asked)
 
     assert found.seconds == pytest.approx(8e6 / BANDWIDTH, rel=1e-3)
 
 
 def test_an_operator_that_nothing_resembles_has_a_wide_interval() -> None:
-    cost = Cost("sort", "indexing", 10**6, "int64")
-    found = make(*copies(10**5, 10**7)).predict(cost, 8 * 10**6, "sort")
+    asked = add(10**6, op="sort", call="sort", family="indexing", dtype="int64")
+    found = make(*copies(10**5, 10**7)).predict(asked)
 
     assert found.basis == "extrapolated"
     assert found.spread > 0.5
@@ -102,12 +114,20 @@ def test_products_go_by_their_sizes() -> None:
     table = make(*fast, *slow)
 
     def predict(m: int, n: int, k: int) -> float:
-        one = multiplied(m, n, k)
-        cost = Cost("mm", "matmul", one.flops, "float32", one.product)
-        return one.flops / RATE / table.predict(cost, one.moved_bytes, "new").seconds
+        one = multiplied(m, n, k).model_copy(update={"call": "new"})
+        return one.flops / RATE / table.predict(one).seconds
 
     assert predict(512, 512, 512) == pytest.approx(0.5, rel=0.05)
     assert predict(512, 16, 512) == pytest.approx(0.05, rel=0.1)
+
+
+def test_operators_whose_arguments_lie_otherwise_count_less() -> None:
+    sizes = [10**5 * 2**doublings for doublings in range(14)]
+    slow = [timed("add", n, 50 * 8 * n / BANDWIDTH, call=f"p {n}", layout="p") for n in sizes]
+    table = make(*copies(*sizes), *slow)
+    whole, permuted = table.predict(add(3 * 10**6)), table.predict(add(3 * 10**6, layout="p"))
+
+    assert permuted.seconds / whole.seconds == pytest.approx(50, rel=0.1)
 
 
 def test_held_out_operators_are_predicted_without_their_own_size() -> None:
@@ -123,13 +143,21 @@ def test_held_out_operators_are_predicted_without_their_own_size() -> None:
 def test_a_table_of_other_threads_or_of_another_pytorch_predicts_nothing(tmp_path) -> None:
     cpu = {"type": "cpu", "name": cpu_name(), "cores": available_cores()}
     table = OperatorTable(
-        operators=copies(10), host_s=1.0, host_spread=0.1, experiments=[], left_out={}, wall_s=0.0
+        operators=copies(10),
+        threads=available_cores(),
+        rounds=1,
+        drift=None,
+        host_s=1.0,
+        host_spread=0.1,
+        experiments=[],
+        left_out={},
+        wall_s=0.0,
     )
     with pytest.raises(NoTableError, match="no operators were timed on this machine; dpprof"):
         read_own_table(tmp_path, None)
     for torch_version, threads, problem in [
         ("1.0", None, r"timed by PyTorch 1\.0, and this is"),
-        (version("torch"), available_cores() + 1, r"not on \d+ threads"),
+        (version("torch"), available_cores() + 1, r"on \d+ threads, and this has"),
     ]:
         provenance = {"packages": {"torch": torch_version}}
         write_synthetic_ceilings(tmp_path, cpu, operators=table, provenance=provenance)

@@ -1,11 +1,11 @@
 """How long operators take on this machine: those that were timed on it, and others like them.
 
 An operator that was timed with the same arguments takes its own time. Another takes the speed of
-its like: of the same operator in the same dtype, at the sizes nearest to its own. A speed is a
-share of a roofline whose two peaks are the fastest product and the fastest traffic in the table.
+its like: of the same operator in the same dtype, at the sizes nearest to its own, and rather where
+the arguments lie in memory as its own do. A speed is a share of a roofline whose two peaks are the
+fastest product and the fastest traffic in the table, and which takes no less than the least call.
 """
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpprof.flops.cost import Cost
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
-from dpprof.records.operators import OperatorTable, OperatorTime
+from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
 from dpprof.step_time.nearby import Floats, fit_plane
 from dpprof.step_time.op_time import Z_90, OpTime
 from dpprof.system.hardware import available_cores, cpu_name
@@ -30,20 +29,26 @@ _UNKNOWN_SPREAD = 0.7
 """Of an operator that no timed one resembles."""
 
 
-def digest_call(call: str) -> str:
-    """Return the digest of a call that a table keeps."""
-    return hashlib.sha256(call.encode()).hexdigest()[:20]
+_OTHER_LAYOUT = 5.0
+"""As many doublings of a size is an operator apart whose arguments lie otherwise in memory."""
+
+_LARGE = 2**20
+"""Bytes: what moves less may be in a cache, and says nothing of the memory's bandwidth."""
 
 
 class _Group(NamedTuple):
     """Timed operators of one kind: the logarithms of their sizes, and of their speeds."""
 
+    of_products: bool
     sizes: Floats
+    layouts: NDArray[np.str_]
     speeds: Floats
 
-    def fit(self, sizes: Floats, usable: NDArray[np.bool_]) -> float:
+    def fit(self, sizes: Floats, layout: str, usable: NDArray[np.bool_]) -> float:
         """Return the logarithm of the speed at sizes, from the usable operators."""
-        return fit_plane(self.sizes, self.speeds, sizes, usable, NEIGHBOURS)
+        apart = np.where(self.layouts == layout, 0.0, _OTHER_LAYOUT)
+        apart[~usable] = np.inf
+        return fit_plane(self.sizes, self.speeds, sizes, apart, NEIGHBOURS)
 
 
 class NoTableError(LookupError):
@@ -62,38 +67,33 @@ class OwnTable:
 
     def __init__(self, table: OperatorTable) -> None:
         self.host_s, self.host_spread = table.host_s, table.host_spread
+        self.drift = table.drift or 0.0
         self._known = {one.call: one for one in table.operators}
-        timed = [one for one in table.operators if one.seconds > 0]
-        self._flops_per_s = max((one.flops / one.seconds for one in timed), default=1.0)
-        self._bytes_per_s = max((one.moved_bytes / one.seconds for one in timed), default=1.0)
-        self._least_s = min((one.seconds for one in timed), default=1e-6)
+        self._flops_per_s = max((one.flops / one.seconds for one in table.operators), default=1.0)
+        large = [one for one in table.operators if _moved_bytes(one) >= _LARGE]
+        self._bytes_per_s = max((_moved_bytes(one) / one.seconds for one in large), default=1e10)
+        self._least_s = min((one.seconds for one in table.operators), default=1e-6)
         groups: dict[tuple[str, str], list[OperatorTime]] = defaultdict(list)
-        for one in timed:
+        for one in table.operators:
             groups[one.op, one.dtype].append(one)
             groups[f"family {one.family}", one.dtype].append(one)
         self._groups = {key: self._describe(some) for key, some in groups.items()}
 
-    def predict(self, cost: Cost, moved_bytes: int, call: str) -> OpTime:
-        """Predict the time of one call of an operator.
-
-        Args:
-            cost: What it computes.
-            moved_bytes: What it reads and writes, each once.
-            call: As ``flops.op_call`` describes it.
-        """
-        known = self._known.get(digest_call(call))
+    def predict(self, shape: OperatorShape) -> OpTime:
+        """Predict the time of one call of an operator."""
+        known = self._known.get(shape.call)
         if known is not None:
             return OpTime(known.seconds, max(known.spread, _LEAST_SPREAD), "measured at this shape")
-        sizes = _sizes(cost.product, cost.flops, moved_bytes)
-        bound_s = self._bound_s(cost.flops, moved_bytes)
-        for name in (cost.op, f"family {cost.family}"):
-            group = self._groups.get((name, cost.dtype))
-            if group is not None and group.sizes.shape[1] == len(sizes):
-                speed = group.fit(np.array(sizes), np.ones(len(group.speeds), dtype=bool))
+        bound_s = self._bound_s(shape)
+        for name in (shape.op, f"family {shape.family}"):
+            group = self._groups.get((name, shape.dtype))
+            if group is not None and group.of_products == (shape.product is not None):
+                sizes = _sizes(shape, as_product=group.of_products)
+                usable = np.ones(len(group.speeds), dtype=bool)
+                seconds = bound_s / math.exp(group.fit(np.array(sizes), shape.layout, usable))
                 inside = bool(
                     ((group.sizes.min(axis=0) <= sizes) & (sizes <= group.sizes.max(axis=0))).all()
                 )
-                seconds = bound_s / math.exp(speed)
                 if inside:
                     return OpTime(seconds, self.spread, "interpolated")
                 return OpTime(seconds, 2 * self.spread, "extrapolated")
@@ -116,25 +116,26 @@ class OwnTable:
             group = self._groups.get((one.op, one.dtype))
             if group is None:
                 continue
-            sizes = np.array(_sizes(one.product, one.flops, one.moved_bytes))
+            sizes = np.array(_sizes(one, as_product=group.of_products))
             usable = np.abs(group.sizes - sizes).max(axis=1) > 1e-9  # noqa: PLR2004 (rounding)
             if not usable.any():
                 continue
-            speed = group.fit(sizes, usable)
-            seconds = self._bound_s(one.flops, one.moved_bytes) / math.exp(speed)
-            found.append((seconds, one.seconds, one))
+            speed = group.fit(sizes, one.layout, usable)
+            found.append((self._bound_s(one) / math.exp(speed), one.seconds, one))
         return found
 
     def _describe(self, some: Sequence[OperatorTime]) -> _Group:
-        products = all(one.product is not None for one in some)
-        rows = [
-            _sizes(one.product if products else None, one.flops, one.moved_bytes) for one in some
-        ]
-        speeds = [math.log(self._bound_s(one.flops, one.moved_bytes) / one.seconds) for one in some]
-        return _Group(np.array(rows, dtype=float), np.array(speeds))
+        of_products = all(one.product is not None for one in some)
+        return _Group(
+            of_products,
+            np.array([_sizes(one, as_product=of_products) for one in some], dtype=float),
+            np.array([one.layout for one in some]),
+            np.array([math.log(self._bound_s(one) / one.seconds) for one in some]),
+        )
 
-    def _bound_s(self, flops: int, moved_bytes: int) -> float:
-        return max(flops / self._flops_per_s, moved_bytes / self._bytes_per_s, self._least_s)
+    def _bound_s(self, one: OperatorShape) -> float:
+        streamed_s = _moved_bytes(one) / self._bytes_per_s
+        return self._least_s + max(one.flops / self._flops_per_s, streamed_s)
 
 
 def read_own_table(root: Path, threads: int | None) -> OwnTable:
@@ -142,15 +143,13 @@ def read_own_table(root: Path, threads: int | None) -> OwnTable:
 
     Args:
         root: The folder in which ``results`` is.
-        threads: Of the experiment; None for all cores, as operators are timed.
+        threads: Of the experiment; None for all cores.
 
     Raises:
         NoTableError: Nothing was timed, or by another PyTorch, or on another number of threads.
         ResultError: The ceilings' file is cut, edited, or of another version.
     """
     cores = available_cores()
-    if threads not in (None, cores):
-        raise NoTableError(f"operators are timed on all {cores} cores, not on {threads} threads")
     described = {"type": "cpu", "name": cpu_name(), "cores": cores}
     try:
         ceilings = read_ceilings(ceilings_path(root, device_name(described)))
@@ -162,13 +161,23 @@ def read_own_table(root: Path, threads: int | None) -> OwnTable:
     here = version("torch")
     if timed_by != here:
         raise NoTableError(f"operators were timed by PyTorch {timed_by}, and this is {here}")
+    timed_on, threads = ceilings.operators.threads, threads or cores
+    if timed_on != threads:
+        raise NoTableError(f"operators were timed on {timed_on} threads, and this has {threads}")
     return OwnTable(ceilings.operators)
 
 
-def _sizes(
-    product: tuple[int, int, int, int] | None, flops: int, moved_bytes: int
-) -> tuple[float, ...]:
-    """Return the logarithms of the sizes that a speed depends on."""
-    if product is not None:
-        return tuple(math.log2(max(size, 1)) for size in product)
-    return math.log2(max(moved_bytes, 1)), math.log2(max(flops, 1))
+def _moved_bytes(one: OperatorShape) -> int:
+    return one.read_bytes + one.written_bytes
+
+
+def _sizes(one: OperatorShape, *, as_product: bool) -> tuple[float, ...]:
+    """Return the logarithms of the sizes that a speed depends on, the weaker ones halved."""
+    if as_product and one.product is not None:
+        return tuple(_log(size) for size in one.product)
+    weak = _log(one.row) / 2, _log(one.written_bytes) / 2
+    return _log(_moved_bytes(one)), _log(one.flops), *weak
+
+
+def _log(size: int) -> float:
+    return math.log2(max(size, 1))

@@ -1,5 +1,6 @@
 """Predicts the time of a recorded step on a device."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,12 @@ from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
 from dpprof.step_time.gpu_model import CLOCKS, GpuModel, NoPeakError
 from dpprof.step_time.op_time import OpTime
+from dpprof.step_time.operator_shape import moved_bytes, shape_of
 from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table
 from dpprof.step_time.timeline import IssuedOp, StepTime, combine
 
 DRIFT = 0.05
-"""Spread of all times of this machine together: it is not as busy, or as warm, as it was."""
+"""Least spread of all times of a machine together: it is not as busy, or as warm, as it was."""
 
 _UPDATE = ("noise", "step")
 """The phases that run once, however many batches a gradient is accumulated over."""
@@ -70,24 +72,23 @@ def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTi
 def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
     """Predict how long a step takes on this machine's processor.
 
+    The machine may be as much faster or slower now as it was between rounds of timing.
+
     Args:
         ops: The operators of a step in the steady state, in order.
         table: Operators that were timed here.
     """
-    times = [table.predict(op.cost, moved_bytes(op), op.call) for op in ops]
+    distinct = {op.call: op for op in ops}
+    found = {call: table.predict(shape_of(op)) for call, op in distinct.items()}
+    times = [found[op.call] for op in ops]
     run = partial(
         combine,
         host_s=table.host_s,
         host_spread=table.host_spread,
-        common_spread=DRIFT,
+        common_spread=math.hypot(DRIFT, table.drift),
         on_host=True,
     )
     return _state(ops, times, run)
-
-
-def moved_bytes(op: Op) -> int:
-    """Return what an operator reads and writes, each once."""
-    return sum(size for _, size in (*op.reads, *op.writes))
 
 
 def _state(

@@ -111,7 +111,8 @@ class ProductTable:
             point: Logarithms of m, n and k to base 2.
             usable: One for each row of the table.
         """
-        return math.exp(fit_plane(self._logs, self._log_shares, point, usable, NEIGHBOURS))
+        apart = np.where(usable, 0.0, np.inf)
+        return math.exp(fit_plane(self._logs, self._log_shares, point, apart, NEIGHBOURS))
 
     def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: Peaks) -> OpTime:
         """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.

@@ -1,9 +1,7 @@
 """Makes an operator's call again on a device, with other elements, and times it."""
 
-import math
 import statistics
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +13,6 @@ _NOISE = 2**22
 """Random numbers that tensors are filled from, again and again."""
 
 _MOST_REPEATS = 64
-_LEAST_S = 1e-7
-
-
-class Replayed(NamedTuple):
-    """The seconds of one call, without those of calling an operator from Python."""
-
-    median_s: float
-    spread: float
-    """Standard deviation of the logarithm over repeats."""
 
 
 class Replayer:
@@ -37,12 +26,9 @@ class Replayer:
     def __init__(self, device: Device, budget_s: float) -> None:
         self._device, self._budget_s = device, budget_s
         self._noise = torch.randn(_NOISE, device=device.torch_device)
-        view, detach = self._noise[:1], torch.ops.aten.detach.default
-        self._call_s = statistics.median(self._repeat(lambda: detach(view)))
-        """Of an operator that computes nothing: what calling one from Python takes."""
 
-    def time(self, call: str) -> Replayed:
-        """Time a call, after one to warm up.
+    def time(self, call: str) -> float:
+        """Return the median seconds of a call from Python, after one to warm up.
 
         Raises:
             RuntimeError: The operator refuses the arguments, or they do not fit in memory.
@@ -53,14 +39,11 @@ class Replayer:
         def act() -> None:
             function(*args, **kwargs)
 
-        seconds = self._repeat(act)
-        logs = [math.log(one) for one in seconds]
-        median_s = max(statistics.median(seconds) - self._call_s, _LEAST_S)
-        return Replayed(median_s, statistics.pstdev(logs))
+        return statistics.median(self._repeat(act))
 
     def _repeat(self, act: Callable[[], None]) -> list[float]:
         act()
-        seconds = self._time(act, 2)
+        seconds = self._time(act, 1)
         while sum(seconds) < self._budget_s and len(seconds) < _MOST_REPEATS:
             seconds += self._time(act, len(seconds))
         return seconds
