@@ -11,6 +11,7 @@ a core from one, and then it is the machine's neighbours that are timed.
 import argparse
 import gc
 import itertools
+import json
 import math
 import statistics
 import sys
@@ -167,6 +168,20 @@ def _sum_up(errors: list[float]) -> str:
     return f"median absolute error {statistics.median(errors):.1%}, 90th percentile {high:.1%}"
 
 
+def read_cells(path: Path | None) -> dict[tuple[str, str, int], Cell]:
+    """Read the cells of an earlier run."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
+    cells = [Cell(*json.loads(line)) for line in lines]
+    return {(cell.model, cell.method, cell.seq_len): cell for cell in cells}
+
+
+def keep_cell(path: Path | None, cell: Cell) -> None:
+    """Append a cell to the file."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cell) + "\n")
+
+
 def describe(model: str, seq_len: int, method: str) -> Experiment:
     """Return the experiment of a cell."""
     return Experiment.model_validate(
@@ -188,6 +203,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=registry.names("methods"))
     parser.add_argument("--seq-lens", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--threads", type=int, default=1, help="for steps and operators alike")
+    parser.add_argument(
+        "--cells", type=Path, help="a file that keeps each cell, so that a run can be continued"
+    )
     parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -207,12 +225,18 @@ def main() -> None:
         timer.repeat()
         tell("timed all operators once more")
     table = tabulate_operators(timer, (0.0, 0.0))
+    kept = read_cells(arguments.cells)
     cells = []
     for _, group in itertools.groupby(ops, lambda one: (str(one.model), one.seq_len)):
-        host = time_hosts(OperatorTimer(device))
+        host: tuple[float, float] | None = None
         for experiment in group:
-            cells.append(run(ops[experiment], host, experiment))
-            tell(cells[-1].tell())
+            cell = kept.get((str(experiment.model), experiment.method, experiment.seq_len))
+            if cell is None:
+                host = host or time_hosts(OperatorTimer(device))
+                cell = run(ops[experiment], host, experiment)
+                keep_cell(arguments.cells, cell)
+            cells.append(cell)
+            tell(cell.tell())
     text = tabulate(cells, table)
     if arguments.output:
         arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
