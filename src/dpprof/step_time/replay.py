@@ -12,10 +12,15 @@ from dpprof.flops.op_call import Layout, read_call
 _NOISE = 2**22
 """Random numbers that tensors are filled from, again and again.
 
-They are between 0 and 1: of a negative number a square root takes 20 times as long.
+They are around 1: a square root of negative numbers, and a product of denormal ones, take up to 20
+times as long as of others.
 """
 
-_MOST_REPEATS = 64
+_OTHER_DATA = 2**21
+"""Numbers that are touched before each call, twice a common second-level cache: in a step too, an
+operator's arguments are rarely the last data that were used."""
+
+_MOST_REPEATS = 8
 
 
 class Replayer:
@@ -28,7 +33,8 @@ class Replayer:
 
     def __init__(self, device: Device, budget_s: float) -> None:
         self._device, self._budget_s = device, budget_s
-        self._noise = torch.rand(_NOISE, device=device.torch_device)
+        self._noise = 0.5 + torch.rand(_NOISE, device=device.torch_device)
+        self._other_data = torch.ones(_OTHER_DATA, device=device.torch_device)
 
     def time(self, call: str) -> float:
         """Return the median seconds of a call from Python, after one to warm up.
@@ -54,11 +60,12 @@ class Replayer:
     def _time(self, act: Callable[[], None], repeats: int) -> list[float]:
         self._device.synchronize()
         clock = self._device.clock()
-        clock.tick()
         for _ in range(repeats):
+            self._other_data.add_(1)
+            clock.tick()
             act()
             clock.tick()
-        return clock.durations_s()
+        return clock.durations_s()[::2]
 
     def make(self, layout: Layout) -> Tensor:
         """Make a tensor of a layout, with random elements."""
