@@ -12,6 +12,14 @@ blocks, beyond the sizes of the timeline."""
 
 RECORDERS = "memory, estimate, capacity"
 
+_WORDS = {
+    "per_sample_gradients": "per-sample gradients",
+    "dp_activations": "activations that hooks keep",
+    "allocator_rounding": "rounding of the allocator",
+    "unattributed": "unattributed memory",
+}
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
 
 class Holding(TypedDict):
     """Bytes that are live at the peak, and what allocated them; all values are plain JSON."""
@@ -83,3 +91,16 @@ def _explain_missing(result: Result) -> str:
         f"an earlier dpprof wrote it, without every layer's bytes at the peak; run the "
         f"instrument {result.instrument} again"
     )
+
+
+def say_size(size: int) -> str:
+    """Return a number of bytes in the largest unit that it fills, such as 540.0 MiB."""
+    for unit, factor in _UNITS.items():
+        if abs(size) >= factor:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size:,} bytes"
+
+
+def name_component(component: str) -> str:
+    """Return a component in words."""
+    return _WORDS.get(component, component.replace("_", " "))
