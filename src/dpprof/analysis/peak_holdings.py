@@ -80,7 +80,7 @@ def peak_bytes(memory: Memory) -> int:
 
 def _explain_missing(result: Result) -> str:
     if result.outcome != "ok":
-        why = "" if result.error is None else f": {result.error.message}"
+        why = "" if result.error is None else ": " + " ".join(result.error.message.split())
         return f"the run ended as {result.outcome}, so its memory is unknown{why}"
     if result.memory is None or result.memory.at_peak is None:
         return (

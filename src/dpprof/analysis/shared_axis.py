@@ -113,13 +113,15 @@ def _match(a: Sequence[_Part], b: Sequence[_Part]) -> Iterator[tuple[_Part | Non
 
 def _draw_curve(timeline: Timeline, parts: Sequence[_Part], placed: Mapping[int, Stretch]) -> Curve:
     at: list[float] = []
+    end = 0.0  # of the phase before, where instants between phases stand
     for part in parts:
         stretch = placed.get(part.rows.start)
+        if stretch is None:
+            at += [end] * len(part.rows)
+            continue
+        end = stretch.end
         for row in part.rows:
-            if stretch is None:
-                at.append(at[-1] if at else 0.0)
-                continue
             done = (timeline.ops[row] - part.first_op) / part.ops
-            at.append(stretch.start + done * (stretch.end - stretch.start))
+            at.append(stretch.start + done * (end - stretch.start))
     totals = [sum(sizes) for sizes in zip(*timeline.components.values(), strict=True)]
     return Curve(at, totals)

@@ -93,7 +93,8 @@ def drawing_path(text: str) -> Path:
 def count(text: str) -> int:
     """Read a number of lines, at least 1."""
     if not text.isdecimal() or not 1 <= len(text) <= 9 or not int(text):  # noqa: PLR2004 (letters)
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be an integer above 0")
+        allowed = "it must be an integer above 0"
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; {allowed}")
     return int(text)
 
 

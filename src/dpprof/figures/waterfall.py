@@ -14,11 +14,15 @@ from dpprof.analysis.waterfall import Bar, fold_blocks
 from dpprof.figures.bars import VISIBLE, name_bars
 from dpprof.figures.style import COMPONENT_COLOURS, HATCHES, method_style, new_figure
 from dpprof.figures.timeline import mark_phases
+from dpprof.system.console import printable
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 _OTHER = "#F2F2F2"
 _SAME_METHOD = "#999999"
 _MOST_LAYERS = 2
+_LAYER = 28
+"""Letters of a layer's name."""
+
 _TITLE = 105
 """Letters in a line of the title."""
 
@@ -54,7 +58,7 @@ def draw(difference: Difference, title: str = "") -> Figure:
     colours = _colour(difference)
     _draw_steps(axes[0, 0], difference, steps, colours, unit)
     _draw_timelines(axes[0, 1], difference, colours, unit)
-    figure.suptitle("\n".join(textwrap.wrap(title, _TITLE)), fontsize=8)
+    figure.suptitle("\n".join(textwrap.wrap(printable(title), _TITLE)), fontsize=8)
     return figure
 
 
@@ -81,7 +85,10 @@ def _name_layers(bar: Bar) -> str:
         for layer in fold_blocks(bar.bars)
         if layer.name is not None and layer.difference_bytes * bar.difference_bytes > 0
     ]
-    named = [textwrap.shorten(name.partition(" (")[0], 28) for name in layers[:_MOST_LAYERS]]
+    named = [
+        textwrap.shorten(printable(name.partition(" (")[0]), _LAYER)
+        for name in layers[:_MOST_LAYERS]
+    ]
     return ", ".join(named) + (", ..." if len(layers) > _MOST_LAYERS else "")
 
 
@@ -128,7 +135,7 @@ def _draw_steps(
 
 def _fold(name: str) -> str:
     """Return a name in lines that leave room for the bars."""
-    return textwrap.fill(name, _NAME, max_lines=2, placeholder=" ...")
+    return textwrap.fill(printable(name), _NAME, max_lines=2, placeholder=" ...")
 
 
 def _sign(size: int) -> str:
