@@ -9,7 +9,8 @@ from dpprof.analysis.tables import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
 from dpprof.report.document import Document, Drawing, Paragraph, Section, Table
-from dpprof.report.render import escape_markdown, render_markdown, write_report
+from dpprof.report.markdown import escape_markdown
+from dpprof.report.render import render_markdown, write_report
 
 EVIL = (
     "<script>alert(1)</script> \\input{/etc/passwd} $(touch pwned) `id` |x| _a_ #set [l](u)\x1b[2J"

@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, str] = {
     "capacity": "find the largest batch that fits, for every method",
     "advise": "say which private method to use on a GPU",
     "budget": "say what a privacy budget costs in noise, GPU hours and money",
+    "explain": "say why one run needs more memory than another, to the byte",
     "verify": "prove that a method computes the reference's clipped gradient",
     "ceilings": "measure what a device can do at most",
     "tables": "write tables of results",

@@ -1,6 +1,6 @@
 """Which owners hold memory at each moment of a step?"""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -50,7 +50,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         run = panel.rows.iloc[0]
         step = instants.loc[[tuple(run[RUN_KEY])]]
         _draw_areas(axis, step, _UNITS[unit], highest * VISIBLE)
-        _mark_phases(axis, step, columns)
+        mark_phases(axis, _phases_of(step), step["ops"].max(), _LETTER * columns)
         _mark_peak(axis, step, run, unit, columns)
         axis.set_ylim(0, highest / _UNITS[unit] * _HEADROOM)
         axis.set_xlim(0, step["ops"].max())
@@ -89,14 +89,22 @@ def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None
             bottom = top
 
 
-def _mark_phases(axis: Axes, step: pd.DataFrame, columns: int) -> None:
-    """Draw a strip on top with one field per phase, and the phase's name where it fits."""
-    length = step["ops"].max()
-    for number, (phase, start, end) in enumerate(_phases_of(step)):
+def mark_phases(
+    axis: Axes, phases: Iterable[tuple[str, float, float]], length: float, letter: float
+) -> None:
+    """Draw a strip on top with one field per phase, and the phase's name where it fits.
+
+    Args:
+        axis: The panel, up to ``length`` long.
+        phases: Names, starts and ends.
+        length: Of the horizontal axis.
+        letter: Width of a letter of a name, as a share of the panel's width.
+    """
+    for number, (phase, start, end) in enumerate(phases):
         shade = ("#EEEEEE", "#CCCCCC")[number % 2]
         axis.axvspan(start, end, ymin=_STRIP, ymax=1, color=shade, linewidth=0)
         names = (phase.replace("_", " "), _SHORT.get(phase, phase))
-        room = (end - start) / length / (_LETTER * columns)
+        room = (end - start) / length / letter
         axis.text(
             (start + end) / 2,
             (_STRIP + 1) / 2,

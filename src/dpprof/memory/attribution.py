@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +53,19 @@ class StepObserver:
         self._watch = watch
         self._step = step
         self._enter = enter
-        self._parameters = list(step.module.parameters())
+        self._layers: dict[Tensor, str] = {
+            parameter: _name_layer(name) for name, parameter in step.module.named_parameters()
+        }
         self._names = {
             module: name.replace(_WRAPPER, "") for name, module in step.module.named_modules()
         }
         self._roots = {module for module, name in self._names.items() if name in ("", "_module")}
         self._names |= dict.fromkeys(self._roots, _NAME_OF_MODEL)
         self._saving: ExitStack | None = None
-        for tensor in (*self._parameters, *step.module.buffers()):
-            recorder.give_role(tensor, "parameters")
+        for parameter, layer in self._layers.items():
+            recorder.give_role(parameter, "parameters", layer)
+        for name, buffer in step.module.named_buffers():
+            recorder.give_role(buffer, "parameters", _name_layer(name))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,8 +77,8 @@ class StepObserver:
                 every_module.register_module_forward_hook(self._after_forward, always_call=True),
             ]
             hooks += [
-                parameter.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
-                for parameter in self._parameters
+                parameter.register_hook(partial(self._note_gradient, layer))  # type: ignore[no-untyped-call]
+                for parameter, layer in self._layers.items()
                 if parameter.requires_grad
             ]
             for hook in hooks:
@@ -103,17 +108,16 @@ class StepObserver:
     def look(self) -> None:
         """Record which tensors parameters, the optimizer and hooked layers hold now."""
         give_role = self._recorder.give_role
-        for parameter in self._parameters:
+        for parameter, layer in self._layers.items():
             if parameter.grad is not None:
-                give_role(parameter.grad, "gradients")
+                give_role(parameter.grad, "gradients", layer)
             for name, value in vars(parameter).items():
                 for tensor in tensors_in(value):
-                    give_role(
-                        tensor, self._step.attributes.get(name) or _role_by_shape(tensor, parameter)
-                    )
-        for of_one in self._step.optimizer.state.values():
+                    role = self._step.attributes.get(name) or _role_by_shape(tensor, parameter)
+                    give_role(tensor, role, layer)
+        for key, of_one in self._step.optimizer.state.items():
             for tensor in tensors_in(of_one):
-                give_role(tensor, "optimizer_state")
+                give_role(tensor, "optimizer_state", self._layers.get(key))
         for module in self._names:
             for tensor in tensors_in(vars(module).get("activations")):
                 give_role(tensor, DP_ACTIVATIONS)
@@ -131,9 +135,9 @@ class StepObserver:
     def _unpack(packed: "Tensor | _Saved") -> Tensor:
         return packed.tensor if isinstance(packed, _Saved) else packed
 
-    def _note_gradient(self, gradient: Tensor | None) -> None:
+    def _note_gradient(self, layer: str, gradient: Tensor | None) -> None:
         if gradient is not None:  # a function may return none for a parameter
-            self._recorder.give_role(gradient, "gradients")
+            self._recorder.give_role(gradient, "gradients", layer)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         # A module outside of the model, such as a loss, counts as its caller.
@@ -174,6 +178,11 @@ class StepObserver:
             one_a_sample = tensor.dim() == 1
             recorder.give_role(tensor, "norm_samples" if one_a_sample else "per_sample_gradients")
         return returned
+
+
+def _name_layer(parameter: str) -> str:
+    """Return the module of a parameter or buffer, both by name."""
+    return parameter.replace(_WRAPPER, "").rpartition(".")[0] or _NAME_OF_MODEL
 
 
 def _role_by_shape(tensor: Tensor, parameter: Tensor) -> str:

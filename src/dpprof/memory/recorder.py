@@ -71,6 +71,8 @@ class Storage:
     node_number: int | None = None
     recomputed: bool = False
     roles: set[str] = field(default_factory=set)
+    layer: str | None = None
+    """The module whose parameter it belongs to, where it was seen in such a role."""
 
 
 class Op(NamedTuple):
@@ -218,11 +220,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return None if finalizer is None else finalizer.number
 
-    def give_role(self, tensor: Tensor, role: str) -> None:
-        """Record that a tensor was seen in a role."""
+    def give_role(self, tensor: Tensor, role: str, layer: str | None = None) -> None:
+        """Record that a tensor was seen in a role, and with which module's parameter."""
         number = self.find(tensor)
         if number is not None:
-            self.storages[number].roles.add(role)
+            storage = self.storages[number]
+            storage.roles.add(role)
+            storage.layer = storage.layer or layer
 
     def _note_handles(self, *, has_bias: bool) -> None:
         """Record what libraries allocate with the first product of a thread, and never free."""

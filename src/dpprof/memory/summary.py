@@ -20,6 +20,7 @@ from dpprof.records.step_costs import (
     Allocator,
     AtPeak,
     Compute,
+    Holdings,
     Io,
     LiveAllocation,
     Memory,
@@ -100,12 +101,32 @@ def _list_assumptions(step: MemoryTimeline) -> dict[str, str]:
 def _at_peak(step: MemoryTimeline) -> AtPeak:
     row = step.peak_row
     storage = step.peak_storage
+    live = step.live_storages_at_peak()
     return AtPeak(
         components=dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True)),
         phase=step.phases[row],
         module=storage and storage.module,
         op=storage and storage.op,
-        largest=_list_largest(step.live_storages_at_peak()),
+        largest=_list_largest(live),
+        holdings=_list_holdings(live),
+    )
+
+
+def _list_holdings(live: Iterable[LiveStorage]) -> Holdings:
+    """Sum what is live by component, layer, operator and phase, the largest first."""
+    sizes: dict[tuple[Component, str | None, str, Phase], list[int]] = defaultdict(list)
+    for storage, owner in live:
+        layer = storage.layer or storage.module
+        sizes[owner.component, layer, storage.op, storage.phase].append(storage.nbytes)
+    groups = sorted(sizes.items(), key=lambda group: sum(group[1]), reverse=True)
+    keys = [key for key, _ in groups]
+    return Holdings(
+        component=[component for component, _, _, _ in keys],
+        layer=[layer for _, layer, _, _ in keys],
+        op=[op for _, _, op, _ in keys],
+        phase=[phase for _, _, _, phase in keys],
+        bytes=[sum(group) for _, group in groups],
+        storages=[len(group) for _, group in groups],
     )
 
 

@@ -1,6 +1,8 @@
 """What a result says of a step's memory, FLOPs and bytes moved."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from dpprof.records.record import Part
 from dpprof.records.terms import Component, Evidence, OpKind, Phase
@@ -32,6 +34,29 @@ class LiveAllocation(Part):
     function: str | None = Field(description="the function that ran then: module:function")
 
 
+class Holdings(Part):
+    """Every byte that is live at the peak, as columns: what is held where, and what allocated it.
+
+    Together the rows of a component have the bytes that ``AtPeak.components`` states.
+    """
+
+    component: list[Component]
+    layer: list[str | None] = Field(
+        description="the module whose parameter it belongs to, else the module whose forward or "
+        "backward ran when it was allocated; null outside the model"
+    )
+    op: list[str] = Field(description="the operator that allocated it")
+    phase: list[Phase] = Field(description="the phase of the step in which it was allocated")
+    bytes: list[int]
+    storages: list[int] = Field(description="how many storages hold the bytes")
+
+    @model_validator(mode="after")
+    def _refuse_ragged_columns(self) -> Self:
+        if len({len(column) for _, column in self}) != 1:
+            raise ValueError("the columns of holdings must be equally long")
+        return self
+
+
 class AtPeak(Part):
     """The owners of memory at the peak of a steady-state step, and the cause of the peak."""
 
@@ -40,6 +65,19 @@ class AtPeak(Part):
     module: str | None
     op: str | None
     largest: list[LiveAllocation] = Field(description="the largest holdings, largest first")
+    holdings: Holdings | None = Field(
+        None, description="all of them, by component, layer, operator and phase"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_another_sum(self) -> Self:
+        if self.holdings is not None:
+            sums = dict.fromkeys(self.components, 0)
+            for component, size in zip(self.holdings.component, self.holdings.bytes, strict=True):
+                sums[component] = sums.get(component, 0) + size
+            if sums != self.components:
+                raise ValueError("the holdings must sum to the components' bytes")
+        return self
 
 
 class Timeline(Part):

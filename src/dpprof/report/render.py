@@ -1,25 +1,18 @@
 """Writes content to files: Markdown, LaTeX, and a PDF by LaTeX or Typst."""
 
-import re
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import typst
 
 from dpprof.report.document import Document
 from dpprof.report.latex import LatexError, compile_latex, has_latex, render_latex
+from dpprof.report.markdown import escape_markdown
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 
 ROUTES = ("latex", "typst")
-
-
-def escape_markdown(value: Any) -> str:
-    """Return a text escaped for Markdown: no markup, no HTML, no mathematics."""
-    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_{}\[\]|#$~!])", r"\\\1", text)
 
 
 def render_markdown(document: Document) -> str:

@@ -1,0 +1,156 @@
+"""Explain why one run needs more memory than another: by component, layer and operator.
+
+A and B are any two result files of the instruments memory, estimate or capacity: other methods,
+batch sizes, models, targets; recorded or predicted. The bars lead from B's peak to A's, and sum
+to the difference of the two with 0 bytes left.
+"""
+
+import argparse
+import importlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpprof.analysis.difference import Difference, compare
+from dpprof.analysis.peak_holdings import list_holdings
+from dpprof.analysis.waterfall import LEVELS
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.records.record import ResultError
+from dpprof.records.result import Result, read_result
+from dpprof.report.difference_sentence import say
+from dpprof.report.difference_text import Detail, render_markdown, render_text
+from dpprof.spec.validation import InputError, one_of
+from dpprof.system.console import printable
+from dpprof.system.files import check_writable, write_atomically
+
+FORMATS = ("text", "markdown", "json")
+DRAWINGS = (".png", ".pdf", ".svg")
+
+
+def read(file: Path) -> Result:
+    """Read a result, and check that it tells what was live at the peak.
+
+    Raises:
+        InputError: It is no such result; the message names the file.
+        OSError: The file cannot be read.
+    """
+    try:
+        result = read_result(file)
+        list_holdings(result)
+    except ResultError as error:  # its own message says to delete the file, whatever it is
+        raise InputError(f"{file}: {error.problem}") from None
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    return result
+
+
+def read_both(a: Path, b: Path) -> Difference:
+    """Read two results, and explain their difference.
+
+    Raises:
+        InputError: One of them cannot be explained, or both are one file.
+        OSError: A file cannot be read.
+    """
+    if a.exists() and b.exists() and a.samefile(b):
+        raise InputError(f"{b}: A and B are the same file; name two results")
+    return compare(read(a), read(b))
+
+
+def render(difference: Difference, form: str, detail: Detail) -> str:
+    """Return the explanation as text, Markdown, or JSON, which has all levels and the timelines."""
+    if form == "json":
+        return json.dumps(difference.as_json(), indent=1)
+    return (render_markdown if form == "markdown" else render_text)(difference, detail)
+
+
+def draw(difference: Difference, output: Path) -> None:
+    """Draw the waterfall and both timelines.
+
+    Raises:
+        InputError: Matplotlib is not installed.
+        OSError: The file cannot be written.
+    """
+    try:
+        figures = importlib.import_module("dpprof.figures.waterfall")
+    except ModuleNotFoundError as error:
+        told = f"{error.name} is not installed; pip install 'dpprof[report]'"
+        raise InputError(f"--output: {told}") from None
+    drawn = io.BytesIO()
+    figures.draw(difference, say(difference)).savefig(drawn, format=output.suffix.removeprefix("."))
+    write_atomically(output, drawn.getvalue())
+
+
+def drawing_path(text: str) -> Path:
+    """Read the path of a drawing, whose ending says what it is."""
+    found = path(text)
+    if found.suffix not in DRAWINGS:
+        allowed = f"its ending must be one of these; {one_of(DRAWINGS)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; {allowed}")
+    return found
+
+
+def count(text: str) -> int:
+    """Read a number of lines, at least 1."""
+    if not text.isdecimal() or not 1 <= len(text) <= 9 or not int(text):  # noqa: PLR2004 (letters)
+        allowed = "it must be an integer above 0"
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; {allowed}")
+    return int(text)
+
+
+def make_parser() -> Parser:
+    """Make the options."""
+    parser = Parser(
+        prog="dpprof explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: dpprof explain results/memory/A.r0.json results/memory/B.r0.json "
+        "--depth operator --top 3",
+    )
+    parser.add_argument("a", type=path, metavar="A.json", help="the result to explain")
+    parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="text",
+        help="what is printed; json has every level and the timelines (default: text)",
+    )
+    parser.add_argument(
+        "--depth",
+        choices=list(LEVELS),
+        default="layer",
+        help="the innermost level that is printed (default: layer)",
+    )
+    parser.add_argument(
+        "--top",
+        type=count,
+        default=5,
+        metavar="N",
+        help="print this many layers of a component, and operators of a layer, one by one, and "
+        "the others together (default: 5)",
+    )
+    parser.add_argument(
+        "--every-layer",
+        action="store_true",
+        help="print the same layer of every block one by one, not together",
+    )
+    parser.add_argument(
+        "--output",
+        type=drawing_path,
+        metavar="FILE",
+        help="also draw the waterfall and both timelines: a .png, .pdf or .svg",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args(argv)
+    with ending_in_a_sentence():
+        if arguments.output is not None:
+            check_writable(arguments.output)
+        difference = read_both(arguments.a, arguments.b)
+        if arguments.output is not None:
+            draw(difference, arguments.output)
+    detail = Detail(arguments.depth, arguments.top, arguments.every_layer)
+    print(printable(render(difference, arguments.format, detail)))

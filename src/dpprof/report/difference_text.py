@@ -1,0 +1,176 @@
+"""A difference of two peaks as a table for terminals, and as Markdown.
+
+Differences are what A holds more than B, so they are negative where A holds less.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from dpprof.analysis.difference import Difference, Side
+from dpprof.analysis.peak_holdings import name_component, say_size
+from dpprof.analysis.waterfall import LEVELS, Bar, fold_blocks
+from dpprof.report.difference_sentence import OUTSIDE, say
+from dpprof.report.markdown import escape_markdown
+from dpprof.system.console import printable
+
+_WIDTH = 24
+"""Columns of a terminal for the bars."""
+
+
+class Detail(NamedTuple):
+    """How much of a waterfall is shown."""
+
+    depth: str = "layer"
+    """The innermost level, of ``LEVELS``."""
+
+    top: int = 5
+    """How many layers of a component, and operators of a layer, have a line of their own; the
+    others of each have one together."""
+
+    every_layer: bool = False
+    """Whether the same layer of every block has a line of its own."""
+
+
+class Row(NamedTuple):
+    """A line of the waterfall."""
+
+    depth: int
+    """0 for a component, 1 for a layer, 2 for an operator."""
+
+    name: str
+    a_bytes: int
+    b_bytes: int
+    start: int
+    """Bytes at which the bar starts; it ends at ``start`` plus the difference."""
+
+    @property
+    def difference_bytes(self) -> int:
+        """What A holds more than B."""
+        return self.a_bytes - self.b_bytes
+
+
+def list_rows(difference: Difference, detail: Detail) -> list[Row]:
+    """Return the lines of the waterfall from B's peak to A's, outer ones before their parts.
+
+    At every depth they sum to the difference, or to the line that they are part of. What is equal
+    in both down to the innermost level has no line.
+    """
+    levels = list(LEVELS)[: list(LEVELS).index(detail.depth) + 1]
+    return [*_walk(difference.bars, difference.b.peak_bytes, levels, detail)]
+
+
+def _walk(
+    bars: Sequence[Bar], start: int, levels: Sequence[str], detail: Detail, depth: int = 0
+) -> Iterator[Row]:
+    if depth == len(levels):
+        return
+    level = levels[depth]
+    if level == "layer" and not detail.every_layer:
+        bars = fold_blocks(bars)
+    bars = [bar for bar in bars if bar.differs(len(levels) - 1 - depth)]
+    # One that is left over takes no more room than the line that would stand for it.
+    shown = len(bars) if depth == 0 or len(bars) == detail.top + 1 else detail.top
+    for bar in bars[:shown]:
+        yield Row(depth, _name(bar, level), bar.a_bytes, bar.b_bytes, start)
+        yield from _walk(bar.bars, start, levels, detail, depth + 1)
+        start += bar.difference_bytes
+    if others := bars[shown:]:
+        sums = sum(bar.a_bytes for bar in others), sum(bar.b_bytes for bar in others)
+        yield Row(depth, f"{len(others):,} other {level}s", *sums, start)
+
+
+def _name(bar: Bar, level: str) -> str:
+    if level == "component":
+        return name_component(str(bar.name))
+    return OUTSIDE if bar.name is None else bar.name
+
+
+def _tell_equal(difference: Difference, detail: Detail) -> list[str]:
+    """Say which components have no line, because they are equal in both."""
+    depth = list(LEVELS).index(detail.depth)
+    equal = [
+        f"{name_component(str(bar.name))} ({say_size(bar.a_bytes)})"
+        for bar in difference.bars
+        if not bar.differs(depth)
+    ]
+    return [f"Equal in both: {', '.join(equal)}."] if equal else []
+
+
+def _tell_shared(difference: Difference) -> list[str]:
+    return [f"Both: {', '.join(difference.shared)}."] if difference.shared else []
+
+
+def render_text(difference: Difference, detail: Detail) -> str:
+    """Return the sentence and the waterfall for a terminal, with a bar on each line."""
+    a, b = difference.a, difference.b
+    rows = list_rows(difference, detail)
+    ends = [end for row in rows for end in (row.start, row.start + row.difference_bytes)]
+    low, high = min([*ends, a.peak_bytes, b.peak_bytes]), max([*ends, a.peak_bytes, b.peak_bytes])
+    lines = [(f"{b.peak_bytes:,}", say_size(b.peak_bytes), "", _describe("B", b))]
+    for row in rows:
+        size = row.difference_bytes
+        label = "  " * row.depth + row.name
+        lines.append((f"{size:+,}", _signed(size), _draw(row, low, high), label))
+    lines.append((f"{a.peak_bytes:,}", say_size(a.peak_bytes), "", _describe("A", a)))
+    numbers, sizes = (max(len(line[at]) for line in lines) for at in (0, 1))
+    said = [say(difference), *_tell_shared(difference), ""]
+    for exact, rounded, bar, label in lines:
+        said.append(f"{exact:>{numbers}}  {rounded:>{sizes}}  {bar:{_WIDTH}}  {label}".rstrip())
+    if equal := _tell_equal(difference, detail):
+        said += ["", *equal]
+    return "\n".join(map(_flat, said))
+
+
+def render_markdown(difference: Difference, detail: Detail) -> str:
+    """Return the sentence and the waterfall as Markdown; every name in it stays text."""
+    a, b = difference.a, difference.b
+    told = [say(difference), *_tell_shared(difference)]
+    sides = f"{_describe('A', a)}; {_describe('B', b)}."
+    said = [_escape(" ".join(told)), ""]
+    said += ["| | A, bytes | B, bytes | A - B, bytes | A - B |"]
+    said += ["| :--- | ---: | ---: | ---: | ---: |"]
+    said += [_markdown_row("**peak**", a.peak_bytes, b.peak_bytes)]
+    for row in list_rows(difference, detail):
+        name = _escape(row.name)
+        label = "&emsp;" * row.depth + (name if row.depth else f"**{name}**")
+        said.append(_markdown_row(label, row.a_bytes, row.b_bytes))
+    said += ["", _escape(" ".join([sides, *_tell_equal(difference, detail)]))]
+    return "\n".join(said)
+
+
+def _markdown_row(label: str, a_bytes: int, b_bytes: int) -> str:
+    size = a_bytes - b_bytes
+    return f"| {label} | {a_bytes:,} | {b_bytes:,} | {size:+,} | {_signed(size)} |"
+
+
+def _signed(size: int) -> str:
+    return f"{'+' if size > 0 else ''}{say_size(size)}"
+
+
+def _describe(letter: str, side: Side) -> str:
+    """Say which run a side is, and where its peak is."""
+    how = "predicted" if side.predicted else "recorded"
+    made = "" if side.op is None else f", at {side.op}"
+    made += "" if side.module is None else f" of {side.module}"
+    return f"{letter}: {side.name}, {how}, in {side.phase.replace('_', ' ')}{made}"
+
+
+def _draw(row: Row, low: int, high: int) -> str:
+    """Return the bar of a line: filled for more, shaded for less, at least one column wide."""
+    size = row.difference_bytes
+    if not size:
+        return ""
+    edges = sorted((row.start, row.start + size))
+    left, right = ((edge - low) * _WIDTH // (high - low) for edge in edges)
+    left = min(left, _WIDTH - 1)
+    letter = "█" if size > 0 else "░"
+    return " " * left + letter * max(right - left, 1)
+
+
+def _flat(text: str) -> str:
+    """Return a text on one line, in which nothing can disturb a terminal."""
+    return printable(text.replace("\n", "\\n"))
+
+
+def _escape(text: str) -> str:
+    return escape_markdown(_flat(text))

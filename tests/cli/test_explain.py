@@ -1,0 +1,205 @@
+"""``dpprof explain``: what it prints and draws, and what it refuses in one sentence."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from factory import make_experiment, make_memory, write_synthetic
+
+from dpprof.cli.explain import main
+from dpprof.records.result import result_path
+
+SIZES = {"standard": {"parameters": 800}, "flash": {"parameters": 800, "noise": 300}}
+
+
+def write(root, method, *, layer="head", **fields):
+    """Write a synthetic result, and return its path."""
+    told = make_memory(SIZES[method])
+    sizes = SIZES[method]
+    told["memory"]["at_peak"]["holdings"] = {
+        "component": list(sizes),
+        "layer": [layer] * len(sizes),
+        "op": ["mm"] * len(sizes),
+        "phase": ["forward"] * len(sizes),
+        "bytes": list(sizes.values()),
+        "storages": [1] * len(sizes),
+    }
+    experiment = make_experiment(method=method)
+    usual = {"instrument": "memory", "recorded": told}
+    write_synthetic(root, experiment, **(usual | fields))
+    return result_path(root, (usual | fields)["instrument"], experiment.id, 0)
+
+
+@pytest.fixture
+def a(tmp_path):
+    return write(tmp_path, "flash")
+
+
+@pytest.fixture
+def b(tmp_path):
+    return write(tmp_path, "standard")
+
+
+def told(capsys, *arguments) -> str:
+    main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments) -> str:
+    """Return the sentence of an error."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert ended.value.code in (1, 2)
+    *_, sentence = error.strip().splitlines()
+    return sentence
+
+
+def test_the_sentence_comes_first_and_bars_follow(a, b, capsys) -> None:
+    lines = told(capsys, a, b).splitlines()
+
+    assert lines[0] == (
+        "flash needs 300 bytes more than standard: 300 bytes of it is noise, in head."
+    )
+    assert [line.split()[0] for line in lines[3:7]] == ["800", "+300", "+300", "1,100"]
+    assert lines[-1] == "Equal in both: parameters (800 bytes)."
+
+
+def test_depth_is_the_innermost_level(a, b, capsys) -> None:
+    components = told(capsys, a, b, "--depth", "component")
+    operators = told(capsys, a, b, "--depth", "operator")
+
+    assert "mm (forward)" not in told(capsys, a, b)
+    assert components.count("+300 bytes") == 1
+    assert operators.count("+300 bytes") == 3
+    assert "mm (forward)" in operators
+
+
+def test_json_is_exact_and_has_every_level_and_both_timelines(a, b, capsys) -> None:
+    found = json.loads(told(capsys, b, a, "--format", "json", "--depth", "component"))
+    by_name = {bar["name"]: bar for bar in found["bars"]}
+
+    assert (found["a"]["name"], found["b"]["name"]) == ("standard", "flash")
+    assert found["difference_bytes"] == -300
+    assert by_name["noise"]["bars"][0]["bars"][0] == {
+        "name": "mm (forward)",
+        "a_bytes": 0,
+        "b_bytes": 300,
+        "difference_bytes": -300,
+        "bars": [],
+    }
+    assert found["timelines"]["a"]["total_bytes"] == [400, 800, 400]
+    assert found["timelines"]["b"]["total_bytes"] == [550, 1100, 550]
+
+
+def test_markdown_is_printed(a, b, capsys) -> None:
+    assert "| **noise** | 300 | 0 | +300 | +300 bytes |" in told(
+        capsys, a, b, "--format", "markdown"
+    )
+
+
+def test_a_drawing_is_written_beside_the_text(a, b, tmp_path, capsys) -> None:
+    for ending, begins in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
+        output = tmp_path / "new" / f"x.{ending}"
+        assert "flash needs" in told(capsys, a, b, "--output", output)
+        assert output.read_bytes().startswith(begins)
+
+
+def test_a_layer_with_a_hostile_name_disturbs_no_terminal(b, tmp_path, capsys) -> None:
+    a = write(tmp_path, "flash", layer="\x1b[2J\u202e</script>\n|")
+    for form in ("text", "markdown", "json"):
+        said = told(capsys, a, b, "--format", form, "--output", tmp_path / "x.png")
+        assert all(line.isprintable() for line in said.splitlines())
+
+
+def damage(path, change):
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+DAMAGED = {
+    "cut": (lambda path: path.write_text("{"), "is not complete JSON: it was cut or damaged"),
+    "no result": (lambda path: path.write_text("[]"), "is not a result file"),
+    "edited": (
+        lambda path: damage(path, lambda document: document.update(wall_s=9.0)),
+        "was edited after it was written",
+    ),
+    "of another version": (
+        lambda path: damage(path, lambda document: document.update(schema_version=1)),
+        "has schema version 1, and this dpprof reads 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_file_that_is_no_good_result_is_named_and_may_stay(case, a, b, capsys) -> None:
+    spoil, sentence = DAMAGED[case]
+    spoil(b)
+    said = refused(capsys, a, b)
+
+    assert said.startswith(f"error: {b}: {sentence}")
+    assert "delete" not in said
+
+
+def test_a_result_without_what_is_needed_says_which_instrument_to_run(a, tmp_path, capsys) -> None:
+    clean = write(tmp_path, "standard", instrument="clean", recorded=None)
+    failed = write(tmp_path, "standard", outcome="killed", message="out of\nmemory")
+
+    assert refused(capsys, a, clean) == (
+        f"error: {clean}: the instrument clean does not tell what was live at the peak; run one of "
+        "these instead: memory, estimate, capacity"
+    )
+    assert refused(capsys, failed, a) == (
+        f"error: {failed}: the run ended as killed, so its memory is unknown: out of memory"
+    )
+
+
+def test_one_file_twice_is_refused_however_it_is_named(a, tmp_path, capsys) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(a)
+
+    for other in (a, link):
+        assert refused(capsys, a, other) == (
+            f"error: {other}: A and B are the same file; name two results"
+        )
+
+
+def test_a_copy_needs_the_same(a, tmp_path, capsys) -> None:
+    copy = shutil.copy(a, tmp_path / "copy.json")
+
+    assert told(capsys, a, copy).startswith("flash (A) and flash (B) need the same: 1.1 KiB.")
+
+
+WRONG = {
+    "no such file": (["nowhere.json"], r"error: \[Errno 2\] .*'nowhere.json'"),
+    "a folder": (["."], r"error: \.: .*\(it is not a file\)"),
+    "an empty path": ([""], r".*'' is not allowed; it must be a path"),
+    "no lines": (["{b}", "--top", "0"], r".*'0' is not allowed; it must be an integer above 0"),
+    "half a line": (["{b}", "--top", "1.5"], r".*'1.5' is not allowed; it must be an integer .*"),
+    "very many": (["{b}", "--top", "9" * 5000], r".*is not allowed; it must be an integer.*"),
+    "a depth": (["{b}", "--depth", "block"], r".*invalid choice: 'block'.*"),
+    "a format": (["{b}", "--format", "html"], r".*invalid choice: 'html'.*"),
+    "a drawing": (["{b}", "--output", "x.gif"], r".*'x.gif' is not allowed; its ending must.*"),
+    "nowhere to write": (["{b}", "--output", "{b}/x.png"], r"error: .*"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input_is_one_sentence(case, a, b, capsys) -> None:
+    arguments, sentence = WRONG[case]
+    said = refused(capsys, a, *(argument.format(b=b) for argument in arguments))
+
+    assert re.search(rf"{sentence}$", said)
+
+
+def test_text_needs_no_plotting_library(a, b, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "dpprof.figures.waterfall", None)
+
+    assert "flash needs" in told(capsys, a, b)
+    assert "is not installed; pip install 'dpprof[report]'" in refused(
+        capsys, a, b, "--output", "x.png"
+    )
