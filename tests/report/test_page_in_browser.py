@@ -263,7 +263,7 @@ def test_the_waterfall_can_be_looked_into_by_layer_and_operator(opened, results)
     assert [(row["name"], int(row["difference_bytes"])) for row in rows] == [
         (bar.name, bar.difference_bytes) for bar in largest.bars
     ]
-    view.get_by_role("button", name="All").click()
+    view.get_by_role("button", name="All", exact=True).click()
     assert "the bars leave 0 bytes" in view.locator(".sum").inner_text()
 
 
