@@ -16,6 +16,11 @@ rule report:
             caption="../report/report.rst",
             category="Report",
         ),
+        html=report(
+            update("results/report.html"),
+            caption="../report/report.rst",
+            category="Report",
+        ),
         content=update("results/report.json"),
     log:
         "results/logs/report.log",

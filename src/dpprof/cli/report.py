@@ -1,4 +1,4 @@
-"""Write the report from tables and figures that exist."""
+"""Write the report from tables and figures that exist: Markdown, LaTeX, PDF and HTML."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.report.content import build_document
 from dpprof.report.document import read_drawing
 from dpprof.report.latex import LatexError
+from dpprof.report.page.write import write_page
 from dpprof.report.render import ROUTES, write_report
 from dpprof.spec import registry
 from dpprof.system.console import fail, keep_log
@@ -35,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending_in_a_sentence():
         captions = (figures / f"{name}.json" for name in registry.names("figures"))
         drawings = [read_drawing(caption) for caption in captions if caption.is_file()]
-        document = build_document(TableFolder(arguments.tables), drawings)
+        tables = TableFolder(arguments.tables)
+        document = build_document(tables, drawings)
         try:
             write_report(document, arguments.output_dir, arguments.pdf)
         except LatexError as error:
             fail(f"--pdf latex: {error}")
+        write_page(document, tables, arguments.output_dir)

@@ -242,10 +242,13 @@ def derived_digests() -> dict[str, str]:
         f"figure-{name}": _digest(closure([_COMMANDS / "figure.py", *_files_of(("figures", name))]))
         for name in registry.names("figures")
     }
-    templates = sorted(TEMPLATES.iterdir())
+    templates = sorted(path for path in TEMPLATES.rglob("*") if path.is_file())
     return figures | {
         "tables": _digest(
             closure([_COMMANDS / "tables.py", ACCOUNTING]), package_versions(("opacus",))
         ),
-        "report": _digest([*closure([_COMMANDS / "report.py"]), *templates]),
+        "report": _digest(
+            [*closure([_COMMANDS / "report.py"]), *templates],
+            package_versions(("vl-convert-python",)),
+        ),
     }

@@ -1,0 +1,74 @@
+"""Everything that the HTML report holds, at the finest detail that fits into its size."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.axes import RUN_KEY
+from dpprof.report.document import Document
+from dpprof.report.page.columns import pack_frame
+from dpprof.report.page.data import (
+    Tables,
+    list_experiments,
+    list_failures,
+    list_kernels,
+    list_peaks,
+    tell_style,
+)
+from dpprof.report.page.detail import DETAILS, Runs
+from dpprof.report.page.holdings import pack_holdings, read_holdings
+from dpprof.report.page.logs import read_ends
+from dpprof.report.page.timelines import pack_timelines
+
+_MOST_LOGS = 200
+"""Failures beyond these are listed without the end of their log."""
+
+
+def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator[dict[str, Any]]:
+    """Yield the contents of the page, each with less detail than the one before.
+
+    Args:
+        document: The report, of which the page shows the first lines and the first section.
+        tables: The tables of the analysis.
+        results: The folder ``results``, whose logs are read.
+    """
+    experiments = list_experiments(tables)
+    peaks, failures = list_peaks(tables, experiments), list_failures(tables)
+    kernels, traces = list_kernels(tables)
+    failures["log_end"] = _quote_logs(failures["error_log"], results)
+    runs: Runs = [tuple(key) for key in peaks[RUN_KEY].itertuples(index=False)]
+    holdings = read_holdings(results.absolute().parent, runs[: DETAILS[0].runs])
+    fixed = {
+        "title": document.title,
+        "headline": list(document.headline),
+        "answer": [section.model_dump(mode="json") for section in document.sections[:1]],
+        "style": tell_style(tables),
+        "outcomes": pack_frame(tables["outcomes"]),
+    }
+    for detail in DETAILS:
+        of_rows = {
+            "experiments": experiments,
+            "peaks": peaks,
+            "kernels": kernels,
+            "traces": traces,
+            "failures": failures,
+        }
+        yield (
+            fixed
+            | {name: pack_frame(frame[: detail.rows]) for name, frame in of_rows.items()}
+            | {
+                "timelines": pack_timelines(
+                    tables["timeline"], runs[: detail.runs], detail.instants
+                ),
+                "holdings": pack_holdings(holdings[: detail.runs], detail.holdings),
+                "thinned": list(detail.tell(of_rows, runs)),
+            }
+        )
+
+
+def _quote_logs(logs: "pd.Series[str]", results: Path) -> "pd.Series[str]":
+    told = logs.head(_MOST_LOGS).dropna()
+    ends = read_ends(told, results.absolute().parent, results / "logs")
+    return pd.Series(ends, index=told.index, dtype=object).reindex(logs.index)

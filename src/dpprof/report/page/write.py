@@ -1,0 +1,125 @@
+"""Writes the HTML report: one file that needs no network and refuses to use one."""
+
+import base64
+import functools
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import vl_convert
+
+from dpprof.report.document import Document
+from dpprof.report.page.content import tell_contents
+from dpprof.report.page.data import Tables
+from dpprof.system.files import write_atomically
+from dpprof.system.paths import TEMPLATES
+
+LIMIT_BYTES = 5_000_000
+"""The largest page; what would not fit is thinned, and the page says so."""
+
+_FOLDER = TEMPLATES / "page"
+_SCRIPTS = (
+    "text.js",
+    "elements.js",
+    "data.js",
+    "table.js",
+    "chart.js",
+    "view.js",
+    "answer.js",
+    "tradeoff.js",
+    "experiments.js",
+    "difference.js",
+    "step.js",
+    "peaks.js",
+    "kernels.js",
+    "accuracy.js",
+    "compare.js",
+    "outcomes.js",
+    "main.js",
+)
+"""In the order in which the page needs them."""
+
+
+def write_page(document: Document, tables: Tables, results: Path) -> None:
+    """Write ``report.html`` into the folder ``results``, whose logs it quotes."""
+    for content in tell_contents(document, tables, results):
+        page = render_page(content)
+        if len(page.encode()) <= LIMIT_BYTES:
+            break
+    write_atomically(results / "report.html", page)
+
+
+def render_page(content: dict[str, Any]) -> str:
+    """Return the page as HTML.
+
+    Its Content-Security-Policy allows the scripts and the style in the page, by their hashes, and
+    nothing else: no network, no other script, no frame, no form.
+    """
+    scripts = [bundle_charts(), read_scripts()]
+    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, autoescape=True
+    )
+    return environment.get_template("page.html.j2").render(
+        title=content["title"],
+        policy=_make_policy(scripts, style),
+        style=style,
+        content=embed_json(content),
+        scripts=scripts,
+    )
+
+
+def _make_policy(scripts: Iterable[str], style: str) -> str:
+    allowed = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def embed_json(value: Any) -> str:
+    r"""Return JSON for a script element, from which no text can break out.
+
+    ``<``, ``>``, ``&`` and the separators U+2028 and U+2029 are written as ``\u003c`` and so on,
+    so an HTML parser sees no end tag, no comment and no entity in it.
+
+    Raises:
+        ValueError: A number is not finite.
+
+    Example:
+        >>> embed_json({"message": "</script>"})
+        '{"message":"\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+@functools.cache
+def bundle_charts() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed as one script; it takes some seconds to make."""
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub lacks the default
+    return _check(bundle)
+
+
+@functools.cache
+def read_scripts() -> str:
+    """Return the page's own script."""
+    parts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    return _check('"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n")
+
+
+def _check(script: str) -> str:
+    """Return a script that an HTML parser reads to its end."""
+    if any(mark in script.lower() for mark in ("</script", "<script", "<!--")):
+        raise ValueError("a script of the page holds a mark that would end it")
+    return script

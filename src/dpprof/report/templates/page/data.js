@@ -1,0 +1,70 @@
+// What the report embeds, as rows.
+
+const content = JSON.parse(document.getElementById("content").textContent);
+const style = content.style;
+// Charts know methods by their names as shown.
+style.methods = Object.fromEntries(Object.entries(style.methods).map(([name, colour]) => [visible(name), colour]));
+
+const unpackColumn = (column) =>
+  Array.isArray(column) ? column : column.codes.map((code) => column.values[code]);
+
+function unpack({ rows, columns }) {
+  const named = Object.entries(columns).map(([name, column]) => [name, unpackColumn(column)]);
+  return Array.from({ length: rows }, (_, row) =>
+    Object.fromEntries(named.map(([name, values]) => [name, values[row]])),
+  );
+}
+
+function runningSums(changes) {
+  let sum = 0;
+  return changes.map((change) => (sum += change));
+}
+
+const experiments = unpack(content.experiments);
+const experimentOf = new Map(experiments.map((one) => [one.experiment_id, one]));
+const nameOf = (id) => {
+  const one = experimentOf.get(id);
+  return one ? `${one.method}: ${one.setting}` : id;
+};
+
+// Runs that recorded or predicted a step; a run's number is its place.
+const runs = unpack(content.peaks).map((peak, number) => {
+  const { method = UNKNOWN, setting = "other experiments" } = experimentOf.get(peak.experiment_id) ?? {};
+  const predicted = peak.instrument === "estimate";
+  return { ...peak, number, method, setting, how: predicted ? "predicted" : "recorded" };
+});
+const runsOf = new Map();
+for (const run of runs) runsOf.set(run.experiment_id, [...(runsOf.get(run.experiment_id) ?? []), run]);
+for (const one of experiments) {
+  const [run] = runsOf.get(one.experiment_id) ?? [];
+  one.recorded_bytes = run?.peak_bytes ?? null;
+  one.recorded_how = run?.how ?? null;
+}
+const components = Object.keys(style.components);
+const heldAtPeak = (run) => components.filter((name) => run[name] > 0);
+
+function timelineOf(run) {
+  const packed = content.timelines[run.number];
+  if (!packed) return null;
+  const sizes = Object.entries(packed.components).map(([name, changes]) => [name, runningSums(changes)]);
+  return {
+    ops: runningSums(packed.ops),
+    elapsed_s: packed.elapsed_s,
+    phase: unpackColumn(packed.phase),
+    components: Object.fromEntries(sizes),
+  };
+}
+
+const settingsOf = (rows) => [...new Set(rows.map((row) => row.setting))];
+
+// A setting's place in a list is its value in a choice: names may hold anything.
+const numbered = (names) => names.map((name, number) => [String(number), name]);
+const byMethod = (one, other) =>
+  (one.method !== style.baseline) - (other.method !== style.baseline) || (one.method < other.method ? -1 : 1);
+
+// The setting that most rows are of: there methods compare best.
+function fullest(rows) {
+  const counts = new Map();
+  for (const row of rows) counts.set(row.setting, (counts.get(row.setting) ?? 0) + 1);
+  return [...counts].sort((one, other) => other[1] - one[1])[0]?.[0];
+}

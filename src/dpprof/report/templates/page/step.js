@@ -1,0 +1,158 @@
+// One experiment: what is known of it, its memory over a step, and what is held at the peak.
+
+let openExperiment = () => {};
+
+const FACTS = [
+  ["outcome", "outcome", words],
+  ["median_step_s", "step time", milliseconds],
+  ["step_ratio", "over standard", times],
+  ["step_verdict", "compared with standard", words],
+  ["tokens_per_s", "tokens a second", significant],
+  ["peak_bytes", "measured peak", bytes],
+  ["peak_ratio", "over standard", times],
+  ["dp_flop_multiplier", "FLOPs over the model's", times],
+  ["mfu", "MFU", percent],
+  ["hfu", "HFU", percent],
+  ["verified", "gradient verified", yes],
+  ["mechanism", "mechanism", words],
+  ["parameters_total", "parameters", fixed],
+];
+
+const HOLDING_COLUMNS = [
+  { name: "component", title: "component", scope: true },
+  { name: "bytes", title: "bytes", numeric: true, text: (value) => bytes(value) },
+  { name: "storages", title: "storages", numeric: true, text: (value) => fixed(value) },
+  { name: "layer", title: "layer", text: (value) => (known(value) ? visible(value) : "outside the model") },
+  { name: "op", title: "allocated by operator", text: visible },
+  { name: "phase", title: "in phase" },
+];
+
+// Stretches of a step in one phase: {phase, start, end} in operators.
+function phasesOf({ ops, phase }) {
+  const stretches = [];
+  for (const [at, name] of phase.entries()) {
+    const last = stretches.at(-1);
+    if (last?.phase === name) last.end = ops[at];
+    else {
+      if (last) last.end = ops[at];
+      stretches.push({ phase: name, start: ops[at], end: ops[at] });
+    }
+  }
+  return stretches.filter(({ start, end }) => end > start);
+}
+
+function totalsOf(line) {
+  return line.ops.map((_, at) => Object.values(line.components).reduce((sum, sizes) => sum + sizes[at], 0));
+}
+
+// Several instants may lie between two operators: these are spread up to the next one.
+function placesOf(ops) {
+  const counts = new Map();
+  for (const op of ops) counts.set(op, (counts.get(op) ?? 0) + 1);
+  const seen = new Map();
+  return ops.map((op) => {
+    const before = seen.get(op) ?? 0;
+    seen.set(op, before + 1);
+    return op + before / counts.get(op);
+  });
+}
+
+function tellInstant(run, line, totals, at) {
+  const parts = Object.entries(line.components).map(([name, sizes]) => [name, sizes[at]]).filter(([, size]) => size > 0);
+  parts.sort((one, other) => other[1] - one[1]);
+  const peak = totals[at] === run.peak_bytes;
+  const lines = [`${bytes(totals[at])} live`, `${words(line.phase[at])}, after operator ${fixed(line.ops[at])} of ${fixed(line.ops.at(-1))}`];
+  if (known(line.elapsed_s)) lines.push(`${significant(line.elapsed_s[at] * 1e3)} ms into the step`);
+  if (peak) lines.push(`the peak: ${words(run.op)}${known(run.module) ? ` in ${visible(run.module)}` : ""}`);
+  lines.push(...parts.slice(0, 8).map(([name, size]) => `${words(name)}: ${bytes(size)}`));
+  if (parts.length > 8) lines.push(`and ${parts.length - 8} smaller`);
+  return lines.join("\n");
+}
+
+function timelineSpec(run, line, width) {
+  const totals = totalsOf(line);
+  const [unit, size] = unitOf(totals);
+  const names = components.filter((name) => line.components[name]);
+  const places = placesOf(line.ops);
+  const low = line.ops.map(() => 0);
+  const areas = names.flatMap((name) => line.components[name].map((held, at) => {
+    const from = low[at];
+    low[at] += held / size;
+    return { op: places[at], component: words(name), from, to: low[at] };
+  }));
+  const instants = line.ops.map((_, at) => ({ op: places[at], until: places[at + 1] ?? places[at] + 1, told: tellInstant(run, line, totals, at) }));
+  const [top, end] = [(Math.max(...totals) / size) * 1.12, line.ops.at(-1) + 1];
+  const strip = phasesOf(line).map(({ phase, start, end: until }, at) => {
+    const room = ((until - start) / end) * (width - 90) / 6.2;
+    return { start, until, middle: (start + until) / 2, low: top * 0.95, top, label: room >= phase.length ? words(phase) : "", shade: at % 2 };
+  });
+  const colours = Object.fromEntries(names.map((name) => [words(name), style.components[name]]));
+  const x = { field: "op", type: "quantitative", title: "operators run", scale: { domain: [0, end], nice: false }, axis: { grid: false } };
+  const y = { type: "quantitative", title: `live memory (${unit})`, scale: { domain: [0, top], nice: false }, axis: { grid: false } };
+  return {
+    width: width - 90, height: 300,
+    layer: [
+      { data: { values: areas }, mark: { type: "area" }, encoding: { x, y: { ...y, field: "from" }, y2: { field: "to" },
+        color: { field: "component", type: "nominal", title: null, scale: scaleOf(colours, names.map(words)) } } },
+      { data: { values: strip }, mark: { type: "rect" }, encoding: { x: { field: "start", type: "quantitative" }, x2: { field: "until" }, y: { ...y, field: "low" }, y2: { field: "top" },
+        fill: { condition: { test: "datum.shade", value: colourOf("--line") }, value: colourOf("--panel") } } },
+      { data: { values: strip }, mark: { type: "text", fontSize: 10, baseline: "middle", dy: 8 }, encoding: { x: { field: "middle", type: "quantitative" }, y: { ...y, field: "top" }, text: { field: "label" } } },
+      hoverLayer(instants, x, 300),
+    ],
+  };
+}
+
+function instantRows(line) {
+  const totals = totalsOf(line);
+  return line.ops.map((op, at) => ({
+    ops: op, phase: line.phase[at], ...(known(line.elapsed_s) ? { elapsed_s: line.elapsed_s[at] } : {}), live_bytes: totals[at],
+    ...Object.fromEntries(Object.entries(line.components).map(([name, sizes]) => [`${name}_bytes`, sizes[at]])),
+  }));
+}
+
+const columnsOf = (rows) => Object.keys(rows[0]).map((name, at) => ({
+  name, title: words(name.replace(/_bytes$/, "")), numeric: typeof rows[0][name] === "number", scope: at === 0,
+  text: name.endsWith("_bytes") ? (value) => bytes(value) : name.endsWith("_s") ? significant : (value) => (typeof value === "number" ? fixed(value) : words(value)),
+}));
+
+function showRun(run) {
+  if (!run) return [nothing("Neither the instrument memory nor estimate told where this experiment's memory goes.")];
+  const line = timelineOf(run);
+  const target = known(run.target_memory_bytes) ? ` Its target has ${bytes(run.target_memory_bytes)}${known(run.fits) ? `: it ${run.fits ? "fits" : "does not fit"}.` : "."}` : "";
+  const about = make("p", {}, `Peak ${run.how} by ${run.instrument}: ${bytes(run.peak_bytes)} in ${words(run.phase)}, made by ${words(run.op)}${known(run.module) ? ` in ${run.module}` : ""}.${target}`);
+  if (!line) return [about, nothing("This page was thinned: results/tables/timeline.csv has this step.")];
+  const place = makePlace(`Live memory by component over a step of ${nameOf(run.experiment_id)}; the table below has the same`);
+  draw(place, (width) => timelineSpec(run, line, width));
+  const rows = instantRows(line);
+  const holdings = holdingsOf(run);
+  const told = holdings ? [make("h3", {}, "Holdings at the peak"), makeTable("What is held at the peak, the largest first", HOLDING_COLUMNS, holdings), csvButton("holdings", () => holdings)] : [];
+  return [about, place, rowsBelow("memory at each instant", columnsOf(rows), rows, "timeline"), ...told];
+}
+
+function showStep() {
+  const view = addView("experiment", "One experiment", "Memory over one step in the steady state, by what it is for. Point at an instant to read the operator, the phase and what holds most.");
+  if (!experiments.length) return view.append(nothing("There is no experiment with a result."));
+  const common = runs.filter((run) => run.setting === fullest(runs));
+  const first = common.reduce((high, run) => (run.peak_bytes > (high?.peak_bytes ?? 0) ? run : high), null)?.experiment_id ?? experiments[0].experiment_id;
+  const place = new Map(experiments.map((one, at) => [one.experiment_id, at]));
+  const groups = settingsOf(experiments).map((setting) => [setting, experiments.filter((one) => one.setting === setting).sort(byMethod).map((one) => [String(place.get(one.experiment_id)), one.method])]);
+  const panel = make("div");
+
+  function show(one) {
+    const facts = FACTS.filter(([name]) => known(one[name])).map(([name, title, text]) => make("div", {}, make("dt", {}, title), make("dd", {}, text(one[name]))));
+    const mine = runsOf.get(one.experiment_id) ?? [];
+    const body = make("div");
+    const both = mine.length > 1 ? choose("Memory", mine.map((run) => [run.instrument, `${run.how} by ${run.instrument}`]), mine[0].instrument, (name) => body.replaceChildren(...showRun(mine.find((run) => run.instrument === name)))) : null;
+    panel.replaceChildren(make("h3", {}, nameOf(one.experiment_id)), make("p", { class: "id" }, one.experiment_id), make("dl", {}, ...facts), make("p", { class: "tools" }, both), body);
+    body.append(...showRun(mine[0]));
+  }
+  const choice = choose("Experiment", groups, String(place.get(first)), (at) => show(experiments[at]));
+  view.append(make("p", { class: "tools" }, choice), panel);
+  openExperiment = (id) => {
+    choice.querySelector("select").value = String(place.get(id));
+    show(experimentOf.get(id));
+    view.scrollIntoView();
+    view.querySelector("h2").focus({ preventScroll: true });
+  };
+  show(experimentOf.get(first));
+}

@@ -1,0 +1,30 @@
+// A view: a title, what it shows, its controls, a chart, its rows as a table, and as CSV.
+
+const later = []; // what is drawn after the first view, one view at a time
+
+function addView(id, title, about) {
+  const heading = make("h2", { id: `${id}-title`, tabindex: "-1" }, title);
+  const view = make("section", { id, "aria-labelledby": `${id}-title` }, heading, about ? make("p", { class: "about" }, about) : null);
+  document.getElementById("main").append(view);
+  document.getElementById("views").append(make("a", { href: `#${id}` }, title));
+  return view;
+}
+
+function csvButton(name, rowsOf, label = "Save as CSV") {
+  const onclick = () => {
+    const rows = rowsOf();
+    save(`${name}.csv`, toCsv(Object.keys(rows[0] ?? {}), rows));
+  };
+  return make("button", { type: "button", class: "csv", "data-csv": name, onclick }, label);
+}
+
+// The rows of a chart, for those who do not see it; made when it is opened.
+function rowsBelow(caption, columns, rows, csv) {
+  const details = make("details", {}, make("summary", {}, `Table: ${caption}`));
+  details.addEventListener("toggle", () => {
+    if (details.open && details.children.length === 1) details.append(makeTable(caption, columns, rows));
+  });
+  return make("div", { class: "below" }, csvButton(csv, () => rows), details);
+}
+
+const nothing = (why) => make("p", { class: "nothing" }, why);

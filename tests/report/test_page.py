@@ -1,0 +1,148 @@
+"""What the HTML report holds, how it is thinned, and what it never embeds."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from html_pages import METHODS, record, tables_of, write_html, write_results
+
+from dpprof.report.content import build_document
+from dpprof.report.page.columns import pack_changes, pack_column, plain
+from dpprof.report.page.content import tell_contents
+from dpprof.report.page.detail import DETAILS, Detail
+from dpprof.report.page.holdings import JOINED, join_small
+from dpprof.report.page.logs import LINES, read_end
+from dpprof.report.page.timelines import thin
+from dpprof.report.page.write import LIMIT_BYTES, bundle_charts, embed_json, read_scripts
+
+
+@pytest.mark.parametrize(
+    "text", ["</script>", "<!--<script>", "&lt;", "\u2028\u2029", '"\\', "\u202e", "💥"]
+)
+def test_embedded_text_survives_and_cannot_end_the_script(text) -> None:
+    embedded = embed_json({text: [text]})
+    assert json.loads(embedded) == {text: [text]}
+    assert not set("<>&\u2028\u2029") & set(embedded)
+
+
+def test_what_is_not_finite_is_refused_and_a_cell_becomes_unknown() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        embed_json(float("nan"))
+    assert [plain(cell) for cell in (float("nan"), np.inf, None, 3.0, True)] == [
+        None,
+        None,
+        None,
+        3,
+        True,
+    ]
+    assert plain(np.int64(2**60)) == 2**60
+    assert plain(0.1234567891234) == 0.123456789
+
+
+def test_columns_pack_without_loss() -> None:
+    assert pack_column([1, 2, None]) == [1, 2, None]
+    assert pack_column(["a", "b", "c"]) == ["a", "b", "c"]
+    assert pack_column(["a", None, "a", "a"]) == {"values": ["a", None], "codes": [0, 1, 0, 0]}
+    assert pack_changes([5, 5, 2, 9]) == [5, 0, -3, 7]
+    assert pack_changes([]) == []
+
+
+def test_a_thinned_timeline_keeps_peak_ends_and_every_phase() -> None:
+    totals = np.array([1, 2, 3, 9, 3, 2, 1, 0, 5, 1])
+    phases = ["forward"] * 4 + ["backward"] * 3 + ["step"] * 3
+    kept = thin(totals, phases, 2)
+    assert kept == [0, 3, 4, 6, 7, 8, 9]
+    assert thin(totals, phases, None) == list(range(10))
+    assert thin(totals, phases, 10) == list(range(10))
+
+
+def test_joined_holdings_keep_the_bytes_of_every_component() -> None:
+    def row(component, size):
+        return {"component": component, "layer": "a", "op": "b", "phase": "step"} | {
+            "bytes": size,
+            "storages": 1,
+        }
+
+    rows = [row("noise", 7), row("inputs", 1), row("noise", 3), row("inputs", 2), row("noise", 9)]
+    kept = join_small(rows, 2)
+    assert [(one["component"], one["bytes"], one["storages"]) for one in kept] == [
+        ("noise", 9, 1),
+        ("noise", 7, 1),
+        ("noise", 3, 1),
+        ("inputs", 3, 2),
+    ]
+    assert [one["layer"] for one in kept] == ["a", "a", JOINED, JOINED]
+    assert join_small(rows, None) == rows
+    assert sum(one["bytes"] for one in rows) == 22  # the rows themselves are as they were
+
+
+def test_details_get_coarser_and_each_says_what_is_left_out() -> None:
+    frames = {"experiments": np.zeros(20_000)}
+    runs = [("x", "memory", 0)] * 9_000
+    assert list(DETAILS[0].tell(frames, runs[:1_000])) == []
+    assert all(list(detail.tell(frames, runs)) for detail in DETAILS[1:])
+    for name in Detail._fields:
+        limits = [getattr(detail, name) or np.inf for detail in DETAILS]
+        assert limits == sorted(limits, reverse=True), name
+    told = " ".join(DETAILS[-1].tell(frames, runs))
+    assert "Of 20,000 experiments this page has the first 1,000" in told
+    assert "Of 9,000 recorded or predicted steps, 50" in told
+
+
+def test_the_end_of_a_log_is_read_from_the_log_folder_alone(tmp_path) -> None:
+    logs = tmp_path / "results" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "x.log").write_text("\n".join(map(str, range(5_000))), encoding="utf-8")
+    assert read_end(logs / "x.log", logs).split() == [str(4_999 - at) for at in range(LINES)][::-1]
+    (logs / "bytes.log").write_bytes(b"\xff\xfe ok")
+    assert read_end(logs / "bytes.log", logs).endswith("ok")
+    secret = tmp_path / "secret"
+    secret.write_text("secret", encoding="utf-8")
+    (logs / "link.log").symlink_to(secret)
+    for log in ("link.log", "../../secret", "absent.log", "", "a\0b"):
+        assert read_end(logs / log, logs) is None, log
+
+
+def test_a_page_names_no_address_but_that_of_the_charts_language() -> None:
+    own = read_scripts()
+    assert set(re.findall(r"https?://[^\s\"'`]+", own)) == {
+        "https://vega.github.io/schema/vega-lite/v6.json"
+    }
+    assert "innerHTML" not in own
+    assert "eval" not in own
+    assert len(bundle_charts()) < LIMIT_BYTES / 4
+
+
+def test_holdings_come_from_the_result_files_and_a_damaged_one_is_left_out(tmp_path) -> None:
+    tables = tables_of(tmp_path, write_results(tmp_path))
+    (damaged,) = tmp_path.glob("results/memory/*-flash-bk-*.json")
+    damaged.write_text(damaged.read_text(encoding="utf-8").replace('"bytes"', '"byts"'))
+    content = next(tell_contents(build_document(tables, []), tables, tmp_path / "results"))
+    starts = content["holdings"]["starts"]
+    counts = dict(
+        zip(zip(*columns_of(content["peaks"]), strict=True), np.diff(starts), strict=True)
+    )
+    assert counts[damaged.name.removesuffix(".r0.json"), "memory"] == 0
+    known = [count for run, count in counts.items() if run[1] == "estimate"]
+    held = [record(rank, 512)["memory"]["at_peak"]["holdings"] for rank in range(len(METHODS))]
+    assert sorted(known) == sorted(len(one["bytes"]) for one in held)
+
+
+def columns_of(packed):
+    """Unpack the columns that name runs."""
+    for name in ("experiment_id", "instrument"):
+        column = packed["columns"][name]
+        yield [column["values"][code] for code in column["codes"]]
+
+
+def test_the_page_has_what_report_json_has_first(tmp_path) -> None:
+    tables = tables_of(tmp_path, write_results(tmp_path, outcome="oom", message="no room"))
+    document = build_document(tables, [])
+    page = write_html(tmp_path, tables).read_text(encoding="utf-8")
+    (embedded,) = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page)
+    content = json.loads(embedded)
+    assert content["title"] == document.title
+    assert content["headline"] == list(document.headline)
+    assert content["answer"][0]["title"] == document.sections[0].title
+    assert content["thinned"] == []

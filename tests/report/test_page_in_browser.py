@@ -1,0 +1,465 @@
+"""The HTML report in a real browser, opened from disk and without a network."""
+
+import csv
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from factory import make_experiment, make_manifest, write_synthetic
+from html_pages import (
+    METHODS,
+    MIB,
+    find_chromium,
+    record_rows,
+    tables_of,
+    write_html,
+    write_results,
+)
+
+from dpprof.analysis.peak_holdings import list_holdings
+from dpprof.analysis.shared_axis import share_axis
+from dpprof.analysis.waterfall import subtract
+from dpprof.planning.planner import Manifest
+from dpprof.records.result import read_result
+
+HOSTILE = (
+    "</script><script>pwned=1</script><img src=x onerror=pwned=1> {{7*7}} ${7*7} a\u202eb =1+1"
+)
+SHOWN = HOSTILE.replace("\u202e", "⟨U+202E⟩")
+SIZE = {"width": 1280, "height": 900}
+
+
+CHOOSE_PAIRS = """(pairs) => pairs.map((pair) => {
+    for (const [side, name] of pair.entries()) {
+        const select = document.querySelectorAll("#compare select")[side];
+        select.selectedIndex = [...select.options].findIndex((one) => one.text === name);
+        select.dispatchEvent(new Event("change"));
+    }
+    return document.querySelector("#compare .sum").textContent;
+})"""
+
+NEXT_FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here")
+    with playwright.sync_playwright() as driver:
+        # Chromium's sandbox does not run as root, as in CI.
+        chromium = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Opened:
+    """A page, with what it logged and what it asked the network for."""
+
+    def __init__(self, browser, file, **options) -> None:
+        self.context = browser.new_context(offline=True, viewport=SIZE, **options)
+        self.page = self.context.new_page()
+        self.told, self.asked = [], []
+        self.page.on("console", lambda message: self.told.append(message.text))
+        self.page.on("pageerror", lambda error: self.told.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("dialog", lambda dialog: self.told.append(f"dialog {dialog.message}"))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector("html[data-ready=yes]")
+        self.settle()
+
+    def settle(self) -> None:
+        """Have every chart drawn, as for printing, and wait for it."""
+        self.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        self.page.wait_for_selector("figure.chart:not([data-drawn=yes])", state="detached")
+
+    def choose(self, view, label, text) -> None:
+        self.page.locator(f"#{view}").get_by_label(label, exact=True).select_option(text)
+
+    def save(self, name) -> list[dict[str, str]]:
+        """Press the button that saves a view's data; returns the rows of the file."""
+        with self.page.expect_download() as saved:
+            self.page.locator(f"[data-csv={name}]").first.click()
+        assert saved.value.suggested_filename == f"{name}.csv"
+        with open(saved.value.path(), newline="", encoding="utf-8") as file:  # noqa: PTH123
+            return list(csv.DictReader(file))
+
+    def hint_at(self, locator) -> str:
+        locator.scroll_into_view_if_needed()
+        self.page.mouse.move(0, 0)
+        box = locator.bounding_box()
+        self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=3)
+        self.page.wait_for_selector("#hint:not([hidden])")
+        return self.page.locator("#hint").inner_text()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    log = root / "results" / "logs" / "x.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("first\n" * 99 + f"the last line {HOSTILE}\n", encoding="utf-8")
+    manifest = write_results(root, outcome="crashed", message=HOSTILE)
+    tables = tables_of(root, manifest)
+    tables["runs"]["error_log"] = tables["runs"]["error_log"].where(
+        tables["runs"]["error_log"].isna(), "results/logs/x.log"
+    )
+    write_html(root, tables)
+    return root / "results"
+
+
+@pytest.fixture(scope="module")
+def opened(browser, results):
+    one = Opened(browser, results / "report.html", accept_downloads=True)
+    yield one
+    one.context.close()
+
+
+def json_of(results, method, instrument, replicate=0):
+    (path,) = results.glob(f"{instrument}/*-{method}-b2-*.r{replicate}.json")
+    return json.loads(path.read_text())
+
+
+def test_it_opens_from_disk_and_asks_for_nothing(opened, results) -> None:
+    assert opened.told == []
+    assert opened.asked == [(results / "report.html").as_uri()]
+    assert opened.page.locator("figure.chart svg").count() == 8
+    assert opened.page.title() == opened.page.locator("h1").inner_text()
+
+
+def test_a_column_sorts_up_and_down_by_key(opened, results) -> None:
+    table = opened.page.locator("#experiments .table").first
+    head = table.locator("th", has_text="step (ms)")
+    times = {method: json_of(results, method, "clean")["time"]["median_s"] for method in METHODS}
+
+    head.locator("button").focus()
+    opened.page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "ascending"
+    names = table.locator("tbody th").all_inner_texts()
+    assert names == [*sorted(METHODS, key=times.get), "opacus-ew"]  # unknown comes last
+
+    opened.page.keyboard.press("Enter")
+    assert head.get_attribute("aria-sort") == "descending"
+    names = table.locator("tbody th").all_inner_texts()
+    assert names == [*sorted(METHODS, key=times.get, reverse=True), "opacus-ew"]
+    cells = table.locator("tbody tr").first.locator("td").all_inner_texts()
+    assert f"{max(times.values()) * 1e3:.1f}" in cells
+
+
+def test_a_filter_keeps_the_rows_with_all_its_words(opened) -> None:
+    table = opened.page.locator("#experiments .table").first
+    field = table.get_by_label("Filter")
+    field.fill("opacus ok")
+    names = table.locator("tbody th").all_inner_texts()
+    assert sorted(names) == ["opacus-ghost", "opacus-hooks"]
+    assert table.get_by_role("status").inner_text() == "2 of 5 rows"
+    field.fill("nothing has these words")
+    assert table.locator("tbody tr").count() == 0
+    field.fill("")
+    assert table.locator("tbody tr").count() == len(METHODS) + 1
+
+
+def test_pointing_at_a_point_tells_its_experiment_and_a_click_opens_it(opened, results) -> None:
+    points = opened.page.locator("#tradeoff svg .mark-symbol.role-mark path")
+    assert points.count() == len(METHODS)
+    told = {opened.hint_at(points.nth(at)).splitlines()[0] for at in range(len(METHODS))}
+    assert told == set(METHODS)
+
+    told = opened.hint_at(points.nth(1))
+    method = told.splitlines()[0]
+    median = json_of(results, method, "clean")["time"]["median_s"]
+    assert f"{median * 1e3:.1f} ms a step" in told
+    points.nth(1).click()
+    assert opened.page.locator("#experiment h3").first.inner_text().startswith(f"{method}: ")
+    assert opened.page.evaluate("document.activeElement.id") == "experiment-title"
+
+
+def test_pointing_at_an_instant_tells_operator_phase_and_components(opened, results) -> None:
+    one = make_experiment(method="opacus-hooks")
+    opened.page.locator("#experiments button.open", has_text="opacus-hooks").click()
+    opened.settle()
+    assert one.id in opened.page.locator("#experiment .id").inner_text()
+    stripes = opened.page.locator("#experiment svg .mark-rect.role-mark").last.locator("path")
+    assert stripes.count() == 3
+    told = opened.hint_at(stripes.nth(1))
+
+    peak = json_of(results, "opacus-hooks", "memory")["memory"]
+    sizes = peak["at_peak"]["components"]
+    assert "backward, after operator 4 of 10" in told
+    assert f"the peak: bmm in {peak['at_peak']['module']}" in told
+    assert f"{sum(sizes.values()) / 2**20:.1f} MiB live" in told
+    lines = [line.partition(":")[0] for line in told.splitlines()[3:]]
+    most = sorted((name for name in sizes if sizes[name]), key=sizes.get, reverse=True)
+    assert lines == [name.replace("_", " ") for name in most]
+
+
+def read_holdings(results, method, instrument) -> Counter:
+    """Sum the bytes in a result file by component, layer, operator and phase."""
+    held = json_of(results, method, instrument)["memory"]["at_peak"]["holdings"]
+    sums = Counter()
+    names = ("component", "layer", "op", "phase")
+    for *key, size in zip(*(held[name] for name in (*names, "bytes")), strict=True):
+        sums[tuple(key)] += size
+    return sums
+
+
+def test_the_waterfall_of_any_two_sums_to_the_difference_of_their_files(opened, results) -> None:
+    runs = list(itertools.product(METHODS, ("memory", "estimate")))
+    how = {"memory": "recorded", "estimate": "predicted"}
+    names = [f"{method}, {how[instrument]}" for method, instrument in runs]
+    peaks = [json_of(results, *run)["memory"]["peak_allocated_bytes"] for run in runs]
+    pairs = list(itertools.combinations(range(len(runs)), 2))
+    told = opened.page.evaluate(CHOOSE_PAIRS, [[names[a], names[b]] for a, b in pairs])
+    expected = [
+        f"The peaks differ by {peaks[a] - peaks[b]:,} bytes; the bars leave 0 bytes."
+        for a, b in pairs
+    ]
+    assert told == expected
+
+
+def test_the_waterfall_as_a_file_is_what_the_result_files_say(opened, results) -> None:
+    opened.choose("compare", "A", "opacus-hooks, recorded")
+    opened.choose("compare", "B", "flash-bk, predicted")
+    rows = opened.save("waterfall")
+    a = read_holdings(results, "opacus-hooks", "memory")
+    b = read_holdings(results, "flash-bk", "estimate")
+    expected = {
+        (component, layer or "", f"{op} ({phase})"): (a[key], b[key])
+        for key in a | b
+        for component, layer, op, phase in [key]
+    }
+    found = {
+        (row["component"], row["layer"], row["operator"]): (
+            int(row["a_bytes"]),
+            int(row["b_bytes"]),
+        )
+        for row in rows
+    }
+    assert found == expected
+    assert sum(int(row["difference_bytes"]) for row in rows) == a.total() - b.total()
+
+
+def test_the_waterfall_can_be_looked_into_by_layer_and_operator(opened, results) -> None:
+    opened.choose("compare", "A", "opacus-hooks, recorded")
+    opened.choose("compare", "B", "standard, recorded")
+    files = [
+        read_result(next(results.glob(f"memory/*-{method}-b2-*.json")))
+        for method in ("opacus-hooks", "standard")
+    ]
+    components = subtract(*map(list_holdings, files))
+    first = next(bar for bar in components if bar.name == "per_sample_gradients")
+    view = opened.page.locator("#compare")
+
+    view.get_by_label("Look into").select_option(index=1)
+    assert view.locator(".sum").inner_text() == f"The bars sum to {first.difference_bytes:,} bytes."
+    opened.settle()
+    largest = first.bars[0]
+    view.get_by_label("Look into").select_option(index=1)
+    assert largest.difference_bytes > 0
+    assert (
+        view.locator(".sum").inner_text() == f"The bars sum to {largest.difference_bytes:,} bytes."
+    )
+    rows = opened.save("difference")
+    assert [(row["name"], int(row["difference_bytes"])) for row in rows] == [
+        (bar.name, bar.difference_bytes) for bar in largest.bars
+    ]
+    view.get_by_role("button", name="All", exact=True).click()
+    assert "the bars leave 0 bytes" in view.locator(".sum").inner_text()
+
+
+def test_both_steps_stand_on_one_axis(opened, results) -> None:
+    opened.choose("compare", "A", "opacus-ghost, recorded")
+    opened.choose("compare", "B", "standard, predicted")
+    lines = [
+        read_result(next(results.glob(f"{instrument}/*-{method}-b2-*.json"))).memory.timeline
+        for method, instrument in (("opacus-ghost", "memory"), ("standard", "estimate"))
+    ]
+    shared = share_axis(*lines)
+    rows = opened.save("both-steps")
+    for side, curve in (("A", shared.a), ("B", shared.b)):
+        mine = [row for row in rows if row["run"] == side]
+        assert [float(row["position"]) for row in mine] == pytest.approx(curve.at)
+        assert [int(row["live_bytes"]) for row in mine] == curve.total_bytes
+
+
+def test_every_view_saves_its_data(opened, results) -> None:
+    names = opened.page.locator("main > section [data-csv]").evaluate_all(
+        "(buttons) => buttons.map((button) => button.dataset.csv)"
+    )
+    views = ["tradeoff", "experiments", "timeline", "peaks", "kernels", "roofline", "accuracy"]
+    assert set(names) >= {*views, "difference", "both-steps", "outcomes", "failures"}
+    saved = {name: opened.save(name) for name in views}
+    assert all(saved.values())
+    medians = {row["method"]: row["median_step_s"] for row in saved["experiments"]}
+    for row in saved["peaks"]:
+        memory = json_of(results, row["method"], "memory")["memory"]
+        assert int(row["peak_bytes"]) == memory["attribution"]["timeline_peak_bytes"]
+    for method in METHODS:
+        assert float(medians[method]) == json_of(results, method, "clean")["time"]["median_s"]
+    idle = {row["method"]: row["seconds"] for row in saved["kernels"] if row["op_kind"] == "idle"}
+    assert set(idle.values()) == {"0.001"}
+
+
+def test_hostile_text_stays_text_and_hidden_marks_are_shown(opened) -> None:
+    page = opened.page
+    message = page.locator("#outcomes details.log")
+    assert SHOWN in message.locator("summary").inner_text()
+    message.locator("summary").click()
+    told = message.locator("pre").inner_text()
+    assert told.splitlines()[-1] == f"the last line {SHOWN}"
+    assert len(told.splitlines()) == 20
+    assert page.locator("img").count() == 0
+    assert page.evaluate("typeof pwned") == "undefined"
+    (row,) = opened.save("failures")
+    assert row["error_message"] == HOSTILE
+
+
+def test_hostile_names_stay_text(browser, tmp_path) -> None:
+    manifest = write_results(tmp_path, methods=("standard", "opacus-ghost"))
+    tables = {
+        stem: table.replace({"opacus-ghost": HOSTILE, "head": HOSTILE})
+        for stem, table in tables_of(tmp_path, manifest).items()
+    }
+    one = Opened(browser, write_html(tmp_path, tables))
+    assert one.told == []
+    assert SHOWN in one.page.locator("#experiments").inner_text()
+    for view in ("tradeoff", "peaks", "kernels"):
+        assert SHOWN[:20] in one.page.locator(f"#{view} svg").text_content()  # long names are cut
+    assert one.page.evaluate("typeof pwned") == "undefined"
+    one.context.close()
+
+
+def test_no_other_script_runs_and_nothing_is_fetched(browser, tmp_path) -> None:
+    file = write_html(tmp_path, tables_of(tmp_path, write_results(tmp_path, methods=())))
+    injected = "<script>pwned = 1</script><img src='https://example.com/x.png' onerror='pwned = 1'>"
+    page = file.read_text(encoding="utf-8")
+    file.write_text(page.replace("</main>", f"</main>{injected}"), encoding="utf-8")
+    one = Opened(browser, file)
+    fetched = "fetch('https://example.com').then(() => 'fetched', () => 'refused')"
+    assert one.page.evaluate(fetched) == "refused"
+    assert one.page.evaluate("typeof pwned") == "undefined"
+    refused = [told for told in one.told if "Content Security Policy" in told]
+    # The script, the picture, what its failure would run, and what was fetched.
+    assert len(refused) >= 3, one.told
+    one.context.close()
+
+
+def test_the_page_follows_the_system_into_the_dark(opened) -> None:
+    brightness = """(name) => getComputedStyle(document.body)[name].match(/[0-9]+/g)
+        .slice(0, 3).reduce((sum, part) => sum + Number(part), 0)"""
+    title = "#peaks svg .role-axis-title text"
+    light = opened.page.locator(title).first.get_attribute("fill")
+    assert opened.page.evaluate(brightness, "backgroundColor") > 700
+
+    opened.page.emulate_media(color_scheme="dark")
+    opened.page.evaluate(NEXT_FRAME)
+    opened.settle()
+    assert opened.page.locator(title).first.get_attribute("fill") != light
+    assert opened.page.evaluate(brightness, "backgroundColor") < 150
+    assert opened.page.evaluate(brightness, "color") > 600
+    assert opened.told == []
+
+    opened.page.emulate_media(color_scheme="light")
+    opened.page.evaluate(NEXT_FRAME)
+    opened.settle()
+    assert opened.page.locator(title).first.get_attribute("fill") == light
+
+
+def test_everything_is_named_and_reachable_by_key(opened) -> None:
+    unnamed = """[...document.querySelectorAll('button, select, input, summary, a')]
+        .filter((one) => one.offsetParent && !one.textContent.trim() && !one.labels?.length)
+        .length"""
+    assert opened.page.evaluate(unnamed) == 0
+    heads = opened.page.locator("thead th")
+    assert heads.count() == opened.page.locator("thead th[scope=col][aria-sort]").count()
+    assert opened.page.locator("table").count() == opened.page.locator("table caption").count()
+    links = opened.page.locator("nav a").evaluate_all(
+        "(links) => links.map((link) => document.querySelector(link.getAttribute('href'))?.tagName)"
+    )
+    assert len(links) == 10
+    assert set(links) == {"SECTION"}
+
+
+def test_a_narrow_page_does_not_scroll_sideways(opened) -> None:
+    opened.page.set_viewport_size({"width": 360, "height": 900})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    opened.page.set_viewport_size(SIZE)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("only failures", "No experiment has both a time or FLOPs, and a peak."),
+        ("one experiment", "Two runs of the instruments memory or estimate are needed."),
+        ("nothing", "There is no experiment with a result."),
+    ],
+)
+def test_there_is_a_sensible_page_of_little(browser, case, sentence, tmp_path) -> None:
+    methods = ("flash-bk",) if case == "one experiment" else ()
+    failure = {"outcome": "oom", "message": "no room"} if case == "only failures" else {}
+    tables = tables_of(tmp_path, write_results(tmp_path, methods=methods, **failure))
+    if case == "one experiment":
+        tables["peaks"] = tables["peaks"].head(1)
+    one = Opened(browser, write_html(tmp_path, tables))
+    assert one.told == []
+    assert sentence in one.page.locator("main").inner_text()
+    assert ("no room" in one.page.locator("#outcomes").inner_text()) == bool(failure)
+    one.context.close()
+
+
+def write_many(root, count) -> Path:
+    """Write the page of many experiments, each with times, a recorded step and what it holds."""
+    experiments = [make_experiment(method="flash-bk", batch_size=1 + at) for at in range(count)]
+    for at, one in enumerate(experiments):
+        write_synthetic(root, one, step_s=(0.01 + at / 1e4,), peak_allocated_bytes=20 * MIB + at)
+        write_synthetic(root, one, instrument="memory", recorded=record_long(at))
+    runs = [(one, 0) for one in experiments]
+    manifests = make_manifest(*runs).runs + make_manifest(*runs, instrument="memory").runs
+    return write_html(root, tables_of(root, Manifest(runs=manifests)))
+
+
+def record_long(number) -> dict:
+    """A step of 300 instants and 400 holdings, unlike that of any other number."""
+    rows = [
+        ("saved_activations", f"blocks.{at}", op, "forward", 4096 * (1 + at + number))
+        for at in range(200)
+        for op in ("addmm", "gelu")
+    ]
+    recorded = record_rows(rows)
+    peak = sum(size for *_, size in rows)
+    names = ("parameters", "optimizer_state", "saved_activations", "gradients", "workspace")
+    recorded["memory"]["timeline"] = {
+        "ops": list(range(0, 900, 3)),
+        "elapsed_s": None,
+        "phase": ["forward"] * 100 + ["backward"] * 150 + ["step"] * 50,
+        "components": {
+            name: [
+                peak // 10 + (at * 7919 * (1 + rank + number)) % (peak // 11) for at in range(300)
+            ]
+            for rank, name in enumerate(names)
+        },
+    }
+    return recorded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1_000, 10_000])
+def test_a_page_of_many_experiments_is_small_and_soon_there(browser, count, tmp_path) -> None:
+    file = write_many(tmp_path, count)
+    assert file.stat().st_size <= 5_000_000
+    context = browser.new_context(offline=True, viewport=SIZE)
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    page.goto(file.as_uri())
+    page.wait_for_selector("#tradeoff figure[data-drawn=yes]", timeout=120_000)
+    metrics = {
+        one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]
+    }
+    print(f"{count:,} experiments: {file.stat().st_size:,} bytes, {metrics['TaskDuration']:.2f} s")
+    assert metrics["TaskDuration"] < 3  # seconds of the browser's main thread, whatever else runs
+    page.wait_for_selector("html[data-ready=yes]", timeout=120_000)
+    assert "What this page leaves out" in page.locator("#answer").inner_text()
+    told = page.locator("#experiments").get_by_role("status").first.inner_text()
+    assert told.partition(" of ")[0] == told.partition(" of ")[2].removesuffix(" rows")
+    context.close()
