@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from factory import make_experiment, make_manifest, write_synthetic
+from reading import trust_of
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
@@ -58,7 +59,7 @@ def test_a_partial_report_leaves_out_what_is_damaged_and_says_why(tmp_path, path
     assert missing == {EXPERIMENTS[0].id: why, EXPERIMENTS[1].id: "no result yet"}
     assert len(tables["runs"]) == 12
     document = build_document(tables, [])
-    said = " ".join(document.headline)
+    said = trust_of(document)
     assert "This report is partial: 1 planned run has no result yet." in said
     assert "This report is partial: 1 result cannot be trusted and is left out" in said
     assert f"{EXPERIMENTS[0].id} clean r0: is not complete JSON" in render_markdown(document)

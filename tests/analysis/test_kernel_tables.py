@@ -7,6 +7,7 @@ each: 100 FLOPs a byte, and a quarter.
 
 import pytest
 from factory import make_experiment, make_kernels, make_memory, tables_of_runs
+from reading import section_of
 
 from dpprof.report.content import build_document
 
@@ -105,8 +106,7 @@ def test_kernels_faster_than_the_ceilings_are_a_finding(tmp_path) -> None:
 
 
 def section(tables, title):
-    document = build_document(tables, [])
-    return next(one for one in document.sections if one.title == title)
+    return section_of(build_document(tables, []), title)
 
 
 def cells(tables, title, index=0):
@@ -116,7 +116,7 @@ def cells(tables, title, index=0):
 
 def test_the_report_tells_kernels_and_what_binds(tables) -> None:
     (kernels,) = cells(tables, "Kernels")
-    (bound,) = cells(tables, "Roofline")
+    (bound,) = cells(tables, "Ceilings")
 
     assert (kernels["gemm"], kernels["idle"], kernels["step"]) == ("8,000.0", "4,000.0", "15,000.0")
     assert [bound[name] for name in ("compute bound", "memory bound", "idle")] == [
@@ -129,7 +129,7 @@ def test_the_report_tells_kernels_and_what_binds(tables) -> None:
 
 
 def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> None:
-    ceilings = {row["figure"]: row["measured"] for row in cells(tables, "Roofline", 1)}
+    ceilings = {row["figure"]: row["measured"] for row in cells(tables, "Ceilings", 1)}
     said = [block.text for block in section(tables, "Cost").blocks if block.kind == "paragraph"]
 
     assert ceilings["launch"] == "1,000"

@@ -1,65 +1,77 @@
 import pandas as pd
-from factory import make_experiment
+import pytest
+from factory import make_experiment, tables_of_runs
 
 from dpprof.figures import tradeoff
 from dpprof.figures.style import method_style
 from dpprof.spec import registry
 
-
-def draw(experiments: pd.DataFrame):
-    return tradeoff.draw({"experiments": experiments})
-
-
-def experiments(**changes) -> pd.DataFrame:
-    rows = [
-        {
-            **make_experiment(seq_len=8, method=method, batch_size=batch).model_dump(),
-            "model": model,
-            "parameters_total": {"tiny": 10, "small": 100}[model],
-            "median_step_s": batch * 0.01,
-            "step_low_s": batch * 0.009,
-            "step_high_s": batch * 0.012,
-            "peak_kind": "rss",
-            "peak_bytes": batch * 2**20,
-            "peak_min_bytes": batch * 2**20,
-            "peak_max_bytes": batch * 2**20,
-        }
-        | changes
-        for model in ("tiny", "small")
-        for method in ("standard", "opacus-ghost")
-        for batch in (2, 4)
-    ]
-    return pd.DataFrame(rows)
+MIB = 2**20
+METHODS = {"standard": (0.010, 2), "opacus-ghost": (0.025, 3), "flash-bk": (0.012, 2)}
 
 
-def test_a_panel_per_model_with_units_on_its_axes() -> None:
-    axes = draw(experiments()).axes
-
-    assert sorted(axis.get_title() for axis in axes) == [
-        "small, T = 8",
-        "tiny, T = 8",
-    ]
-    assert {axis.get_xlabel() for axis in axes} == {"step time (ms)"}
-    assert {axis.get_ylabel() for axis in axes} == {"peak RSS (MiB)"}
-
-
-def test_points_stand_where_the_table_says() -> None:
-    axis = draw(experiments()).axes[0]
-    lines = [line for line in axis.lines if len(line.get_xdata()) == 2]
-
-    assert [list(line.get_xdata()) for line in lines] == [[20.0, 40.0]] * 2
-    assert [list(line.get_ydata()) for line in lines] == [[2.0, 4.0]] * 2
+def tables_of(root, methods=METHODS, replicates=1, **fields):
+    runs = []
+    for method, (seconds, mib) in methods.items():
+        for number in range(replicates):
+            measured = {"step_s": (seconds * (1 + number / 100),), "replicate": number}
+            measured |= {"peak_allocated_bytes": mib * MIB}
+            runs.append((make_experiment(method=method, **fields), "clean", measured))
+    return tables_of_runs(root, *runs)
 
 
-def test_what_else_differs_has_a_panel_of_its_own_and_is_named() -> None:
-    both = pd.concat([experiments(), experiments(dtype="float64", noise_multiplier=2.0)])
+def points_of(axis) -> dict[str, tuple[float, float]]:
+    return {text.get_text(): tuple(text.xy) for text in axis.texts}
 
-    assert sorted(axis.get_title().replace("\n", " ") for axis in draw(both).axes) == [
-        "small, T = 8, dtype = float32, noise_multiplier = 1.0",
-        "small, T = 8, dtype = float64, noise_multiplier = 2.0",
-        "tiny, T = 8, dtype = float32, noise_multiplier = 1.0",
-        "tiny, T = 8, dtype = float64, noise_multiplier = 2.0",
-    ]
+
+def test_points_are_multiples_of_standard_and_named(tmp_path) -> None:
+    [axis] = tradeoff.draw(tables_of(tmp_path)).axes
+
+    assert points_of(axis) == {
+        "standard": (1.0, 1.0),
+        "opacus-ghost": (pytest.approx(2.5), 1.5),
+        "flash-bk": (pytest.approx(1.2), 1.0),
+    }
+    assert axis.get_title() == "V16-d8-L1-H2, T = 4, B = 2"
+    assert axis.get_xlabel() == "step time (times standard)"
+
+
+def test_without_standard_points_have_their_own_units(tmp_path) -> None:
+    private = {name: METHODS[name] for name in ("opacus-ghost", "flash-bk")}
+    [axis] = tradeoff.draw(tables_of(tmp_path, private)).axes
+
+    assert points_of(axis) == {
+        "opacus-ghost": (pytest.approx(25.0), 3.0),
+        "flash-bk": (pytest.approx(12.0), 2.0),
+    }
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("step time (ms)", "peak allocated (MiB)")
+
+
+def test_error_bars_are_the_intervals_of_the_ratios(tmp_path) -> None:
+    tables = tables_of(tmp_path, replicates=3)
+    [axis] = tradeoff.draw(tables).axes
+    ends = {
+        tuple(round(float(x), 6) for x in segment[:, 0])
+        for container in axis.containers
+        for bars in container.lines[2]
+        for segment in bars.get_segments()
+    }
+
+    # Three processes: from the fastest over standard's slowest, to the slowest over its fastest.
+    assert ends == {
+        (round(2.5 / 1.02, 6), round(2.5 * 1.02, 6)),
+        (round(1.2 / 1.02, 6), round(1.2 * 1.02, 6)),
+    }
+
+
+def test_of_several_settings_the_one_with_most_methods_is_drawn(tmp_path) -> None:
+    few = {name: METHODS[name] for name in ("standard", "flash-bk")}
+    more, fewer = tables_of(tmp_path, seq_len=8), tables_of(tmp_path, few, seq_len=16)
+    both = pd.concat([fewer["experiments"], more["experiments"]], ignore_index=True)
+    [axis] = tradeoff.draw({"experiments": both}).axes
+
+    assert axis.get_title() == "V16-d8-L1-H2, T = 8, B = 2"
+    assert len(axis.texts) == 3
 
 
 def test_a_method_keeps_its_look_and_own_methods_differ() -> None:

@@ -114,8 +114,8 @@ def test_both_routes_say_the_same(tmp_path) -> None:
         texts[route] = text_of(tmp_path / "report.pdf")
         assert len(PdfReader(tmp_path / "report.pdf").pages) >= 2
 
-    said = [*document.headline]
-    for section in document.sections:
+    said = [document.question, *document.headline]
+    for section in (*document.sections, *document.appendix):
         said.append(section.title)
         for block in section.blocks:
             said += [block.text] if isinstance(block, Paragraph) else []

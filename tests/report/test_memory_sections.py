@@ -2,10 +2,11 @@
 
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
+from reading import section_of, sentences_of, table_of, titles_of
 
 from dpprof.records.terms import COMPONENTS
 from dpprof.report.content import build_document
-from dpprof.report.document import Bullets, Document, Drawing
+from dpprof.report.document import Document, Drawing
 from dpprof.spec.datasheets import L4
 
 MIB = 2**20
@@ -27,21 +28,10 @@ def document_of(root, *runs) -> Document:
     return build_document(tables_of_runs(root, *runs), [])
 
 
-def table_of(document, title, index=0) -> list[dict[str, str]]:
-    section = next(section for section in document.sections if section.title == title)
-    table = [block for block in section.blocks if block.kind == "table"][index]
-    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
-
-
-def findings(document) -> list[str]:
-    blocks = document.sections[0].blocks
-    return [item for block in blocks if isinstance(block, Bullets) for item in block.items]
-
-
 def test_owners_at_the_peak_are_told_in_mib(tmp_path) -> None:
     private = OWNED | {"noise": 59 * MIB, "norm_samples": MIB // 2}
     document = document_of(tmp_path, kept(STANDARD), kept(HOOKS, "estimate", private))
-    hooks, standard = table_of(document, "Memory")
+    hooks, standard = table_of(document, "Owners of memory")
 
     assert hooks["peak"] == "99.5"
     assert [hooks[name] for name in ("parameters", "gradients", "noise", "other")] == [
@@ -57,7 +47,7 @@ def test_owners_at_the_peak_are_told_in_mib(tmp_path) -> None:
 
 def test_only_the_eight_that_own_most_have_a_column(tmp_path) -> None:
     owned = {name: (2 + rank) * MIB for rank, name in enumerate(COMPONENTS)}
-    (row,) = table_of(document_of(tmp_path, kept(STANDARD, owned=owned)), "Memory")
+    (row,) = table_of(document_of(tmp_path, kept(STANDARD, owned=owned)), "Owners of memory")
 
     shown = [name.replace("_", " ") for name in COMPONENTS[-8:]]
     assert list(row) == ["model", "T", "B", "method", "peak", *shown, "other"]
@@ -66,7 +56,7 @@ def test_only_the_eight_that_own_most_have_a_column(tmp_path) -> None:
 
 def test_what_makes_the_peak_is_told(tmp_path) -> None:
     document = document_of(tmp_path, kept(STANDARD, phase="second_backward", op="bmm"))
-    (row,) = table_of(document, "Memory", 1)
+    (row,) = table_of(document, "Owners of memory", 1)
 
     told = [row[name] for name in ("peak (MiB)", "phase", "operator", "module", "from")]
     assert told == ["40.0", "second backward", "bmm", "blocks.0", "memory"]
@@ -81,7 +71,7 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
         kept(on("l4", "opacus-hooks"), "estimate", {"parameters": 3 * half}, **ceiling),
         kept(on("l4", "standard", batch_size=9), "estimate", {"parameters": GIB}),
     )
-    hooks, standard, other = table_of(document, "Predicted for l4")
+    hooks, standard, other = table_of(document, "Predicted peaks")
 
     assert (hooks["B"], hooks["method"], hooks["ratio"]) == ("2", "opacus-hooks", "3.00")
     assert standard["peak (GiB)"] == f"{half / GIB:.2f}"
@@ -90,7 +80,7 @@ def test_predictions_are_told_for_a_target_and_not_among_what_is_here(tmp_path) 
     assert hooks["tokens/s at most"] == "4,000"  # 2 samples of 4 tokens in 2 ms
     assert (other["B"], other["ratio"], other["peak (GiB)"]) == ("9", "1.00", "1.00")
     assert (other["least step (ms)"], other["tokens/s at most"]) == ("-", "-")
-    assert "Memory" not in {section.title for section in document.sections}
+    assert not {"Memory", "Owners of memory"} & set(titles_of(document))
 
 
 def test_the_first_step_must_fit_too(tmp_path) -> None:
@@ -99,8 +89,10 @@ def test_the_first_step_must_fit_too(tmp_path) -> None:
     run = (on("l4", "standard"), "estimate", {"recorded": recorded})
     document = document_of(tmp_path, run)
 
-    assert table_of(document, "Predicted for l4")[0]["of the memory"] == "does not fit (200%)"
-    assert "Predicted to fit on l4: in no setting standard." in findings(document)
+    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "does not fit (200%)"
+    assert "Predicted to fit on l4: in no setting standard." in sentences_of(
+        document, "What fits, and what to use"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,19 +118,21 @@ def test_what_the_allocator_would_reserve_decides_what_fits(
         "settled": True,
     }
     document = document_of(tmp_path, (on("l4", "standard"), "estimate", {"recorded": recorded}))
-    (row,) = table_of(document, "Predicted for l4")
+    (row,) = table_of(document, "Predicted peaks")
 
     assert row["reserved (GiB)"] == f"{reserved / GIB:.2f}"
     assert row["of the memory"] == share
-    assert f"Predicted to fit on l4: {where} standard." in findings(document)
+    assert f"Predicted to fit on l4: {where} standard." in sentences_of(
+        document, "What fits, and what to use"
+    )
 
 
 def test_a_target_without_a_size_has_no_share_and_no_sentence(tmp_path) -> None:
     here = make_experiment(method="standard", target="cpu")
     document = document_of(tmp_path, kept(here, "estimate"))
 
-    assert table_of(document, "Predicted for cpu")[0]["of the memory"] == "-"
-    assert not [text for text in findings(document) if "predicted" in text]
+    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "-"
+    assert "What fits, and what to use" not in titles_of(document)
 
 
 def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
@@ -165,7 +159,7 @@ def test_gaps_are_told_in_bytes_with_their_bound(tmp_path) -> None:
         *("40.00", "memory", "100.00", gap, bound, "no", f"+{MIB:,}"),
     ]
     assert [unknown[name] for name in told] == ["40.00", "estimate", "-", "-", "-", "-", "-"]
-    assert f"{gap} bytes more than recorded" in table_of(document, "Findings")[0]["caveat"]
+    assert f"{gap} bytes more than recorded" in table_of(document, "Caveats")[0]["caveat"]
 
 
 def test_evidence_is_told_in_percent_of_the_peak(tmp_path) -> None:
@@ -225,8 +219,8 @@ def test_of_the_largest_setting_the_highest_peak_is_told_with_its_main_owner(tmp
         kept(on("l4", "standard", batch_size=99), "estimate"),
     )
 
-    assert findings(document)[0] == (
-        "V16-d8-L1-H2, T = 4, B = 3: opacus-hooks has the highest peak, 100.0 MiB in the "
+    assert sentences_of(document, "Memory") == (
+        "In V16-d8-L1-H2 (T = 4, B = 3), opacus-hooks has the highest peak, 100.0 MiB in the "
         "phase clip; 60% of it is per sample gradients."
     )
 
@@ -243,8 +237,7 @@ def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
         kept(on("h200", "opacus-hooks"), "estimate", too_much),
     )
 
-    (sentences,) = findings(document)
-    assert sentences == (
+    assert sentences_of(document, "What fits, and what to use") == (
         "Predicted to fit on h200: in every setting opacus-hooks. Predicted to fit "
         "on l4: in every setting microbatch and standard; in some settings opacus-ghost; in no "
         "setting opacus-hooks."
@@ -253,9 +246,9 @@ def test_what_fits_on_a_target_is_told_by_method(tmp_path) -> None:
 
 def test_without_recorded_memory_there_is_no_such_section(tmp_path) -> None:
     document = document_of(tmp_path, (STANDARD, "clean", {}))
-    titles = {section.title for section in document.sections}
+    titles = set(titles_of(document))
 
-    assert not titles & {"Memory", "Cost", "Reconciled with the allocator"}
+    assert not titles & {"Memory", "Owners of memory", "Cost", "Reconciled with the allocator"}
     assert not [title for title in titles if title.startswith("Predicted")]
 
 
@@ -279,14 +272,13 @@ def test_what_was_measured_here_is_no_prediction(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("figure", "title"),
-    [("predicted", "Predicted for l4"), ("accuracy", "Reconciled with the allocator")],
+    [("throughput", "Time"), ("accuracy", "Reconciled with the allocator")],
 )
 def test_figures_stand_with_what_they_show(figure, title, tmp_path) -> None:
     tables = tables_of_runs(tmp_path, kept(STANDARD), kept(on("l4", "standard"), "estimate"))
     document = build_document(tables, [Drawing(name=figure, caption="c", missing=None)])
-    section = next(section for section in document.sections if section.title == title)
 
-    assert section.blocks[0].name == figure
+    assert figure in [getattr(block, "name", "") for block in section_of(document, title).blocks]
 
 
 def test_a_target_of_the_config_is_named_by_its_figures(tmp_path) -> None:
@@ -294,4 +286,4 @@ def test_a_target_of_the_config_is_named_by_its_figures(tmp_path) -> None:
     run = kept(on(target, "standard"), "estimate", {"parameters": 6 * GIB})
     document = document_of(tmp_path, run)
 
-    assert table_of(document, "Predicted for 24GiB-100TF-2TBps")[0]["of the memory"] == "25%"
+    assert table_of(document, "Predicted peaks")[0]["of the memory"] == "25%"

@@ -3,12 +3,13 @@ import re
 import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 from pypdf import PdfReader
+from reading import table_of, titles_of, trust_of
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
-from dpprof.report.document import Document, Drawing, Paragraph, Section, Table
+from dpprof.report.document import Document, Drawing, Paragraph, Section
 from dpprof.report.markdown import escape_markdown
 from dpprof.report.render import render_markdown, write_report
 
@@ -111,12 +112,6 @@ def measured_document(root, standard, ghost, **fields) -> Document:
     return build_document(tables, [])
 
 
-def table_of(document: Document, title: str, index: int = 0) -> tuple[dict[str, str], ...]:
-    section = next(section for section in document.sections if section.title == title)
-    table = [block for block in section.blocks if block.kind == "table"][index]
-    return tuple(dict(zip(table.header, row, strict=True)) for row in table.rows)
-
-
 def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
     document = measured_document(tmp_path, [0.010, 0.0101, 0.0099], [0.030, 0.031, 0.029])
     ghost = next(r for r in table_of(document, "Comparison") if r["method"] == "opacus-ghost")
@@ -154,22 +149,23 @@ def test_how_far_figures_repeat_is_told(tmp_path) -> None:
     ] == [("opacus-ghost", "30.0 to 40.0", "equal in 2", "4.0 to 4.0", "1.0 to 2.0")]
 
 
-def test_findings_come_first(tmp_path) -> None:
+def test_caveats_are_counted_on_the_first_page_and_come_first_in_the_appendix(tmp_path) -> None:
     document = measured_document(
         tmp_path, [0.01], [0.03, 0.03], peak_allocated_bytes=[2**20, 2**20 + 1]
     )
 
-    assert document.sections[0].title == "Findings"
-    found = table_of(document, "Findings")
+    assert document.appendix[0].title == "Caveats"
+    found = table_of(document, "Caveats")
     assert found[0]["caveat"].startswith("peak_allocated_bytes differs between processes: r0 1,048")
-    assert "Read 1 caveat under Findings before the numbers." in document.headline
+    assert "1 caveat, see Caveats: peaks differ between processes (1)." in trust_of(document)
     assert "equal to the byte" not in render_markdown(document)
 
 
 def test_without_caveats_there_is_no_such_table(tmp_path) -> None:
     document = measured_document(tmp_path, [0.01], [0.03])
 
-    assert not [block for block in document.sections[0].blocks if isinstance(block, Table)]
+    assert "Caveats" not in titles_of(document)
+    assert "caveat" not in trust_of(document)
 
 
 def test_phases_and_code_paths_are_told(tmp_path) -> None:
@@ -181,7 +177,7 @@ def test_phases_and_code_paths_are_told(tmp_path) -> None:
         samplers=[{"Linear": "norm sampler", "Scale": "functorch"}],
     )
 
-    phases = table_of(document, "Time")
+    phases = table_of(document, "Phases")
     assert [(r["forward"], r["backward"], r["sum"]) for r in phases] == [("10.0", "20.0", "30.0")]
     paths = table_of(document, "Code paths")
     assert [(r["layer"], r["path"]) for r in paths] == [

@@ -3,6 +3,7 @@
 import pytest
 from factory import make_experiment, tables_of_runs, write_synthetic_verdict
 from pypdf import PdfReader
+from reading import section_of, sentences_of, trust_of
 
 from dpprof.report.content import build_document
 from dpprof.report.latex import render_latex
@@ -24,8 +25,13 @@ def document(tmp_path):
     return build_document(tables_of_runs(tmp_path, *runs), [])
 
 
+def captions_of(document):
+    sections = (*document.sections, *document.appendix)
+    return [block.caption for one in sections for block in one.blocks if block.kind == "table"]
+
+
 def rows_of(document, title):
-    section = next(section for section in document.sections if section.title == title)
+    section = section_of(document, title)
     return [row for block in section.blocks if block.kind == "table" for row in block.rows]
 
 
@@ -33,7 +39,7 @@ def test_the_first_lines_count_them_and_names_the_others(document) -> None:
     assert (
         "1 of 3 methods verified to compute the reference's gradient; failed: opacus-ghost; "
         "not verified: opacus-hooks; marked \N{DAGGER}."
-    ) in " ".join(document.headline)
+    ) in trust_of(document)
 
 
 def test_a_section_tells_error_reference_and_verdict(document) -> None:
@@ -77,11 +83,11 @@ def test_a_section_tells_error_reference_and_verdict(document) -> None:
 def test_tables_and_findings_mark_them(document) -> None:
     compared = {row[3]: row for row in rows_of(document, "Comparison")}
     assert set(compared) == {f"opacus-ghost{DAGGER}", f"opacus-hooks{DAGGER}", "standard"}
-    found = " ".join(document.sections[0].blocks[0].items)
+    found = sentences_of(document, "Time")
     assert f"opacus-ghost{DAGGER}" in found
     assert "times standard)" in found
-    captions = [b.caption for s in document.sections for b in s.blocks if b.kind == "table"]
-    assert sum(f"{DAGGER} Not verified, see: {TITLE}" in caption for caption in captions) == 2
+    captions = captions_of(document)
+    assert sum(f"{DAGGER} Not verified, see: {TITLE}" in caption for caption in captions) == 3
 
 
 def test_a_name_within_a_name_is_left_alone(tmp_path) -> None:
@@ -98,8 +104,8 @@ def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
     document = build_document(tables_of_runs(tmp_path, *runs), [])
 
     assert DAGGER not in render_markdown(document)
-    assert "2 of 2 methods verified to compute the reference's gradient." in document.headline
-    assert "why" not in next(s for s in document.sections if s.title == TITLE).blocks[0].header
+    assert "2 of 2 methods verified to compute the reference's gradient." in trust_of(document)
+    assert "why" not in section_of(document, TITLE).blocks[0].header
 
 
 def test_every_format_has_the_dagger(document, tmp_path) -> None:
@@ -143,20 +149,19 @@ def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mix
         "flat clipping",
     ]
     assert {row[3] for row in rows_of(mixed, "Comparison")} == {ghost, "opacus-hooks", "standard"}
-    assert ghost in " ".join(mixed.sections[0].blocks[0].items)
-    captions = [b.caption for s in mixed.sections for b in s.blocks if b.kind == "table"]
+    assert ghost in sentences_of(mixed, "Time")
+    captions = captions_of(mixed)
     note = f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}"
-    assert sum(note in caption for caption in captions) == 2
+    assert sum(note in caption for caption in captions) == 3
     assert (
         f"Other mechanisms than flat clipping: opacus-ghost; marked {DOUBLE_DAGGER}."
-        in mixed.headline
+        in trust_of(mixed)
     )
     assert r"\textdaggerdbl{}" in render_latex(mixed)
 
 
 def test_holes_are_told_once_each_with_the_methods(mixed) -> None:
-    section = next(section for section in mixed.sections if section.title == TITLE)
-    (holes,) = [block.items for block in section.blocks if block.kind == "bullets"]
+    (holes,) = [block.items for block in section_of(mixed, TITLE).blocks if block.kind == "bullets"]
 
     assert holes == (
         "a layer thawed after set-up: the gradient is not the reference's (opacus-ghost)",
@@ -165,9 +170,7 @@ def test_holes_are_told_once_each_with_the_methods(mixed) -> None:
 
 
 def test_without_holes_nothing_is_said_of_them(document) -> None:
-    section = next(section for section in document.sections if section.title == TITLE)
-
-    assert [block.kind for block in section.blocks] == ["table"]
+    assert [block.kind for block in section_of(document, TITLE).blocks] == ["table"]
 
 
 def test_the_pdf_has_both_signs(mixed, tmp_path) -> None:

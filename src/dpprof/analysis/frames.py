@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dpprof.analysis.axes import AXES, name_model
@@ -66,3 +67,12 @@ def varying_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
     """Return the axes, except those in ``but``, in which the experiments of a table differ."""
     there = [name for name in AXES if name in experiments and name not in set(but)]
     return [name for name in there if len(set(experiments[name].map(str))) > 1]
+
+
+def least_of(rows: pd.DataFrame, column: str, sign: int = 1) -> Any:
+    """Return the first row with the smallest known value of a column; the largest for a sign of -1.
+
+    Raises:
+        ValueError: No row has a known value.
+    """
+    return rows.iloc[int(np.nanargmin(sign * rows[column].astype(float).to_numpy()))]

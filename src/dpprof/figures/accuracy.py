@@ -33,7 +33,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         )
     columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]
     allocator, bound, gap = (known[name].astype(float) for name in columns)
-    figure, axes = new_figure(row_inches=3.2)
+    figure, axes = new_figure(row_inches=2.8)
     axis = axes[0, 0]
     share = bound / allocator * 100
     axis.vlines(allocator / _MIB, -share, share, color="#DDDDDD", linewidth=5)
@@ -51,7 +51,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     axis.xaxis.set_major_formatter("{x:,g}")
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("allocator's peak (MiB)")
-    axis.set_ylabel("recorded minus allocator's peak (%)")
+    axis.set_ylabel("gap to the allocator (%)")
     axis.margins(0.1)
     handles = [
         Line2D([], [], label=name, linestyle="", **_style("memory", name))

@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.axes import BASELINE
-from dpprof.figures.panels import Panels
 from dpprof.figures.style import HATCHES, PAGE_INCHES
 
 VISIBLE = 0.005
@@ -51,9 +50,8 @@ def name_bars(axis: Axes, names: Iterable[str]) -> None:
     axis.grid(visible=False, axis="y")
 
 
-def height_of(panels: Panels) -> float:
-    """Return the height of a row of panels, in inches, that keeps their bars apart."""
-    bars = max(len(panel.rows) for panel in panels.shown)
+def height_of(bars: int) -> float:
+    """Return the height of a row of panels, in inches, that keeps so many bars apart."""
     return 0.65 + 0.17 * bars
 
 

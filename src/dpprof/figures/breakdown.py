@@ -24,10 +24,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     is the allocator's peak, measured by another process. Unattributed memory has no known owner.
     """
     told = compose(tables)
-    panels = split(told[told["target"].isna()], MISSING, most=8)
-    figure, axes = panels.lay_out(row_inches=height_of(panels))
+    panels = split(told[told["target"].isna()], MISSING, most=4)
+    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.by_method
+        rows = panel.sorted_by(panel.rows["peak_bytes"])
         stack(axis, rows[list(COMPONENT_COLOURS)] / _MIB, COMPONENT_COLOURS)
         peaks = rows["peak_bytes"] / _MIB
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
@@ -47,10 +47,10 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     told = compose(tables)
     missing = "no run of the instrument estimate succeeded for a target"
-    panels = split(told[told["target"].notna()], missing, most=8)
-    figure, axes = panels.lay_out(row_inches=height_of(panels))
+    panels = split(told[told["target"].notna()], missing, most=4)
+    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.by_method
+        rows = panel.sorted_by(panel.rows["peak_bytes"])
         stack(axis, rows[list(COMPONENT_COLOURS)] / _GIB, COMPONENT_COLOURS)
         peaks = rows["peak_bytes"] / _GIB
         note(axis, peaks, over_baseline(peaks))

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from dpprof.analysis.axes import count_tokens
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.panels import Panel, split
-from dpprof.figures.scaling import dress
-from dpprof.figures.style import NothingToDrawError, method_style, name_methods, new_figure
+from dpprof.figures.scaling import dress, name_lines
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure
 
 _ROWS = 4
 _ALONG = "seq_len"
@@ -42,7 +42,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             dress(axis, panel, _ALONG, label)
             axis.set_title("")
         row[0].set_title(panel.title, loc="left")
-    name_methods(figure, (name for panel in panels for name in panel.rows["method"]))
+    name_lines(figure, axes)
     return figure
 
 
@@ -78,5 +78,6 @@ def _draw_method(axis: Axes, method: str, points: pd.DataFrame, cost: str, unit:
         linewidth=1,
         markersize=4,
         linestyle="--" if dashed else "-",
+        label=method,
         **method_style(method),
     )

@@ -50,10 +50,11 @@ def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, 
     over_processes = traces.groupby("experiment_id")[columns].median()
     facts = traces.drop(columns=columns).drop_duplicates("experiment_id")
     told = facts.merge(over_processes, left_on="experiment_id", right_index=True)
-    panels = split(told, MISSING, most=8)
-    figure, axes = panels.lay_out(row_inches=height_of(panels))
+    panels = split(told, MISSING, most=4)
+    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
-        shown = panel.by_method[columns].set_axis(list(parts), axis=1) * 1e3
+        rows = panel.sorted_by(panel.rows[columns].sum(axis=1))
+        shown = rows[columns].set_axis(list(parts), axis=1) * 1e3
         stack(axis, shown, colours)
         total = shown.sum(axis=1)
         note(axis, total, over_baseline(total))

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import name_model
+from dpprof.analysis.axes import BASELINE, name_model
 from dpprof.analysis.frames import naming_axes, varying_axes
-from dpprof.figures.style import NothingToDrawError, new_figure, sort_methods
+from dpprof.figures.style import NothingToDrawError, new_figure
 
 MAX_PANELS = 12
-_TITLE = 46
+_TITLE = 38
 """The letters of a line of a title; longer lines leave the figure."""
 
 
@@ -23,11 +23,17 @@ class Panel(NamedTuple):
     title: str
     rows: pd.DataFrame
 
-    @property
-    def by_method(self) -> pd.DataFrame:
-        """The rows by method, in the order of every figure."""
-        rows = self.rows.set_index("method")
-        return rows.loc[sort_methods(rows.index)]
+    def sorted_by(self, lengths: "pd.Series[float]") -> pd.DataFrame:
+        """Return the rows by method: the baseline first, then from the shortest to the longest.
+
+        Args:
+            lengths: What the figure shows of each row, by the index of ``rows``.
+        """
+        order = pd.DataFrame(
+            {"private": self.rows["method"] != BASELINE, "length": lengths.astype(float)}
+        )
+        ordered = order.sort_values(["private", "length"], kind="stable").index
+        return self.rows.loc[ordered].set_index("method")
 
 
 class Panels(NamedTuple):
@@ -36,6 +42,11 @@ class Panels(NamedTuple):
     shown: list[Panel]
     beyond: int
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a panel."""
+        return max(len(panel.rows) for panel in self.shown)
+
     def lay_out(self, most: int = 2, **options: Any) -> tuple[Figure, list[Any]]:
         """Return a figure with one axis per panel, with at most ``most`` in a row."""
         columns = min(most, len(self.shown))
@@ -43,7 +54,7 @@ class Panels(NamedTuple):
         for axis in axes.flat[len(self.shown) :]:
             axis.axis("off")
         for axis, panel in zip(axes.flat, self.shown, strict=False):
-            axis.set_title(textwrap.fill(panel.title, _TITLE))
+            axis.set_title(break_title(panel.title))
         self.tell_beyond(figure)
         return figure, list(axes.flat[: len(self.shown)])
 
@@ -51,7 +62,21 @@ class Panels(NamedTuple):
         """Write above the panels how many of all settings they show."""
         if self.beyond > 0:
             count = len(self.shown)
-            figure.suptitle(f"the largest {count} of {count + self.beyond:,} settings", fontsize=8)
+            said = (
+                f"{count} of {count + self.beyond:,} settings: those with most methods, the largest"
+            )
+            figure.suptitle(said, fontsize=8)
+
+
+def break_title(title: str) -> str:
+    """Return a title in lines, broken after commas."""
+    lines: list[str] = []
+    for part in title.split(", "):
+        if lines and len(lines[-1]) + len(part) + 2 <= _TITLE:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return ",\n".join("\n".join(textwrap.wrap(line, _TITLE)) for line in lines)
 
 
 _SHORT = {"seq_len": "T", "batch_size": "B"}
@@ -70,7 +95,8 @@ def split(
     The method and the axes in ``but`` do not separate panels.
 
     ``missing`` is the message where there are no rows. Columns in ``also`` must not vary within
-    a panel. Of more than ``most`` panels, those of the largest models and batches are kept.
+    a panel. Of more than ``most`` panels, those with most methods are kept, and among these those
+    of the largest models and batches.
 
     Raises:
         NothingToDrawError: There are no rows.
@@ -84,11 +110,14 @@ def split(
     named += naming_axes(rows, but={*named, *inside})
     size = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
     groups = [group for _, group in rows.assign(_size=size).groupby(outside, dropna=False)]
-    sizes = sorted((float(group["_size"].max()) for group in groups), reverse=True)
-    least = sizes[min(most, len(sizes)) - 1]
-    kept = [group for group in groups if float(group["_size"].max()) >= least][-most:]
+    ranked = sorted(range(len(groups)), key=lambda number: _rank(groups[number]), reverse=True)
+    kept = [groups[number] for number in sorted(ranked[:most])]
     panels = [Panel(_title(group.iloc[0], named), group) for group in kept]
     return Panels(panels, len(groups) - len(panels))
+
+
+def _rank(group: pd.DataFrame) -> tuple[int, float]:
+    return group["method"].nunique(), float(group["_size"].max())
 
 
 def _title(row: Any, named: Iterable[str]) -> str:

@@ -18,17 +18,18 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     smallest and the largest sum of a process. The processes wait for the device at the end of
     each phase.
     """
-    phases = tables["phases"]
-    over_processes = phases.groupby(["experiment_id", "phase"])["median_s"].median()
+    measured = tables["phases"]
+    over_processes = measured.groupby(["experiment_id", "phase"])["median_s"].median()
     spread = over_processes.unstack()  # noqa: PD010 (there is nothing to aggregate)
     told = tables["experiments"].merge(
-        spread.join(_reach(phases)), left_on="experiment_id", right_index=True
+        spread.join(_reach(measured)), left_on="experiment_id", right_index=True
     )
-    panels = split(told, "no run of the instrument phases succeeded", most=8)
-    figure, axes = panels.lay_out(row_inches=height_of(panels))
+    panels = split(told, "no run of the instrument phases succeeded", most=4)
+    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.by_method
-        shown = rows[[phase for phase in PHASE_COLOURS if phase in rows]] * 1e3
+        phases = [phase for phase in PHASE_COLOURS if phase in panel.rows]
+        rows = panel.sorted_by(panel.rows[phases].sum(axis=1))
+        shown = rows[phases] * 1e3
         stack(axis, shown, PHASE_COLOURS)
         total = shown.sum(axis=1)
         low, high = rows["least_s"] * 1e3, rows["most_s"] * 1e3

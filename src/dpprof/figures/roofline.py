@@ -45,7 +45,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     panel = split(known, "", most=1).shown[-1]
     methods = sort_methods(panel.rows["method"])[:MAX_PANELS]
     shown = [Panel(name, panel.rows[panel.rows["method"] == name]) for name in methods]
-    figure, axes = Panels(shown, 0).lay_out(3, row_inches=2.1, sharex=True, sharey=True)
+    figure, axes = Panels(shown, 0).lay_out(3, row_inches=1.7, sharex=True, sharey=True)
     for axis, one in zip(axes, shown, strict=True):
         _draw_method(axis, one.rows)
         _dress(axis, panel.rows)

@@ -1,15 +1,18 @@
 """How do memory and time grow with batch size and sequence length?"""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from dpprof.figures.panels import Panel, split
-from dpprof.figures.style import NothingToDrawError, method_style, name_methods, new_figure
+from dpprof.figures.labels import label_ends
+from dpprof.figures.panels import Panel, break_title, split
+from dpprof.figures.style import NothingToDrawError, method_style, new_figure
 
 _LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
 _ROWS = 4
@@ -50,8 +53,27 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
         dress(memory, panel, along, "peak (MiB)")
         dress(time, panel, along, "step time (ms)")
     panels.tell_beyond(figure)
-    name_methods(figure, (name for panel in shown for name in panel.rows["method"]))
+    name_lines(figure, axes)
     return figure
+
+
+def name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
+    """Write the methods' names beside their lines: in each row in the last panel that has most."""
+    figure.draw_without_rendering()
+    for row in rows:
+        axis = max(reversed(list(row)), key=lambda one: len(_named_lines(one)))
+        label_ends(axis, [_end_of(line) for line in _named_lines(axis)])
+
+
+def _named_lines(axis: Axes) -> list[Line2D]:
+    """Return the lines of methods that have a point; those of error bars have no name."""
+    named = (line for line in axis.lines if not str(line.get_label()).startswith("_"))
+    return [line for line in named if np.asarray(line.get_xydata()).size]
+
+
+def _end_of(line: Line2D) -> tuple[float, float, str]:
+    x, y = np.asarray(line.get_xydata())[-1]
+    return float(x), float(y), str(line.get_label())
 
 
 def _varies(rows: pd.DataFrame, along: str) -> bool:
@@ -61,11 +83,13 @@ def _varies(rows: pd.DataFrame, along: str) -> bool:
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
     style: dict[str, Any] = method_style(method) | {"linewidth": 1, "markersize": 4}
-    memory.plot(points[along], points["peak_bytes"] / 2**20, **style)
+    memory.plot(points[along], points["peak_bytes"] / 2**20, label=method, **style)
     step_ms = points["median_step_s"] * 1e3
     low = step_ms - points["step_low_s"].fillna(points["median_step_s"]) * 1e3
     high = points["step_high_s"].fillna(points["median_step_s"]) * 1e3 - step_ms
-    time.errorbar(points[along], step_ms, yerr=[low, high], elinewidth=0.8, capsize=2, **style)
+    time.plot(points[along], step_ms, label=method, **style)
+    bars: dict[str, Any] = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.8}
+    time.errorbar(points[along], step_ms, yerr=[low, high], capsize=2, **bars)
 
 
 def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
@@ -75,7 +99,7 @@ def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
         # The largest value, and its repeated halves.
         values = [values[-1] // 2**halved for halved in reversed(range(_MAX_TICKS))]
         values = sorted({value for value in values if value >= panel.rows[along].min()})
-    axis.set_title(panel.title)
+    axis.set_title(break_title(panel.title))
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [str(value) for value in values])
     axis.xaxis.set_minor_locator(NullLocator())

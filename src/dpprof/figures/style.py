@@ -173,19 +173,25 @@ def name_methods(figure: Figure, names: Iterable[str]) -> None:
 
 
 def new_figure(
-    columns: int = 1, rows: int = 1, *, row_inches: float = 2.5, **options: Any
+    columns: int = 1,
+    rows: int = 1,
+    *,
+    row_inches: float = 2.5,
+    width_inches: float | None = None,
+    **options: Any,
 ) -> tuple[Figure, Any]:
     """Return a figure of panels, one or two columns of a paper wide.
 
-    ``row_inches`` is reduced where the figure would be too high for a page. ``options`` are
-    those of ``Figure.subplots``.
+    ``row_inches`` is reduced where the figure would be too high for a page. ``width_inches``
+    replaces the width that follows from the columns. ``options`` are those of
+    ``Figure.subplots``.
 
     Returns:
         The figure, and its axes as a (rows, columns) array.
     """
     mpl.rcParams.update(_SETTINGS)
     row_inches = min(row_inches, PAGE_INCHES / rows)
-    width = COLUMN_INCHES * min(columns, 2)  # a page is two columns wide
+    width = width_inches or COLUMN_INCHES * min(columns, 2)  # a page is two columns wide
     figure = Figure(figsize=(width, row_inches * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, axes

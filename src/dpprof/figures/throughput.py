@@ -7,12 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.axes import SETTING
+from dpprof.analysis.focus import find_here
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import bracket, height_of, name_bars
 from dpprof.figures.panels import split
 from dpprof.figures.style import method_style, new_figure
 
-_ROWS = 4
 _HFU, _MFU = "#CCCCCC", "#444444"
 
 
@@ -22,8 +22,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     MFU counts the FLOPs that the non-private step needs; HFU counts the executed FLOPs. Their
     difference is what private training adds. MFU ranks methods as throughput does, HFU does not.
     The peak is the dense peak of the dtype in use; values beyond it (dashed line) are wrong.
-    Settings without MFU and HFU are left out, unless no setting has them. Error bars are 95 %
-    bootstrap intervals over processes.
+    The setting is that of the largest model in which most methods were measured, with MFU and HFU
+    where any has them. Error bars are 95 % bootstrap intervals over processes.
     """
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
     used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]
@@ -31,16 +31,16 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     if known["hfu"].notna().any():
         keys = [known[name] for name in SETTING]
         known = known[known["hfu"].notna().groupby(keys, dropna=False).transform("any")]
-    panels = split(known, "no run of the instrument clean succeeded", most=_ROWS)
-    figure, axes = new_figure(2, len(panels.shown), row_inches=height_of(panels))
-    for (tokens, shares), panel in zip(axes, panels.shown, strict=True):
-        rows = panel.by_method
-        _draw_tokens(tokens, rows)
-        _draw_shares(shares, rows)
-        tokens.set_title(panel.title)
-        shares.set_title("share of peak FLOP/s")
-    panels.tell_beyond(figure)
-    handles, labels = axes[0, 1].get_legend_handles_labels()
+    chosen = find_here(known)
+    panel = split(chosen, "no run of the instrument clean succeeded", most=1).shown[0]
+    figure, axes = new_figure(2, row_inches=height_of(len(panel.rows)))
+    tokens, shares = axes[0]
+    rows = panel.sorted_by(-panel.rows["tokens_per_s"].astype(float))
+    _draw_tokens(tokens, rows)
+    _draw_shares(shares, rows)
+    tokens.set_title(panel.title)
+    shares.set_title("share of peak FLOP/s")
+    handles, labels = shares.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure

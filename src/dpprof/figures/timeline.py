@@ -39,7 +39,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     runs = chosen if here.empty else here
     settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))
     focus = max(settings.shown, key=lambda panel: _rank(panel.rows))
-    rows = focus.by_method.groupby(level=0, sort=False).head(1)
+    rows = focus.sorted_by(focus.rows["peak_bytes"]).groupby(level=0, sort=False).head(1)
     shown = [Panel(str(method), rows.loc[[method]]) for method in rows.index]
     columns = 3 if len(shown) > 4 else 2  # noqa: PLR2004 (two rows of two)
     figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)

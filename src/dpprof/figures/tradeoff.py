@@ -1,77 +1,95 @@
 """How much memory does a method need for its speed?"""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
+from dpprof.analysis.focus import find_here
+from dpprof.figures.labels import label_points
 from dpprof.figures.panels import split
-from dpprof.figures.style import method_style, sort_methods
+from dpprof.figures.style import COLUMN_INCHES, method_style, new_figure
 
-_PEAK_LABELS = {"allocated": "peak allocated (MiB)", "rss": "peak RSS (MiB)"}
-
-_MAX_SIZES = 6
-"""With more batch sizes the legend shows only the smallest and the largest."""
+_PEAKS = {"allocated": "peak allocated", "rss": "peak RSS"}
+_MISSING = "no experiment has both a time and a peak"
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
-    """Peak memory over step time, one point per experiment; lower left is better.
+    """Peak memory over step time, one point per method; lower left is better.
 
-    A line joins the batch sizes of a method; larger markers are larger batches. Points are
-    medians over processes. Error bars are 95 % bootstrap intervals for time, and the smallest and
-    largest process for memory.
+    Both are multiples of standard's, where it was measured. The setting is that of the largest
+    model in which most methods were measured. Points are medians over processes. Error bars are
+    95 % bootstrap intervals for time, and the smallest and largest process for memory.
     """
-    drawn = tables["experiments"].dropna(subset=["median_step_s", "peak_bytes"])
-    missing = "no experiment has both a time and a peak"
-    panels = split(drawn, missing, but=["batch_size"], also=["peak_kind"], most=8)
-    shown = pd.concat([panel.rows for panel in panels.shown])
-    sizes = _marker_sizes(sorted(shown["batch_size"].unique()))
-    figure, axes = panels.lay_out()
-    for axis, panel in zip(axes, panels.shown, strict=True):
-        for method, points in panel.rows.groupby("method"):
-            _draw_method(axis, str(method), points.sort_values("batch_size"), sizes)
-        axis.set_xlabel("step time (ms)")
-        axis.set_ylabel(_PEAK_LABELS[panel.rows["peak_kind"].iloc[0]])
-        axis.margins(0.12)
-        axis.set_xlim(left=0)
-    handles = [
-        Line2D([], [], label=name, **method_style(name)) for name in sort_methods(shown["method"])
-    ]
-    told = list(sizes) if len(sizes) <= _MAX_SIZES else [min(sizes), max(sizes)]
-    grey: dict[str, Any] = {"marker": "o", "color": "grey", "linestyle": ""}
-    handles += [
-        Line2D([], [], label=f"B = {batch}", markersize=sizes[batch], **grey) for batch in told
-    ]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=4 if len(panels.shown) > 1 else 2
+    rows = find_here(tables["experiments"]).dropna(subset=["median_step_s", "peak_bytes"])
+    rows = rows[rows["peak_kind"] == rows["peak_kind"].min()]  # peaks of two kinds do not compare
+    title = split(rows.head(1), _MISSING).shown[0].title
+    axis_names = "step time", _PEAKS[rows["peak_kind"].iloc[0]]
+    if rows["step_ratio"].notna().all() and rows["peak_ratio"].notna().all():
+        points, units = rows.apply(_over_standard, axis=1), ("times standard",) * 2
+    else:
+        points, units = rows.apply(_absolute, axis=1), ("ms", "MiB")
+    figure, axes = new_figure(row_inches=2.4, width_inches=2 * COLUMN_INCHES)
+    axis = axes[0, 0]
+    for method, point in zip(rows["method"], points, strict=True):
+        axis.errorbar(
+            point.x,
+            point.y,
+            xerr=_reach(point.x, point.across),
+            yerr=_reach(point.y, point.up),
+            markersize=5,
+            elinewidth=0.8,
+            capsize=2,
+            **method_style(str(method)),
+        )
+    axis.set_xlabel(f"{axis_names[0]} ({units[0]})")
+    axis.set_ylabel(f"{axis_names[1]} ({units[1]})")
+    axis.set_title(title)
+    axis.margins(0.12)
+    label_points(
+        figure,
+        axis,
+        [(point.x, point.y) for point in points],
+        [str(name) for name in rows["method"]],
+        [((low, point.y), (high, point.y)) for point in points for low, high in [point.across]],
     )
     return figure
 
 
-def _marker_sizes(batches: Sequence[int]) -> dict[int, float]:
-    """Return marker sizes in points, growing from the smallest batch to the largest."""
-    most = max(1, len(batches) - 1)
-    return {batch: 3.0 + 4.0 * rank / most for rank, batch in enumerate(batches)}
+class _Point(NamedTuple):
+    x: float
+    y: float
+    across: tuple[float, float]
+    up: tuple[float, float]
 
 
-def _draw_method(axis: Axes, method: str, points: pd.DataFrame, sizes: Mapping[int, float]) -> None:
-    style = method_style(method)
-    time_ms, peak_mib = points["median_step_s"] * 1e3, points["peak_bytes"] / 2**20
-    axis.plot(time_ms, peak_mib, color=style["color"], linewidth=1)
-    for _, point in points.iterrows():
-        x, y = point["median_step_s"] * 1e3, point["peak_bytes"] / 2**20
-        axis.errorbar(
-            x,
-            y,
-            xerr=None
-            if pd.isna(point["step_low_s"])
-            else [[x - point["step_low_s"] * 1e3], [point["step_high_s"] * 1e3 - x]],
-            yerr=[[y - point["peak_min_bytes"] / 2**20], [point["peak_max_bytes"] / 2**20 - y]],
-            markersize=sizes[point["batch_size"]],
-            elinewidth=0.8,
-            capsize=2,
-            **style,
-        )
+def _over_standard(row: Any) -> _Point:
+    base = row["peak_bytes"] / row["peak_ratio"]
+    return _Point(
+        row["step_ratio"],
+        row["peak_ratio"],
+        _or_point(row["step_ratio_low"], row["step_ratio_high"], row["step_ratio"]),
+        (row["peak_min_bytes"] / base, row["peak_max_bytes"] / base),
+    )
+
+
+def _absolute(row: Any) -> _Point:
+    step = row["median_step_s"]
+    low, high = _or_point(row["step_low_s"], row["step_high_s"], step)
+    return _Point(
+        step * 1e3,
+        row["peak_bytes"] / 2**20,
+        (low * 1e3, high * 1e3),
+        (row["peak_min_bytes"] / 2**20, row["peak_max_bytes"] / 2**20),
+    )
+
+
+def _or_point(low: float, high: float, point: float) -> tuple[float, float]:
+    return (point, point) if pd.isna(low) or pd.isna(high) else (low, high)
+
+
+def _reach(middle: float, ends: tuple[float, float]) -> list[list[float]] | None:
+    """Return an error bar's lengths below and above; None where it has none."""
+    low, high = ends
+    return [[middle - low], [high - middle]] if high > low else None

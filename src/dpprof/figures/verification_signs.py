@@ -23,14 +23,14 @@ MEANINGS: Mapping[str, str] = {
 def mark_methods(figure: Figure, marks: Marks) -> dict[str, list[str]]:
     """Append signs to the names of methods in a figure, and explain the signs in its title.
 
-    Names are found in titles, legends and tick labels.
+    Names are found in titles, legends, tick labels, and beside points and lines.
 
     Returns:
         The methods that were marked, by sign.
     """
     marked = {name for methods in marks.values() for name in methods}
     legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes)]
-    texts = [axis.title for axis in figure.axes]
+    texts = [text for axis in figure.axes for text in (axis.title, *axis.texts)]
     texts += [text for legend in legends if legend is not None for text in legend.get_texts()]
     there = {text.get_text() for text in texts}.intersection(marked)
     for text in texts:

@@ -1,26 +1,21 @@
 """The section on which batches fit and which method to use."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 
-from dpprof.report.cells import Cell, column, listed, number, plural, tabulate, text_of
+from dpprof.report.cells import Cell, column, listed, number, plural, tabulate
 from dpprof.report.document import Bullets, Paragraph, Table
+from dpprof.report.wording import THIS_MACHINE, name_training, span_of
 
 _GIB = 2**30
 _SETTING = ["model", "lora", "trainable", "seq_len", "dtype", "target"]
 
 
-def _name_training(row: Any) -> str:
-    """Return the model, and what of it is trained where that is not everything."""
-    lora, trainable = text_of(row["lora"]), text_of(row["trainable"])
-    name = str(row["model"]) + ("" if lora == "-" else f" with LoRA ({lora})")
-    return name + ("" if trainable == "-" else f", training {trainable}")
-
-
 _NAMING: dict[str, Cell] = {
-    "model": _name_training,
+    "model": name_training,
     "target": column("target"),
     "dtype": column("dtype"),
     "T": column("seq_len"),
@@ -63,36 +58,49 @@ def tell_capacity(advice: pd.DataFrame) -> list[Paragraph | Table]:
 
 
 def _name_targets(advice: pd.DataFrame) -> pd.DataFrame:
-    return advice.assign(target=advice["target"].fillna("this machine"))
+    return advice.assign(target=advice["target"].fillna(THIS_MACHINE))
 
 
 def _sentences(rows: pd.DataFrame) -> Iterator[str]:
+    """Yield a sentence for all sequence lengths of which the same is to be said."""
+    alike: dict[tuple[str, ...], list[pd.DataFrame]] = defaultdict(list)
     for _, options in rows.groupby(_SETTING, sort=False, dropna=False):
-        first = options.iloc[0]
-        target = first["target"]
-        where = f"{_name_training(first)} at {first['seq_len']:,} tokens in {first['dtype']}"
-        best = options[options["verdict"] == "first"]
-        wrong = options.loc[options["verdict"] == "wrong", "method"]
-        failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
-        if (options["verdict"] == "unranked").any():
-            yield f"No time is predicted on {target}, so methods for {where} are not ranked."
-            continue
-        if best.empty:
-            yield f"No requested private method safely fits on {target} for {where}{failed}."
-            continue
-        chosen = best.iloc[0]
-        said = (
-            f"On {target}, {chosen['method']} is predicted to be the fastest private method for "
-            f"{where}, at {chosen['tokens_per_s']:,.0f} tokens/s; batches of "
-            f"{chosen['safe_batch_size']:,.0f} safely fit"
-        )
-        close = options.loc[options["verdict"] == "close", "method"]
-        if len(close):
-            said += f"; no difference is predicted between it and {listed(close)}"
-        beyond = options.loc[options["verdict"] == "does not fit", "method"]
-        if len(beyond):
-            said += f"; {listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
-        yield f"{said}{failed}."
+        alike[_what_is_said(options)].append(options)
+    for same in alike.values():
+        yield _sentence(same)
+
+
+def _what_is_said(options: pd.DataFrame) -> tuple[str, ...]:
+    first = options.iloc[0]
+    judged = sorted(zip(options["method"], options["verdict"], strict=True))
+    return (str(first["target"]), name_training(first), str(first["dtype"]), *map(str, judged))
+
+
+def _sentence(settings: Sequence[pd.DataFrame]) -> str:
+    options = settings[0]
+    first = options.iloc[0]
+    target = first["target"]
+    lengths = span_of(pd.concat(settings)["seq_len"], digits=0)
+    where = f"{name_training(first)} at {lengths} tokens in {first['dtype']}"
+    wrong = options.loc[options["verdict"] == "wrong", "method"]
+    failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
+    if (options["verdict"] == "unranked").any():
+        return f"No time is predicted on {target}, so methods for {where} are not ranked."
+    if not (options["verdict"] == "first").any():
+        return f"No requested private method safely fits on {target} for {where}{failed}."
+    best = pd.concat([one[one["verdict"] == "first"] for one in settings])
+    said = (
+        f"On {target}, {best['method'].iloc[0]} is predicted to be the fastest private method for "
+        f"{where}, at {span_of(best['tokens_per_s'], digits=0)} tokens/s; batches of "
+        f"{span_of(best['safe_batch_size'], digits=0)} safely fit"
+    )
+    close = options.loc[options["verdict"] == "close", "method"]
+    if len(close):
+        said += f"; no difference is predicted between it and {listed(close)}"
+    beyond = options.loc[options["verdict"] == "does not fit", "method"]
+    if len(beyond):
+        said += f"; {listed(beyond)} {plural(len(beyond), 'does', 'do')} not fit at all"
+    return f"{said}{failed}."
 
 
 def _interval(row: Any) -> str:

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.peak_composition import choose, compose
 from dpprof.analysis.standings import find_marks
-from dpprof.records.terms import OUTCOMES
 from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
 from dpprof.report.advice_section import tell_advice, tell_capacity
+from dpprof.report.answer import tell_answer
 from dpprof.report.budget_section import TITLE as BUDGET
 from dpprof.report.budget_section import tell_budget
-from dpprof.report.cells import Cell, column, plural, tabulate
+from dpprof.report.cells import Cell, column, tabulate
 from dpprof.report.document import (
     Blocks,
     Bullets,
@@ -23,20 +22,29 @@ from dpprof.report.document import (
     Section,
     Table,
 )
-from dpprof.report.sentences import tell_findings, tell_memory
+from dpprof.report.leads import tell_growth, tell_kernels, tell_price
+from dpprof.report.page_one import build_first_section
+from dpprof.report.question import ask
+from dpprof.report.sentences import tell_findings, tell_fits, tell_memory
+from dpprof.report.trust import TITLE as TRUST
+from dpprof.report.trust import build_trust_section
 from dpprof.report.verification_section import TITLE as VERIFICATION
-from dpprof.report.verification_section import count_verified, mark_methods, tell_verification
+from dpprof.report.verification_section import mark_methods, tell_verification
 
 Tables = Mapping[str, pd.DataFrame]
 
+Sections = dict[str, Blocks]
+
+_FITS = "What fits, and what to use"
+_HARDWARE = "Kernels, and how close they are to the hardware"
+
 _FIGURES_OF = {
     "Memory": ("breakdown", "timeline"),
-    BUDGET: ("budget",),
+    _FITS: ("predicted",),
     "Time": ("tradeoff", "phases", "throughput"),
-    "Kernels": ("kernels",),
-    "Roofline": ("roofline", "bound"),
-    "Cost": ("cost",),
-    "Growth": ("batch-size", "seq-len"),
+    _HARDWARE: ("kernels", "bound", "roofline"),
+    BUDGET: ("budget",),
+    "Growth": ("cost", "batch-size", "seq-len"),
     "Reconciled with the allocator": ("accuracy",),
     "Outcomes": ("outcomes",),
 }
@@ -44,108 +52,97 @@ _FIGURES_OF = {
 
 
 def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
-    """Return the content of the report."""
-    experiments = tables["experiments"]
-    composition, costs = compose(tables), choose(tables["costs"])
-    targets = sorted(set(composition["target"].dropna()))
-    predicted = f"Predicted for {', '.join(targets) or 'targets'}"
-    sections: dict[str, Blocks] = {
-        "Findings": [
-            *tell_findings(tables["settings"], tables["methods"]),
-            *tell_memory(composition),
-            *tell_advice(tables["advice"]),
-            *_caveats(tables["findings"]),
-        ],
-        "Memory": [*memory_sections.owners(composition)],
-        predicted: [*memory_sections.predictions(composition, costs)],
-        "What fits, and what to use": [*tell_capacity(tables["advice"])],
-        BUDGET: [*tell_budget(tables["noise"], tables["budget"])],
-        "Time": [
-            *time_sections.phases(tables["phases"], experiments),
-            *kernel_sections.host_io(tables["runs"]),
-        ],
-        "Kernels": [*kernel_sections.by_op_kind(tables["kernels"], tables["traces"])],
-        "Roofline": [
-            *kernel_sections.bound(tables["traces"], tables["kernels"]),
-            *kernel_sections.ceilings(tables["ceilings"]),
-        ],
-        "Cost": [*memory_sections.costs(costs)],
-        "Growth": [],
+    """Return the content of the report.
+
+    The first page answers; sections have a few sentences and figures, the appendix every table.
+    """
+    first = build_first_section(tables, drawings)
+    composition = compose(tables)
+    sections, appendix = _sections(tables, composition, drawings), _appendix(tables, composition)
+    shown = {block.name for block in first.blocks if isinstance(block, Picture)}
+    _hang(sections, appendix, [one for one in drawings if one.name not in shown])
+    document = Document(
+        title="What differentially private training costs",
+        question=ask(tables["runs"]),
+        headline=tuple(tell_answer(tables)),
+        sections=(
+            *_kept({first.title: list(first.blocks)}),
+            build_trust_section(tables),
+            *_kept(sections),
+        ),
+        appendix=_kept(appendix),
+    )
+    unmarked = (TRUST, VERIFICATION)  # they name what is not verified themselves
+    return mark_methods(document, find_marks(tables["verification"]), unmarked)
+
+
+def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
+    """Return the sections that have something to show."""
+    return tuple(
+        Section(title=title, blocks=tuple(blocks)) for title, blocks in sections.items() if blocks
+    )
+
+
+def _hang(sections: Sections, appendix: Sections, drawings: Sequence[Drawing]) -> None:
+    """Add the figures to their sections, those of dpprof in its order, before any table."""
+    home = {figure: title for title, figures in _FIGURES_OF.items() for figure in figures}
+    order = {figure: position for position, figure in enumerate(home)}
+    drawn = [drawing for drawing in drawings if drawing.missing is None]
+    for drawing in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
+        title = home.get(drawing.name, "More figures")
+        blocks = sections[title] if title in sections else appendix[title]
+        after = sum(isinstance(block, Bullets) for block in blocks) if title in sections else 0
+        blocks.insert(after, Picture(name=drawing.name, caption=drawing.caption))
+
+
+def _sections(tables: Tables, composition: pd.DataFrame, drawings: Sequence[Drawing]) -> Sections:
+    return {
+        _FITS: [*tell_advice(tables["advice"]), *tell_fits(composition)],
+        "Memory": [*tell_memory(composition)],
+        "Time": [*tell_findings(tables["settings"], tables["methods"])],
+        _HARDWARE: [*tell_kernels(tables["kernels"], tables["traces"])],
+        "Growth": [*tell_growth(tables["experiments"])],
+        BUDGET: [*tell_price(tables["budget"])],
+        "More figures": [],
+        "What this does not say": _limits(tables["runs"], composition, drawings),
+    }
+
+
+def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
+    experiments, costs = tables["experiments"], choose(tables["costs"])
+    return {
+        "Caveats": [*_caveats(tables["findings"])],
+        "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
+        "Missing results": outcome_section.tell_missing(tables["missing"]),
         "Comparison": [
             *time_sections.by_method(tables["methods"]),
             *time_sections.compare(experiments),
         ],
-        VERIFICATION: [*tell_verification(tables["verification"])],
+        "How far the figures repeat": [*time_sections.repeat(experiments)],
+        "Capacity": [*tell_capacity(tables["advice"])],
+        "Predicted peaks": [*memory_sections.predictions(composition, costs)],
+        "Privacy budget": [*tell_budget(tables["noise"], tables["budget"])],
+        "Owners of memory": [*memory_sections.owners(composition)],
         "Reconciled with the allocator": [
             *memory_sections.reconciliation(composition, tables["peaks"])
         ],
-        "How far the figures repeat": [*time_sections.repeat(experiments)],
+        "Phases": [
+            *time_sections.phases(tables["phases"], experiments),
+            *kernel_sections.host_io(tables["runs"]),
+        ],
+        "Kernels": [*kernel_sections.by_op_kind(tables["kernels"], tables["traces"])],
+        "Ceilings": [
+            *kernel_sections.bound(tables["traces"], tables["kernels"]),
+            *kernel_sections.ceilings(tables["ceilings"]),
+        ],
+        "Cost": [*memory_sections.costs(costs)],
+        VERIFICATION: [*tell_verification(tables["verification"])],
         "What measuring costs": [
             *kernel_sections.instrument_overhead(tables["instrument_overhead"])
         ],
         "Code paths": [*time_sections.code_paths(tables["samplers"])],
-        "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
-        "Missing results": outcome_section.tell_missing(tables["missing"]),
-        "More figures": [],
         "How this was measured": _how(tables["runs"]),
-        "What this does not say": _limits(tables["runs"], composition, drawings),
     }
-    homes = _FIGURES_OF | {predicted: ("predicted",)}
-    home = {figure: title for title, figures in homes.items() for figure in figures}
-    order = {figure: position for position, figure in enumerate(home)}
-    drawn = [drawing for drawing in drawings if drawing.missing is None]
-    for drawing in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
-        picture = Picture(name=drawing.name, caption=drawing.caption)
-        sections[home.get(drawing.name, "More figures")].insert(0, picture)
-    document = Document(
-        title="What differentially private training costs",
-        headline=_headline(tables),
-        sections=tuple(
-            Section(title=title, blocks=tuple(blocks))
-            for title, blocks in sections.items()
-            if blocks
-        ),
-    )
-    return mark_methods(document, find_marks(tables["verification"]))
-
-
-def _headline(tables: Tables) -> tuple[str, ...]:
-    runs, missing = tables["runs"], tables["missing"]
-    ok = int((runs["outcome"] == "ok").sum())
-    experiments = runs["experiment_id"].nunique()
-    counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
-    success = f"{ok:,} ok ({ok / len(runs):.0%})" if len(runs) else "none has a result"
-    said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
-    failures = [
-        f"{count:,} {outcome}"
-        for outcome in OUTCOMES[1:]
-        if (count := int((runs["outcome"] == outcome).sum()))
-    ]
-    said += count_verified(tables["verification"])
-    if failures:
-        said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
-    damaged = int((missing["reason"] != NO_RESULT).sum())
-    if absent := len(missing) - damaged:
-        said.append(
-            f"This report is partial: {absent:,} planned "
-            f"{plural(absent, 'run has', 'runs have')} no result yet."
-        )
-    if damaged:
-        said.append(
-            f"This report is partial: {damaged:,} {plural(damaged, 'result', 'results')} cannot be "
-            f"trusted and {plural(damaged, 'is', 'are')} left out; see Missing results."
-        )
-    if caveats := len(tables["findings"]):
-        said.append(
-            f"Read {caveats:,} {plural(caveats, 'caveat')} under Findings before the numbers."
-        )
-    outdated = int((~runs["code_is_current"].astype(bool)).sum())
-    if outdated:
-        said.append(
-            f"{outdated:,} {plural(outdated, 'run was', 'runs were')} measured by other code than "
-            "the present; to measure again, run dpprof forget --outdated, then snakemake."
-        )
-    return tuple(said)
 
 
 def _caveats(findings: pd.DataFrame) -> list[Table | Paragraph]:

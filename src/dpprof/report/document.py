@@ -83,10 +83,17 @@ class Document(BaseModel, frozen=True, extra="forbid"):
     """A whole report."""
 
     title: Text
+    question: Text = ""
+    """What the sweep asks, in one line."""
+
     headline: tuple[Text, ...]
-    """The main results, in a few sentences."""
+    """The answer, in a few sentences."""
 
     sections: tuple[Section, ...]
+    """The first one has the numbers behind the answer, the second says how far to trust them."""
+
+    appendix: tuple[Section, ...] = ()
+    """Every table, and how things were measured."""
 
 
 def read_drawing(path: Path) -> Drawing:

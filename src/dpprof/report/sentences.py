@@ -1,7 +1,5 @@
 """Findings in sentences: which method needs least memory, which is fastest, and by how much."""
 
-from typing import Any
-
 import pandas as pd
 
 from dpprof.analysis.axes import BASELINE, name_model
@@ -9,13 +7,13 @@ from dpprof.analysis.frames import naming_axes
 from dpprof.analysis.peak_composition import find_fitting
 from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.records.terms import COMPONENTS
-from dpprof.report.cells import listed, number, plural, span
+from dpprof.report.cells import listed, number, span
 from dpprof.report.document import Bullets, Paragraph
+from dpprof.report.wording import name_setting, name_settings, span_of, span_of_ratios
 
-MAX_SETTINGS = 8
-"""With more settings, the findings summarise all instead of listing each."""
+MAX_SENTENCES = 8
+"""With more, the findings count over all settings instead of naming them."""
 
-_SHORT = {"seq_len": "T", "batch_size": "B"}
 _PEAKS = {"allocated": "allocated", "rss": "resident, libraries included"}
 
 
@@ -23,63 +21,74 @@ def tell_findings(settings: pd.DataFrame, methods: pd.DataFrame) -> list[Bullets
     """Return the findings about settings and methods as sentences."""
     if settings.empty:
         return [Paragraph(text="No private method succeeded, so there is nothing to compare.")]
-    said = _each(settings) if len(settings) <= MAX_SETTINGS else _all(settings, methods)
+    said = _joined(settings)
+    if len(said) > MAX_SENTENCES:
+        said = _all(settings, methods)
     return [Bullets(items=tuple(said))]
 
 
-def _each(settings: pd.DataFrame) -> list[str]:
+def _joined(settings: pd.DataFrame) -> list[str]:
+    """Return a sentence for all settings of a model in which the same methods win."""
     ordered = settings.sort_values(["parameters_total", "seq_len", "batch_size"], ascending=False)
-    others = naming_axes(settings, but=("model", "seq_len", "batch_size"))
-    named = ["seq_len", "batch_size", *others]
+    axes = ["seq_len", "batch_size", *naming_axes(settings, but=("model", "seq_len", "batch_size"))]
+    ordered = ordered.assign(named=[name_model(row) for _, row in ordered.iterrows()])
+    alike = ["named", "smallest", "fastest", "peak_kind"]
     said = []
-    for _, row in ordered.iterrows():
-        where = [name_model(row), *(f"{_SHORT.get(name, name)} = {row[name]}" for name in named)]
-        compared = f"of {row['methods']} private {plural(row['methods'], 'method')}"
-        facts = [_smallest(row), _fastest(row)]
-        told = "; ".join(fact for fact in facts if fact) or "peaks and times are unknown"
-        said.append(f"{', '.join(where)}: {compared}, {told}.")
+    for _, rows in ordered.groupby(alike, sort=False, dropna=False):
+        facts = filter(None, (_smallest(rows), _fastest(rows)))
+        told = "; ".join(facts) or "peaks and times are unknown"
+        said.append(f"For {name_settings(rows, axes)}: {told}.")
     return said
 
 
-def _smallest(row: Any) -> str | None:
+def _smallest(rows: pd.DataFrame) -> str | None:
+    row = rows.iloc[0]
     if pd.isna(row["smallest"]):
         return None
-    ratio = _ratio(row["smallest_ratio"])
-    peak = number(row["smallest_peak_bytes"], 2**20)
-    return f"{row['smallest']} has the lowest peak, {peak} MiB {_PEAKS[row['peak_kind']]}{ratio}"
+    peaks = span_of(rows["smallest_peak_bytes"], 2**20)
+    ratios = rows["smallest_ratio"].dropna().astype(float)
+    over = f" ({span_of_ratios(ratios)} standard)" if len(ratios) else ""
+    kind = _PEAKS[row["peak_kind"]]
+    return f"{row['smallest']} has the lowest peak of the private methods, {peaks} MiB {kind}{over}"
 
 
-def _ratio(ratio: float, interval: str = "-") -> str:
-    if pd.isna(ratio):
-        return ""
-    between = "" if interval == "-" else f", 95 % interval {interval}"
-    return f" ({ratio:.2f} times standard{between})"
-
-
-def _fastest(row: Any) -> str | None:
+def _fastest(rows: pd.DataFrame) -> str | None:
+    row = rows.iloc[0]
     if pd.isna(row["fastest"]):
         return None
-    interval = span(row["fastest_ratio_low"], row["fastest_ratio_high"], digits=2)
-    ratio = _ratio(row["fastest_ratio"], interval)
-    if row["fastest_verdict"] == NO_DIFFERENCE:
-        ratio = " (no difference from standard detected)"
-    step = f"{number(row['fastest_step_s'], 1e-3)} ms per step"
-    said = f"{row['fastest']} is fastest, at {step}{ratio}"
-    if not row["noise_known"]:
+    said = f"{row['fastest']} is fastest, at {span_of(rows['fastest_step_s'], 1e-3)} ms per step"
+    ratios = rows["fastest_ratio"].dropna().astype(float)
+    if len(ratios):
+        undetected = int((rows["fastest_verdict"] == NO_DIFFERENCE).sum())
+        if undetected == len(rows):
+            said += " (no difference from standard detected)"
+        else:
+            interval = "-"
+            if len(rows) == 1:
+                interval = span(row["fastest_ratio_low"], row["fastest_ratio_high"], digits=2)
+            between = "" if interval == "-" else f", 95 % interval {interval}"
+            some = f", in {undetected:,} no difference detected" if undetected else ""
+            said += f" ({span_of_ratios(ratios)} standard{between}{some})"
+    if not rows["noise_known"].astype(bool).all():
         return f"{said}, but without replicates the noise is unknown"
-    if pd.isna(row["not_slower"]):
+    alike = sorted({name for names in rows["not_slower"].dropna() for name in names.split()})
+    if not alike:
         return said
-    return f"{said}, with no detectable difference from {listed(row['not_slower'].split())}"
+    some = "" if len(set(rows["not_slower"].map(str))) == 1 else " in some of them"
+    return f"{said}, with no detectable difference{some} from {listed(alike)}"
 
 
 def tell_memory(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
-    """Return the main owner of the largest setting's highest peak, and what fits on targets."""
+    """Return the main owner of the largest setting's highest peak; nothing without records."""
     here = composition[composition["target"].isna()]
-    said = [] if here.empty else [_highest_peak(here)]
+    return [Bullets(items=(_highest_peak(here),))] if len(here) else []
+
+
+def tell_fits(composition: pd.DataFrame) -> list[Bullets | Paragraph]:
+    """Return which methods fit on each target, by the predicted peaks; nothing without targets."""
     targets = composition.dropna(subset=["target_memory_bytes"]).groupby("target")
-    if fits := [_fitting(str(target), rows) for target, rows in targets]:
-        said.append(" ".join(fits))
-    return [Bullets(items=tuple(said))] if said else []
+    fits = tuple(_fitting(str(target), rows) for target, rows in targets)
+    return [Bullets(items=fits)] if fits else []
 
 
 def _highest_peak(rows: pd.DataFrame) -> str:
@@ -87,9 +96,8 @@ def _highest_peak(rows: pd.DataFrame) -> str:
     largest = rows[sizes == sizes.max()]
     row = largest.loc[largest["peak_bytes"].idxmax()]
     owner = max(COMPONENTS, key=lambda name: row[name])
-    where = f"{name_model(row)}, T = {row['seq_len']}, B = {row['batch_size']}"
     return (
-        f"{where}: {row['method']} has the highest peak, "
+        f"In {name_setting(row)}, {row['method']} has the highest peak, "
         f"{number(row['peak_bytes'], 2**20)} MiB in the phase {_plain(row['phase'])}; "
         f"{row[owner] / row['peak_bytes']:.0%} of it is {_plain(owner)}."
     )

@@ -1,7 +1,7 @@
 """The section on verification, and the signs that mark methods in other sections."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -17,7 +17,7 @@ from dpprof.analysis.standings import (
 )
 from dpprof.records.verdict import TOLERANCE
 from dpprof.report.cells import Cell, column, plural, tabulate, text_of
-from dpprof.report.document import Bullets, Document, Paragraph, Picture, Table
+from dpprof.report.document import Bullets, Document, Paragraph, Picture, Section, Table
 
 TITLE = "Do the methods compute the same gradient?"
 
@@ -115,10 +115,10 @@ def count_verified(verification: pd.DataFrame) -> list[str]:
     return told
 
 
-def mark_methods(document: Document, marks: Marks) -> Document:
-    """Return the report with signs after methods' names, in tables and in findings.
+def mark_methods(document: Document, marks: Marks, but: Collection[str] = (TITLE,)) -> Document:
+    """Return the report with signs after methods' names, in the answer, in tables and in lists.
 
-    The verification section stays as it is.
+    The sections whose titles are in ``but`` stay as they are.
     """
     names = {name for methods in marks.values() for name in methods}
     if not names:
@@ -126,24 +126,31 @@ def mark_methods(document: Document, marks: Marks) -> Document:
     # The longest first, because a method's name may begin with another's.
     either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
-    sections = (
-        section
-        if section.title == TITLE
-        else section.model_copy(
-            update={"blocks": tuple(_mark(block, pattern, marks) for block in section.blocks)}
+
+    def mark(sections: Iterable[Section]) -> tuple[Section, ...]:
+        return tuple(
+            section
+            if section.title in but
+            else section.model_copy(
+                update={"blocks": tuple(_mark(block, pattern, marks) for block in section.blocks)}
+            )
+            for section in sections
         )
-        for section in document.sections
-    )
-    return document.model_copy(update={"sections": tuple(sections)})
+
+    headline = tuple(_sign(sentence, pattern, marks) for sentence in document.headline)
+    marked = {"sections": mark(document.sections), "appendix": mark(document.appendix)}
+    return document.model_copy(update={"headline": headline, **marked})
+
+
+def _sign(text: str, pattern: re.Pattern[str], marks: Marks) -> str:
+    return pattern.sub(lambda name: name[0] + sign(name[0], marks), text)
 
 
 def _mark(
     block: Paragraph | Bullets | Table | Picture, pattern: re.Pattern[str], marks: Marks
 ) -> Paragraph | Bullets | Table | Picture:
     if isinstance(block, Bullets):
-        items = tuple(
-            pattern.sub(lambda name: name[0] + sign(name[0], marks), item) for item in block.items
-        )
+        items = tuple(_sign(item, pattern, marks) for item in block.items)
         return block.model_copy(update={"items": items})
     if not isinstance(block, Table) or "method" not in block.header:
         return block

@@ -1,0 +1,100 @@
+"""What a report speaks of first: the setting of the largest model of which most is known."""
+
+from collections.abc import Iterator, Mapping
+
+import pandas as pd
+
+from dpprof.analysis.axes import BASELINE, SETTING
+from dpprof.analysis.peak_composition import compose
+
+Tables = Mapping[str, pd.DataFrame]
+
+WITHOUT_BATCH = [name for name in SETTING if name != "batch_size"]
+"""The axes of a setting with capacity results, which find batch sizes by themselves."""
+
+
+def measured(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return the experiments that have a measured time or peak on this machine."""
+    known = experiments["processes"].fillna(0) + experiments["peak_processes"].fillna(0) > 0
+    return experiments[experiments["target"].isna() & known]
+
+
+def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return the measured experiments of one setting, one per method; empty without any.
+
+    A setting with two methods comes before one with a single method, then the largest model, then
+    the most methods, replicated ones first, then the most tokens in a batch.
+    """
+    # Positions are learned, so one model has more parameters for longer sequences.
+    known = _with_size(measured(experiments), experiments)
+    groups = [rows for _, rows in _by(SETTING, known)]
+    if not groups:
+        return experiments.head(0)
+    chosen = max(groups, key=_how_much_is_known)
+    ordered = chosen.sort_values("processes", ascending=False, kind="stable")
+    return ordered.drop_duplicates("method").reset_index(drop=True)
+
+
+def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
+    """Return capacity results by target, of one setting each; targets come before this machine.
+
+    The setting is one in which a method fits, of the largest model and the longest sequence.
+    """
+    advice = _with_size(tables["advice"], tables["runs"])
+    named = advice["target"].fillna("this machine")
+    found = {
+        str(target): max((one for _, one in _by(WITHOUT_BATCH, rows)), key=_how_large)
+        for target, rows in advice.groupby(named, sort=False)
+    }
+    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
+    return {target: found[target].reset_index(drop=True) for target in ranked}
+
+
+def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
+    """Return predicted peaks by target, of one setting each, with their ratio to standard."""
+    told = _with_size(compose(tables), tables["peaks"])
+    told = told[told["target"].notna()]
+    found = {}
+    for target, rows in told.groupby("target", sort=False):
+        chosen = max((one for _, one in _by(SETTING, rows)), key=_how_much_is_known)
+        chosen = chosen.drop_duplicates("method").reset_index(drop=True)
+        base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
+        ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
+        found[str(target)] = chosen.assign(peak_ratio=ratio)
+    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
+    return {target: found[target] for target in ranked}
+
+
+def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with a column for the most parameters that their model has where it is known."""
+    most = known.groupby("model")["parameters_total"].max()
+    return rows.assign(model_size=rows["model"].map(most).astype(float))
+
+
+def _by(axes: list[str], rows: pd.DataFrame) -> Iterator[tuple[object, pd.DataFrame]]:
+    # As texts, because an axis that is unknown everywhere has no type that groups well.
+    return iter(rows.groupby([rows[name].map(str) for name in axes], sort=False))
+
+
+def _how_much_is_known(rows: pd.DataFrame) -> tuple[float, ...]:
+    methods = rows["method"].nunique()
+    first = rows.iloc[0]
+    size = _number(rows["model_size"].max())
+    replicated = _number(rows["processes"].gt(1).sum()) if "processes" in rows else 0.0
+    tokens = _number(first["batch_size"] * first["seq_len"])
+    return float(methods > 1), size, float(methods), replicated, tokens
+
+
+def _how_large(rows: pd.DataFrame) -> tuple[float, ...]:
+    fits = float(rows["largest_batch_size"].notna().any())
+    size = _number(rows["model_size"].max())
+    return fits, size, _number(rows["seq_len"].max()), float(rows["method"].nunique())
+
+
+def _rank_target(rows: pd.DataFrame) -> tuple[float, float, float]:
+    here, size = rows["target"].isna().all(), _number(rows["model_size"].max())
+    return float(not here), size, _number(rows["seq_len"].max())
+
+
+def _number(value: float) -> float:
+    return 0.0 if pd.isna(value) else float(value)

@@ -1,0 +1,130 @@
+"""Names written beside what they name, so that no legend has to be looked up."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+
+Place = tuple[float, float]
+
+_SIZE = 6.5
+_LINE = 8.0
+"""Distance of the lines of text, in points."""
+
+_TRIES = 6
+"""How many lines a name may be moved up or down, before it stands where it overlaps least."""
+
+
+def label_points(
+    figure: Figure,
+    axis: Axes,
+    points: Sequence[Place],
+    names: Sequence[str],
+    lines: Sequence[tuple[Place, Place]] = (),
+) -> None:
+    """Write a name beside each point, clear of other names, points and error bars.
+
+    Places are in data coordinates, ``lines`` those of error bars.
+
+    Call this last: it lays the figure out, and what moves the axes afterwards moves the points too.
+    """
+    names_of = [
+        axis.annotate(
+            name, point, xytext=(5, 0), textcoords="offset points", fontsize=_SIZE, va="center"
+        )
+        for point, name in zip(points, names, strict=True)
+    ]
+    # Room for names is made by the limits of the axes, so that the layout does not depend on them.
+    for text in names_of:
+        text.set_in_layout(False)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    inside = axis.get_window_extent(renderer)
+    taken = [_around(axis.transData.transform(point), figure.dpi) for point in points]
+    marks = list(taken)
+    taken += [Bbox(axis.transData.transform(line)).padded(1.0) for line in lines]
+    for text, mark in zip(names_of, marks, strict=True):
+        others = [box for box in taken if box is not mark]
+        best = min(_places(), key=lambda place: _badness(text, place, others, inside, renderer))
+        _put(text, best)
+        taken.append(text.get_window_extent(renderer))
+
+
+def _around(centre: Any, dpi: float) -> Bbox:
+    half = 3.0 * dpi / 72
+    x, y = centre
+    return Bbox([[x - half, y - half], [x + half, y + half]])
+
+
+def _places() -> Iterator[tuple[str, float, float]]:
+    """Yield where a name may stand, the nearest to its point first: side, and offset in points."""
+    yield from (("left", 5.0, 0.0), ("right", -5.0, 0.0))
+    for line, way in itertools.product(range(1, _TRIES), (1, -1)):
+        yield from (
+            (side, away, way * line * _LINE) for side, away in (("left", 5.0), ("right", -5.0))
+        )
+
+
+def _put(text: Any, place: tuple[str, float, float]) -> None:
+    side, x, y = place
+    text.set_horizontalalignment(side)
+    text.set_position((x, y))
+
+
+def _badness(
+    text: Any, place: tuple[str, float, float], others: Sequence[Bbox], inside: Bbox, renderer: Any
+) -> tuple[float, float]:
+    """Return what speaks against a place: the area that overlaps or is outside, the distance."""
+    _put(text, place)
+    box = text.get_window_extent(renderer)
+    hidden = sum(_shared(box, other) for other in others)
+    outside = box.width * box.height - _shared(box, inside)
+    return hidden + outside, abs(place[2])
+
+
+def _shared(one: Bbox, other: Bbox) -> float:
+    both = Bbox.intersection(one, other)
+    return 0.0 if both is None else float(both.width * both.height)
+
+
+def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
+    """Write the name of each line to the right of its axes, as high as its end, without overlap.
+
+    Args:
+        axis: With its final limits, in a figure that was laid out.
+        ends: The last point of each line in data coordinates, and its name.
+    """
+    figure = axis.figure
+    inches = axis.get_position().height * figure.get_figheight()  # type: ignore[union-attr]
+    to_axes = axis.transData + axis.transAxes.inverted()
+    placed = sorted((float(to_axes.transform((x, y))[1]), name) for x, y, name in ends)
+    heights = spread([height for height, _ in placed], _LINE / 72 / inches)
+    for height, (_, name) in zip(heights, placed, strict=True):
+        axis.annotate(name, (1.03, height), xycoords="axes fraction", fontsize=_SIZE, va="center")
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Return ascending heights moved apart to at least a gap, each as little as possible.
+
+    Neighbours that are too near share their middle, as do the groups that they become.
+    """
+    groups: list[list[float]] = []
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _low(groups[-1], gap) - _high(groups[-2], gap) < gap:
+            last = groups.pop()
+            groups[-1] += last
+    return [_low(group, gap) + place * gap for group in groups for place in range(len(group))]
+
+
+def _low(group: Sequence[float], gap: float) -> float:
+    return sum(group) / len(group) - gap * (len(group) - 1) / 2
+
+
+def _high(group: Sequence[float], gap: float) -> float:
+    return sum(group) / len(group) + gap * (len(group) - 1) / 2

@@ -1,0 +1,108 @@
+"""What a section's figures show, in a sentence: kernels, growth, and the price of a budget."""
+
+import pandas as pd
+
+from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.frames import least_of
+from dpprof.report.cells import listed, percent, significant
+from dpprof.report.document import Bullets
+from dpprof.report.wording import THIS_MACHINE, name_setting, span_of_ratios, times
+
+
+def tell_kernels(kernels: pd.DataFrame, traces: pd.DataFrame) -> list[Bullets]:
+    """Return which op kind takes most of a traced step, by method; nothing without traces."""
+    if traces.empty or kernels.empty:
+        return []
+    first = _find_largest(traces)
+    told = []
+    for _, trace in first.iterrows():
+        same = kernels[kernels["experiment_id"] == trace["experiment_id"]]
+        seconds = same[same["replicate"] == trace["replicate"]].groupby("op_kind")["seconds"].sum()
+        if len(seconds):
+            most = str(seconds.idxmax())
+            told.append((most, str(trace["method"]), seconds[most] / trace["step_s"]))
+    if not told:
+        return []
+    rows = pd.DataFrame(told, columns=pd.Index(["op_kind", "method", "share"]))
+    said = []
+    for op_kind, alike in rows.groupby("op_kind", sort=False):
+        low, high = percent(alike["share"].min()), percent(alike["share"].max())
+        share = low if low == high else f"{low} to {high}"
+        said.append(f"{op_kind} with {listed(alike['method'])} ({share})")
+    idle = (first["idle_s"] / first["step_s"]).astype(float)
+    waits = f"; nothing runs in {percent(idle.min())} to {percent(idle.max())} of it"
+    where = name_setting(first.iloc[0])
+    sentence = f"In a traced step of {where}, most time goes to {', '.join(said)}"
+    return [Bullets(items=(f"{sentence}{waits if idle.notna().all() else ''}.",))]
+
+
+def _find_largest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per method of the setting with most methods, else with most parameters."""
+    settings = [one for _, one in rows.groupby(["model", "seq_len", "batch_size"], sort=False)]
+    chosen = max(settings, key=lambda one: (one["method"].nunique(), one["parameters_total"].max()))
+    return chosen.drop_duplicates("method")
+
+
+_FEW = 3
+_ALONG = {"seq_len": "T", "batch_size": "B"}
+
+
+def tell_growth(experiments: pd.DataFrame) -> list[Bullets]:
+    """Return how much longer a step takes with more tokens; nothing where sizes do not vary."""
+    said = [
+        sentence
+        for along, held in (("seq_len", "batch_size"), ("batch_size", "seq_len"))
+        if (sentence := _tell_axis(experiments, along, held))
+    ]
+    return [Bullets(items=tuple(said))] if said else []
+
+
+def _tell_axis(experiments: pd.DataFrame, along: str, held: str) -> str | None:
+    timed = experiments[experiments["target"].isna()].dropna(subset=["median_step_s"])
+    best: tuple[int, pd.DataFrame] | None = None
+    for _, rows in timed.groupby(["model", held], sort=False):
+        low, high = rows[along].min(), rows[along].max()
+        ends = rows[rows[along].isin([low, high])].drop_duplicates(["method", along])
+        both = ends[ends.groupby("method")[along].transform("nunique") == 2]  # noqa: PLR2004 (ends)
+        if len(both) and (best is None or len(both) > best[0]):
+            best = len(both), both
+    if best is None:
+        return None
+    rows = best[1]
+    low, high = rows[along].min(), rows[along].max()
+    steps = rows.pivot_table(index="method", columns=along, values="median_step_s")
+    growth = (steps[high] / steps[low]).astype(float)
+    first = rows.iloc[0]
+    sizes = f"{_ALONG[along]} = {low:,} to {high:,}"
+    what = f"{first['model']} at {_ALONG[held]} = {first[held]:,}"
+    told = [f"{times(growth[BASELINE])} with standard"] if BASELINE in growth else []
+    private = growth.drop(BASELINE, errors="ignore")
+    if len(private):
+        named = listed(private.index) if len(private) <= _FEW else f"{len(private)} private methods"
+        told.append(f"{span_of_ratios(private)} with {named}")
+    factor = high / low
+    return f"From {sizes}, {factor:.3g} times the tokens, a step of {what} takes {listed(told)}."
+
+
+def tell_price(budget: pd.DataFrame) -> list[Bullets]:
+    """Return what the privacy budget costs with the cheapest private method; else nothing."""
+    known = budget.dropna(subset=["gpu_hours", "epsilon", "parameters_total"])
+    if known.empty:
+        return []
+    first = least_of(known, "parameters_total", -1)
+    same = known[
+        (known["model"] == first["model"])
+        & (known["seq_len"] == first["seq_len"])
+        & (known["target"].map(str) == str(first["target"]))
+        & (known["lora"].map(str) == str(first["lora"]))
+    ]
+    totals = same.groupby("method")["gpu_hours"].sum().astype(float)
+    method = str(totals.idxmin())
+    rows = same[same["method"] == method].sort_values("epsilon", ascending=False)
+    hours = [f"{significant(row['gpu_hours'])} at {row['epsilon']:g}" for _, row in rows.iterrows()]
+    place = THIS_MACHINE if pd.isna(first["target"]) else first["target"]
+    said = (
+        f"GPU hours of the whole training of {first['model']} on {place} with {method}, by "
+        f"epsilon: {listed(hours)}; predicted."
+    )
+    return [Bullets(items=(said,))]

@@ -1,0 +1,118 @@
+"""Can I believe this? Noise, proof and caveats, in three lines."""
+
+import pandas as pd
+
+from dpprof.analysis.collection import NO_RESULT
+from dpprof.analysis.focus import Tables
+from dpprof.analysis.peak_composition import compose
+from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
+from dpprof.records.terms import OUTCOMES
+from dpprof.report.cells import listed, plural
+from dpprof.report.document import Bullets, Section
+from dpprof.report.verification_section import count_verified
+
+TITLE = "Can I believe this?"
+
+_CAVEATS = {
+    "contended": "other processes kept cores busy, so times are too long",
+    "gpu-shared": "others used the GPU, so times may be too long",
+    "devices-differ": "replicates ran on unlike devices",
+    "peaks-differ": "peaks differ between processes",
+    "memory-unreconciled": "the allocator does not confirm a recorded peak",
+    "beyond-peak": "MFU or HFU is above 1",
+    "weak-privacy-budget": "the privacy budget promises hardly anything",
+    "ceilings-contended": "ceilings were measured while others were busy",
+    "ceilings-exceeded": "kernels were faster than the measured ceilings",
+    "other-kernels": "a trace has time of no known kind",
+    "fallback": "Opacus fell back to functorch without a word",
+    "nonfinite-samples": "samples were not finite",
+}
+"""What each kind of finding amounts to."""
+
+
+def build_trust_section(tables: Tables) -> Section:
+    """Return how far to trust the answer: noise; verified and reconciled; runs and caveats."""
+    proof = [
+        *count_verified(tables["verification"]),
+        *_reconciled(compose(tables), set(tables["runs"]["target"].dropna())),
+    ]
+    lines = [_tell_noise(tables["experiments"]), " ".join(proof), " ".join(_tell_runs(tables))]
+    return Section(title=TITLE, blocks=(Bullets(items=tuple(filter(None, lines))),))
+
+
+def _tell_noise(experiments: pd.DataFrame) -> str:
+    timed = experiments[experiments["processes"].fillna(0) > 0]
+    if timed.empty:
+        return "No time was measured: what is said of times is predicted."
+    replicated = timed[timed["processes"] > 1]
+    floors = timed["step_floor"].dropna().astype(float)
+    if replicated.empty or floors.empty:
+        return "Nothing was replicated, so how far times differ by noise alone is unknown."
+    low, high = f"{floors.min():.0%}", f"{floors.max():.0%}"
+    floor = low if low == high else f"{low} to {high}"
+    fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
+    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    said = (
+        f"Noise: 95 % of comparisons of equal experiments stay within {floor}; what differs less "
+        f"is called no difference. {len(replicated):,} of {len(timed):,} "
+        f"{plural(len(timed), 'experiment')} ran in {count} processes"
+    )
+    covers = attainable_coverage(fewest)
+    return said + (f", whose intervals cover {covers:.0%} at most." if covers < CONFIDENCE else ".")
+
+
+def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
+    """Return whether recorded peaks are the allocator's, and on which targets nothing ran."""
+    judged = composition[composition["valid"].notna()]
+    said = []
+    if len(judged):
+        good = int(judged["valid"].eq(True).sum())
+        gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
+        said.append(
+            f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
+            f"{plural(len(judged), 'experiment')} (largest gap {gap:.2%})."
+        )
+    tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
+    if untried := sorted(targets - tried):
+        it = plural(len(untried), "it", "them")
+        said.append(f"Nothing ran on {listed(untried)}: numbers for {it} are predicted.")
+    return said
+
+
+def _tell_runs(tables: Tables) -> list[str]:
+    runs, missing = tables["runs"], tables["missing"]
+    ok = int((runs["outcome"] == "ok").sum())
+    experiments = runs["experiment_id"].nunique()
+    counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
+    success = f"{ok:,} ok ({ok / len(runs):.0%})" if len(runs) else "none has a result"
+    said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
+    failures = [
+        f"{count:,} {outcome}"
+        for outcome in OUTCOMES[1:]
+        if (count := int((runs["outcome"] == outcome).sum()))
+    ]
+    if failures:
+        said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
+    damaged = int((missing["reason"] != NO_RESULT).sum())
+    if absent := len(missing) - damaged:
+        said.append(
+            f"This report is partial: {absent:,} planned "
+            f"{plural(absent, 'run has', 'runs have')} no result yet."
+        )
+    if damaged:
+        said.append(
+            f"This report is partial: {damaged:,} {plural(damaged, 'result', 'results')} cannot be "
+            f"trusted and {plural(damaged, 'is', 'are')} left out; see Missing results."
+        )
+    outdated = int((~runs["code_is_current"].astype(bool)).sum())
+    if outdated:
+        said.append(
+            f"{outdated:,} {plural(outdated, 'run was', 'runs were')} measured by other code than "
+            "the present; to measure again, run dpprof forget --outdated, then snakemake."
+        )
+    counts = tables["findings"]["kind"].value_counts()
+    if len(counts):
+        kinds = [f"{_CAVEATS.get(str(kind), kind)} ({count:,})" for kind, count in counts.items()]
+        total = int(counts.sum())
+        said.append(f"{total:,} {plural(total, 'caveat')}, see Caveats: {'; '.join(kinds)}.")
+    return said

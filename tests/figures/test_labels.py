@@ -1,0 +1,57 @@
+"""Names beside points and lines do not overlap, and stand as near as they can."""
+
+import itertools
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from dpprof.figures.labels import label_ends, label_points, spread
+from dpprof.figures.style import new_figure
+
+METHODS = ("standard", "flash", "flash-bk", "microbatch", "opacus-ew", "opacus-ghost", "per-layer")
+
+
+@pytest.mark.parametrize(
+    ("heights", "moved"),
+    [
+        ([], []),
+        ([0.5], [0.5]),
+        ([0.1, 0.5], [0.1, 0.5]),
+        # Two in one place share its middle, a gap of 0.2 apart.
+        ([0.5, 0.5], [0.4, 0.6]),
+        # The pair from 0.4 to 0.6 is too near to 0.7: three share the middle of all.
+        ([0.5, 0.5, 0.7], [0.3667, 0.5667, 0.7667]),
+    ],
+)
+def test_heights_move_apart_as_little_as_possible(heights, moved) -> None:
+    assert spread(heights, 0.2) == pytest.approx(moved, abs=1e-4)
+
+
+def boxes_of(figure, axis):
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return [text.get_window_extent(canvas.get_renderer()) for text in axis.texts]
+
+
+def test_names_of_crowded_points_do_not_overlap_in_one_column() -> None:
+    figure, axes = new_figure(row_inches=2.4)
+    axis = axes[0, 0]
+    points = [(1 + 0.05 * (n % 3), 1 + 0.1 * (n // 3)) for n in range(len(METHODS))]
+    axis.plot(*zip(*points, strict=True), "o")
+    axis.set_xlim(0.5, 2.5)
+    label_points(figure, axis, points, METHODS)
+
+    assert [text.get_text() for text in axis.texts] == list(METHODS)
+    for one, other in itertools.combinations(boxes_of(figure, axis), 2):
+        assert not one.overlaps(other)
+
+
+def test_names_of_lines_that_end_together_do_not_overlap() -> None:
+    figure, axes = new_figure(row_inches=2.2)
+    axis = axes[0, 0]
+    axis.plot([1, 2], [1, 3])
+    figure.draw_without_rendering()
+    label_ends(axis, [(2.0, 3.0, name) for name in METHODS])
+
+    for one, other in itertools.combinations(boxes_of(figure, axis), 2):
+        assert not one.overlaps(other)

@@ -1,0 +1,388 @@
+"""Page one: every number recomputed from the JSON files by other code, for sweeps of every kind."""
+
+import itertools
+import json
+import re
+from statistics import median
+
+import numpy as np
+import pytest
+from factory import (
+    make_capacity,
+    make_experiment,
+    make_manifest,
+    make_memory,
+    tables_of_runs,
+    write_synthetic,
+    write_synthetic_verdict,
+)
+
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
+from dpprof.planning.planner import Manifest
+from dpprof.report.content import build_document
+from dpprof.report.document import Bullets, Drawing, Picture, Table
+
+METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")
+GIB = 2**30
+STEP_S = {"standard": 1.0, "opacus-ghost": 1.9, "flash-bk": 1.15}
+SAFE = {"standard": 35, "opacus-ghost": 20, "flash-bk": 34}
+NEEDS = {"standard": 21, "opacus-ghost": 30, "flash-bk": 24}
+DRAWN = [Drawing(name=name, caption=f"{name}.", missing=None) for name in ("tradeoff", "predicted")]
+
+
+def write_sweep(root):
+    """Times and peaks of four methods here, capacities on an H200, peaks on an H100."""
+    draw = np.random.default_rng(7)
+    runs = []
+
+    def write(experiment, instrument, **fields):
+        write_synthetic(root, experiment, instrument=instrument, **fields)
+        number = fields.get("replicate", 0)
+        runs.extend(make_manifest((experiment, number), instrument=instrument).runs)
+
+    for rank, method in enumerate(METHODS):
+        for batch, number in itertools.product((2, 3), range(3)):
+            write(
+                make_experiment(method=method, batch_size=batch),
+                "clean",
+                replicate=number,
+                step_s=tuple(draw.normal(0.01 * batch * (1 + rank), 1e-4, 5)),
+                peak_allocated_bytes=2**20 * batch * (5 - rank if rank else 4),
+            )
+    for method, step_s in STEP_S.items():
+        on_h200 = make_experiment(
+            method=method, model="1b", seq_len=1024, batch_size=1, device="cuda", target="h200"
+        )
+        sizes = {"safe_batch_size": SAFE[method], "stated_batch_size": SAFE[method]}
+        found = make_capacity(step_s, **sizes)
+        found["compute"] |= {"dp_flop_multiplier": 1 + step_s / 10}
+        write(on_h200, "capacity", recorded=found)
+        on_h100 = make_experiment(
+            method=method, model="tiny", seq_len=32, batch_size=8, device="cuda", target="h100"
+        )
+        memory = make_memory({"parameters": NEEDS[method] * GIB})
+        write(on_h100, "estimate", recorded=memory)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sweep")
+    runs = write_sweep(root)
+    tables = build_tables(collect(Manifest(runs=tuple(runs)), root, partial=False))
+    documents = [json.loads(path.read_text()) for path in root.glob("results/*/*.json")]
+    return build_document(tables, DRAWN), [one for one in documents if "instrument" in one]
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return written[0]
+
+
+@pytest.fixture(scope="module")
+def files(written):
+    return written[1]
+
+
+def named(files, instrument):
+    return {f["experiment"]["method"]: f for f in files if f["instrument"] == instrument}
+
+
+def here(files, batch=2):
+    """By method: the step of each process in seconds, and the peak in bytes."""
+    steps, peaks = {}, {}
+    for one in files:
+        if one["instrument"] == "clean" and one["experiment"]["batch_size"] == batch:
+            method = one["experiment"]["method"]
+            steps.setdefault(method, []).append(median(one["time"]["step_s"]))
+            peaks[method] = one["memory"]["peak_allocated_bytes"]
+    return steps, peaks
+
+
+def speed(file):
+    tokens = file["capacity"]["stated_batch_size"] * file["experiment"]["seq_len"]
+    return tokens / file["time"]["predicted_step_s"]["median"]
+
+
+def three_digits(value):
+    digits = -int(np.floor(np.log10(value))) + 2
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
+
+
+def test_the_question_names_methods_models_lengths_and_places(page) -> None:
+    assert page.question == (
+        "Which of opacus-ghost, opacus-hooks and flash-bk should train 1b at T = 1,024 on h200, "
+        "tiny at T = 32 on h100, and V16-d8-L1-H2 at T = 4 on this machine, and at what cost?"
+    )
+
+
+def test_the_answer_is_of_the_largest_model_on_a_target_first(page, files) -> None:
+    found = named(files, "capacity")
+    best, base, next_one = (found[name] for name in ("flash-bk", "standard", "opacus-ghost"))
+    flops = [one["compute"]["dp_flop_multiplier"] for one in (best, base)]
+
+    assert page.headline[0] == (
+        f"On h200, flash-bk trains 1b at T = 1,024 with batches of "
+        f"{best['capacity']['safe_batch_size']} ({base['capacity']['safe_batch_size']} in plain "
+        f"training) at a predicted {three_digits(speed(best))} tokens/s, "
+        f"{speed(best) / speed(base):.2f} times the speed of plain training and "
+        f"{flops[0] / flops[1]:.2f} times its FLOPs; opacus-ghost, the next, fits "
+        f"{next_one['capacity']['safe_batch_size']} and reaches "
+        f"{speed(next_one) / speed(base):.2f} times that speed."
+    )
+
+
+def test_the_second_sentence_is_what_was_measured(page, files) -> None:
+    # Of batches of 2 and of 3 the same is known; the larger has more tokens.
+    steps, peaks = here(files, batch=3)
+    ratio = {m: median(s) / median(steps["standard"]) for m, s in steps.items()}
+    low = min(steps["opacus-ghost"]) / max(steps["standard"])
+    high = max(steps["opacus-ghost"]) / min(steps["standard"])
+    least = min(peaks, key=peaks.get)
+
+    assert least == "flash-bk"
+    assert page.headline[1] == (
+        f"On this machine, a step of V16-d8-L1-H2 (T = 4, B = 3) takes "
+        f"{ratio['opacus-ghost']:.2f} times as long with opacus-ghost as without privacy (95 % "
+        f"interval {low:.2f} to {high:.2f}), at the same peak memory; the other 2 take "
+        f"{ratio['opacus-hooks']:.2f} to {ratio['flash-bk']:.2f} times, and flash-bk has the "
+        f"lowest peak, {peaks[least] / peaks['standard']:.2f} times plain training's, at "
+        f"{ratio['flash-bk']:.2f} times the time. It is the fastest private method in all 2 "
+        "settings measured."
+    )
+
+
+def test_the_third_sentence_is_of_a_target_with_peaks_alone(page, files) -> None:
+    found = named(files, "estimate")
+    peaks = {m: f["memory"]["at_peak"]["components"]["parameters"] for m, f in found.items()}
+    ratio = peaks["flash-bk"] / peaks["standard"]
+
+    assert page.headline[2] == (
+        f"On h100, tiny (T = 32, B = 8) is predicted to peak at {peaks['flash-bk'] / GIB:.1f} GiB "
+        f"with flash-bk, {ratio:.2f} times plain training, and at "
+        f"{peaks['opacus-ghost'] / GIB:.1f} GiB with opacus-ghost."
+    )
+    assert len(page.headline) == 3
+
+
+def test_the_table_has_a_row_a_method_with_the_numbers_of_the_files(page, files) -> None:
+    table = page.sections[0].blocks[0]
+    assert isinstance(table, Table)
+    rows = {row[0]: dict(zip(table.header, row, strict=True)) for row in table.rows}
+    steps, peaks = here(files, batch=3)
+    capacity, estimate = named(files, "capacity"), named(files, "estimate")
+
+    assert list(rows) == ["standard", "opacus-ghost", "opacus-hooks", "flash-bk"]  # by time
+    for method, row in rows.items():
+        ratio = median(steps[method]) / median(steps["standard"])
+        expected = f"{ratio:.2f}"
+        if method != "standard":
+            low = min(steps[method]) / max(steps["standard"])
+            high = max(steps[method]) / min(steps["standard"])
+            expected += f" ({low:.2f} to {high:.2f})"
+        assert row["time over standard"] == expected
+        assert row["peak over standard"] == f"{peaks[method] / peaks['standard']:.2f}"
+        assert row["verified"] == "yes"
+        if method not in capacity:
+            assert row["batch on h200"] == row["GiB on h100"] == "-"
+            continue
+        assert row["batch on h200"] == str(capacity[method]["capacity"]["safe_batch_size"])
+        assert row["tokens/s on h200"] == three_digits(speed(capacity[method]))
+        size = estimate[method]["memory"]["at_peak"]["components"]["parameters"]
+        base = estimate["standard"]["memory"]["at_peak"]["components"]["parameters"]
+        assert row["GiB on h100"] == f"{size / GIB:.1f}"
+        assert row["x standard on h100"] == f"{size / base:.2f}"
+
+
+def test_the_figure_of_the_first_page_is_not_shown_again(page) -> None:
+    pictures = [
+        block.name
+        for section in (*page.sections, *page.appendix)
+        for block in section.blocks
+        if isinstance(block, Picture)
+    ]
+
+    assert page.sections[0].blocks[1].name == "tradeoff"
+    assert sorted(pictures) == ["predicted", "tradeoff"]
+
+
+def test_three_lines_say_whether_to_believe_it(page, files) -> None:
+    (bullets,) = page.sections[1].blocks
+    assert isinstance(bullets, Bullets)
+    noise, proof, runs = bullets.items
+    steps = [list(here(files, batch)[0].values()) for batch in (2, 3)]
+    # The floor is one of resampled differences: at most twice the widest of any two processes.
+    widest = max(max(s) / min(s) - 1 for methods in steps for s in methods)
+    told = re.search(r"within (\d+)%(?: to (\d+)%)?", noise).groups()
+    floors = [float(floor) / 100 for floor in told if floor]
+
+    assert page.sections[1].title == "Can I believe this?"
+    assert all(0 <= floor <= 2 * widest + 0.005 for floor in floors)
+    assert noise.endswith(
+        "8 of 8 experiments ran in 3 processes, whose intervals cover 75% at most."
+    )
+    assert proof == (
+        "4 of 4 methods verified to compute the reference's gradient. Nothing ran on h100 and "
+        "h200: numbers for them are predicted."
+    )
+    experiments = {one["experiment_id"] for one in files}
+    assert runs.startswith(
+        f"{len(files)} runs of {len(experiments)} experiments: {len(files)} ok (100%)."
+    )
+
+
+def test_tables_are_in_the_appendix_alone(page) -> None:
+    for section in page.sections[1:]:
+        assert not [block for block in section.blocks if isinstance(block, Table)]
+    assert [b for section in page.appendix for b in section.blocks if isinstance(b, Table)]
+
+
+def page_of(root, *runs):
+    return build_document(tables_of_runs(root, *runs), [])
+
+
+def test_predictions_alone_are_answered(tmp_path) -> None:
+    on_h200 = {"seq_len": 8, "batch_size": 1, "device": "cuda", "target": "h200"}
+    runs = [
+        (make_experiment(method=m, **on_h200), "capacity", {"recorded": make_capacity(s)})
+        for m, s in (("standard", 1.0), ("flash-bk", 1.05))
+    ]
+    page = page_of(tmp_path, *runs)
+
+    assert page.question == "What does flash-bk cost where it trains V16-d8-L1-H2 at T = 8 on h200?"
+    (sentence,) = page.headline
+    assert sentence == (
+        "On h200, flash-bk trains V16-d8-L1-H2 at T = 8 with batches of 8 (as in plain training) "
+        "at a predicted 61.0 tokens/s, 0.95 times the speed of plain training and 1.00 times its "
+        "FLOPs."
+    )
+    assert page.sections[1].blocks[0].items[0] == (
+        "No time was measured: what is said of times is predicted."
+    )
+
+
+def test_methods_that_are_close_are_said_to_be(tmp_path) -> None:
+    on_h200 = {"device": "cuda", "target": "h200"}
+    runs = [
+        (make_experiment(method=m, **on_h200), "capacity", {"recorded": make_capacity(s)})
+        for m, s in (("opacus-ghost", 1.01), ("flash-bk", 1.0))
+    ]
+
+    assert (
+        page_of(tmp_path, *runs)
+        .headline[0]
+        .endswith("tokens/s; no difference is predicted between it and opacus-ghost.")
+    )
+
+
+def test_without_a_time_the_batch_is_the_answer(tmp_path) -> None:
+    on_h200 = {"device": "cuda", "target": "h200"}
+    found = {"recorded": make_capacity(None)}
+    page = page_of(tmp_path, (make_experiment(method="flash-bk", **on_h200), "capacity", found))
+
+    (sentence,) = page.headline
+    assert sentence == (
+        "On h200, flash-bk trains V16-d8-L1-H2 at T = 4 with batches of 8, but no time is "
+        "predicted there."
+    )
+
+
+def test_only_failures_say_how_they_failed_and_one_reason(tmp_path) -> None:
+    evil = "<b>no</b> \\input{x} $(y)"
+    failed = {"outcome": "crashed", "message": evil}
+    page = page_of(
+        tmp_path,
+        (make_experiment(method="flash-bk"), "clean", failed),
+        (make_experiment(method="opacus-ghost"), "clean", {"outcome": "oom"}),
+    )
+
+    (sentence,) = page.headline
+    assert sentence == (
+        f"Nothing can be told: none of 2 runs succeeded (1 oom, 1 crashed). The first, flash-bk, "
+        f"said: {evil}"
+    )
+    assert page.sections[0].title == "Can I believe this?"  # there is no table without numbers
+
+
+def test_no_result_at_all_is_said(tmp_path) -> None:
+    tables = build_tables(collect(make_manifest((make_experiment(), 0)), tmp_path, partial=True))
+
+    page = build_document(tables, [])
+
+    assert page.question == ""
+    assert page.headline == ("Nothing can be told yet: no planned run has a result.",)
+
+
+def test_one_experiment_is_told_in_its_own_units(tmp_path) -> None:
+    fields = {"step_s": (0.0123,), "peak_allocated_bytes": 3 * 2**20}
+    page = page_of(tmp_path, (make_experiment(method="flash-bk"), "clean", fields))
+
+    (sentence,) = page.headline
+    assert sentence == (
+        "On this machine, a step of V16-d8-L1-H2 (T = 4, B = 2) takes 12.3 ms and peaks at 3.0 MiB "
+        "allocated with flash-bk."
+    )
+    [row] = page.sections[0].blocks[0].rows
+    assert row == ("flash-bk", "12.3", "3.0", "yes")
+
+
+def test_plain_training_alone_has_nothing_to_be_compared_with(tmp_path) -> None:
+    page = page_of(tmp_path, (make_experiment(), "clean", {"step_s": (0.01,)}))
+
+    assert (
+        page.question
+        == "What does it take to train V16-d8-L1-H2 at T = 4 on this machine without privacy?"
+    )
+    assert page.headline[0].endswith("without privacy; no private method succeeded.")
+
+
+def test_without_standard_there_are_milliseconds_and_no_ratios(tmp_path) -> None:
+    times = {"flash-bk": 0.010, "opacus-ghost": 0.030, "opacus-hooks": 0.020}
+    runs = [
+        (make_experiment(method=m), "clean", {"step_s": (s,), "peak_allocated_bytes": int(s * 1e8)})
+        for m, s in times.items()
+    ]
+    page = page_of(tmp_path, *runs)
+
+    assert "takes 10.0 ms and peaks at 1.0 MiB allocated with flash-bk" in page.headline[0]
+    assert "the other 2 take 20.0 to 30.0 ms" in page.headline[0]
+    assert page.sections[0].blocks[0].header == ("method", "step (ms)", "peak (MiB)", "verified")
+    assert "times standard" not in " ".join(page.headline)
+
+
+def test_a_failure_beside_successes_stands_in_the_table(tmp_path) -> None:
+    runs = [
+        (make_experiment(method=m), "clean", {"step_s": (s,)})
+        for m, s in (("standard", 0.01), ("flash-bk", 0.02))
+    ]
+    runs.append((make_experiment(method="opacus-hooks"), "clean", {"outcome": "oom"}))
+    page = page_of(tmp_path, *runs)
+    rows = {row[0]: row for row in page.sections[0].blocks[0].rows}
+
+    assert rows["opacus-hooks"][1:3] == ("oom", "oom")
+    assert "Not ok: 1 oom; see Outcomes." in page.sections[1].blocks[0].items[-1]
+
+
+def test_the_largest_model_is_the_one_that_is_told(tmp_path) -> None:
+    runs = []
+    for size, seconds in ((4, 0.01), (8, 0.05)):
+        model = {"vocab_size": 16, "d_model": size, "layers": 1, "heads": 2}
+        for method in ("standard", "flash-bk"):
+            experiment = make_experiment(method=method, model=model)
+            runs += [(experiment, "clean", {"step_s": (seconds,)})]
+    tables = tables_of_runs(tmp_path, *runs)
+    # All synthetic models have as many parameters; say that the wider one has more.
+    wider = tables["experiments"]["model"].str.contains("d8")
+    grown = tables["experiments"].assign(parameters_total=np.where(wider, 99, 10))
+
+    assert "a step of V16-d8-" in build_document(tables | {"experiments": grown}, []).headline[0]
+
+
+def test_an_unverified_method_bears_its_dagger_in_the_answer(tmp_path) -> None:
+    experiment = make_experiment(method="opacus-ghost")
+    write_synthetic_verdict(tmp_path, experiment, passed=None, reason="nobody looked")
+    page = page_of(tmp_path, (experiment, "clean", {"step_s": (0.01,)}))
+
+    assert "with opacus-ghost\N{DAGGER}" in page.headline[0]
+    assert page.sections[0].blocks[0].rows[0][-1] == "not known"
