@@ -20,6 +20,7 @@ def texts_of(figure) -> list[str]:
     FigureCanvasAgg(figure).draw()
     texts = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
     texts += [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
+    texts += [text.get_text() for axis in figure.axes for text in axis.texts]
     return texts + [axis.get_title() for axis in figure.axes]
 
 

@@ -58,7 +58,10 @@ def without_times(root):
 
 
 CASES = {
-    "one method": (lambda root: tables_of(root, methods=["opacus-ghost"]), "of 1 private method,"),
+    "one method": (
+        lambda root: tables_of(root, methods=["opacus-ghost"]),
+        "opacus-ghost has the lowest peak",
+    ),
     "only standard": (lambda root: tables_of(root, methods=["standard"]), "No private method"),
     "one replicate": (
         lambda root: tables_of(root, replicates=1),

@@ -46,8 +46,10 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
         return "No time was measured: what is said of times is predicted."
     replicated = timed[timed["processes"] > 1]
     floors = timed["step_floor"].dropna().astype(float)
-    if replicated.empty or floors.empty:
+    if replicated.empty:
         return "Nothing was replicated, so how far times differ by noise alone is unknown."
+    if floors.empty:
+        return "How far times differ by noise alone is unknown: too few processes tell it."
     low, high = f"{floors.min():.0%}", f"{floors.max():.0%}"
     floor = low if low == high else f"{low} to {high}"
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())

@@ -30,7 +30,8 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
     """Yield the contents of the page, each with less detail than the one before.
 
     Args:
-        document: The report, of which the page shows the first lines and the first section.
+        document: The report, of which the page shows the first lines and the first two sections:
+            the answer, and whether it can be believed.
         tables: The tables of the analysis.
         results: The folder ``results``, whose logs are read.
     """
@@ -42,8 +43,9 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
     holdings = read_holdings(results.absolute().parent, runs[: DETAILS[0].runs])
     fixed = {
         "title": document.title,
+        "question": document.question,
         "headline": list(document.headline),
-        "answer": [section.model_dump(mode="json") for section in document.sections[:1]],
+        "answer": [section.model_dump(mode="json") for section in document.sections[:2]],
         "style": tell_style(tables),
         "outcomes": pack_frame(tables["outcomes"]),
     }

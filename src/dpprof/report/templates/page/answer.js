@@ -1,4 +1,4 @@
-// The report's first lines and its first section, as report.md has them.
+// The report's first lines and its first sections, as report.md has them.
 
 function showBlock(block) {
   if (block.kind === "paragraph") return make("p", {}, block.text);
@@ -16,13 +16,15 @@ function showBlock(block) {
 
 function showAnswer() {
   const top = document.getElementById("top");
-  top.append(make("h1", {}, content.title), ...content.headline.map((text) => make("p", {}, text)));
-  for (const section of content.answer) {
-    const view = addView("answer", section.title);
-    view.append(...section.blocks.map(showBlock).filter(known));
-    if (content.thinned.length) {
-      view.append(make("div", { class: "thinned" }, make("p", {}, "What this page leaves out:"),
-        make("ul", {}, ...content.thinned.map((text) => make("li", {}, text)))));
-    }
+  const lines = [content.question, ...content.headline].filter(Boolean);
+  top.append(make("h1", {}, content.title), ...lines.map((text) => make("p", {}, text)));
+  const [first, ...others] = content.answer;
+  if (!first) return;
+  const view = addView("answer", first.title);
+  view.append(...first.blocks.map(showBlock).filter(known));
+  for (const section of others) view.append(make("h3", {}, section.title), ...section.blocks.map(showBlock).filter(known));
+  if (content.thinned.length) {
+    view.append(make("div", { class: "thinned" }, make("p", {}, "What this page leaves out:"),
+      make("ul", {}, ...content.thinned.map((text) => make("li", {}, text)))));
   }
 }
