@@ -11,6 +11,7 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
 from scripts import ROOT, run
 
+from dpprof.analysis.table_columns import TABLES
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.result import read_result
 from dpprof.spec.experiment import Experiment
@@ -302,7 +303,7 @@ def test_prune_deletes_nothing_for_a_config_that_cannot_be_meant(
 @pytest.mark.parametrize("script", ["build_report.py", "draw_figure.py"])
 def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
     (tmp_path / "t").mkdir()
-    for name in ("runs", "experiments", "verification"):
+    for name in TABLES:
         (tmp_path / "t" / f"{name}.csv").write_bytes(b"\xff\xfe")
     options = {
         "build_report.py": ["--tables=t", "--output-dir=r"],

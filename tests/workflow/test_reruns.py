@@ -63,7 +63,7 @@ def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, befo
 def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None:
     figure = finished.path / "results" / "figures" / "tradeoff.png"
     drawn = figure.read_bytes()
-    finished.edit("src/dpprof/figures/tradeoff.py", "step time (ms)", "time of a step (ms)")
+    finished.edit("src/dpprof/figures/tradeoff.py", '"step time"', '"time of a step"')
     finished.snakemake("results/report.pdf")
 
     assert finished.results() == before
