@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpprof.devices.device import Device
 from dpprof.flops.op_call import Layout, read_call
@@ -19,6 +20,10 @@ times as long as of others.
 _OTHER_DATA = 2**21
 """Numbers that are touched before each call, twice a common second-level cache: in a step too, an
 operator's arguments are rarely the last data that were used."""
+
+_STAYS_CACHED = 2**16
+"""Bytes of arguments up to which no other data are touched: an operator on so few takes the time of
+its call, and its arguments were mostly made just before."""
 
 _MOST_REPEATS = 8
 
@@ -48,20 +53,23 @@ class Replayer:
         def act() -> None:
             function(*args, **kwargs)
 
-        return statistics.median(self._repeat(act))
+        leaves = pytree.tree_leaves((args, kwargs))
+        read = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return statistics.median(self._repeat(act, cached=read <= _STAYS_CACHED))
 
-    def _repeat(self, act: Callable[[], None]) -> list[float]:
+    def _repeat(self, act: Callable[[], None], *, cached: bool) -> list[float]:
         act()
-        seconds = self._time(act, 1)
+        seconds = self._time(act, 1, cached=cached)
         while sum(seconds) < self._budget_s and len(seconds) < _MOST_REPEATS:
-            seconds += self._time(act, len(seconds))
+            seconds += self._time(act, len(seconds), cached=cached)
         return seconds
 
-    def _time(self, act: Callable[[], None], repeats: int) -> list[float]:
+    def _time(self, act: Callable[[], None], repeats: int, *, cached: bool) -> list[float]:
         self._device.synchronize()
         clock = self._device.clock()
         for _ in range(repeats):
-            self._other_data.add_(1)
+            if not cached:
+                self._other_data.add_(1)
             clock.tick()
             act()
             clock.tick()
