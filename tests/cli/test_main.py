@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from fresh_process import run_fresh
@@ -96,3 +100,18 @@ def test_an_estimate_that_cannot_be_made_says_why(capsys, tmp_path, monkeypatch)
 
     assert ended.value.code == 1
     assert "tf32 is a mode of CUDA" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_the_command_in_silence() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-c", "from dpprof.cli.main import main; main(['--help'])"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

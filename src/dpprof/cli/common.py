@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from dpprof.records.record import ResultError
 from dpprof.spec.registry import EntryPointError
-from dpprof.spec.validation import InputError
+from dpprof.spec.validation import InputError, one_of
 from dpprof.system.console import fail, printable, say, shorten_lines
 
 
@@ -26,6 +26,19 @@ def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is not allowed; it must be a path")
     return Path(text)
+
+
+def path_ending_in(endings: Sequence[str]) -> Callable[[str], Path]:
+    """Make a type of option: a path whose ending says what the file is."""
+
+    def read(text: str) -> Path:
+        found = path(text)
+        if found.suffix not in endings:
+            allowed = f"its ending must be one of these; {one_of(endings)}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; {allowed}")
+        return found
+
+    return read
 
 
 def add_log_option(parser: argparse.ArgumentParser, what: str) -> None:
@@ -49,10 +62,13 @@ def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list
 def ending_in_a_sentence(what: str = "") -> Iterator[None]:
     """End the script with one sentence where its input or a file causes an error.
 
-    ``what`` says what an interruption leaves unwritten.
+    A closed standard output is none: ``main`` ends in silence then. ``what`` says what an
+    interruption leaves unwritten.
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (InputError, ResultError, EntryPointError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:

@@ -15,12 +15,12 @@ from pathlib import Path
 from dpprof.analysis.difference import Difference, compare
 from dpprof.analysis.peak_holdings import list_holdings
 from dpprof.analysis.waterfall import LEVELS
-from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.difference_sentence import say
 from dpprof.report.difference_text import Detail, render_markdown, render_text
-from dpprof.spec.validation import InputError, one_of
+from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
@@ -81,15 +81,6 @@ def draw(difference: Difference, output: Path) -> None:
     write_atomically(output, drawn.getvalue())
 
 
-def drawing_path(text: str) -> Path:
-    """Read the path of a drawing, whose ending says what it is."""
-    found = path(text)
-    if found.suffix not in DRAWINGS:
-        allowed = f"its ending must be one of these; {one_of(DRAWINGS)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; {allowed}")
-    return found
-
-
 def count(text: str) -> int:
     """Read a number of lines, at least 1."""
     if not text.isdecimal() or not 1 <= len(text) <= 9 or not int(text):  # noqa: PLR2004 (letters)
@@ -136,7 +127,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--output",
-        type=drawing_path,
+        type=path_ending_in(DRAWINGS),
         metavar="FILE",
         help="also draw the waterfall and both timelines: a .png, .pdf or .svg",
     )

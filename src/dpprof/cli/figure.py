@@ -1,31 +1,25 @@
 """Draw one figure from tables that exist."""
 
-import argparse
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 from dpprof.analysis.frames import TableFolder
 from dpprof.analysis.standings import find_marks
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.common import (
+    Parser,
+    add_log_option,
+    ending_in_a_sentence,
+    path,
+    path_ending_in,
+)
 from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
 from dpprof.figures.verification_signs import MEANINGS, mark_methods
 from dpprof.report.document import Drawing
 from dpprof.spec import registry
-from dpprof.spec.validation import one_of
 from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable, write_atomically
 
 KINDS = (".png", ".pdf", ".svg", ".json")
-
-
-def drawing_path(text: str) -> Path:
-    """Read the path of a figure, whose ending says what it is."""
-    found = path(text)
-    if found.suffix not in KINDS:
-        allowed = f"its ending must be one of these; {one_of(KINDS)}"
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; {allowed}")
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", type=path, required=True, help="the folder of the CSV tables")
     parser.add_argument(
         "--output",
-        type=drawing_path,
+        type=path_ending_in(KINDS),
         action="append",
         required=True,
         help="a .png, .pdf or .svg to write, or a .json for the caption",

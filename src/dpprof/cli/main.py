@@ -1,6 +1,8 @@
 """The command ``dpprof``: a subcommand for each thing that works without Snakemake."""
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -31,8 +33,18 @@ EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a subcommand."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    """Run a subcommand; end in silence where the reader of its output has enough, as head does."""
+    try:
+        try:
+            _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _run(given: Sequence[str]) -> None:
     match given:
         case ["--version"]:
             print(f"dpprof {version('dpprof')}")
