@@ -27,7 +27,7 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
     """
     # Positions are learned, so one model has more parameters for longer sequences.
     known = _with_size(measured(experiments), experiments)
-    groups = [rows for _, rows in _by(SETTING, known)]
+    groups = [rows for _, rows in group_by(SETTING, known)]
     if not groups:
         return experiments.head(0)
     chosen = max(groups, key=_how_much_is_known)
@@ -43,7 +43,7 @@ def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
     advice = _with_size(tables["advice"], tables["runs"])
     named = advice["target"].fillna("this machine")
     found = {
-        str(target): max((one for _, one in _by(WITHOUT_BATCH, rows)), key=_how_large)
+        str(target): max((one for _, one in group_by(WITHOUT_BATCH, rows)), key=_how_large)
         for target, rows in advice.groupby(named, sort=False)
     }
     ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
@@ -56,7 +56,7 @@ def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     told = told[told["target"].notna()]
     found = {}
     for target, rows in told.groupby("target", sort=False):
-        chosen = max((one for _, one in _by(SETTING, rows)), key=_how_much_is_known)
+        chosen = max((one for _, one in group_by(SETTING, rows)), key=_how_much_is_known)
         chosen = chosen.drop_duplicates("method").reset_index(drop=True)
         base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
         ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
@@ -71,7 +71,8 @@ def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(model_size=rows["model"].map(most).astype(float))
 
 
-def _by(axes: list[str], rows: pd.DataFrame) -> Iterator[tuple[object, pd.DataFrame]]:
+def group_by(axes: list[str], rows: pd.DataFrame) -> Iterator[tuple[object, pd.DataFrame]]:
+    """Group rows by axes, of which some may be unknown."""
     # As texts, because an axis that is unknown everywhere has no type that groups well.
     return iter(rows.groupby([rows[name].map(str) for name in axes], sort=False))
 

@@ -2,7 +2,8 @@
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.axes import BASELINE, SETTING
+from dpprof.analysis.focus import WITHOUT_BATCH, group_by
 from dpprof.analysis.frames import least_of
 from dpprof.report.cells import listed, percent, significant
 from dpprof.report.document import Bullets
@@ -26,19 +27,22 @@ def tell_kernels(kernels: pd.DataFrame, traces: pd.DataFrame) -> list[Bullets]:
     rows = pd.DataFrame(told, columns=pd.Index(["op_kind", "method", "share"]))
     said = []
     for op_kind, alike in rows.groupby("op_kind", sort=False):
-        low, high = percent(alike["share"].min()), percent(alike["share"].max())
-        share = low if low == high else f"{low} to {high}"
-        said.append(f"{op_kind} with {listed(alike['method'])} ({share})")
+        said.append(f"{op_kind} with {listed(alike['method'])} ({_span(alike['share'])})")
     idle = (first["idle_s"] / first["step_s"]).astype(float)
-    waits = f"; nothing runs in {percent(idle.min())} to {percent(idle.max())} of it"
+    waits = f"; nothing runs in {_span(idle)} of it"
     where = name_setting(first.iloc[0])
     sentence = f"In a traced step of {where}, most time goes to {', '.join(said)}"
     return [Bullets(items=(f"{sentence}{waits if idle.notna().all() else ''}.",))]
 
 
+def _span(shares: "pd.Series[float]") -> str:
+    low, high = percent(shares.min()), percent(shares.max())
+    return low if low == high else f"{low} to {high}"
+
+
 def _find_largest(rows: pd.DataFrame) -> pd.DataFrame:
     """Return one row per method of the setting with most methods, else with most parameters."""
-    settings = [one for _, one in rows.groupby(["model", "seq_len", "batch_size"], sort=False)]
+    settings = [one for _, one in group_by(SETTING, rows)]
     chosen = max(settings, key=lambda one: (one["method"].nunique(), one["parameters_total"].max()))
     return chosen.drop_duplicates("method")
 
@@ -51,16 +55,16 @@ def tell_growth(experiments: pd.DataFrame) -> list[Bullets]:
     """Return how much longer a step takes with more tokens; nothing where sizes do not vary."""
     said = [
         sentence
-        for along, held in (("seq_len", "batch_size"), ("batch_size", "seq_len"))
-        if (sentence := _tell_axis(experiments, along, held))
+        for along, other in (("seq_len", "batch_size"), ("batch_size", "seq_len"))
+        if (sentence := _tell_axis(experiments, along, other))
     ]
     return [Bullets(items=tuple(said))] if said else []
 
 
-def _tell_axis(experiments: pd.DataFrame, along: str, held: str) -> str | None:
+def _tell_axis(experiments: pd.DataFrame, along: str, other: str) -> str | None:
     timed = experiments[experiments["target"].isna()].dropna(subset=["median_step_s"])
     best: tuple[int, pd.DataFrame] | None = None
-    for _, rows in timed.groupby(["model", held], sort=False):
+    for _, rows in group_by([name for name in SETTING if name != along], timed):
         low, high = rows[along].min(), rows[along].max()
         ends = rows[rows[along].isin([low, high])].drop_duplicates(["method", along])
         both = ends[ends.groupby("method")[along].transform("nunique") == 2]  # noqa: PLR2004 (ends)
@@ -74,7 +78,7 @@ def _tell_axis(experiments: pd.DataFrame, along: str, held: str) -> str | None:
     growth = (steps[high] / steps[low]).astype(float)
     first = rows.iloc[0]
     sizes = f"{_ALONG[along]} = {low:,} to {high:,}"
-    what = f"{first['model']} at {_ALONG[held]} = {first[held]:,}"
+    what = f"{first['model']} at {_ALONG[other]} = {first[other]:,}"
     told = [f"{times(growth[BASELINE])} with standard"] if BASELINE in growth else []
     private = growth.drop(BASELINE, errors="ignore")
     if len(private):
@@ -85,19 +89,18 @@ def _tell_axis(experiments: pd.DataFrame, along: str, held: str) -> str | None:
 
 
 def tell_price(budget: pd.DataFrame) -> list[Bullets]:
-    """Return what the privacy budget costs with the cheapest private method; else nothing."""
+    """Return what the privacy budget costs with the cheapest private method; else nothing.
+
+    It speaks of the setting with the largest model, and of methods that are known at every epsilon.
+    """
     known = budget.dropna(subset=["gpu_hours", "epsilon", "parameters_total"])
     if known.empty:
         return []
     first = least_of(known, "parameters_total", -1)
-    same = known[
-        (known["model"] == first["model"])
-        & (known["seq_len"] == first["seq_len"])
-        & (known["target"].map(str) == str(first["target"]))
-        & (known["lora"].map(str) == str(first["lora"]))
-    ]
-    totals = same.groupby("method")["gpu_hours"].sum().astype(float)
-    method = str(totals.idxmin())
+    same = next(rows for _, rows in group_by(WITHOUT_BATCH, known) if first.name in rows.index)
+    counts = same.groupby("method")["epsilon"].nunique()
+    whole = same[same["method"].map(counts) == counts.max()]
+    method = str(whole.groupby("method")["gpu_hours"].sum().astype(float).idxmin())
     rows = same[same["method"] == method].sort_values("epsilon", ascending=False)
     hours = [f"{significant(row['gpu_hours'])} at {row['epsilon']:g}" for _, row in rows.iterrows()]
     place = THIS_MACHINE if pd.isna(first["target"]) else first["target"]

@@ -81,7 +81,7 @@ def _capacity(target: str, options: pd.DataFrame) -> _Place:
 
 def _batch(row: Any) -> str:
     if pd.isna(row["safe_batch_size"]):
-        return "tight" if row["verdict"] == "tight" else str(row["verdict"])
+        return str(row["verdict"])
     more = "+" if row["limited_by"] == "search" else ""
     return f"{number(row['safe_batch_size'], digits=0)}{more}"
 
