@@ -73,6 +73,9 @@ def test_the_timeline_keeps_every_components_maximum() -> None:
     }
     assert line.ops == sorted(line.ops)
     assert line.elapsed_s == sorted(line.elapsed_s)
+    assert [op is None for op in line.op] == [not ops for ops in line.ops]
+    noise = {op for op, phase in zip(line.op, line.phase, strict=True) if phase == "noise"}
+    assert {"normal", "zeros"} < noise
     phases = ["step", "forward", "backward", "clip", "second_backward", "noise"]
     assert list(dict.fromkeys(line.phase)) == phases  # it begins where the last step ended
     assert line.phase[-1] == "step"

@@ -5,8 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from factory import make_experiment, make_manifest, write_synthetic
 from html_pages import METHODS, record, tables_of, write_html, write_results
 
+from dpprof.analysis.collection import collect
+from dpprof.analysis.tables import build_tables
 from dpprof.report.content import build_document
 from dpprof.report.page.columns import pack_changes, pack_column, plain
 from dpprof.report.page.content import tell_contents
@@ -80,14 +83,31 @@ def test_joined_holdings_keep_the_bytes_of_every_component() -> None:
 def test_details_get_coarser_and_each_says_what_is_left_out() -> None:
     frames = {"experiments": np.zeros(20_000)}
     runs = [("x", "memory", 0)] * 9_000
-    assert list(DETAILS[0].tell(frames, runs[:1_000])) == []
-    assert all(list(detail.tell(frames, runs)) for detail in DETAILS[1:])
+    assert list(DETAILS[0].tell(frames, runs[:1_000], 200)) == []
+    assert all(list(detail.tell(frames, runs, 0)) for detail in DETAILS[1:])
     for name in Detail._fields:
         limits = [getattr(detail, name) or np.inf for detail in DETAILS]
         assert limits == sorted(limits, reverse=True), name
-    told = " ".join(DETAILS[-1].tell(frames, runs))
+    told = " ".join(DETAILS[-1].tell(frames, runs, 7))
     assert "Of 20,000 experiments this page has the first 1,000" in told
     assert "Of 9,000 recorded or predicted steps, 50" in told
+    assert "Of 7 failures with a log the first 5 have its end here" in told
+
+
+def test_coarser_pages_quote_fewer_logs(tmp_path) -> None:
+    runs = [(make_experiment(batch_size=1 + at), 0) for at in range(30)]
+    for one, _ in runs:
+        write_synthetic(tmp_path, one, outcome="crashed")
+    (tmp_path / "results" / "logs").mkdir()
+    (tmp_path / "results" / "logs" / "x.log").write_text("<" * 4096, encoding="utf-8")
+    tables = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))
+    tables["runs"]["error_log"] = "results/logs/x.log"
+    contents = tell_contents(build_document(tables, []), tables, tmp_path / "results")
+
+    for content, detail in zip(contents, DETAILS, strict=True):
+        ends = content["failures"]["columns"]["log_end"]  # one text, known or unknown
+        quoted = sum(ends["values"][code] is not None for code in ends["codes"])
+        assert quoted == min(30, detail.log_ends)
 
 
 def test_the_end_of_a_log_is_read_from_the_log_folder_alone(tmp_path) -> None:

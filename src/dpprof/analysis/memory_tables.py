@@ -209,6 +209,7 @@ def _instants(recorded: Iterable[_Recorded]) -> Rows:
             yield (
                 key_of(one.run)
                 | {"ops": ops, "phase": phase, "elapsed_s": line.elapsed_s and line.elapsed_s[row]}
+                | {"op": line.op and line.op[row]}
                 | dict.fromkeys(COMPONENTS, 0)
                 | {component: sizes[row] for component, sizes in line.components.items()}
             )

@@ -300,6 +300,7 @@ TABLES: Mapping[str, Table] = {
         "an instant of a step",
         *_RUN,
         integer("ops", "operators run so far"),
+        text("op", "the operator that ran last"),
         number("elapsed_s", "time since the step began"),
         text("phase", "the phase"),
         *(integer(name, f"bytes of {name}") for name in COMPONENTS),

@@ -90,6 +90,9 @@ class Op(NamedTuple):
     call: str = ""
     """As ``flops.op_call`` describes it; empty where calls are not described."""
 
+    name: str = ""
+    """As storages name the operator that allocated them."""
+
 
 class Allocated(NamedTuple):
     """A storage was allocated."""
@@ -280,6 +283,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [(self._number(tensor), size) for tensor, size in writes],
             time.perf_counter(),
             call,
+            rule.name,
         )
         self.events.append(op)
 

@@ -160,8 +160,10 @@ def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
     rows = sorted(kept)
     ran = [isinstance(event, Op) for event in step.events]
     ops = [0, *accumulate(ran)]
+    names = [None, *(op.name for op in step.ops)]
     return Timeline(
         ops=[ops[row] for row in rows],
+        op=[names[ops[row]] for row in rows],
         elapsed_s=_elapsed_s(step, rows) if real else None,
         phase=[phases[row] for row in rows],
         components={

@@ -86,6 +86,9 @@ class Timeline(Part):
     ops: list[int] = Field(description="number of operators run since the step began")
     elapsed_s: list[float] | None = Field(description="time since then, including the instrument")
     phase: list[Phase]
+    op: list[str | None] | None = Field(
+        None, description="operator that ran last, null before the first one"
+    )
     components: dict[Component, list[int]]
 
 

@@ -22,9 +22,6 @@ from dpprof.report.page.holdings import pack_holdings, read_holdings
 from dpprof.report.page.logs import read_ends
 from dpprof.report.page.timelines import pack_timelines
 
-_MOST_LOGS = 200
-"""Failures beyond these are listed without the end of their log."""
-
 
 def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator[dict[str, Any]]:
     """Yield the contents of the page, each with less detail than the one before.
@@ -38,7 +35,9 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
     experiments = list_experiments(tables)
     peaks, failures = list_peaks(tables, experiments), list_failures(tables)
     kernels, traces = list_kernels(tables)
-    failures["log_end"] = _quote_logs(failures["error_log"], results)
+    logs = failures["error_log"].dropna()
+    told = logs[: DETAILS[0].log_ends]
+    ends = read_ends(told, results.absolute().parent, results / "logs")
     runs: Runs = [tuple(key) for key in peaks[RUN_KEY].itertuples(index=False)]
     holdings = read_holdings(results.absolute().parent, runs[: DETAILS[0].runs])
     fixed = {
@@ -50,12 +49,13 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
         "outcomes": pack_frame(tables["outcomes"]),
     }
     for detail in DETAILS:
+        quoted = dict(list(zip(told.index, ends, strict=True))[: detail.log_ends])
         of_rows = {
             "experiments": experiments,
             "peaks": peaks,
             "kernels": kernels,
             "traces": traces,
-            "failures": failures,
+            "failures": failures.assign(log_end=pd.Series(quoted, dtype=object)),
         }
         yield (
             fixed
@@ -65,12 +65,6 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
                     tables["timeline"], runs[: detail.runs], detail.instants
                 ),
                 "holdings": pack_holdings(holdings[: detail.runs], detail.holdings),
-                "thinned": list(detail.tell(of_rows, runs)),
+                "thinned": list(detail.tell(of_rows, runs, len(logs))),
             }
         )
-
-
-def _quote_logs(logs: "pd.Series[str]", results: Path) -> "pd.Series[str]":
-    told = logs.head(_MOST_LOGS).dropna()
-    ends = read_ends(told, results.absolute().parent, results / "logs")
-    return pd.Series(ends, index=told.index, dtype=object).reindex(logs.index)

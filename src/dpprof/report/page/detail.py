@@ -24,7 +24,12 @@ class Detail(NamedTuple):
     rows: int | None = None
     """How many rows a table keeps."""
 
-    def tell(self, frames: Mapping[str, pd.DataFrame], runs: Runs) -> Iterator[str]:
+    log_ends: int = 200
+    """How many failures keep the end of their log."""
+
+    def tell(
+        self, frames: Mapping[str, pd.DataFrame], runs: Runs, quoted_logs: int
+    ) -> Iterator[str]:
         """Say what the page leaves out, and where it is."""
         if self.instants is not None:
             yield (
@@ -41,6 +46,11 @@ class Detail(NamedTuple):
                 f"Of {len(runs):,} recorded or predicted steps, {self.runs:,} of the largest "
                 "settings have their timeline and holdings here; results/tables has all."
             )
+        if quoted_logs > self.log_ends:
+            yield (
+                f"Of {quoted_logs:,} failures with a log the first {self.log_ends:,} have its end "
+                "here; results/logs has all."
+            )
         for name, frame in frames.items():
             if self.rows is not None and len(frame) > self.rows:
                 yield (
@@ -56,8 +66,8 @@ DETAILS = (
     Detail(instants=60, holdings=40),
     Detail(instants=30, holdings=20),
     Detail(instants=30, holdings=20, runs=500),
-    Detail(instants=30, holdings=20, runs=200, rows=10_000),
-    Detail(instants=30, holdings=20, runs=100, rows=3_000),
-    Detail(instants=30, holdings=20, runs=50, rows=1_000),
+    Detail(instants=30, holdings=20, runs=200, rows=10_000, log_ends=50),
+    Detail(instants=30, holdings=20, runs=100, rows=3_000, log_ends=20),
+    Detail(instants=30, holdings=20, runs=50, rows=1_000, log_ends=5),
 )
 """From the finest on; a page takes the first that fits."""

@@ -43,5 +43,6 @@ def _pack_timeline(step: pd.DataFrame, parts: int | None) -> dict[str, Any]:
         "ops": pack_changes(kept["ops"].tolist()),
         "elapsed_s": [plain(value) for value in kept["elapsed_s"]] if timed else None,
         "phase": pack_column(kept["phase"]),
+        "op": pack_column(kept["op"]),
         "components": {name: pack_changes(kept[name].tolist()) for name in components},
     }

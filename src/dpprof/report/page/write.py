@@ -14,6 +14,7 @@ import vl_convert
 from dpprof.report.document import Document
 from dpprof.report.page.content import tell_contents
 from dpprof.report.page.data import Tables
+from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 
@@ -47,8 +48,11 @@ def write_page(document: Document, tables: Tables, results: Path) -> None:
     """Write ``report.html`` into the folder ``results``, whose logs it quotes."""
     for content in tell_contents(document, tables, results):
         page = render_page(content)
-        if len(page.encode()) <= LIMIT_BYTES:
+        size = len(page.encode())
+        if size <= LIMIT_BYTES:
             break
+    else:
+        say(f"results/report.html has {size / 1e6:.1f} MB, thinned as far as it can be")
     write_atomically(results / "report.html", page)
 
 

@@ -51,6 +51,7 @@ function timelineOf(run) {
     ops: runningSums(packed.ops),
     elapsed_s: packed.elapsed_s,
     phase: unpackColumn(packed.phase),
+    op: unpackColumn(packed.op),
     components: Object.fromEntries(sizes),
   };
 }

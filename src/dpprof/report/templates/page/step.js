@@ -61,7 +61,7 @@ function tellInstant(run, line, totals, at) {
   const parts = Object.entries(line.components).map(([name, sizes]) => [name, sizes[at]]).filter(([, size]) => size > 0);
   parts.sort((one, other) => other[1] - one[1]);
   const peak = totals[at] === run.peak_bytes;
-  const lines = [`${bytes(totals[at])} live`, `${words(line.phase[at])}, after operator ${fixed(line.ops[at])} of ${fixed(line.ops.at(-1))}`];
+  const lines = [`${bytes(totals[at])} live`, `${words(line.phase[at])}, after operator ${fixed(line.ops[at])} of ${fixed(line.ops.at(-1))}${known(line.op[at]) ? `: ${visible(line.op[at])}` : ""}`];
   if (known(line.elapsed_s)) lines.push(`${significant(line.elapsed_s[at] * 1e3)} ms into the step`);
   if (peak) lines.push(`the peak: ${words(run.op)}${known(run.module) ? ` in ${visible(run.module)}` : ""}`);
   lines.push(...parts.slice(0, 8).map(([name, size]) => `${words(name)}: ${bytes(size)}`));
@@ -105,7 +105,7 @@ function timelineSpec(run, line, width) {
 function instantRows(line) {
   const totals = totalsOf(line);
   return line.ops.map((op, at) => ({
-    ops: op, phase: line.phase[at], ...(known(line.elapsed_s) ? { elapsed_s: line.elapsed_s[at] } : {}), live_bytes: totals[at],
+    ops: op, op: line.op[at], phase: line.phase[at], ...(known(line.elapsed_s) ? { elapsed_s: line.elapsed_s[at] } : {}), live_bytes: totals[at],
     ...Object.fromEntries(Object.entries(line.components).map(([name, sizes]) => [`${name}_bytes`, sizes[at]])),
   }));
 }
@@ -130,7 +130,7 @@ function showRun(run) {
 }
 
 function showStep() {
-  const view = addView("experiment", "One experiment", "Memory over one step in the steady state, by what it is for. Point at an instant to read the operator, the phase and what holds most.");
+  const view = addView("experiment", "One experiment", "Memory over one step in the steady state, by what it is for. Point at an instant to read the operator that ran last, the phase and what holds most.");
   if (!experiments.length) return view.append(nothing("There is no experiment with a result."));
   const common = runs.filter((run) => run.setting === fullest(runs));
   const first = common.reduce((high, run) => (run.peak_bytes > (high?.peak_bytes ?? 0) ? run : high), null)?.experiment_id ?? experiments[0].experiment_id;
