@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.instruments.memory import estimate
-from dpprof.instruments.operators import ignore
+from dpprof.instruments.operator_timer import ignore
 from dpprof.records.result import Result, read_result
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import Experiment

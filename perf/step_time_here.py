@@ -2,10 +2,12 @@
 
 Every method, on two models and three lengths. The machine's speed drifts, so of each cell the
 rounds in which its operators are timed alternate with the steps that are measured. The prediction
-knows the operators' times and none of the steps'. Before the cells, all operators are timed
-together in as many rounds and held out by their sizes: each is predicted from those of the same
-operator at other sizes. One thread computes: two wait for each other wherever another process takes
-a core from one, and then it is the machine's neighbours that are timed.
+knows the operators' times, none of the steps', and how much longer operators take in a step than
+alone, from a step of another shape (small, standard, T 256, B 4) that is measured before each group
+of cells. Before the cells, all operators are timed together in as many rounds and held out by their
+sizes: each is predicted from those of the same operator at other sizes. One thread computes: two
+wait for each other wherever another process takes a core from one, and then it is the machine's
+neighbours that are timed.
 """
 
 import argparse
@@ -17,7 +19,6 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +26,12 @@ import numpy as np
 import torch
 
 from dpprof.devices.selection import open_device
-from dpprof.instruments.clean import time_steps
-from dpprof.instruments.operators import ROUNDS, OperatorTimer, ignore, list_ops, time_hosts
-from dpprof.instruments.setup import begin, set_up
+from dpprof.instruments.beside_operators import (
+    BesideOperators,
+    MeasuredStep,
+    time_beside_operators,
+)
+from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
 from dpprof.memory.recorder import Op
 from dpprof.records.operators import OperatorTable
 from dpprof.spec import registry
@@ -77,21 +81,12 @@ class Cell(NamedTuple):
         )
 
 
-def run(ops: list[Op], host: tuple[float, float], experiment: Experiment) -> Cell:
+def run(ops: list[Op], beside: BesideOperators, experiment: Experiment) -> Cell:
     """Time a step's operators and the step in turn, and predict it from its operators."""
-    method, device = begin(experiment)
-    training = set_up(experiment, method, device, lambda *_: None)
-    run_step = partial(training.step.run, training.batch, ignore)
-    measure = partial(time_steps, device, STEPS[experiment.seq_len], run_step)
-    time_steps(device, 1, run_step)
-    timer = OperatorTimer(device)
-    timer.add(ops)
-    steps = measure()
-    for _ in range(ROUNDS - 1):
-        timer.repeat()
-        steps += measure()
-    predicted = predict_step_here(ops, tabulate_operators(timer, host))
-    del training, run_step
+    measured = MeasuredStep(experiment, ops)
+    steps = measured.time(STEPS[experiment.seq_len])
+    predicted = predict_step_here(ops, tabulate_operators(measured.timer, beside))
+    del measured
     gc.collect()
     return Cell(
         str(experiment.model),
@@ -104,7 +99,7 @@ def run(ops: list[Op], host: tuple[float, float], experiment: Experiment) -> Cel
     )
 
 
-def tabulate_operators(timer: OperatorTimer, host: tuple[float, float]) -> OwnTable:
+def tabulate_operators(timer: OperatorTimer, beside: BesideOperators) -> OwnTable:
     """Return what was timed as a table."""
     operators, drift = timer.tabulate()
     table = OperatorTable(
@@ -112,8 +107,7 @@ def tabulate_operators(timer: OperatorTimer, host: tuple[float, float]) -> OwnTa
         threads=torch.get_num_threads(),
         rounds=ROUNDS,
         drift=drift,
-        host_s=host[0],
-        host_spread=host[1],
+        **beside._asdict(),
         experiments=[],
         left_out=timer.failed,
         wall_s=0.0,
@@ -224,16 +218,18 @@ def main() -> None:
     for _ in range(ROUNDS - 1):
         timer.repeat()
         tell("timed all operators once more")
-    table = tabulate_operators(timer, (0.0, 0.0))
+    table = tabulate_operators(timer, BesideOperators(0.0, 0.0, 1.0))
     kept = read_cells(arguments.cells)
     cells = []
     for _, group in itertools.groupby(ops, lambda one: (str(one.model), one.seq_len)):
-        host: tuple[float, float] | None = None
+        beside: BesideOperators | None = None
         for experiment in group:
             cell = kept.get((str(experiment.model), experiment.method, experiment.seq_len))
             if cell is None:
-                host = host or time_hosts(OperatorTimer(device))
-                cell = run(ops[experiment], host, experiment)
+                if beside is None:
+                    beside = time_beside_operators()
+                    tell(f"operators take {beside.step_factor:.2f} times as long in a step")
+                cell = run(ops[experiment], beside, experiment)
                 keep_cell(arguments.cells, cell)
             cells.append(cell)
             tell(cell.tell())

@@ -16,7 +16,7 @@ from dpprof.records.operators import OperatorTable
 from dpprof.records.record import Part, read_record
 from dpprof.spec.target import DTYPES, Dtype
 
-SCHEMA_VERSION: Literal[3] = 3
+SCHEMA_VERSION: Literal[4] = 4
 
 CEILINGS = "ceilings"
 """The name of the folder for ceilings in ``results``."""
@@ -91,7 +91,7 @@ def nothing_measured(reason: str) -> Limits:
 class Ceilings(Limits):
     """One JSON file per device. Every key is always present; unknown values are null."""
 
-    schema_version: Literal[3] = SCHEMA_VERSION
+    schema_version: Literal[4] = SCHEMA_VERSION
     device: dict[str, Any] = Field(description="the device, as results describe it")
     started_at: str = Field(description="start of the measurement: UTC, ISO 8601")
     wall_s: float

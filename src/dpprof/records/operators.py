@@ -47,6 +47,9 @@ class OperatorTable(Part):
         description="what a step takes besides its operators, for each: Python, hooks, autograd"
     )
     host_spread: float = Field(description="standard deviation of its logarithm")
+    step_factor: float = Field(
+        description="how many times as long operators take in a step as alone, by one step of small"
+    )
     experiments: list[str] = Field(description="ids of the experiments whose operators these are")
     left_out: dict[str, str] = Field(
         description="experiments and operators that were not timed, and why"

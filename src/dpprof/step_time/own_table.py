@@ -67,6 +67,7 @@ class OwnTable:
 
     def __init__(self, table: OperatorTable) -> None:
         self.host_s, self.host_spread = table.host_s, table.host_spread
+        self.step_factor = table.step_factor
         self.drift = table.drift or 0.0
         self._known = {one.call: one for one in table.operators}
         self._flops_per_s = max((one.flops / one.seconds for one in table.operators), default=1.0)

@@ -80,7 +80,10 @@ def predict_step_here(ops: Sequence[Op], table: OwnTable) -> PredictedTime:
     """
     distinct = {op.call: op for op in ops}
     found = {call: table.predict(shape_of(op)) for call, op in distinct.items()}
-    times = [found[op.call] for op in ops]
+    times = [
+        time._replace(seconds=time.seconds * table.step_factor)
+        for time in (found[op.call] for op in ops)
+    ]
     run = partial(
         combine,
         host_s=table.host_s,

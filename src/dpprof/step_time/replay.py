@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpprof.devices.device import Device
 from dpprof.flops.op_call import Layout, read_call
@@ -21,10 +20,6 @@ _OTHER_DATA = 2**21
 """Numbers that are touched before each call, twice a common second-level cache: in a step too, an
 operator's arguments are rarely the last data that were used."""
 
-_STAYS_CACHED = 2**16
-"""Bytes of arguments up to which no other data are touched: an operator on so few takes the time of
-its call, and its arguments were mostly made just before."""
-
 _MOST_REPEATS = 8
 
 
@@ -34,10 +29,11 @@ class Replayer:
     Args:
         device: The device.
         budget_s: About how long all repeats of one call may take.
+        small_steps: Whether the calls are of a step whose data stay in a cache.
     """
 
-    def __init__(self, device: Device, budget_s: float) -> None:
-        self._device, self._budget_s = device, budget_s
+    def __init__(self, device: Device, budget_s: float, *, small_steps: bool = False) -> None:
+        self._device, self._budget_s, self._small_steps = device, budget_s, small_steps
         self._noise = 0.5 + torch.rand(_NOISE, device=device.torch_device)
         self._other_data = torch.ones(_OTHER_DATA, device=device.torch_device)
 
@@ -53,22 +49,20 @@ class Replayer:
         def act() -> None:
             function(*args, **kwargs)
 
-        leaves = pytree.tree_leaves((args, kwargs))
-        read = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        return statistics.median(self._repeat(act, cached=read <= _STAYS_CACHED))
+        return statistics.median(self._repeat(act))
 
-    def _repeat(self, act: Callable[[], None], *, cached: bool) -> list[float]:
+    def _repeat(self, act: Callable[[], None]) -> list[float]:
         act()
-        seconds = self._time(act, 1, cached=cached)
+        seconds = self._time(act, 1)
         while sum(seconds) < self._budget_s and len(seconds) < _MOST_REPEATS:
-            seconds += self._time(act, len(seconds), cached=cached)
+            seconds += self._time(act, len(seconds))
         return seconds
 
-    def _time(self, act: Callable[[], None], repeats: int, *, cached: bool) -> list[float]:
+    def _time(self, act: Callable[[], None], repeats: int) -> list[float]:
         self._device.synchronize()
         clock = self._device.clock()
         for _ in range(repeats):
-            if not cached:
+            if not self._small_steps:
                 self._other_data.add_(1)
             clock.tick()
             act()

@@ -8,8 +8,8 @@ import torch
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
-from dpprof.instruments import operators
-from dpprof.instruments.operators import OperatorTimer
+from dpprof.instruments import operator_timer
+from dpprof.instruments.operator_timer import OperatorTimer
 from dpprof.memory.recorder import Op
 
 CALLS = {n: describe_call(torch.ops.aten.neg.default, (torch.ones(n),), {}) for n in (1, 2, 3)}
@@ -18,7 +18,7 @@ CALLS = {n: describe_call(torch.ops.aten.neg.default, (torch.ones(n),), {}) for 
 class Replayed:
     """Says that an operator of n elements takes n seconds, in each round 1.2 times as many."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.asked: list[str] = []
 
     def time(self, call: str) -> float:
@@ -31,7 +31,7 @@ class Replayed:
 
 @pytest.fixture
 def timer(monkeypatch) -> OperatorTimer:
-    monkeypatch.setattr(operators, "Replayer", Replayed)
+    monkeypatch.setattr(operator_timer, "Replayer", Replayed)
     timer = OperatorTimer(Cpu())
     cost = Cost("neg", "elementwise", 1, "float32")
     ops = [Op("forward", None, "neg", cost, [], [], 0.0, call) for call in CALLS.values()]
@@ -59,5 +59,5 @@ def test_an_operator_that_fails_is_left_out_with_its_reason(timer) -> None:
 
 
 def test_after_one_round_the_drift_is_unknown(monkeypatch) -> None:
-    monkeypatch.setattr(operators, "Replayer", Replayed)
+    monkeypatch.setattr(operator_timer, "Replayer", Replayed)
     assert OperatorTimer(Cpu()).tabulate() == ([], None)
