@@ -4,10 +4,16 @@ import math
 from importlib.metadata import version
 
 import pytest
+import torch
 from factory import write_synthetic_ceilings
 
+from dpprof.flops.cost import Cost
+from dpprof.flops.op_call import describe_call
+from dpprof.memory.recorder import Op
 from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
+from dpprof.step_time.operator_shape import shape_of
 from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table
+from dpprof.step_time.predict import predict_step_here
 from dpprof.system.hardware import available_cores, cpu_name
 
 RATE, BANDWIDTH = 1e11, 1e10
@@ -171,3 +177,16 @@ def test_a_table_of_other_threads_or_of_another_pytorch_predicts_nothing(tmp_pat
 
 def test_one_operator_alone_cannot_be_held_out() -> None:
     assert make(*copies(10**6)).hold_out() == []
+
+
+def test_a_step_is_its_operators_as_slow_as_in_steps_and_the_host_between_them() -> None:
+    call = describe_call(torch.ops.aten.neg.default, (torch.ones(4),), {})
+    cost = Cost("neg", "elementwise", 1, "float32")
+    ops = [Op(phase, None, "other", cost, [], [], 0.0, call) for phase in ("forward", "step")]
+    known = OperatorTime(**shape_of(ops[0]).model_dump(), seconds=2.0, spread=0.1)
+    step = predict_step_here(ops, make(known, host_s=1.0, step_factor=1.5))
+
+    assert step.median == pytest.approx(2 * 1.5 * 2.0 + 2 * 1.0)
+    assert step.without_update == pytest.approx(1.5 * 2.0 + 1.0)
+    assert step.low < step.median < step.high
+    assert step.rests_on["measured at this shape"] == pytest.approx(1)
