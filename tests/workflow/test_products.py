@@ -8,7 +8,7 @@ from checkout import Checkout
 pytestmark = pytest.mark.workflow
 
 
-def test_snakemakes_own_report_carries_the_figures_with_captions(finished: Checkout) -> None:
+def test_snakemakes_own_report_carries_reports_figures_and_tables(finished: Checkout) -> None:
     finished.snakemake("--report", "report.zip")
 
     with zipfile.ZipFile(finished.path / "report.zip") as packed:
@@ -18,9 +18,14 @@ def test_snakemakes_own_report_carries_the_figures_with_captions(finished: Check
         assert packed.read(ours) == (finished.path / "results" / "report.html").read_bytes()
     assert "Peak memory over step time, one point per method; lower left is better." in text
     drawn = [path.name for path in (finished.path / "results" / "figures").glob("*.png")]
-    assert drawn
-    for figure in drawn:
-        assert any(name.endswith(figure) for name in names), figure
+    tables = [path.name for path in (finished.path / "results" / "tables").glob("*.csv")]
+    assert len(drawn) > 10
+    assert len(tables) > 10
+    for one in (*drawn, *tables):
+        assert any(name.endswith(f"/{one}") for name in names), one
+    assert "a row is" in text
+    assert "an instant of a step" in text
+    assert "checks that the" in text
 
 
 def test_scripts_run_alone_on_existing_tables(finished: Checkout) -> None:

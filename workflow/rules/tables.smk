@@ -7,7 +7,15 @@ rule tables:
         due=due_of,
         code="results/plan/code/tables.sha256",
     output:
-        expand("results/tables/{table}.csv", table=TABLES),
+        *[
+            report(
+                f"results/tables/{table}.csv",
+                caption="../report/table.rst",
+                category="Tables",
+                labels={"table": table, "a row is": TABLES[table].row},
+            )
+            for table in TABLES
+        ],
         manifest="results/tables/manifest.txt",
     log:
         "results/logs/tables.log",
