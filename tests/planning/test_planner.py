@@ -369,7 +369,7 @@ def test_the_reference_matrix_is_complete() -> None:
     assert {(e.model, e.device) for e in plan.experiments.values()} == {("1b", "cuda")}
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "smoke.yaml", "reference.yaml"])
+@pytest.mark.parametrize("name", ["config.yaml", "thorough.yaml", "smoke.yaml", "reference.yaml"])
 def test_shipped_configs_plan(name: str) -> None:
     path = Path(__file__).parents[2] / "config" / name
 

@@ -1,17 +1,20 @@
 """Planning, and the functions that rules look their inputs up with."""
 
 import functools
+from collections import Counter
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from dpprof.analysis.table_columns import TABLES
 from dpprof.launch import progress
+from dpprof.launch.to_do import tell_to_do
 from dpprof.planning import artifacts, planner
 from dpprof.spec import registry
 from dpprof.spec.experiment import ID_PATTERN, read_spec
 from dpprof.planning.interpreter import offer_interpreter
 from dpprof.spec.validation import InputError
+from dpprof.system.console import say
 from dpprof.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
 
 # Jobs on other machines parse this file too, and look for their own machine's Python.
@@ -149,11 +152,22 @@ def caption_of(wildcards):
     return registry.caption("figures", wildcards.figure)
 
 
+def part_of(job):
+    """Name the part of the sweep that a job is of."""
+    if job.rule.name != "profile":
+        return job.rule.name
+    is_prediction = job.wildcards.instrument in registry.PREDICTIONS
+    return "prediction" if is_prediction else "measurement"
+
+
 def start_progress():
-    """List the runs to come, for the processes that announce them."""
+    """Say what is to do, and list the runs to come, for the processes that announce them."""
     if PLAN is None:
         return
-    jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name == "profile"]
+    due = list(workflow.dag.needrun_jobs())
+    for line in tell_to_do(Counter(map(part_of, due)), workflow.cores):
+        say(line)
+    jobs = [job for job in due if job.rule.name == "profile"]
     progress.Progress.start(
         artifacts.PLAN / "progress.jsonl",
         [
