@@ -10,7 +10,7 @@ from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.planning.artifacts import RESULTS
 from dpprof.report.live.server import Server, Watch
 from dpprof.spec.validation import InputError
-from dpprof.system.console import keep_log, say
+from dpprof.system.console import keep_log
 
 PORT = 8642
 _LAST_PORT = 65535
@@ -40,11 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     keep_log(None)
-    with ending_in_a_sentence("the page is no longer served; a sweep goes on"):
-        with closing(Watch(_root_of(arguments.results))) as watch:
-            with _open(watch, arguments.port) as server:
-                print(f"{server.url} shows {arguments.results}; Ctrl-C ends it", flush=True)
-                server.serve_forever()
+    with (
+        ending_in_a_sentence("the page is no longer served; a sweep goes on"),
+        closing(Watch(_root_of(arguments.results))) as watch,
+        _open(watch, arguments.port) as server,
+    ):
+        print(f"{server.url} shows {arguments.results}; Ctrl-C ends it", flush=True)
+        server.serve_forever()
 
 
 def _root_of(results: Path) -> Path:
@@ -63,10 +65,7 @@ def _open(watch: Watch, asked: int | None) -> Server:
     except OSError as error:
         if asked is None and error.errno == errno.EADDRINUSE:
             return Server(watch, 0)
-        why = (
-            "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        )
-        raise InputError(
-            f"--port: {asked or PORT} {why}; give another up to {_LAST_PORT}, or 0 for any that is "
-            "free"
-        ) from None
+        is_taken = error.errno == errno.EADDRINUSE
+        why = "is taken" if is_taken else f"cannot be used ({error.strerror})"
+        otherwise = f"give another up to {_LAST_PORT}, or 0 for any that is free"
+        raise InputError(f"--port: {PORT if asked is None else asked} {why}; {otherwise}") from None

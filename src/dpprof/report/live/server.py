@@ -2,9 +2,9 @@
 
 import json
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +14,7 @@ from dpprof.report.live.builder import Builder
 from dpprof.report.live.standing import Results, find_manifest
 from dpprof.report.page.write import render_empty_page
 from dpprof.spec.validation import InputError
+from dpprof.system.console import say
 
 ADDRESS = "127.0.0.1"
 
@@ -165,7 +166,7 @@ class Server(ThreadingHTTPServer):
         def tell() -> bytes:
             return json.dumps(watch.status(), allow_nan=False).encode()
 
-        self.routes: Mapping[str, tuple[str, Callable[[], bytes]]] = {
+        self.routes = {
             "/": ("text/html; charset=utf-8", watch.page),
             "/status.json": ("application/json", tell),
             "/favicon.ico": ("image/x-icon", bytes),  # browsers ask, and log what is not there
@@ -178,4 +179,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(self, *_arguments: object) -> None:
-        """Keep quiet about readers that go away while they are answered."""
+        """Keep quiet about readers that go away while they are answered; tell what else fails."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            say(f"a request was not answered: {type(error).__name__}: {error}")

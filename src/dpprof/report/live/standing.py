@@ -244,8 +244,9 @@ class Expected:
 def _read_result(root: Path, run: PlannedRun) -> EndedRun:
     try:
         result = read_run(root, run.instrument, run.id, run.replicate)
-    except (ResultError, OSError) as error:
-        reason = error.problem if isinstance(error, ResultError) else str(error)
-        return EndedRun(DAMAGED, reason, None)
-    reason = None if result.error is None else tell_failure(result.error)
-    return EndedRun(result.outcome, reason, result.wall_s)
+    except ResultError as error:
+        return EndedRun(DAMAGED, error.problem, None)
+    except OSError as error:
+        return EndedRun(DAMAGED, str(error), None)
+    why = None if result.error is None else tell_failure(result.error)
+    return EndedRun(result.outcome, why, result.wall_s)
