@@ -1,9 +1,11 @@
 """Makes the report in a process of its own, of the lowest priority, while a sweep runs."""
 
-import multiprocessing
+import contextlib
 import os
-import signal
+import subprocess
+import sys
 import time
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from dpprof.report.content import build_document
 from dpprof.report.live.standing import Standing
 from dpprof.report.page.write import make_page
 from dpprof.system.files import canonical_json, sha256_hex
-from dpprof.system.process_groups import die_with
+from dpprof.system.paths import PACKAGE
 
 PAUSE_S = 10.0
 """The least time from one report to the next."""
@@ -56,7 +58,7 @@ class Builder:
         """Why the last attempt made no page."""
 
         self._root, self._pause_s, self._share = root, pause_s, share
-        self._child: tuple[Any, Connection] | None = None
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._asked: tuple[str, int] | None = None
         self._due_s = 0.0
 
@@ -73,18 +75,13 @@ class Builder:
         if self._child is not None:
             process, connection = self._child
             process.kill()
-            process.join()
+            process.wait()
             connection.close()
             self._child = None
 
     def _ask(self, version: str, standing: Standing) -> None:
         if self._child is None:
-            context = multiprocessing.get_context("spawn")
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
-            process.start()
-            there.close()
-            self._child = process, here
+            self._child = _start()
         self._asked = version, len(standing.results)
         live = {"version": version, "results": len(standing.results)}
         try:
@@ -115,22 +112,34 @@ class Builder:
         self._asked, self.problem = None, problem
 
 
-def _serve(connection: Connection, parent_pid: int) -> None:
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that makes pages; it ends once the connection to it is closed."""
+    here, there = Pipe()
+    search_path = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, str(there.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(there.fileno(),),
+        start_new_session=True,  # Ctrl-C is for the parent, which ends this
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+    )
+    there.close()
+    return process, here
+
+
+def main(connection: Connection) -> None:
     """Make a page for each request, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
-    die_with(parent_pid)
     os.nice(19)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
             root, manifest, live = connection.recv()
-        except EOFError:
-            return
-        html, problem, since_s = None, None, time.process_time()
-        try:
-            html = build(root, manifest, live).encode()
-        except Exception as error:  # noqa: BLE001 (whatever a file holds, watching goes on)
-            problem = f"{type(error).__name__}: {error}"[:1000]
-        connection.send((html, problem, time.process_time() - since_s))
+            html, problem, since_s = None, None, time.process_time()
+            try:
+                html = build(root, manifest, live).encode()
+            except Exception as error:  # noqa: BLE001 (whatever a file holds, watching goes on)
+                problem = f"{type(error).__name__}: {error}"[:1000]
+            connection.send((html, problem, time.process_time() - since_s))
 
 
 def build(root: Path, manifest: Path, live: dict[str, Any]) -> str:
@@ -149,3 +158,7 @@ def build(root: Path, manifest: Path, live: dict[str, Any]) -> str:
     noise = None if planned.privacy is None else Planned(planned.privacy, reason=_NO_NOISE)
     tables = build_tables(collected, noise)
     return make_page(build_document(tables, []), tables, root / RESULTS, live)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

@@ -98,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: "Server"
     timeout = 30
+    default_request_version = "HTTP/1.0"  # so that every answer has headers
     error_content_type = "text/plain; charset=utf-8"
     error_message_format = "%(code)d %(message)s\n"
 
