@@ -21,13 +21,21 @@ def chromium():
         browser.close()
 
 
+READING = "setInterval(() => window.dispatchEvent(new Event('keydown')), 500)"
+"""A reader who is always at it."""
+
+AWAY = "Object.defineProperty(document, 'hidden', { value: true })"
+"""A reader who looks at another tab."""
+
+
 class LivePage:
     """A live page of a browser that reaches the server alone, and what it logged."""
 
-    def __init__(self, chromium, url: str) -> None:
+    def __init__(self, chromium, url: str, reader: str) -> None:
         self.context = chromium.new_context(viewport={"width": 1280, "height": 900})
         self.asked, self.told = set(), []
         self.context.route("**", lambda route: self._follow(route, url))
+        self.context.add_init_script(reader)
         self.page = self.context.new_page()
         self.page.set_default_timeout(90_000)
         self.page.on("console", lambda message: self.told.append(message.text))
@@ -55,15 +63,16 @@ def plan_recorded(root) -> Sweep:
 
 
 @pytest.fixture
-def live(chromium, tmp_path):
+def live(chromium, tmp_path, request):
     sweep = plan_recorded(tmp_path)
     with serving(tmp_path, Builder(tmp_path, pause_s=0.0, share=float("inf"))) as server:
-        one = LivePage(chromium, server.url)
+        one = LivePage(chromium, server.url, request.param)
         one.sweep, one.server = sweep, server
         yield one
         one.context.close()
 
 
+@pytest.mark.parametrize("live", [READING], indirect=True, ids=["reading"])
 def test_the_strip_and_the_page_follow_the_sweep_and_the_reader_keeps_the_place(live) -> None:
     page, sweep = live.page, live.sweep
     live.wait_for("0 of 4 experiments done, 0 failed, 0 running, 4 remaining")
@@ -87,11 +96,9 @@ def test_the_strip_and_the_page_follow_the_sweep_and_the_reader_keeps_the_place(
     top = page.locator("#compare").evaluate("(one) => one.getBoundingClientRect().top")
     sweep.end(3, 60.0, outcome="crashed", message=HOSTILE)
     live.wait_for("3 of 4 experiments done, 1 failed, 0 running, 0 remaining")
-    page.mouse.move(200, 200)
     live.wait_for("1 new result: ", "#news")
-    page.mouse.move(210, 210)
     page.locator("#news button").click()
-    page.wait_for_function("document.querySelector('#outcomes')?.innerText.includes('crashed')")
+    page.locator("#outcomes").get_by_text("SyntheticError").first.wait_for(state="attached")
     live.wait_until_ready()
 
     assert (
@@ -109,10 +116,15 @@ def test_the_strip_and_the_page_follow_the_sweep_and_the_reader_keeps_the_place(
     assert live.told == []
 
 
-def test_a_server_that_was_stopped_is_told_and_the_page_stays(live) -> None:
+@pytest.mark.parametrize("live", [AWAY], indirect=True, ids=["away"])
+def test_an_idle_page_renews_itself_and_stays_when_the_server_is_stopped(live) -> None:
+    live.wait_until_ready()
+    assert live.page.locator("#experiments tbody tr").count() == 0
+    live.sweep.end(0, 60.0, recorded=record(0))
+    live.page.locator("#experiments tbody tr").wait_for()
     live.wait_until_ready()
     live.server.socket.close()
     live.server.shutdown()
     live.wait_for("dpprof watch does not answer; it may have been stopped.")
-    live.wait_for("0 of 4 experiments done")
+    live.wait_for("1 of 4 experiments done")
     assert live.page.locator("h1").count() == 1
