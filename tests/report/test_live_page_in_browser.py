@@ -75,16 +75,16 @@ def live(chromium, tmp_path, request):
 @pytest.mark.parametrize("live", [READING], indirect=True, ids=["reading"])
 def test_the_strip_and_the_page_follow_the_sweep_and_the_reader_keeps_the_place(live) -> None:
     page, sweep = live.page, live.sweep
-    live.wait_for("0 of 4 experiments done, 0 failed, 0 running, 4 remaining")
+    live.wait_for("0 of 4 runs done, 0 failed, 0 running, 4 remaining")
     live.wait_until_ready()  # the empty page renews itself once there is a report
 
     sweep.begin(0)
-    live.wait_for("0 of 4 experiments done, 0 failed, 1 running, 3 remaining")
+    live.wait_for("0 of 4 runs done, 0 failed, 1 running, 3 remaining")
     live.wait_for(f"{sweep.name(0)}: ")
     live.wait_for("expected time unknown: no run under memory has ended")
     for at in range(3):
         sweep.end(at, 60.0, recorded=record(at))
-    live.wait_for("3 of 4 experiments done")
+    live.wait_for("3 of 4 runs done")
     page.locator("#news button").click()
     live.wait_until_ready()
     assert page.locator("#experiments tbody tr").count() == 3
@@ -95,7 +95,7 @@ def test_the_strip_and_the_page_follow_the_sweep_and_the_reader_keeps_the_place(
     page.locator("#compare").evaluate("(one) => window.scrollTo(0, one.offsetTop + 30)")
     top = page.locator("#compare").evaluate("(one) => one.getBoundingClientRect().top")
     sweep.end(3, 60.0, outcome="crashed", message=HOSTILE)
-    live.wait_for("3 of 4 experiments done, 1 failed, 0 running, 0 remaining")
+    live.wait_for("3 of 4 runs done, 1 failed, 0 running, 0 remaining")
     live.wait_for("1 new result: ", "#news")
     page.locator("#news button").click()
     page.locator("#outcomes").get_by_text("SyntheticError").first.wait_for(state="attached")
@@ -126,5 +126,5 @@ def test_an_idle_page_renews_itself_and_stays_when_the_server_is_stopped(live) -
     live.server.socket.close()
     live.server.shutdown()
     live.wait_for("dpprof watch does not answer; it may have been stopped.")
-    live.wait_for("1 of 4 experiments done")
+    live.wait_for("1 of 4 runs done")
     assert live.page.locator("h1").count() == 1

@@ -9,7 +9,7 @@ const strip = document.getElementById("live");
 
 // What a screen reader is told is apart from the times, which change with every answer.
 const counts = make("p", { role: "status", class: "counts" });
-const bar = make("progress", { "aria-label": "Experiments that have ended", value: 0, max: 1 });
+const bar = make("progress", { "aria-label": "Runs that have ended", value: 0, max: 1 });
 const now = make("div", { class: "now" });
 const failed = make("details", { hidden: true });
 const trouble = make("p", { role: "status", class: "trouble", hidden: true });
@@ -32,8 +32,8 @@ function setText(element, text) {
 
 function tellState({ goes_on, counts: { running, remaining } }) {
   if (running) return "";
-  if (goes_on) return "No experiment runs now: Snakemake measures ceilings, verifies methods, or writes the report.";
-  if (!remaining) return "Every planned experiment has ended.";
+  if (goes_on) return "Nothing is measured now: Snakemake plans, measures ceilings, verifies methods, or writes the report.";
+  if (!remaining) return "Every planned run has ended.";
   return goes_on === null ? "It cannot be told whether a sweep runs." : "No sweep runs; snakemake continues it.";
 }
 
@@ -61,7 +61,7 @@ function showFailures(rows, total) {
 
 function show(status) {
   const { done, running, failed: lost, remaining, planned } = status.counts;
-  setText(counts, `${fixed(done)} of ${fixed(planned)} experiments done, ${fixed(lost)} failed, ${fixed(running)} running, ${fixed(remaining)} remaining`);
+  setText(counts, `${fixed(done)} of ${fixed(planned)} runs done, ${fixed(lost)} failed, ${fixed(running)} running, ${fixed(remaining)} remaining`);
   bar.max = Math.max(1, planned);
   bar.value = done + lost;
   const lines = [tellState(status), tellLeft(status)].filter(Boolean);
@@ -85,6 +85,7 @@ function keepPlace() {
     choices: fieldsOf("select").map((select) => [keyOf(select), select.selectedOptions[0]?.text]),
     filters: fieldsOf("input[type=search]").map((input) => [keyOf(input), input.value]),
     open: fieldsOf("details[open]").map(keyOf),
+    failures: failed.open,
   };
   try {
     sessionStorage.setItem(PLACE, JSON.stringify(place));
@@ -112,6 +113,7 @@ function findPlace() {
     input.dispatchEvent(new Event("input"));
   }
   for (const one of fieldsOf("details")) if (place.open.includes(keyOf(one))) one.open = true;
+  failed.open = place.failures;
   const section = place.section && document.getElementById(place.section);
   if (section) window.scrollBy(0, section.getBoundingClientRect().top - place.top);
   else window.scrollTo(0, place.top);
