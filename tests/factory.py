@@ -217,6 +217,7 @@ def write_synthetic(
     kernels: dict[str, Any] | None = None,
     observed: dict[str, Any] | None = None,
     device: dict[str, Any] = CPU,
+    wall_s: float = 1.5,
 ) -> Result:
     """Write a result file as the supervisor would, with invented figures.
 
@@ -279,7 +280,7 @@ def write_synthetic(
                 )
             ],
             "started_at": "2026-01-01T00:00:00+00:00",
-            "wall_s": 1.5,
+            "wall_s": wall_s,
             "device": device,
             "provenance": {
                 "host": {"hostname": "nowhere", "cores_logical": 4},

@@ -23,12 +23,13 @@ COMMANDS: Mapping[str, str] = {
     "tables": "write tables of results",
     "figure": "draw one figure of tables",
     "report": "write the report of tables and figures",
+    "watch": "show the report in a browser while a sweep runs",
     "forget": "delete results, so that they are measured again",
     "prune": "list or delete results that no config asks for",
 }
 """Subcommands, each a module of this package that is imported only where it is asked for."""
 
-EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report"}
+EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report", "watch": "report"}
 """Subcommands that need more than the package alone, and the extra that has it."""
 
 

@@ -1,21 +1,24 @@
 """Prints a sweep's progress: experiment k of n, the present run, the time left.
 
 When a sweep starts, Snakemake's main process writes the list of planned runs, and names the file in
-the environment. Every supervisor appends a line when its run ends, so that all can compute the
-progress.
+the environment. Every supervisor appends a line when its run begins and one when it ends, so that
+all can compute the progress, and ``dpprof watch`` can tell what runs.
 """
 
 import contextlib
 import json
 import os
+import platform
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
-from pydantic import TypeAdapter
+import psutil
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dpprof.records.result import Kernels, Result
+from dpprof.records.result import Failure, Kernels, Result
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS
 from dpprof.system.console import say
@@ -27,11 +30,43 @@ _PLANNED = TypeAdapter(dict[str, str])
 _ENDED = TypeAdapter(dict[str, float])
 """The first line of a progress file, kinds by run, and a later line, the seconds of a run."""
 
+_CLOCKS_DIFFER_S = 5.0
+"""The most by which the start of a process, as told by the kernel, may be late."""
+
+
+class Began(BaseModel, frozen=True, extra="forbid"):
+    """That a process began a run, or the sweep: another line of a progress file."""
+
+    began: str | None
+    """The run's name; None for the sweep."""
+
+    pid: int
+    host: str
+    at_s: float
+    """Seconds since 1970."""
+
+    @classmethod
+    def now(cls, name: str | None) -> Self:
+        """Return that this process begins a run, or the sweep."""
+        return cls(began=name, pid=os.getpid(), host=platform.node(), at_s=time.time())
+
+    def goes_on(self) -> bool | None:
+        """Return whether the process is alive; None if it is another machine's."""
+        if self.host != platform.node():
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            young = process.create_time() > self.at_s + _CLOCKS_DIFFER_S  # has a dead one's number
+            return not young and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, ValueError, OverflowError):
+            return False
+
 
 class Progress:
     """A sweep's progress file.
 
-    The first line has the planned runs with their kinds, each later line a run that has ended.
+    The first line has the planned runs with their kinds. Each later line says that the sweep or a
+    run has begun, or that a run has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,9 +74,47 @@ class Progress:
         self._path = path
         self._kinds = _PLANNED.validate_json(first)
         self._walls: dict[str, float] = {}
+        self._began: dict[str, Began] = {}
+        self.sweep: Began | None = None
+        """The sweep's own beginning; None if the file does not say."""
         for text in others:
             with contextlib.suppress(ValueError):  # cut by a full disk or a kill
-                self._walls |= _ENDED.validate_json(text)
+                self._read(text)
+
+    def _read(self, text: str) -> None:
+        try:
+            began = Began.model_validate_json(text)
+        except ValidationError:
+            self._walls |= _ENDED.validate_json(text)
+        else:
+            if began.began is None:
+                self.sweep = began
+            else:
+                self._began[began.began] = began
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """The model and method of each planned run, by the run's name."""
+        return self._kinds
+
+    @property
+    def ended(self) -> Mapping[str, float]:
+        """The seconds that each ended run took, by its name."""
+        return self._walls
+
+    def goes_on(self) -> bool | None:
+        """Return whether the sweep's Snakemake is alive; None if that cannot be told."""
+        return None if self.sweep is None else self.sweep.goes_on()
+
+    def running(self) -> list[Began]:
+        """Return the runs that have begun, not ended, and whose process is alive.
+
+        Another machine's process counts as alive unless the sweep is known to have ended.
+        """
+        open_ = [one for name, one in self._began.items() if name not in self._walls]
+        ended = self.goes_on() is False
+        alive = ((one, one.goes_on()) for one in open_)
+        return [one for one, is_alive in alive if is_alive or (is_alive is None and not ended)]
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -53,7 +126,7 @@ class Progress:
         kinds = {name: f"{one.model_name} {one.method}" for name, one in runs}
         os.environ.pop(_VARIABLE, None)
         with contextlib.suppress(OSError):
-            write_atomically(path, json.dumps(kinds) + "\n")
+            write_atomically(path, f"{json.dumps(kinds)}\n{Began.now(None).model_dump_json()}\n")
             os.environ[_VARIABLE] = str(path.resolve())
 
     @classmethod
@@ -85,17 +158,21 @@ class Progress:
         )
 
     def announce(self, name: str) -> None:
-        """Print the run that starts now, its number, and the time left."""
+        """Print the run that starts now, its number, and the time left; append that it begins."""
         total = len(self._kinds)
         number = min(len(self._walls) + 1, total)
         left = self.seconds_left()
         when = "" if left is None else f", about {format_duration(left)} left"
         say(f"[{number}/{total}] {name}{when}")
+        self._append(Began.now(name).model_dump_json())
 
     def conclude(self, name: str, result: Result) -> None:
         """Append a run that has ended, if the file can be written."""
+        self._append(json.dumps({name: result.wall_s}))
+
+    def _append(self, line: str) -> None:
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: result.wall_s}) + "\n")
+            file.write(line + "\n")
 
 
 def run_name(experiment_id: str, instrument: str, replicate: int) -> str:
@@ -119,9 +196,14 @@ def tell_result(result: Result) -> None:
     if result.kernels is not None:
         text += f": {_tell_kernels(result.kernels)}"
     if result.error is not None:
-        phase = f" in {result.error.phase}" if result.error.phase else ""
-        text += f": {result.error.kind}{phase}: {result.error.message[:200]}"
+        text += f": {tell_failure(result.error)}"
     say(f"        {text}")
+
+
+def tell_failure(error: Failure) -> str:
+    """Return why a run failed, in a line: kind, phase, and the beginning of the message."""
+    phase = f" in {error.phase}" if error.phase else ""
+    return f"{error.kind}{phase}: {error.message[:200]}"
 
 
 def _tell_kernels(kernels: Kernels) -> str:

@@ -43,44 +43,69 @@ _SCRIPTS = (
 )
 """In the order in which the page needs them."""
 
+_LIVE_SCRIPTS = ("text.js", "elements.js", "live.js")
+
 
 def write_page(document: Document, tables: Tables, results: Path) -> None:
     """Write ``report.html`` into the folder ``results``, whose logs it quotes."""
+    write_atomically(results / "report.html", make_page(document, tables, results))
+
+
+def make_page(
+    document: Document, tables: Tables, results: Path, live: dict[str, Any] | None = None
+) -> str:
+    """Return the page at the finest detail that fits; ``live`` as for ``render_page``."""
     for content in tell_contents(document, tables, results):
-        page = render_page(content)
+        page = render_page(content, live)
         size = len(page.encode())
         if size <= LIMIT_BYTES:
-            break
-    else:
+            return page
+    if live is None:
         say(f"results/report.html has {size / 1e6:.1f} MB, thinned as far as it can be")
-    write_atomically(results / "report.html", page)
+    return page
 
 
-def render_page(content: dict[str, Any]) -> str:
+def render_page(content: dict[str, Any], live: dict[str, Any] | None = None) -> str:
     """Return the page as HTML.
 
     Its Content-Security-Policy allows the scripts and the style in the page, by their hashes, and
     nothing else: no network, no other script, no frame, no form.
+
+    ``live`` is what a page that ``dpprof watch`` serves says of itself. Such a page has a strip
+    about the sweep on top, and may ask the address that it came from.
     """
-    scripts = [bundle_charts(), read_scripts()]
-    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
+    return _fill(content["title"], content, [bundle_charts(), read_scripts()], live)
+
+
+def render_empty_page(live: dict[str, Any]) -> str:
+    """Return a live page that has nothing but the strip, for the time before the first report."""
+    return _fill("dpprof watch", None, [], live)
+
+
+def _fill(title: str, content: Any, scripts: list[str], live: dict[str, Any] | None) -> str:
+    styles = ["page.css"]
+    if live is not None:
+        scripts = [_read_live_script(), *scripts]
+        styles.append("live.css")
+    style = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in styles)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, autoescape=True
     )
     return environment.get_template("page.html.j2").render(
-        title=content["title"],
-        policy=_make_policy(scripts, style),
+        title=title,
+        policy=_make_policy(scripts, style, "" if live is None else "connect-src 'self'; "),
         style=style,
         content=embed_json(content),
+        live=None if live is None else embed_json(live),
         scripts=scripts,
     )
 
 
-def _make_policy(scripts: Iterable[str], style: str) -> str:
+def _make_policy(scripts: Iterable[str], style: str, more: str) -> str:
     allowed = " ".join(_hash(script) for script in scripts)
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
-        "base-uri 'none'; form-action 'none'"
+        f"{more}base-uri 'none'; form-action 'none'"
     )
 
 
@@ -118,7 +143,16 @@ def bundle_charts() -> str:
 @functools.cache
 def read_scripts() -> str:
     """Return the page's own script."""
-    parts = [(_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]
+    return _join(_SCRIPTS)
+
+
+@functools.cache
+def _read_live_script() -> str:
+    return _join(_LIVE_SCRIPTS)
+
+
+def _join(names: Iterable[str]) -> str:
+    parts = [(_FOLDER / name).read_text(encoding="utf-8") for name in names]
     return _check('"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n")
 
 

@@ -1,0 +1,1 @@
+"""The report in a browser while a sweep runs."""
