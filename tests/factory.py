@@ -120,11 +120,16 @@ def make_capacity(step_s: float | None = 1.0, **fields: Any) -> dict[str, Any]:
     time = None
     if step_s is not None:
         compute |= {"roofline_step_s": 0.5 * step_s}
-        predicted = {"median": step_s, "low": step_s / 1.1, "high": step_s * 1.1}
-        predicted |= {"without_update": 0.8 * step_s, "waiting_share": 0.0}
-        predicted |= {"rests_on": {"interpolated": 0.75, "data sheet": 0.25}}
-        time = {"step_s": [], "predicted_step_s": predicted}
+        time = make_predicted_time(step_s)
     return {"capacity": capacity | fields, "compute": compute, "time": time}
+
+
+def make_predicted_time(step_s: float) -> dict[str, Any]:
+    """Invent what a prediction says of a step's time."""
+    predicted = {"median": step_s, "low": step_s / 1.1, "high": step_s * 1.1}
+    predicted |= {"without_update": 0.8 * step_s, "waiting_share": 0.0}
+    predicted |= {"rests_on": {"interpolated": 0.75, "data sheet": 0.25}}
+    return {"step_s": [], "predicted_step_s": predicted}
 
 
 def make_noise(

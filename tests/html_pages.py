@@ -4,7 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from factory import make_experiment, make_kernels, make_manifest, make_memory, write_synthetic
+from factory import (
+    make_experiment,
+    make_kernels,
+    make_manifest,
+    make_memory,
+    make_predicted_time,
+    write_synthetic,
+)
 from factory import write_synthetic_ceilings as write_ceilings
 
 from dpprof.analysis.collection import collect
@@ -68,7 +75,8 @@ def write_results(root: Path, methods=METHODS, **failure) -> Manifest:
             )
         recorded = record(rank)
         write_synthetic(root, one, instrument="memory", recorded=recorded)
-        write_synthetic(root, one, instrument="estimate", recorded=record(rank, more=512))
+        estimated = record(rank, more=512) | {"time": make_predicted_time(0.0105 * (rank + 1))}
+        write_synthetic(root, one, instrument="estimate", recorded=estimated)
         kernels = make_kernels(
             {("forward", "gemm"): 0.004 * (rank + 1), ("step", "optimizer"): 0.002}, idle_s=0.001
         )

@@ -123,7 +123,7 @@ def json_of(results, method, instrument, replicate=0):
 def test_it_opens_from_disk_and_asks_for_nothing(opened, results) -> None:
     assert opened.told == []
     assert opened.asked == [(results / "report.html").as_uri()]
-    assert opened.page.locator("figure.chart svg").count() == 8
+    assert opened.page.locator("figure.chart svg").count() == 9
     assert opened.page.title() == opened.page.locator("h1").inner_text()
 
 
@@ -298,6 +298,21 @@ def test_every_view_saves_its_data(opened, results) -> None:
         assert float(medians[method]) == json_of(results, method, "clean")["time"]["median_s"]
     idle = {row["method"]: row["seconds"] for row in saved["kernels"] if row["op_kind"] == "idle"}
     assert set(idle.values()) == {"0.001"}
+
+
+def test_predicted_step_times_stand_beside_measured_ones(browser, results) -> None:
+    # A page of its own, since Chromium lets a page save ten files.
+    opened = Opened(browser, results / "report.html", accept_downloads=True)
+    times = opened.save("predicted-times")
+    opened.context.close()
+    assert {row["method"] for row in times} == set(METHODS)
+    for row in times:
+        told = json_of(results, row["method"], "estimate")["time"]["predicted_step_s"]
+        measured_s = json_of(results, row["method"], "clean")["time"]["median_s"]
+        found = [float(row[name]) for name in ("predicted_step_s", "low_s", "high_s")]
+        assert found == pytest.approx([told["median"], told["low"], told["high"]], rel=1e-8)
+        assert float(row["measured_step_s"]) == measured_s
+        assert row["inside"] == "true"
 
 
 def test_hostile_text_stays_text_and_hidden_marks_are_shown(opened) -> None:

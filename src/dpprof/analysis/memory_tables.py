@@ -170,12 +170,22 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
             "peak_source": peak.source,
             "roofline_step_s": compute.roofline_step_s,
             "median_step_s": step_s,
+            **_tell_prediction(one.result),
             "mfu": mfu,
             "hfu": hfu,
             "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
             "utilisation_reason": _why_unknown(compute, step_s, peak),
         }
     )
+
+
+def _tell_prediction(result: Result) -> dict[str, float | None]:
+    step = None if result.time is None else result.time.predicted_step_s
+    return {
+        "predicted_step_s": step and step.median,
+        "predicted_step_low_s": step and step.low,
+        "predicted_step_high_s": step and step.high,
+    }
 
 
 def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | None:

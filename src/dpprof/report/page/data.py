@@ -104,6 +104,9 @@ def list_experiments(tables: Tables) -> pd.DataFrame:
     costs = tables["costs"].drop_duplicates("experiment_id").set_index("experiment_id")
     for name in ("dp_flop_multiplier", "executed_flops", "arithmetic_intensity", "mfu", "hfu"):
         named[name] = named["experiment_id"].map(costs[name])
+    predicted = tables["costs"].dropna(subset=["predicted_step_s"]).drop_duplicates("experiment_id")
+    for name in ("predicted_step_s", "predicted_step_low_s", "predicted_step_high_s"):
+        named[name] = named["experiment_id"].map(predicted.set_index("experiment_id")[name])
     return named.reset_index(drop=True)
 
 

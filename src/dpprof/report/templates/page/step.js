@@ -5,6 +5,7 @@ let openExperiment = () => {};
 const FACTS = [
   ["outcome", "outcome", words],
   ["median_step_s", "step time", milliseconds],
+  ["predicted_step_s", "predicted step time", milliseconds],
   ["step_ratio", "over standard", times],
   ["step_verdict", "compared with standard", words],
   ["tokens_per_s", "tokens a second", significant],
