@@ -71,7 +71,7 @@ AXES = {
         ("sequence length (tokens)", "step time (ms)"),
     ],
     # The right panel is on the left one's scale.
-    "timeline": [("operators run", "live memory (MiB)"), ("operators run", ())],
+    "timeline": [("operators run", "live memory (KiB)"), ("operators run", ())],
     "tradeoff": [("step time (times standard)", "peak allocated (times standard)")],
 }
 

@@ -16,6 +16,9 @@ COLUMN_INCHES = 3.4
 PAGE_INCHES = 9.0
 """A figure higher than this leaves no room for its caption on a page."""
 
+BYTE_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+"""From the largest on."""
+
 # Okabe and Ito 2008, "Color Universal Design".
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _BLACK = "#000000"
@@ -139,6 +142,16 @@ _SETTINGS: dict[Any, Any] = {
     # Names come from configs: a "$" in a name is a dollar sign, not mathematics.
     "text.parse_math": False,
 }
+
+
+def choose_byte_unit(highest: float) -> str:
+    """Return the unit of an axis whose highest value is this many bytes.
+
+    Example:
+        >>> choose_byte_unit(3 * 2**30)
+        'MiB'
+    """
+    return next(name for name, size in BYTE_UNITS.items() if highest >= 4 * size or size == 1)
 
 
 def method_style(method: str) -> dict[str, Any]:

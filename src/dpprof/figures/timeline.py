@@ -11,9 +11,8 @@ from dpprof.analysis.axes import RUN_KEY
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split
-from dpprof.figures.style import COMPONENT_COLOURS, HATCHES
+from dpprof.figures.style import BYTE_UNITS, COMPONENT_COLOURS, HATCHES, choose_byte_unit
 
-_UNITS = {"GiB": 2**30, "MiB": 2**20}
 _HEADROOM = 1.4
 """Height of the axis over the highest peak; leaves room for the peak's size and the phases."""
 
@@ -44,15 +43,15 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     columns = 3 if len(shown) > 4 else 2  # noqa: PLR2004 (two rows of two)
     figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
     highest = rows["peak_bytes"].max()
-    unit = next((name for name, size in _UNITS.items() if highest >= 4 * size), "MiB")
+    unit = choose_byte_unit(highest)
     instants = tables["timeline"].set_index(RUN_KEY)
     for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
         run = panel.rows.iloc[0]
         step = instants.loc[[tuple(run[RUN_KEY])]]
-        _draw_areas(axis, step, _UNITS[unit], highest * VISIBLE)
+        _draw_areas(axis, step, BYTE_UNITS[unit], highest * VISIBLE)
         mark_phases(axis, _phases_of(step), step["ops"].max(), _LETTER * columns)
         _mark_peak(axis, step, run, unit, columns)
-        axis.set_ylim(0, highest / _UNITS[unit] * _HEADROOM)
+        axis.set_ylim(0, highest / BYTE_UNITS[unit] * _HEADROOM)
         axis.set_xlim(0, step["ops"].max())
         axis.grid(visible=False)
         axis.locator_params(axis="y", nbins=4)
@@ -128,7 +127,7 @@ def _phases_of(step: pd.DataFrame) -> Iterator[tuple[str, int, int]]:
 def _mark_peak(axis: Axes, step: pd.DataFrame, run: Any, unit: str, columns: int) -> None:
     total = step[list(COMPONENT_COLOURS)].sum(axis=1)
     op = step["ops"].iloc[int(total.to_numpy().argmax())]
-    peak = run["peak_bytes"] / _UNITS[unit]
+    peak = run["peak_bytes"] / BYTE_UNITS[unit]
     axis.plot(op, peak, "o", color="black", markersize=2.5)
     text = f"{peak:,.1f} {unit} in {str(run['phase']).replace('_', ' ')}"
     # Above the peak, but no further out than the panel has room for the text.

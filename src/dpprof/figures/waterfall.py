@@ -12,11 +12,17 @@ from dpprof.analysis.peak_holdings import name_component, say_size
 from dpprof.analysis.shared_axis import Curve
 from dpprof.analysis.waterfall import Bar, fold_blocks
 from dpprof.figures.bars import VISIBLE, name_bars
-from dpprof.figures.style import COMPONENT_COLOURS, HATCHES, method_style, new_figure
+from dpprof.figures.style import (
+    BYTE_UNITS,
+    COMPONENT_COLOURS,
+    HATCHES,
+    choose_byte_unit,
+    method_style,
+    new_figure,
+)
 from dpprof.figures.timeline import mark_phases
 from dpprof.system.console import printable
 
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 _OTHER = "#F2F2F2"
 _SAME_METHOD = "#999999"
 _MOST_LAYERS = 2
@@ -54,7 +60,7 @@ def draw(difference: Difference, title: str = "") -> Figure:
     widths = {"width_ratios": [3, 2]}
     figure, axes = new_figure(2, 1, row_inches=height, gridspec_kw=widths)
     highest = max(difference.a.peak_bytes, difference.b.peak_bytes)
-    unit = next(name for name, size in _UNITS.items() if highest >= 4 * size or size == 1)
+    unit = choose_byte_unit(highest)
     colours = _colour(difference)
     _draw_steps(axes[0, 0], difference, steps, colours, unit)
     _draw_timelines(axes[0, 1], difference, colours, unit)
@@ -105,7 +111,7 @@ def _draw_steps(
     colours: tuple[str, str],
     unit: str,
 ) -> None:
-    a, b, factor = difference.a, difference.b, _UNITS[unit]
+    a, b, factor = difference.a, difference.b, BYTE_UNITS[unit]
     style: dict[str, Any] = {"height": 0.7, "edgecolor": "#333333", "linewidth": 0.4}
     axis.barh(0, b.peak_bytes / factor, color=colours[1], **style)
     level = b.peak_bytes
@@ -168,7 +174,7 @@ def _label(axis: Axes, row: int, at: float, size: str, layers: str) -> None:
 def _draw_timelines(
     axis: Axes, difference: Difference, colours: tuple[str, str], unit: str
 ) -> None:
-    shared, factor = difference.axis, _UNITS[unit]
+    shared, factor = difference.axis, BYTE_UNITS[unit]
     for curve, side, colour, dashes in (
         (shared.b, difference.b, colours[1], "--"),
         (shared.a, difference.a, colours[0], "-"),
