@@ -159,7 +159,7 @@ for fields in (
 
     before = digests()
     with (plugin / "dpprof_test_methods.py").open("a") as file:
-        file.write("# edited\n")
+        file.write("EDITED = True\n")
     after = digests()
 
     assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, False]

@@ -44,7 +44,7 @@ def profile(copy: Path) -> subprocess.Popen[str]:
 
 def edit(copy: Path, file: str) -> None:
     with (copy / file).open("a") as opened:
-        opened.write("# edited\n")
+        opened.write("EDITED = True\n")
 
 
 def digest(copy: Path, call: str) -> str:

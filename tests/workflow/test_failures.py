@@ -244,7 +244,7 @@ def test_partial_reports_on_what_exists(finished: Checkout) -> None:
     path = next((finished.path / "results" / "clean").glob("*-b2-*.json"))
     path.unlink()
     before = finished.results()
-    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
     finished.snakemake("--config", "partial=true")
 
     assert finished.results() == before

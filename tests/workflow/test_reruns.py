@@ -31,6 +31,8 @@ def methods_measured_again(checkout: Checkout, before) -> list[str]:
 
 
 def test_nothing_new_in_the_config_runs_nothing(finished: Checkout, either) -> None:
+    for file in (finished.path / "src" / "dpprof").rglob("*.py"):
+        file.write_bytes(b"# a comment\n\n" + file.read_bytes())
     assert "Nothing to be done" in finished.snakemake()
     (finished.path / CONFIG).write_text(
         """
@@ -74,9 +76,9 @@ def test_an_edited_report_and_table_run_no_experiment(finished: Checkout) -> Non
     before = finished.results()
     made = [finished.path / "results" / name for name in ("report.md", "tables/runs.csv")]
     ages = [path.stat().st_mtime_ns for path in made]
-    for file in ("report/templates/report.md.j2", "analysis/tables.py"):
+    for file, more in (("report/templates/report.md.j2", "\n"), ("analysis/tables.py", "pass\n")):
         with (finished.path / "src" / "dpprof" / file).open("a") as opened:
-            opened.write("\n")
+            opened.write(more)
     finished.snakemake()
 
     assert finished.results() == before
@@ -90,7 +92,7 @@ def verdicts(checkout: Checkout) -> dict[str, int]:
 
 def test_an_edited_method_is_measured_and_verified_again_alone(finished: Checkout, either) -> None:
     known = verdicts(finished)
-    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn  # edited")
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
     finished.snakemake(TABLES)
     after = verdicts(finished)
 

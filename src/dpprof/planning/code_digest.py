@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
+from dpprof.planning.source_text import without_comments
 from dpprof.planning.stand_ins import StandIn, libraries_of
 from dpprof.records.provenance import package_versions
 from dpprof.records.verdict import BUILT_IN, is_stand_in
@@ -92,12 +93,18 @@ def closure(entries: Iterable[Path]) -> list[Path]:
     return sorted(reached.union(*tables))
 
 
+def _read(file: Path) -> bytes:
+    """Read what of a file counts: of Python all but comments and empty lines."""
+    source = file.read_bytes()
+    return without_comments(source) if file.suffix == ".py" else source
+
+
 def _digest(files: Iterable[Path], *facts: object) -> str:
     total = hashlib.sha256(repr(facts).encode())
     for file in files:
         # The same in a checkout and in a wheel.
         name = file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.name
-        total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        total.update(f"{name}\0{hashlib.sha256(_read(file)).hexdigest()}\n".encode())
     return total.hexdigest()
 
 
