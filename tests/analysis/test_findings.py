@@ -1,5 +1,12 @@
 import pytest
-from factory import make_experiment, make_manifest, make_memory, tables_of_runs, write_synthetic
+from factory import (
+    CPU,
+    make_experiment,
+    make_manifest,
+    make_memory,
+    tables_of_runs,
+    write_synthetic,
+)
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.findings import _contended
@@ -92,13 +99,41 @@ def test_busy_cores_do_not_matter_to_a_predicted_time(tmp_path) -> None:
     assert [len(list(_contended([one]))) for one in (timed, predicted)] == [1, 0]
 
 
-def test_replicates_on_unlike_devices_are_a_finding(tmp_path) -> None:
+def test_a_replicate_of_another_gpu_is_a_finding(tmp_path) -> None:
     for number, name in enumerate(["NVIDIA H100", "NVIDIA H100", "NVIDIA A100"]):
         write(tmp_path, replicate=number, device={"type": "cuda", "name": name})
     found = findings(tmp_path, replicates=3)
 
     assert found["kind"].tolist() == ["devices-differ"]
-    assert "r0 NVIDIA H100, r1 NVIDIA H100, r2 NVIDIA A100" in found["finding"][0]
+    assert found["finding"][0] == (
+        "it was measured r2 on NVIDIA A100, and most of the sweep on NVIDIA H100: its times and "
+        "peaks do not count"
+    )
+
+
+@pytest.mark.parametrize("other", [{"name": "another cpu"}, {"cores": 64}])
+def test_replicates_of_two_machines_have_no_common_median(tmp_path, other) -> None:
+    seconds = {0: 1.0, 1: 3.0, 2: 90.0}
+    for number, step_s in seconds.items():
+        device = CPU | other if number == 2 else CPU
+        write_synthetic(tmp_path, GHOST, replicate=number, step_s=(step_s,), device=device)
+    manifest = make_manifest(*((GHOST, number) for number in seconds))
+    tables = build_tables(collect(manifest, tmp_path, partial=False))
+
+    assert tables["experiments"]["median_step_s"].tolist() == [2.0]
+    assert tables["experiments"]["processes"].tolist() == [2]
+    assert tables["findings"]["kind"].tolist() == ["devices-differ"]
+
+
+def test_a_method_of_another_machine_is_compared_with_nothing(tmp_path) -> None:
+    here, there = make_experiment(method="standard"), make_experiment(method="flash")
+    for number in range(2):
+        write_synthetic(tmp_path, here, replicate=number)
+    write_synthetic(tmp_path, there, step_s=(5.0,), device=CPU | {"name": "another cpu"})
+    manifest = make_manifest((here, 0), (here, 1), (there, 0))
+    rows = build_tables(collect(manifest, tmp_path, partial=False))["experiments"]
+
+    assert rows.set_index("method")["step_ratio"].isna().tolist() == [False, True]
 
 
 def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:

@@ -1,19 +1,20 @@
 """The table ``findings``: what a reader must know before trusting the numbers."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
+from dpprof.analysis.machines import find_usual_machines, machine_of
 from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.spec.privacy import Privacy
-from dpprof.spec.registry import PREDICTIONS
 
 
 class Finding(NamedTuple):
@@ -46,9 +47,10 @@ def find(
     for run, result in collected.found:
         if result.outcome == "ok":
             groups[run.id, run.instrument].append(result)
+    usual = find_usual_machines(result for _, result in collected.found)
     looks = (
         *(_unequal_peaks, _fallbacks, _contended, _shared_gpu),
-        *(_unlike_devices, _other_kernels, _nonfinite_samples),
+        *(_other_kernels, _nonfinite_samples, partial(_other_machines, usual=usual)),
     )
     rows = [
         Finding(kind, name, instrument, finding)
@@ -127,11 +129,19 @@ def _shared_gpu(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
         yield "gpu-shared", finding
 
 
-def _unlike_devices(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
-    names = {r.replicate: str(r.device.get("name")) for r in results}
-    if len(set(names.values())) > 1 and not {r.instrument for r in results} & set(PREDICTIONS):
-        listed = ", ".join(f"r{replicate} {name}" for replicate, name in names.items())
-        yield "devices-differ", f"its replicates ran on different devices: {listed}"
+def _other_machines(
+    results: Sequence[Result], usual: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    others = {
+        r.replicate: machine
+        for r in results
+        if (machine := machine_of(r)) not in {None, usual.get(r.experiment.device)}
+    }
+    if others:
+        listed = ", ".join(f"r{replicate} on {machine}" for replicate, machine in others.items())
+        most = usual[results[0].experiment.device]
+        finding = f"it was measured {listed}, and most of the sweep on {most}"
+        yield "devices-differ", f"{finding}: its times and peaks do not count"
 
 
 def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:

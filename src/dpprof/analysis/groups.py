@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from dpprof.analysis.axes import NOT_IN_BASELINE, axes_of
 from dpprof.analysis.collection import Collected
+from dpprof.analysis.machines import find_usual_machines, machine_of
 from dpprof.analysis.statistics import Comparison, compare, noise_floor
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
@@ -25,6 +26,8 @@ class Group(NamedTuple):
     experiment: Experiment
     planned: int
     results: Sequence[Result]
+    machine: str | None = None
+    """The machine whose times and peaks count, as most of the sweep's; None for any."""
 
     @property
     def step_s(self) -> list[float]:
@@ -60,7 +63,8 @@ class Group(NamedTuple):
         return [value for value in found if value is not None]
 
     def _ok(self, instrument: str) -> list[Result]:
-        return [r for r in self.results if r.instrument == instrument and r.outcome == "ok"]
+        ok = (r for r in self.results if r.instrument == instrument and r.outcome == "ok")
+        return [r for r in ok if self.machine is None or machine_of(r) in {None, self.machine}]
 
 
 class Noise:
@@ -93,20 +97,28 @@ class Noise:
 
 
 def group_runs(collected: Collected) -> list[Group]:
-    """Group the runs of a config by experiment."""
+    """Group the runs of a config by experiment.
+
+    Times and peaks of other machines than that of most results do not count, so that nothing is
+    compared across machines; they are findings.
+    """
     planned: dict[str, int] = defaultdict(int)
     results: dict[str, list[Result]] = defaultdict(list)
     for run in [*(run for run, _ in collected.found), *collected.missing]:
         planned[run.id] += 1
     for run, result in collected.found:
         results[run.id].append(result)
-    return [Group(found[0].experiment, planned[name], found) for name, found in results.items()]
+    usual = find_usual_machines(result for _, result in collected.found)
+    return [
+        Group(found[0].experiment, planned[name], found, usual.get(found[0].experiment.device))
+        for name, found in results.items()
+    ]
 
 
 def merge(groups: Sequence[Group]) -> Group:
     """Return one group from experiments that differ only in axes that do not affect them."""
     results = [result for group in groups for result in group.results]
-    return Group(groups[0].experiment, len(results), results)
+    return Group(groups[0].experiment, len(results), results, groups[0].machine)
 
 
 def setting_key(experiment: Experiment) -> str:

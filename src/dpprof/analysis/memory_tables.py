@@ -182,9 +182,9 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
 def _tell_prediction(result: Result) -> dict[str, float | None]:
     step = None if result.time is None else result.time.predicted_step_s
     return {
-        "predicted_step_s": step and step.median,
-        "predicted_step_low_s": step and step.low,
-        "predicted_step_high_s": step and step.high,
+        "predicted_step_s": None if step is None else step.median,
+        "predicted_step_low_s": None if step is None else step.low,
+        "predicted_step_high_s": None if step is None else step.high,
     }
 
 

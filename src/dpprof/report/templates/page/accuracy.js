@@ -1,8 +1,11 @@
 // What was predicted or recorded beside what another process measured: peaks, and step times.
 
+const SHAPES = { recorded: "circle", predicted: "diamond" };
+
 // A chart of told over measured with logarithmic axes of one range; on the line both are equal.
 // Each value has measured, said, low, high, method, how and told.
 function comparedSpec(values, unit, [measured, said], width) {
+  const hows = Object.keys(SHAPES).filter((how) => values.some((one) => one.how === how));
   const ends = values.flatMap((one) => [one.measured, one.low, one.high]);
   const names = Object.keys(style.methods).filter((name) => values.some((one) => one.method === name));
   const scale = { type: "log", nice: false, domain: [Math.min(...ends) * 0.9, Math.max(...ends) * 1.1] };
@@ -13,7 +16,7 @@ function comparedSpec(values, unit, [measured, said], width) {
     { data: { values: scale.domain.map((end) => ({ measured: end, said: end })) }, mark: { type: "line", color: colourOf("--quiet"), strokeWidth: 1 }, encoding: { x, y: axis("said", said) } },
     { data: { values: values.filter((one) => one.high > one.low) }, mark: { type: "rule", strokeWidth: 1.5 }, encoding: { x, y: axis("low", said), y2: { field: "high" }, color } },
     { data: { values }, mark: { type: "point", size: 70, strokeWidth: 2 }, encoding: { x, y: axis("said", said), tooltip: { field: "told" }, color,
-      shape: { field: "how", type: "nominal", title: null, scale: { domain: ["recorded", "predicted"], range: ["circle", "diamond"] } } } },
+      shape: { field: "how", type: "nominal", title: null, scale: { domain: hows, range: hows.map((how) => SHAPES[how]) } } } },
   ] };
 }
 
