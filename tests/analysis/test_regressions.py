@@ -10,8 +10,6 @@ from dpprof.analysis.regressions import Options, compare_folders
 from dpprof.analysis.results_folder import read_results_folder
 from dpprof.analysis.statistics import can_differ, mann_whitney
 from dpprof.records.comparison import FolderComparison
-from dpprof.records.record import write_record
-from dpprof.records.result import Result, read_result
 from dpprof.records.thresholds import Thresholds
 
 REAL_STEP_S = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
@@ -34,14 +32,6 @@ def write_times(root: Path, medians, steps=20, **fields) -> None:
 
 def noisy(count: int, seed: int, spread: float = 0.02) -> np.ndarray:
     return np.exp(np.random.default_rng(seed).normal(0, spread, count))
-
-
-def change(root: Path, **fields) -> None:
-    """Write all results of a folder again with other fields."""
-    for file in root.glob("results/*/*.json"):
-        result = read_result(file)
-        write_record(root.parent / "x.json", Result, dict(result) | fields)
-        (root.parent / "x.json").rename(file)
 
 
 def test_15_percent_slower_in_10_replicates_of_20_steps_is_a_regression(tmp_path) -> None:
@@ -133,9 +123,7 @@ def test_a_run_that_fails_now_is_a_regression_and_the_reverse_is_better(tmp_path
 
     assert found.verdict == "regression"
     (figure,) = [one for one in found.figures if one.metric == "outcome"]
-    assert (figure.baseline, figure.candidate) == ("ok", " , ".join([]) or f"1 {outcome}, 3 ok") or (
-        figure.candidate == f"3 ok, 1 {outcome}"
-    )
+    assert (figure.baseline, figure.candidate) == ("ok", f"3 ok, 1 {outcome}")
     assert figure.reason == "too much"
 
     (tmp_path / "a").rename(tmp_path / "c")
@@ -149,7 +137,6 @@ def test_a_run_that_fails_now_is_a_regression_and_the_reverse_is_better(tmp_path
 def test_what_failed_before_and_fails_now_is_no_regression(tmp_path) -> None:
     for side, outcome in zip(SIDES, ("oom", "crashed"), strict=True):
         write_synthetic(tmp_path / side, EXPERIMENT, outcome=outcome)
-        write_times(tmp_path / side, [])
         write_synthetic(
             tmp_path / side, EXPERIMENT, instrument="memory", recorded=make_memory({"noise": 1})
         )
@@ -180,7 +167,10 @@ UNLIKE = {
     "torch": (with_packages(torch="2.13.0"), "versions", "2.12.0", "2.13.0"),
     "opacus": (with_packages(opacus="1.6.1"), "versions", "1.6.0", "1.6.1"),
     "dpprof": (with_packages(dpprof="0.2.0"), "versions", "0.1.0", "0.2.0"),
-    "LD_PRELOAD": ({"provenance": PROVENANCE | {"settings": {}}}, "settings", "libjemalloc.so", "none"),
+    "LD_PRELOAD": (
+        {"provenance": PROVENANCE | {"settings": {}}},
+        *("settings", "libjemalloc.so", "none"),
+    ),
 }
 
 
@@ -189,9 +179,8 @@ def test_what_makes_measured_runs_not_comparable_is_named_with_both_values(tmp_p
     fields, kind, was, now = UNLIKE[name]
     for side in SIDES:
         recorded = make_memory({"noise": 100 if side == "a" else 101})
-        write_synthetic(tmp_path / side, EXPERIMENT, instrument="memory", recorded=recorded)
-        change(tmp_path / side, provenance=PROVENANCE)
-    change(tmp_path / "b", **fields)
+        told = {"provenance": PROVENANCE} | (fields if side == "b" else {})
+        write_synthetic(tmp_path / side, EXPERIMENT, instrument="memory", recorded=recorded, **told)
     found = compare(tmp_path)
 
     assert (found.verdict, found.exit_status) == ("not comparable", 2)

@@ -87,10 +87,7 @@ def _peaks(memory: Memory) -> Iterator[tuple[Figure, int]]:
 
 def _components(memory: Memory) -> Family:
     held = {} if memory.at_peak is None else memory.at_peak.components
-    found: Family = {Figure("memory", "component", part=name): held[name] for name in held}
-    if memory.attribution is not None:
-        found[Figure("memory", "allocator rounding")] = memory.attribution.rounding_bytes
-    return found
+    return {Figure("memory", "component", part=name): size for name, size in held.items()}
 
 
 def _flops(compute: Compute) -> Family:

@@ -10,6 +10,7 @@ from dpprof.analysis.results_folder import RunKey
 from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 from dpprof.records.comparison import ComparedFigure, Judgement, TimeStatistics
 from dpprof.records.result import Result
+from dpprof.records.terms import OUTCOMES
 from dpprof.records.thresholds import Thresholds
 
 Number = int | float
@@ -45,7 +46,7 @@ def _spell_outcomes(results: Sequence[Result]) -> str:
     outcomes = [result.outcome for result in results]
     if len(set(outcomes)) == 1:
         return outcomes[0]
-    return ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes)))
+    return ", ".join(f"{outcomes.count(one)} {one}" for one in OUTCOMES if one in outcomes)
 
 
 def judge_exact(

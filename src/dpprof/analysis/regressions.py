@@ -108,7 +108,7 @@ def compare_folders(
         reason = explain_nothing_in_common(baseline, candidate)
     elif unlike:
         reason = "; ".join(spell_difference(*difference) for difference in unlike)
-    elif not judged.keys() & set(options.metrics):
+    elif not any(_would_count(one) and one.judgement != "undecided" for one in figures):
         reason = f"no run has enough on both sides to judge {' or '.join(options.metrics)}"
     verdict: Verdict = "not comparable" if reason else "nothing worse"
     if counts["worse"]:
@@ -146,8 +146,9 @@ def compare_folders(
 def _explain(
     baseline: Path, candidate: Path, pairs: Sequence[_Pair], differing: Sequence[ComparedFigure]
 ) -> Iterator[Explanation]:
-    """Say how to explain memory that differs; A is the candidate."""
-    differ = {(one.experiment_id, one.instrument) for one in differing if one.metric == "memory"}
+    """Say how to explain peaks that differ; A is the candidate."""
+    explained = [one for one in differing if one.figure in ("peak", "component")]
+    differ = {(one.experiment_id, one.instrument) for one in explained}
     for pair in pairs:
         name, instrument = pair.key
         told = [[r.replicate for r in s if r.memory and r.memory.at_peak] for s in pair.sides]
@@ -170,7 +171,7 @@ def _bars(fact: Fact, options: Options) -> bool:
 
 
 def _would_count(figure: ComparedFigure) -> bool:
-    """Return whether a figure would be judged if its runs were comparable."""
+    """Return whether there is anything to judge: that a run succeeds as before says nothing."""
     return figure.metric != "outcome" or figure.judgement != "same"
 
 

@@ -29,7 +29,6 @@ FigureName = Literal[
     "peak",
     "peak of the first step",
     "component",
-    "allocator rounding",
     "reserved",
     "reserved with expandable segments",
     "fits",

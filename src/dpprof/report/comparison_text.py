@@ -121,14 +121,13 @@ def _spell_change(one: ComparedFigure) -> str:
     was, now = one.baseline, one.candidate
     if not isinstance(was, int | float) or not isinstance(now, int | float) or one.unit is None:
         return ""
-    share = f"{one.ratio - 1:+.2%}" if one.ratio is not None else ""
+    share = "" if one.ratio is None else f"{100 * (one.ratio - 1):+.2f} %"
     if one.unit == "seconds":
         return share
-    size = now - was
-    told = (
-        f"{size:+,}" if one.unit != "bytes" else f"{'+' if size > 0 else ''}{say_size(int(size))}"
-    )
-    return f"{told} ({share})" if share else told
+    size = f"{now - was:+,}"
+    if one.unit == "bytes":
+        size = f"{'+' if now > was else ''}{say_size(int(now - was))}"
+    return f"{size} ({share})" if share else size
 
 
 def _spell_statistics(one: ComparedFigure) -> str | None:
