@@ -65,7 +65,7 @@ def refused(capsys, *arguments) -> str:
     return error.strip().splitlines()[-1]
 
 
-def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_path, capsys) -> None:
+def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_path) -> None:
     options = ["--model=tiny", "--method=flash-bk", "--batch-size=2", "--seq-len=16"]
     options += ["--target=h100", "--instrument=estimate"]
     name = Experiment(
@@ -76,8 +76,11 @@ def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_pa
         done = run("profile_experiment.py", *options, output, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
-    found = gate_json(capsys, tmp_path / "a", tmp_path / "b")
+    done = run("compare.py", "a", "b", "--format=json", cwd=tmp_path)
+    found = json.loads(done.stdout)
 
+    assert (done.returncode, done.stderr) == (0, "")
+    jsonschema.validate(found, SCHEMA)
     assert (found["verdict"], found["figures"]) == ("nothing worse", [])
     assert found["counts"]["same"] == sum(found["counts"].values()) > 50
     # Two peaks, reserved twice, whether it fits, 15 components; a predicted time.
@@ -292,6 +295,29 @@ def test_the_folder_of_instruments_is_as_good_as_the_one_above_it(folders, capsy
     write_estimate(folders[1])
 
     assert gate(capsys, folders[0] / "results", folders[1])[0] == 0
+
+
+def test_folders_may_have_names_without_encoding(tmp_path, capsys) -> None:
+    sides = [tmp_path / "a\udcff\n| b", tmp_path / "b"]
+    for side, noise in zip(sides, (100, 101), strict=True):
+        write_estimate(side, SIZES | {"noise": noise})
+
+    assert gate_json(capsys, *sides)["baseline"].endswith("a\\udcff\n| b/results")
+    for form in ("text", "markdown"):
+        code, said = gate(capsys, *sides, "--format", form)
+        assert code == 1
+        assert "udcff" in said
+    assert "c\\udcff: is not a folder" in refused(capsys, tmp_path / "c\udcff", sides[1])
+
+
+def test_other_files_of_a_results_folder_are_left_alone(folders, capsys) -> None:
+    write_estimate(folders[1])
+    for name in ("figures/x.json", "verify/hf-x.r1-flash.json", "plan/manifest-x.json"):
+        file = folders[1] / "results" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{")
+
+    assert gate(capsys, *folders)[0] == 0
 
 
 def test_a_smaller_largest_batch_is_a_regression_and_other_batches_are_not_compared(

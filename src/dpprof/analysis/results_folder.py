@@ -1,5 +1,6 @@
 """Reads all results of a folder, whatever config they are of."""
 
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +9,8 @@ from dpprof.planning.artifacts import RESULTS, RUN
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.spec.validation import InputError, shorten
+
+_NAME = re.compile(r".+\.r[0-9]+\.json")
 
 RunKey = tuple[str, str]
 """The id of an experiment, and an instrument."""
@@ -35,7 +38,7 @@ def read_results_folder(folder: Path) -> ResultsFolder:
         raise InputError(f"{folder}: is not a folder; name one that holds results")
     pattern = f"{RUN.pattern}.json"
     for root in (folder, folder / RESULTS):
-        if files := sorted(root.glob(pattern)):
+        if files := sorted(file for file in root.glob(pattern) if _NAME.fullmatch(file.name)):
             return ResultsFolder(root, _read_all(files))
     raise InputError(f"{folder}: holds no results, which are INSTRUMENT/ID.rN.json")
 
