@@ -218,6 +218,25 @@ def test_an_estimate_for_a_gpu_is_the_same_on_any_machine(tmp_path) -> None:
     assert compare(tmp_path).verdict == "nothing worse"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_prediction_for_the_machine_that_made_it_is_of_its_threads_or_its_gpu(
+    tmp_path, device
+) -> None:
+    for side, threads in zip(SIDES, (2, 4), strict=True):
+        write_synthetic(
+            tmp_path / side,
+            make_experiment(device=device),
+            instrument="estimate",
+            recorded=make_memory({"noise": 1}, peak_source=f"data sheet of {side}"),
+            device=CPU | {"threads": threads, "name": side},
+        )
+    (unlike,) = compare(tmp_path).not_comparable
+
+    assert (unlike.name, unlike.baseline, unlike.candidate) == (
+        ("threads", "2", "4") if device == "cpu" else ("GPU", "data sheet of a", "data sheet of b")
+    )
+
+
 def test_a_run_without_an_asked_figure_need_not_be_comparable(tmp_path) -> None:
     """Clean runs on a CPU tell nothing of memory that is exact."""
     for side, device in zip(SIDES, (CPU, CPU | {"name": "other"}), strict=True):

@@ -94,7 +94,9 @@ def compare_folders(
     unlike: dict[tuple[Fact, tuple[str, str]], set[str]] = {}
     for pair in pairs:
         found = list(_judge(pair, noise, options))
-        barred = {fact: told for fact, told in pair.unlike.items() if _bars(fact, options)}
+        barred = {
+            fact: told for fact, told in pair.unlike.items() if fact.kind not in options.across
+        }
         if not barred:
             figures += found
         elif any(_would_count(one) for one in found):
@@ -163,11 +165,6 @@ def _explain(
 
 def _group(results: Sequence[Result]) -> Group:
     return Group(results[0].experiment, len(results), results)
-
-
-def _bars(fact: Fact, options: Options) -> bool:
-    """Return whether a difference keeps runs from being compared."""
-    return fact.kind not in options.across
 
 
 def _would_count(figure: ComparedFigure) -> bool:
