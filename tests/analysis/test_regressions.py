@@ -161,8 +161,9 @@ def with_packages(**versions: str) -> dict:
     return {"provenance": PROVENANCE | {"packages": PROVENANCE["packages"] | versions}}
 
 
+CPU_NAMES = ("synthetic cpu, 2 cores", "other cpu, 2 cores")
 UNLIKE = {
-    "device": ({"device": CPU | {"name": "other cpu"}}, "device", "synthetic cpu", "other cpu"),
+    "device": ({"device": CPU | {"name": "other cpu"}}, "device", *CPU_NAMES),
     "threads": ({"device": CPU | {"threads": 1}}, "device", "2", "1"),
     "torch": (with_packages(torch="2.13.0"), "versions", "2.12.0", "2.13.0"),
     "opacus": (with_packages(opacus="1.6.1"), "versions", "1.6.0", "1.6.1"),
@@ -194,6 +195,18 @@ def test_what_makes_measured_runs_not_comparable_is_named_with_both_values(tmp_p
     )
     assert found.figures == []
     assert compare(tmp_path, across=[kind]).verdict == "regression"
+
+
+def test_replicates_of_two_machines_are_not_comparable_even_where_both_sides_have_both(
+    tmp_path,
+) -> None:
+    for side in SIDES:
+        for replicate, name in enumerate("xy"):
+            device = CPU | {"name": name}
+            write_synthetic(tmp_path / side, EXPERIMENT, replicate=replicate, device=device)
+    (unlike,) = compare(tmp_path).not_comparable
+
+    assert unlike.baseline == unlike.candidate == "x, 2 cores or y, 2 cores"
 
 
 def test_times_on_another_device_are_never_compared(tmp_path) -> None:

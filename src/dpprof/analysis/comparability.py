@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from typing import Any, NamedTuple
 
+from dpprof.analysis.machines import machine_of
 from dpprof.analysis.results_folder import ResultsFolder
 from dpprof.records.comparison import Across
 from dpprof.records.result import Result
@@ -36,12 +37,17 @@ def find_differences(
 ) -> dict[Fact, tuple[str, str]]:
     """Return what differs between two sides of one run, with both sides' values.
 
-    Nothing ran for a prediction, so of its machine only the threads count, for a CPU's workspaces.
+    Replicates of one side that differ count too. Nothing ran for a prediction, so of its machine
+    only the threads count, for a CPU's workspaces.
     """
     sides = _collect(baseline), _collect(candidate)
     facts = dict.fromkeys([*sides[0], *sides[1]])
-    told = {fact: (_spell(sides[0].get(fact)), _spell(sides[1].get(fact))) for fact in facts}
-    return {fact: values for fact, values in told.items() if values[0] != values[1]}
+    found = {fact: tuple(side.get(fact, {"none"}) for side in sides) for fact in facts}
+    return {
+        fact: (_spell(was), _spell(now))
+        for fact, (was, now) in found.items()
+        if was != now or len(was) > 1
+    }
 
 
 def _collect(results: Sequence[Result]) -> dict[Fact, set[str]]:
@@ -52,8 +58,8 @@ def _collect(results: Sequence[Result]) -> dict[Fact, set[str]]:
     return found
 
 
-def _spell(values: set[str] | None) -> str:
-    return " or ".join(sorted(values or {"none"}))
+def _spell(values: set[str]) -> str:
+    return " or ".join(sorted(values))
 
 
 def _facts_of(result: Result) -> dict[Fact, Any]:
@@ -64,7 +70,7 @@ def _facts_of(result: Result) -> dict[Fact, Any]:
     if predicted:
         facts |= _facts_of_prediction(result)
     else:
-        facts[Fact("device", "device")] = device.get("name")
+        facts[Fact("device", "device")] = machine_of(result)
         if result.experiment.device == "cpu":
             facts[Fact("device", "threads")] = device.get("threads")
         else:
