@@ -222,6 +222,7 @@ def write_synthetic(
     kernels: dict[str, Any] | None = None,
     observed: dict[str, Any] | None = None,
     device: dict[str, Any] = CPU,
+    provenance: dict[str, Any] | None = None,
     wall_s: float = 1.5,
 ) -> Result:
     """Write a result file as the supervisor would, with invented figures.
@@ -233,6 +234,7 @@ def write_synthetic(
         kernels: Of ``make_kernels``: what a trace tells.
         observed: What a step and its memory came to.
         device: Where it ran.
+        provenance: What differs from the usual provenance.
     """
     if not verdict_path(root, verified_as(experiment), experiment.method).exists():
         write_synthetic_verdict(root, experiment)
@@ -292,7 +294,8 @@ def write_synthetic(
                 "python": "3.11.0",
                 "packages": {"torch": "0", "opacus": "0"},
                 "git": {"commit": None, "dirty": None, "reason": "synthetic"},
-            },
+            }
+            | (provenance or {}),
         },
     )
 

@@ -276,6 +276,7 @@ def _bad_output(draw: random.Random) -> list[str]:
             ("advise.py", CAPACITY, "--json"),
             ("budget.py", [*CAPACITY, *BUDGET], "--json"),
             ("draw_figure.py", ["--figure=tradeoff", "--tables=folder"], "--output"),
+            ("compare.py", ["folder", "folder"], "--output"),
         ]
     )
     return [script, *arguments, f"{option}={draw.choice(SPECIAL)}"]
@@ -290,6 +291,8 @@ def _bad_input(draw: random.Random) -> list[str]:
             ["build_report.py", f"--tables={damaged}", "--output-dir=r"],
             ["draw_figure.py", "--figure=tradeoff", f"--tables={damaged}", "--output=x.png"],
             ["prune.py", "--delete", damaged],
+            ["compare.py", "folder", damaged],
+            ["compare.py", "folder", "folder", f"--thresholds={damaged}"],
         ]
     )
 
@@ -312,6 +315,7 @@ def _bad_option(draw: random.Random) -> list[str]:
             ["advise.py", *CAPACITY, f"--target={text}"],
             ["budget.py", *CAPACITY, *BUDGET, f"--{draw.choice(list(RIGHT_BUDGET))}={text}"],
             ["forget.py", f"--outcome={text}"],
+            ["compare.py", "folder", "folder", f"--metrics={text}"],
             ["forget.py"],
             ["prune.py", "--delete"],
         ]

@@ -59,18 +59,20 @@ def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list
 
 
 @contextlib.contextmanager
-def ending_in_a_sentence(what: str = "") -> Iterator[None]:
+def ending_in_a_sentence(what: str = "", *, status: int = 1) -> Iterator[None]:
     """End the script with one sentence where its input or a file causes an error.
 
     A closed standard output is none: ``main`` ends in silence then. ``what`` says what an
-    interruption leaves unwritten.
+    interruption leaves unwritten, ``status`` is the exit status after an error.
     """
     try:
         yield
     except BrokenPipeError:
         raise
     except (InputError, ResultError, EntryPointError, OSError) as error:
-        fail(error)
+        with contextlib.suppress(SystemExit):
+            fail(error)
+        sys.exit(status)
     except KeyboardInterrupt:
         if not what:
             raise

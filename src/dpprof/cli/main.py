@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = {
     "advise": "say which private method to use on a GPU",
     "budget": "say what a privacy budget costs in noise, GPU hours and money",
     "explain": "say why one run needs more memory than another, to the byte",
+    "compare": "say what got worse from one folder of results to another",
     "verify": "prove that a method computes the reference's clipped gradient",
     "ceilings": "measure what a device can do at most",
     "tables": "write tables of results",

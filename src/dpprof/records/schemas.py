@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from dpprof.records.budget import Budget
 from dpprof.records.ceilings import Ceilings
+from dpprof.records.comparison import FolderComparison
 from dpprof.records.result import Result
 from dpprof.records.verdict import Verdict
 from dpprof.spec.experiment import NAME_PATTERN, Dimensions, Experiment
@@ -119,5 +120,6 @@ def generated_files(root: Path) -> dict[Path, str]:
         schemas / "verdict.schema.json": _schema_of_files(Verdict, "dpprof verdict"),
         schemas / "ceilings.schema.json": _schema_of_files(Ceilings, "dpprof ceilings"),
         schemas / "budget.schema.json": _schema_of_files(Budget, "dpprof budget"),
+        schemas / "comparison.schema.json": _schema_of_files(FolderComparison, "dpprof compare"),
         readme: _with_key_tables(readme.read_text(encoding="utf-8")),
     }

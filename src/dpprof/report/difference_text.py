@@ -10,8 +10,7 @@ from dpprof.analysis.difference import Difference, Side
 from dpprof.analysis.peak_holdings import name_component, say_size
 from dpprof.analysis.waterfall import LEVELS, Bar, fold_blocks
 from dpprof.report.difference_sentence import OUTSIDE, say
-from dpprof.report.markdown import escape_markdown
-from dpprof.system.console import printable
+from dpprof.report.markdown import escape_markdown, on_one_line
 
 _WIDTH = 24
 """Columns of a terminal for the bars."""
@@ -118,7 +117,7 @@ def render_text(difference: Difference, detail: Detail) -> str:
         said.append(f"{exact:>{numbers}}  {rounded:>{sizes}}  {bar:{_WIDTH}}  {label}".rstrip())
     if equal := _tell_equal(difference, detail):
         said += ["", *equal]
-    return "\n".join(map(_flat, said))
+    return "\n".join(map(on_one_line, said))
 
 
 def render_markdown(difference: Difference, detail: Detail) -> str:
@@ -167,10 +166,5 @@ def _draw(row: Row, low: int, high: int) -> str:
     return " " * left + letter * max(right - left, 1)
 
 
-def _flat(text: str) -> str:
-    """Return a text on one line, in which nothing can disturb a terminal."""
-    return printable(text.replace("\n", "\\n"))
-
-
 def _escape(text: str) -> str:
-    return escape_markdown(_flat(text))
+    return escape_markdown(on_one_line(text))

@@ -1,0 +1,145 @@
+"""Say what got worse from one folder of results to another: memory, FLOPs, bytes moved, time.
+
+Memory, FLOPs and bytes moved are compared exactly, step times by the statistics of the report.
+The exit status is 0 where nothing is worse, 1 for a regression, and 2 where the folders are not
+comparable or the input is wrong.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from dpprof.analysis.regressions import Options, compare_folders
+from dpprof.analysis.results_folder import read_results_folder
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
+from dpprof.records.thresholds import Thresholds
+from dpprof.report.comparison_text import render_markdown, render_text
+from dpprof.spec.config_files import read_config_file
+from dpprof.spec.validation import InputError, explain, one_of, refuse
+from dpprof.system.files import check_writable, write_atomically
+
+FORMATS: dict[str, Callable[[FolderComparison], str]] = {
+    "text": render_text,
+    "markdown": render_markdown,
+    "json": lambda found: json.dumps(found.model_dump(mode="json"), indent=1),
+}
+
+
+def names_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Make a type of option: some of these names, comma-separated."""
+
+    def read(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in allowed:
+                told = f"{name!r} is not allowed; {one_of(allowed, name)}"
+                raise argparse.ArgumentTypeError(told)
+        return [name for name in allowed if name in names]
+
+    return read
+
+
+def read_thresholds(file: Path | None) -> Thresholds:
+    """Read a file of thresholds; what it leaves out keeps its default.
+
+    Raises:
+        InputError: It is no YAML, or a key or a value is not allowed.
+        OSError: The file cannot be read.
+    """
+    found = None if file is None else read_config_file(file)
+    if found is None:
+        return Thresholds()
+    if not isinstance(found, dict):
+        allowed = f"it must be a mapping of {', '.join(sorted(Thresholds.model_fields))}"
+        raise refuse(str(file), found, allowed)
+    try:
+        return Thresholds.model_validate(found)
+    except ValidationError as error:
+        raise InputError(f"{file}: {explain(error, Thresholds)}") from None
+
+
+def compare(
+    baseline: Path, candidate: Path, thresholds: Path | None, options: Options
+) -> FolderComparison:
+    """Compare two folders of results.
+
+    Raises:
+        InputError: A folder has no results or wrong ones, both are one folder, or the thresholds
+            are wrong.
+        OSError: A file cannot be read.
+    """
+    options = options._replace(thresholds=read_thresholds(thresholds))
+    if baseline.exists() and candidate.exists() and baseline.samefile(candidate):
+        raise InputError(f"{candidate}: baseline and candidate are the same folder; name two")
+    return compare_folders(read_results_folder(baseline), read_results_folder(candidate), options)
+
+
+def make_parser() -> Parser:
+    """Make the options."""
+    parser = Parser(
+        prog="dpprof compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: dpprof compare main/results results --metrics memory,flops "
+        "--format markdown --output comment.md",
+    )
+    parser.add_argument(
+        "baseline", type=path, metavar="BASELINE", help="the folder of results to compare with"
+    )
+    parser.add_argument(
+        "candidate", type=path, metavar="CANDIDATE", help="the folder of results that may be worse"
+    )
+    parser.add_argument(
+        "--metrics",
+        type=names_of(METRICS),
+        default=list(METRICS),
+        metavar="NAMES",
+        help="what is compared, comma-separated; flops includes bytes moved (default: "
+        f"{','.join(METRICS)})",
+    )
+    parser.add_argument(
+        "--thresholds",
+        type=path,
+        metavar="FILE",
+        help="how much worse figures may get: a YAML file, such as {components: {noise: 2%%}, "
+        "time: 10%%} (default: memory, flops and bytes_moved 0, time 5%%)",
+    )
+    parser.add_argument(
+        "--across",
+        type=names_of(ACROSS),
+        default=[],
+        metavar="NAMES",
+        help="compare even where these differ, comma-separated, of "
+        f"{', '.join(ACROSS)}; times on different devices are never compared",
+    )
+    parser.add_argument(
+        "--format", choices=list(FORMATS), default="text", help="of the output (default: text)"
+    )
+    parser.add_argument(
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="write it to a file, and print the text (default: print it)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    arguments = make_parser().parse_args(argv)
+    options = Options(arguments.metrics, arguments.across)
+    with ending_in_a_sentence(status=EXIT_STATUS["not comparable"]):
+        if arguments.output is not None:
+            check_writable(arguments.output)
+        found = compare(arguments.baseline, arguments.candidate, arguments.thresholds, options)
+        rendered = FORMATS[arguments.format](found)
+        if arguments.output is not None:
+            write_atomically(arguments.output, rendered + "\n")
+            rendered = render_text(found)
+    print(rendered)
+    sys.exit(found.exit_status)

@@ -1,0 +1,340 @@
+"""What counts as a regression: times with their noise, failures, and what cannot be compared."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from factory import CPU, make_experiment, make_memory, make_predicted_time, write_synthetic
+
+from dpprof.analysis.regressions import Options, compare_folders
+from dpprof.analysis.results_folder import read_results_folder
+from dpprof.analysis.statistics import can_differ, mann_whitney
+from dpprof.records.comparison import FolderComparison
+from dpprof.records.thresholds import Thresholds
+
+REAL_STEP_S = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
+EXPERIMENT = make_experiment(method="flash")
+SIDES = ("a", "b")
+
+
+def compare(root: Path, **options) -> FolderComparison:
+    sides = [read_results_folder(root / side) for side in SIDES]
+    return compare_folders(*sides, Options(**options))
+
+
+def write_times(root: Path, medians, steps=20, **fields) -> None:
+    """Write replicates whose steps scatter by 2 % around the median of their process."""
+    draw = np.random.default_rng(len(medians))
+    for replicate, seconds in enumerate(medians):
+        step_s = tuple(seconds * np.exp(draw.normal(0, 0.02, steps)))
+        write_synthetic(root, EXPERIMENT, replicate=replicate, step_s=step_s, **fields)
+
+
+def noisy(count: int, seed: int, spread: float = 0.02) -> np.ndarray:
+    return np.exp(np.random.default_rng(seed).normal(0, spread, count))
+
+
+def test_15_percent_slower_in_10_replicates_of_20_steps_is_a_regression(tmp_path) -> None:
+    write_times(tmp_path / "a", noisy(10, 0))
+    write_times(tmp_path / "b", 1.15 * noisy(10, 1))
+    found = compare(tmp_path, metrics=["time"])
+
+    assert (found.verdict, found.exit_status) == ("regression", 1)
+    (figure,) = found.figures
+    assert (figure.figure, figure.experiment_id) == ("step time", EXPERIMENT.id)
+    assert figure.ratio == pytest.approx(1.15, abs=0.03)
+    known = figure.statistics
+    assert (known.baseline_processes, known.candidate_processes) == (10, 10)
+    assert 1.05 < known.ratio_low <= figure.ratio <= known.ratio_high
+    assert 0 < known.noise_floor < 0.05
+    assert known.p_value < 0.001
+
+
+def test_15_percent_faster_is_better(tmp_path) -> None:
+    write_times(tmp_path / "a", 1.15 * noisy(10, 0))
+    write_times(tmp_path / "b", noisy(10, 1))
+    found = compare(tmp_path, metrics=["time"])
+
+    assert (found.verdict, found.figures[0].judgement) == ("nothing worse", "better")
+
+
+def test_real_times_of_equal_experiments_are_the_same(tmp_path) -> None:
+    write_times(tmp_path / "a", REAL_STEP_S[:10])
+    write_times(tmp_path / "b", REAL_STEP_S[10:20])
+    found = compare(tmp_path, metrics=["time"])
+
+    assert (found.verdict, found.figures, found.judged) == ("nothing worse", [], {"time": 1})
+
+
+def test_slower_by_less_than_the_threshold_is_none(tmp_path) -> None:
+    write_times(tmp_path / "a", noisy(10, 0, 0.001))
+    write_times(tmp_path / "b", 1.04 * noisy(10, 1, 0.001))
+    thresholds = [Thresholds(), Thresholds.model_validate({"time": "3%"})]
+    found = [compare(tmp_path, thresholds=one) for one in thresholds]
+
+    assert [one.figures[0].judgement for one in found] == ["within threshold", "worse"]
+
+
+def test_within_the_noise_twice_the_threshold_is_none(tmp_path) -> None:
+    write_times(tmp_path / "a", noisy(10, 0, 0.3))
+    write_times(tmp_path / "b", 1.1 * noisy(10, 0, 0.3))
+    found = compare(tmp_path)
+
+    assert (found.verdict, found.figures) == ("nothing worse", [])
+
+
+def test_three_replicates_are_not_enough_whatever_they_say(tmp_path) -> None:
+    for side, seconds in zip(SIDES, ([1.0, 1.01, 1.02], [9.0, 9.01, 9.02]), strict=True):
+        write_times(tmp_path / side, seconds)
+    found = compare(tmp_path)
+
+    assert found.verdict == "not comparable"
+    assert found.reason == "no run has enough on both sides to judge memory or flops or time"
+    (figure,) = found.figures
+    assert figure.judgement == "undecided"
+    assert figure.reason == "not enough replicates: 3 and 3, and 4 on each side are enough"
+
+
+@pytest.mark.parametrize(("count", "enough"), [(3, False), (4, True)])
+def test_enough_replicates_are_those_whose_p_value_can_reach_5_percent(count, enough) -> None:
+    assert can_differ(count, count) is enough
+    assert (mann_whitney(range(count), range(count, 2 * count)) < 0.05) is enough
+
+
+def test_predicted_times_for_a_gpu_are_compared_without_noise(tmp_path) -> None:
+    experiment = make_experiment(device="cuda", target="h100")
+    for side, seconds in zip(SIDES, (1.0, 1.06), strict=True):
+        told = make_memory({"noise": 1}) | {"time": make_predicted_time(seconds)}
+        write_synthetic(tmp_path / side, experiment, instrument="estimate", recorded=told)
+    found = compare(tmp_path)
+
+    assert found.verdict == "regression"
+    (figure,) = found.figures
+    assert (figure.figure, figure.candidate) == ("predicted step time", 1.06)
+    assert compare(tmp_path, metrics=["memory", "flops"]).verdict == "nothing worse"
+
+
+@pytest.mark.parametrize("outcome", ["oom", "crashed", "unsupported", "timeout", "killed"])
+def test_a_run_that_fails_now_is_a_regression_and_the_reverse_is_better(tmp_path, outcome) -> None:
+    write_times(tmp_path / "a", [1.0] * 4)
+    write_times(tmp_path / "b", [1.0] * 3)
+    write_synthetic(tmp_path / "b", EXPERIMENT, replicate=3, outcome=outcome, message="too much")
+    found = compare(tmp_path)
+
+    assert found.verdict == "regression"
+    (figure,) = [one for one in found.figures if one.metric == "outcome"]
+    assert (figure.baseline, figure.candidate) == ("ok", f"3 ok, 1 {outcome}")
+    assert figure.reason == "too much"
+
+    (tmp_path / "a").rename(tmp_path / "c")
+    (tmp_path / "b").rename(tmp_path / "a")
+    (tmp_path / "c").rename(tmp_path / "b")
+    back = compare(tmp_path)
+    assert [one.judgement for one in back.figures if one.metric == "outcome"] == ["better"]
+    assert back.verdict == "nothing worse"
+
+
+def test_what_failed_before_and_fails_now_is_no_regression(tmp_path) -> None:
+    for side, outcome in zip(SIDES, ("oom", "crashed"), strict=True):
+        write_synthetic(tmp_path / side, EXPERIMENT, outcome=outcome)
+        write_synthetic(
+            tmp_path / side, EXPERIMENT, instrument="memory", recorded=make_memory({"noise": 1})
+        )
+    found = compare(tmp_path)
+
+    assert found.verdict == "nothing worse"
+    (figure,) = found.figures
+    assert (figure.judgement, figure.reason) == (
+        "undecided",
+        "failed on both sides, in different ways",
+    )
+
+
+PROVENANCE = {
+    "packages": {"torch": "2.12.0", "opacus": "1.6.0", "dpprof": "0.1.0"},
+    "settings": {"LD_PRELOAD": "libjemalloc.so", "OMP_NUM_THREADS": "1"},
+    "host": {"cores_logical": 4},
+}
+
+
+def with_packages(**versions: str) -> dict:
+    return {"provenance": PROVENANCE | {"packages": PROVENANCE["packages"] | versions}}
+
+
+CPU_NAMES = ("synthetic cpu, 2 cores", "other cpu, 2 cores")
+UNLIKE = {
+    "device": ({"device": CPU | {"name": "other cpu"}}, "device", *CPU_NAMES),
+    "threads": ({"device": CPU | {"threads": 1}}, "device", "2", "1"),
+    "torch": (with_packages(torch="2.13.0"), "versions", "2.12.0", "2.13.0"),
+    "opacus": (with_packages(opacus="1.6.1"), "versions", "1.6.0", "1.6.1"),
+    "dpprof": (with_packages(dpprof="0.2.0"), "versions", "0.1.0", "0.2.0"),
+    "LD_PRELOAD": (
+        {"provenance": PROVENANCE | {"settings": {}}},
+        *("settings", "libjemalloc.so", "none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_makes_measured_runs_not_comparable_is_named_with_both_values(tmp_path, name) -> None:
+    fields, kind, was, now = UNLIKE[name]
+    for side in SIDES:
+        recorded = make_memory({"noise": 100 if side == "a" else 101})
+        told = {"provenance": PROVENANCE} | (fields if side == "b" else {})
+        write_synthetic(tmp_path / side, EXPERIMENT, instrument="memory", recorded=recorded, **told)
+    found = compare(tmp_path)
+
+    assert (found.verdict, found.exit_status) == ("not comparable", 2)
+    (unlike,) = found.not_comparable
+    assert (unlike.kind, unlike.name) == (kind, name)
+    assert (unlike.baseline, unlike.candidate) == (was, now)
+    assert unlike.experiment_ids == [EXPERIMENT.id]
+    assert found.reason == (
+        f"{name} {was} in the baseline and {now} in the candidate "
+        f"(--across {kind} compares them nevertheless)"
+    )
+    assert found.figures == []
+    assert compare(tmp_path, across=[kind]).verdict == "regression"
+
+
+def test_replicates_of_two_machines_are_not_comparable_even_where_both_sides_have_both(
+    tmp_path,
+) -> None:
+    for side in SIDES:
+        for replicate, name in enumerate("xy"):
+            device = CPU | {"name": name}
+            write_synthetic(tmp_path / side, EXPERIMENT, replicate=replicate, device=device)
+    (unlike,) = compare(tmp_path).not_comparable
+
+    assert unlike.baseline == unlike.candidate == "x, 2 cores or y, 2 cores"
+
+
+def test_times_on_another_device_are_never_compared(tmp_path) -> None:
+    write_times(tmp_path / "a", noisy(10, 0))
+    write_times(tmp_path / "b", 2 * noisy(10, 1), device=CPU | {"name": "other cpu"})
+    found = compare(tmp_path, across=["device"])
+
+    assert found.verdict == "not comparable"
+    (figure,) = found.figures
+    assert figure.judgement == "undecided"
+    assert figure.reason == "times on different devices are not compared"
+
+
+def test_an_estimate_for_a_gpu_is_the_same_on_any_machine(tmp_path) -> None:
+    experiment = make_experiment(device="cuda", target="h100")
+    for side, device in zip(SIDES, (CPU, CPU | {"name": "other", "threads": 9}), strict=True):
+        told = make_memory({"noise": 1})
+        write_synthetic(
+            tmp_path / side, experiment, instrument="estimate", recorded=told, device=device
+        )
+
+    assert compare(tmp_path).verdict == "nothing worse"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_prediction_for_the_machine_that_made_it_is_of_its_threads_or_its_gpu(
+    tmp_path, device
+) -> None:
+    for side, threads in zip(SIDES, (2, 4), strict=True):
+        write_synthetic(
+            tmp_path / side,
+            make_experiment(device=device),
+            instrument="estimate",
+            recorded=make_memory({"noise": 1}, peak_source=f"data sheet of {side}"),
+            device=CPU | {"threads": threads, "name": side},
+        )
+    (unlike,) = compare(tmp_path).not_comparable
+
+    assert (unlike.name, unlike.baseline, unlike.candidate) == (
+        ("threads", "2", "4") if device == "cpu" else ("GPU", "data sheet of a", "data sheet of b")
+    )
+
+
+def test_a_run_without_an_asked_figure_need_not_be_comparable(tmp_path) -> None:
+    """Clean runs on a CPU tell nothing of memory that is exact."""
+    for side, device in zip(SIDES, (CPU, CPU | {"name": "other"}), strict=True):
+        write_synthetic(tmp_path / side, EXPERIMENT, device=device)
+        recorded = make_memory({"noise": 1})
+        write_synthetic(
+            tmp_path / side,
+            make_experiment(device="cuda", target="h100"),
+            instrument="estimate",
+            recorded=recorded,
+        )
+
+    assert compare(tmp_path, metrics=["memory", "flops"]).verdict == "nothing worse"
+    assert compare(tmp_path).verdict == "not comparable"
+
+
+def test_a_regression_is_one_even_where_other_runs_are_not_comparable(tmp_path) -> None:
+    for side, size in zip(SIDES, (1, 2), strict=True):
+        recorded = make_memory({"noise": size})
+        write_synthetic(tmp_path / side, EXPERIMENT, instrument="memory", recorded=recorded)
+        other = make_experiment(method="microbatch")
+        device = CPU | {"name": side}
+        write_synthetic(tmp_path / side, other, device=device)
+    found = compare(tmp_path)
+
+    assert (found.verdict, found.exit_status) == ("regression", 1)
+    assert [one.experiment_ids for one in found.not_comparable] == [[other.id]]
+
+
+def test_replicates_that_differ_are_worse_only_where_their_ranges_lie_apart(tmp_path) -> None:
+    for side, sizes in zip(SIDES, ([100, 110], [105, 120]), strict=True):
+        for replicate, size in enumerate(sizes):
+            write_synthetic(
+                tmp_path / side,
+                EXPERIMENT,
+                instrument="phases",
+                replicate=replicate,
+                peak_allocated_bytes=size,
+            )
+    found = compare(tmp_path, metrics=["memory"])
+
+    (figure,) = found.figures
+    assert figure.judgement == "undecided"
+    assert figure.reason == "replicates differ: 100 to 110 and 105 to 120"
+
+    for replicate in range(2):
+        write_synthetic(
+            tmp_path / "b",
+            EXPERIMENT,
+            instrument="phases",
+            replicate=replicate,
+            peak_allocated_bytes=111 + replicate,
+        )
+    assert compare(tmp_path, metrics=["memory"]).figures[0].judgement == "worse"
+
+
+def test_components_say_where_the_peak_moved_to(tmp_path) -> None:
+    for side, phase, sizes in zip(
+        SIDES, ("backward", "step"), ({"noise": 10}, {"workspace": 9}), strict=True
+    ):
+        recorded = make_memory(sizes, phase=phase)
+        write_synthetic(tmp_path / side, EXPERIMENT, instrument="memory", recorded=recorded)
+    found = compare(tmp_path, metrics=["memory"])
+    judged = {one.part or one.figure: one for one in found.figures}
+
+    assert {name: one.judgement for name, one in judged.items()} == {
+        "peak": "better",
+        "peak of the first step": "better",
+        "noise": "better",
+        "workspace": "worse",
+    }
+    assert judged["workspace"].reason == "the peak is in step, and was in backward"
+
+
+def test_a_figure_that_one_side_lacks_is_not_decided(tmp_path) -> None:
+    for side in SIDES:
+        recorded = make_memory({"noise": 1})
+        if side == "b":
+            recorded["compute"] = None
+        write_synthetic(tmp_path / side, EXPERIMENT, instrument="memory", recorded=recorded)
+    found = compare(tmp_path)
+
+    assert found.verdict == "nothing worse"
+    assert {(one.figure, one.baseline, one.candidate, one.reason) for one in found.figures} == {
+        ("executed FLOPs", 100, None, "known in the baseline alone"),
+        ("other FLOPs", 7, None, "known in the baseline alone"),
+        ("model FLOPs", 50, None, "known in the baseline alone"),
+    }

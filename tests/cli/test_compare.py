@@ -1,0 +1,343 @@
+"""``dpprof compare`` as a gate: its exit status, what it prints, and what it refuses."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+import yaml
+from factory import make_capacity, make_experiment, make_memory, write_synthetic
+from scripts import ROOT, run
+
+from dpprof.cli.compare import main
+from dpprof.cli.explain import main as explain
+from dpprof.records.comparison import FolderComparison
+from dpprof.records.thresholds import Thresholds
+from dpprof.spec.experiment import Experiment
+
+SCHEMA = json.loads((ROOT / "workflow" / "schemas" / "comparison.schema.json").read_text())
+SIZES = {"parameters": 800, "noise": 100}
+FLASH = make_experiment(method="flash")
+
+
+def write_estimate(root, sizes=SIZES, experiment: Experiment = FLASH, **fields) -> None:
+    compute = fields.pop("compute", {})
+    write_synthetic(
+        root,
+        experiment,
+        **{"instrument": "estimate", "recorded": make_memory(sizes, **compute)} | fields,
+    )
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two folders; the baseline holds one estimate."""
+    write_estimate(tmp_path / "a")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def gate(capsys, *arguments) -> tuple[int, str]:
+    """Return the exit status and what was printed."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    out, error = capsys.readouterr()
+    assert error == ""
+    return ended.value.code, out
+
+
+def gate_json(capsys, *arguments) -> FolderComparison:
+    code, out = gate(capsys, *arguments, "--format", "json")
+    document = json.loads(out)
+    jsonschema.validate(document, SCHEMA)
+    assert document["exit_status"] == code
+    return document
+
+
+def names(found, judgement="worse") -> list[tuple[str, str | None]]:
+    return [(f["figure"], f["part"]) for f in found["figures"] if f["judgement"] == judgement]
+
+
+def refused(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    out, error = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    return error.strip().splitlines()[-1]
+
+
+def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_path) -> None:
+    options = ["--model=tiny", "--method=flash-bk", "--batch-size=2", "--seq-len=16"]
+    options += ["--target=h100", "--instrument=estimate"]
+    name = Experiment(
+        model="tiny", method="flash-bk", batch_size=2, seq_len=16, target="h100", device="cuda"
+    ).id
+    for side in ("a", "b"):
+        output = f"--output={side}/estimate/{name}.r0.json"
+        done = run("profile_experiment.py", *options, output, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+    done = run("compare.py", "a", "b", "--format=json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    jsonschema.validate(found, SCHEMA)
+    assert (found["verdict"], found["figures"]) == ("nothing worse", [])
+    assert found["counts"]["same"] == sum(found["counts"].values()) > 50
+    # Two peaks, reserved twice, whether it fits, 15 components; a predicted time.
+    assert (found["judged"]["memory"], found["judged"]["time"]) == (20, 1)
+
+
+def test_2_percent_more_in_one_component_is_a_regression_that_names_it(folders, capsys) -> None:
+    write_estimate(folders[1], SIZES | {"noise": 102})
+    code, said = gate(capsys, *folders)
+
+    assert code == 1
+    noise = (
+        rf"noise at the peak +{FLASH.id} +estimate +100 bytes -> 102 bytes +\+2 bytes \(\+2.00 %\)"
+    )
+    assert re.search(noise, said)
+    assert "parameters" not in said
+    assert said.splitlines()[0].endswith(": 3 figures are worse.")  # peak, first peak, noise
+
+
+def test_one_flop_more_in_one_op_kind_is_a_regression_that_names_it(folders, capsys) -> None:
+    told = make_memory(SIZES)
+    told["io"]["by_phase_and_op_kind"][0]["flops"] += 1
+    write_estimate(folders[1], recorded=told)
+    code, said = gate(capsys, *folders, "--metrics", "flops")
+
+    assert code == 1
+    assert "1 figure is worse" in said
+    assert re.search(r"FLOPs of gemm in forward .* 4,000 FLOPs -> 4,001 FLOPs +\+1 \(", said)
+
+
+def test_an_op_kind_that_is_new_counts_from_0(folders, capsys) -> None:
+    told = make_memory(SIZES)
+    work = told["io"]["by_phase_and_op_kind"]
+    work.append(work[0] | {"op_kind": "einsum", "flops": 1, "read": 0, "written": 0})
+    write_estimate(folders[1], recorded=told)
+    found = gate_json(capsys, *folders)
+
+    (figure,) = found["figures"]
+    assert (figure["baseline"], figure["candidate"], figure["ratio"]) == (0, 1, None)
+    assert (figure["figure"], figure["part"], figure["phase"]) == ("FLOPs", "einsum", "forward")
+    assert found["exit_status"] == 1
+
+
+def test_disjoint_folders_exit_with_2_and_say_what_the_most_similar_differ_in(
+    folders, capsys
+) -> None:
+    other = make_experiment(method="flash", timed_steps=20)
+    write_estimate(folders[1], experiment=other)
+    code, said = gate(capsys, *folders)
+
+    assert code == 2
+    assert "no experiment is in both folders; the most similar differ in timed_steps 1 and 20" in (
+        said
+    )
+    assert f"Only in the baseline: {FLASH.id} (estimate)." in said
+    assert f"Only in the candidate: {other.id} (estimate)." in said
+
+
+def test_what_is_on_one_side_alone_is_listed_and_fails_nothing(folders, capsys) -> None:
+    write_estimate(folders[0], experiment=make_experiment(method="microbatch"))
+    write_estimate(folders[1])
+    code, said = gate(capsys, *folders)
+
+    assert code == 0
+    assert "Only in the baseline: custom-microbatch-" in said
+    assert "Only in the candidate" not in said
+
+
+def test_less_memory_is_told_as_better(folders, capsys) -> None:
+    write_estimate(folders[1], SIZES | {"noise": 50})
+    code, said = gate(capsys, *folders)
+
+    assert code == 0
+    assert "nothing is worse, 3 are better." in said
+    assert said.index("\nBetter\n") < said.index("-50 bytes (-5.56 %)")
+
+
+def test_a_threshold_of_a_component_is_its_own(folders, tmp_path, capsys) -> None:
+    write_estimate(folders[1], SIZES | {"noise": 102})
+    file = tmp_path / "thresholds.yaml"
+    file.write_text("{memory: 1%, components: {noise: 2%}}")
+    found = gate_json(capsys, *folders, "--thresholds", file)
+
+    assert found["verdict"] == "nothing worse"
+    assert set(names(found, "within threshold")) == {
+        *(("peak", None), ("peak of the first step", None), ("component", "noise"))
+    }
+    assert found["thresholds"]["components"] == {"noise": 0.02}
+
+    file.write_text("{memory: 1%, components: {noise: 1.99%}}")
+    assert names(gate_json(capsys, *folders, "--thresholds", file)) == [("component", "noise")]
+
+
+def test_thresholds_that_decimals_cannot_spell_exactly_are_exact(folders, tmp_path, capsys) -> None:
+    write_estimate(folders[1], SIZES | {"noise": 129})
+    file = tmp_path / "thresholds.yaml"
+    file.write_text("{memory: 100%, components: {noise: 29%}}")  # 0.29 * 100 < 29 in binary
+
+    assert gate(capsys, *folders, "--thresholds", file)[0] == 0
+
+
+BAD_THRESHOLDS = {
+    "{memroy: 0}": "unknown key 'memroy'; did you mean 'memory'? allowed: bytes_moved, components",
+    "{components: {noize: 2%}}": "components.noize: 'noize' is not allowed; did you mean 'noise'?",
+    "{time: 5}": "time: 5 is not allowed; it must be 0 or a percentage, such as 2%",
+    "{time: -5%}": "time: '-5%' is not allowed; it must be 0 or a percentage, such as 2%",
+    "{flops: true}": "flops: True is not allowed; it must be 0 or a percentage",
+    "{flops: false}": "flops: False is not allowed; it must be 0 or a percentage",
+    "{flops: .nan}": "flops: nan is not allowed; it must be 0 or a percentage",
+    "{flops: [0]}": "flops: [0] is not allowed; it must be 0 or a percentage",
+    "[5%]": "it must be a mapping of bytes_moved, components, flops, memory, time",
+    "{memory: 0": "is not YAML",
+}
+
+
+@pytest.mark.parametrize("text", BAD_THRESHOLDS)
+def test_bad_thresholds_are_one_sentence(folders, tmp_path, capsys, text) -> None:
+    file = tmp_path / "thresholds.yaml"
+    file.write_text(text)
+    said = refused(capsys, *folders, "--thresholds", file)
+
+    assert str(file) in said
+    assert BAD_THRESHOLDS[text] in said
+
+
+def test_an_empty_file_of_thresholds_has_the_defaults(folders, tmp_path, capsys) -> None:
+    write_estimate(folders[1])
+    (tmp_path / "thresholds.yaml").write_text("# none\n")
+    found = gate_json(capsys, *folders, "--thresholds", tmp_path / "thresholds.yaml")
+
+    assert found["thresholds"] == Thresholds().model_dump()
+
+
+def test_bad_folders_are_one_sentence_and_exit_with_2(folders, tmp_path, capsys) -> None:
+    a, b = folders
+    write_estimate(b)
+    (file,) = b.glob("results/estimate/*.json")
+    (tmp_path / "empty").mkdir()
+
+    assert refused(capsys, a, tmp_path / "none").endswith(
+        "none: is not a folder; name one that holds results"
+    )
+    assert "empty: holds no results, which are INSTRUMENT/ID.rN.json" in refused(
+        capsys, a, tmp_path / "empty"
+    )
+    assert "baseline and candidate are the same folder" in refused(capsys, a, a)
+    whole = file.read_text()
+    file.write_text(whole[:100])
+    assert f"error: {file}: is not complete JSON: it was cut or damaged" in refused(capsys, a, b)
+    file.write_text(whole.replace('"schema_version": 2', '"schema_version": 1'))
+    assert f"{file}: has schema version 1, and this dpprof reads 2; since then" in refused(
+        capsys, a, b
+    )
+    file.write_text(whole)
+    file.rename(file.with_name("other.r0.json"))
+    assert f"other.r0.json: holds another run, {FLASH.id}.r0 of estimate" in refused(capsys, a, b)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--metrics=flop", "'flop' is not allowed; did you mean 'flops'? allowed: flops, memory"),
+        ("--metrics=", "'' is not allowed; allowed: flops, memory, time"),
+        ("--across=version", "'version' is not allowed; did you mean 'versions'?"),
+        ("--format=html", "invalid choice: 'html'"),
+        ("--thresholds=none.yaml", "No such file or directory: 'none.yaml'"),
+    ],
+)
+def test_bad_options_are_one_sentence(folders, capsys, option, sentence) -> None:
+    write_estimate(folders[1])
+
+    assert sentence in refused(capsys, *folders, option)
+
+
+def test_the_command_that_it_names_explains_the_memory(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for side, noise in (("a b", 100), ("c", 130)):
+        told = make_memory(sizes := SIZES | {"noise": noise})
+        told["memory"]["at_peak"]["holdings"] = {
+            "component": list(sizes),
+            "layer": [None] * 2,
+            "op": ["mm"] * 2,
+            "phase": ["forward"] * 2,
+            "bytes": list(sizes.values()),
+            "storages": [1] * 2,
+        }
+        write_estimate(tmp_path / side, recorded=told)
+    found = gate_json(capsys, "a b", "c")
+
+    (told,) = found["explanations"]
+    name = f"results/estimate/{FLASH.id}.r0.json"
+    assert told["command"] == f"dpprof explain c/{name} 'a b/{name}'"
+    explain([f"c/{name}", f"a b/{name}"])
+    assert "30 bytes more" in capsys.readouterr().out
+    assert told["command"] in gate(capsys, "a b", "c")[1]
+
+
+def test_markdown_goes_to_the_file_and_the_text_to_the_terminal(folders, tmp_path, capsys) -> None:
+    write_estimate(folders[1], SIZES | {"noise": 102})
+    output = tmp_path / "new" / "comment.md"
+    code, said = gate(capsys, *folders, "--format", "markdown", "--output", output)
+
+    assert code == 1
+    assert said.splitlines()[2] == "Worse"
+    lines = output.read_text().splitlines()
+    assert lines[0] == "**dpprof compare: regression**"
+    row = f"| noise at the peak | {FLASH.id} | estimate | 100 bytes | 102 bytes | "
+    assert f"{row}+2 bytes (+2.00 %) |" in lines
+
+
+def test_the_folder_of_instruments_is_as_good_as_the_one_above_it(folders, capsys) -> None:
+    write_estimate(folders[1])
+
+    assert gate(capsys, folders[0] / "results", folders[1])[0] == 0
+
+
+def test_folders_may_have_names_without_encoding(tmp_path, capsys) -> None:
+    sides = [tmp_path / "a\udcff\n| b", tmp_path / "b"]
+    for side, noise in zip(sides, (100, 101), strict=True):
+        write_estimate(side, SIZES | {"noise": noise})
+
+    assert gate_json(capsys, *sides)["baseline"].endswith("a\\udcff\n| b/results")
+    for form in ("text", "markdown"):
+        code, said = gate(capsys, *sides, "--format", form)
+        assert code == 1
+        assert "udcff" in said
+    assert "c\\udcff: is not a folder" in refused(capsys, tmp_path / "c\udcff", sides[1])
+
+
+def test_other_files_of_a_results_folder_are_left_alone(folders, capsys) -> None:
+    write_estimate(folders[1])
+    for name in ("figures/x.json", "verify/hf-x.r1-flash.json", "plan/manifest-x.json"):
+        file = folders[1] / "results" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{")
+
+    assert gate(capsys, *folders)[0] == 0
+
+
+def test_a_smaller_largest_batch_is_a_regression_and_other_batches_are_not_compared(
+    tmp_path, capsys
+) -> None:
+    for side, batch_size in (("a", 8), ("b", 7)):
+        told = make_capacity(safe_batch_size=batch_size, stated_batch_size=batch_size)
+        told["compute"] |= {"executed_flops": 200 + 10 * (8 - batch_size)}
+        write_estimate(tmp_path / side, instrument="capacity", recorded=told)
+    found = gate_json(capsys, tmp_path / "a", tmp_path / "b")
+
+    assert names(found) == [("largest safe batch", None)]
+    assert found["counts"]["undecided"] == 0
+
+
+def test_documented_thresholds_and_json_are_the_ones_that_exist(tmp_path) -> None:
+    page = (ROOT / "docs" / "how-to" / "gate-regressions.md").read_text()
+    (example,) = re.findall(r"```yaml\n(memory:.*?)```", page, flags=re.DOTALL)
+    thresholds = Thresholds.model_validate(yaml.safe_load(example))
+
+    assert set(thresholds.model_fields_set) == set(Thresholds.model_fields)
+    for key in FolderComparison.model_fields:
+        assert f"`{key}`" in page
