@@ -28,7 +28,7 @@ def test_ceilings_come_back_as_they_were_written(tmp_path) -> None:
     [
         (lambda text: text[:-40], "is not complete JSON"),
         (lambda text: text.replace("1000.0", "1001.0"), "was edited after it was written"),
-        (lambda text: text.replace('"schema_version": 3', '"schema_version": 9'), "version 9"),
+        (lambda text: text.replace('"schema_version": 4', '"schema_version": 9'), "version 9"),
     ],
     ids=["cut", "edited", "of another version"],
 )
