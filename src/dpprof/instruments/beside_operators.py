@@ -77,7 +77,7 @@ def time_beside_operators() -> BesideOperators:
         step_s, operators_s, ops = _compare(_TINY | {"method": method}, 4, small=True)
         host.append(max((step_s - operators_s) / ops, _LEAST_HOST_S))
     host_s = statistics.median(host)
-    step_s, operators_s, ops = _compare(_REAL, 2)
+    step_s, operators_s, ops = _compare(_REAL, 1)
     return BesideOperators(
         host_s=host_s,
         host_spread=statistics.pstdev(math.log(one / host_s) for one in host),
