@@ -1,22 +1,14 @@
 """The HTML report in a real browser, opened from disk and without a network."""
 
-import csv
 import itertools
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from browsing import SIZE, Opened
 from factory import make_experiment, make_manifest, write_synthetic
-from html_pages import (
-    METHODS,
-    MIB,
-    find_chromium,
-    record_rows,
-    tables_of,
-    write_html,
-    write_results,
-)
+from html_pages import METHODS, MIB, record_rows, tables_of, write_html, write_results
 
 from dpprof.analysis.peak_holdings import list_holdings
 from dpprof.analysis.shared_axis import share_axis
@@ -28,7 +20,6 @@ HOSTILE = (
     "</script><script>pwned=1</script><img src=x onerror=pwned=1> {{7*7}} ${7*7} a\u202eb =1+1"
 )
 SHOWN = HOSTILE.replace("\u202e", "⟨U+202E⟩")
-SIZE = {"width": 1280, "height": 900}
 
 
 CHOOSE_PAIRS = """(pairs) => pairs.map((pair) => {
@@ -41,56 +32,6 @@ CHOOSE_PAIRS = """(pairs) => pairs.map((pair) => {
 })"""
 
 NEXT_FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here")
-    with playwright.sync_playwright() as driver:
-        # Chromium's sandbox does not run as root, as in CI.
-        chromium = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Opened:
-    """A page, with what it logged and what it asked the network for."""
-
-    def __init__(self, browser, file, **options) -> None:
-        self.context = browser.new_context(offline=True, viewport=SIZE, **options)
-        self.page = self.context.new_page()
-        self.told, self.asked = [], []
-        self.page.on("console", lambda message: self.told.append(message.text))
-        self.page.on("pageerror", lambda error: self.told.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("dialog", lambda dialog: self.told.append(f"dialog {dialog.message}"))
-        self.page.goto(file.as_uri())
-        self.page.wait_for_selector("html[data-ready=yes]")
-        self.settle()
-
-    def settle(self) -> None:
-        """Have every chart drawn, as for printing, and wait for it."""
-        self.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-        self.page.wait_for_selector("figure.chart:not([data-drawn=yes])", state="detached")
-
-    def choose(self, view, label, text) -> None:
-        self.page.locator(f"#{view}").get_by_label(label, exact=True).select_option(text)
-
-    def save(self, name) -> list[dict[str, str]]:
-        """Press the button that saves a view's data; returns the rows of the file."""
-        with self.page.expect_download() as saved:
-            self.page.locator(f"[data-csv={name}]").first.click()
-        assert saved.value.suggested_filename == f"{name}.csv"
-        with open(saved.value.path(), newline="", encoding="utf-8") as file:  # noqa: PTH123
-            return list(csv.DictReader(file))
-
-    def hint_at(self, locator) -> str:
-        locator.scroll_into_view_if_needed()
-        self.page.mouse.move(0, 0)
-        box = locator.bounding_box()
-        self.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, steps=3)
-        self.page.wait_for_selector("#hint:not([hidden])")
-        return self.page.locator("#hint").inner_text()
 
 
 @pytest.fixture(scope="module")
