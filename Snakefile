@@ -27,5 +27,6 @@ include: "workflow/rules/report.smk"
 rule all:
     default_target: True
     input:
-        "results/report.pdf",
-        "results/report.md",
+        rules.report.output,
+        rules.report.input.figures,
+        rules.tables.output,

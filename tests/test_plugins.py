@@ -130,7 +130,7 @@ for method in ("example-vmap", "microbatch"):
 """
     digests = [run_fresh(code, plugin=plugin).split()]
     with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
-        file.write("# edited\n")
+        file.write("EDITED = True\n")
     digests.append(run_fresh(code, plugin=plugin).split())
     (metadata,) = plugin.glob("*.dist-info/METADATA")
     metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))

@@ -70,7 +70,14 @@ def test_backing_off_asks_few_batches_with_a_good_guess(guess, most_asked) -> No
 @pytest.mark.parametrize(
     "method", [pytest.param("opacus-hooks", marks=pytest.mark.slow), "opacus-ghost"]
 )
-def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(method) -> None:
+def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
+    method, monkeypatch
+) -> None:
+    traced = []
+    trace = capacity.trace_steps
+    monkeypatch.setattr(
+        capacity, "trace_steps", lambda one, *rest: traced.append(one) or trace(one, *rest)
+    )
     fields = {"model": MODEL, "method": method, "seq_len": 32, "target": TARGET}
     fields |= {"device": "cuda", "memory_limit_bytes": 80 * 2**20}
     fields["target"] = TARGET | {"memory_bytes": 80 * 2**20}
@@ -93,6 +100,7 @@ def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(me
     assert found.compute.executed_flops > 0
     assert told.batch_size <= told.unfragmented_batch_size
     assert told.limited_by in {"memory", "fragmentation"}
+    assert len(traced) < 30  # of hundreds of batches
 
 
 def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:

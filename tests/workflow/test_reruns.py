@@ -62,6 +62,17 @@ def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, befo
     assert sorted(finished.table("experiments")["batch_size"]) == [1, 1, 3]
 
 
+def test_deleted_products_are_made_again_and_nothing_else(finished: Checkout, before) -> None:
+    results = finished.path / "results"
+    deleted = ["report.tex", "figures/tradeoff.pdf", "tables/runs.csv"]
+    for name in deleted:
+        (results / name).unlink()
+    finished.snakemake()
+
+    assert all((results / name).stat().st_size for name in deleted)
+    assert finished.results() == before
+
+
 def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None:
     figure = finished.path / "results" / "figures" / "tradeoff.png"
     drawn = figure.read_bytes()
@@ -192,7 +203,8 @@ def test_a_dry_run_of_another_config_does_not_disturb_a_running_sweep(training: 
     other.write_text((training.path / CONFIG).read_text().replace("seq_len: 4", "seq_len: 5"))
     sweep = training.start(TABLES)
     wait_for(training.results)
-    training.snakemake("-n", "--configfile", "other.yaml")
+    said = training.snakemake("-n", "--configfile", "other.yaml")
+    assert "rule profile:" in said
     said, _ = sweep.communicate(timeout=300)
 
     assert sweep.returncode == 0, said

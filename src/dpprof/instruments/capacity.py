@@ -265,21 +265,28 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
     if by_size is None:
         return None
 
-    def guess() -> int:
-        return by_size * batches.budget // batches.place(by_size).peaks.reserved_bytes
+    def guess_below(batch_size: int) -> Callable[[], int]:
+        """Return a guess: what fits if the allocator reserves as much for each sample."""
+        return lambda: batch_size * batches.budget // batches.place(batch_size).peaks.reserved_bytes
 
     largest = back_off(
-        lambda batch_size: batches.place_within(batch_size) is not None, by_size, guess
+        lambda batch_size: batches.place_within(batch_size) is not None,
+        by_size,
+        guess_below(by_size),
     )
     if largest is None:
         return None
     placed = batches.place_within(largest)
     assert placed is not None
     safe = back_off(
-        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget, largest
+        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget,
+        largest,
+        guess_below(largest),
     )
     expandable = back_off(
-        lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None, by_size
+        lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None,
+        by_size,
+        guess_below(by_size),
     )
     limited_by = "memory" if largest == by_size else "fragmentation"
     peaks = batches.place(largest).peaks
