@@ -10,6 +10,7 @@ from dpprof.records.terms import OUTCOMES
 from dpprof.report.cells import listed, plural
 from dpprof.report.document import Bullets, Section
 from dpprof.report.verification_section import count_verified
+from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
 
@@ -63,15 +64,23 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
     return said + (f", whose intervals cover {covers:.0%} at most." if covers < CONFIDENCE else ".")
 
 
+def _name_peaks(peaks: pd.DataFrame) -> str:
+    """Say whether peaks were recorded as a step ran, predicted, or some of each."""
+    predicted = peaks["instrument"].isin(PREDICTIONS)
+    if predicted.all():
+        return "Predicted peaks"
+    return "Recorded and predicted peaks" if predicted.any() else "Recorded peaks"
+
+
 def _reconciled(composition: pd.DataFrame, targets: set[str]) -> list[str]:
-    """Return whether recorded peaks are the allocator's, and on which targets nothing ran."""
+    """Return whether these peaks are the allocator's, and on which targets nothing ran."""
     judged = composition[composition["valid"].notna()]
     said = []
     if len(judged):
         good = int(judged["valid"].eq(True).sum())
         gap = (judged["gap_bytes"].abs() / judged["allocator_peak_bytes"]).astype(float).max()
         said.append(
-            f"Recorded peaks agree with the allocator's in {good:,} of {len(judged):,} "
+            f"{_name_peaks(judged)} agree with the allocator's in {good:,} of {len(judged):,} "
             f"{plural(len(judged), 'experiment')} (largest gap {gap:.2%})."
         )
     tried = set(composition.loc[composition["allocator_peak_bytes"].notna(), "target"])
