@@ -70,9 +70,7 @@ def ending_in_a_sentence(what: str = "", *, status: int = 1) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (InputError, ResultError, EntryPointError, OSError) as error:
-        with contextlib.suppress(SystemExit):
-            fail(error)
-        sys.exit(status)
+        fail(error, status)
     except KeyboardInterrupt:
         if not what:
             raise

@@ -50,10 +50,10 @@ def say(text: str) -> None:
     _tell("dpprof: " + text.replace("\n", "\\n"))
 
 
-def fail(problem: object) -> NoReturn:
-    """Print an error and end the process with exit status 1."""
+def fail(problem: object, status: int = 1) -> NoReturn:
+    """Print an error and end the process with an exit status."""
     _tell(f"error: {problem}")
-    sys.exit(1)
+    sys.exit(status)
 
 
 def keep_log(path: Path | None) -> None:
