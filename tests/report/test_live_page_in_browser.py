@@ -2,23 +2,13 @@
 
 import pytest
 from factory import make_experiment
-from html_pages import find_chromium, record
+from html_pages import record
 from live_sweeps import Sweep, serving
 
 from dpprof.report.live.builder import Builder
 
 HOSTILE = "</script><script>pwned=1</script><img src=x onerror=pwned=1> {{7*7}} a\u202eb"
 SHOWN = HOSTILE.replace("\u202e", "⟨U+202E⟩")
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright here")
-    with playwright.sync_playwright() as driver:
-        # Chromium's sandbox does not run as root, as in CI.
-        browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 READING = "setInterval(() => window.dispatchEvent(new Event('keydown')), 500)"
@@ -31,8 +21,8 @@ AWAY = "Object.defineProperty(document, 'hidden', { value: true })"
 class LivePage:
     """A live page of a browser that reaches the server alone, and what it logged."""
 
-    def __init__(self, chromium, url: str, reader: str) -> None:
-        self.context = chromium.new_context(viewport={"width": 1280, "height": 900})
+    def __init__(self, browser, url: str, reader: str) -> None:
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900})
         self.asked, self.told = set(), []
         self.context.route("**", lambda route: self._follow(route, url))
         self.context.add_init_script(reader)
@@ -63,10 +53,10 @@ def plan_recorded(root) -> Sweep:
 
 
 @pytest.fixture
-def live(chromium, tmp_path, request):
+def live(browser, tmp_path, request):
     sweep = plan_recorded(tmp_path)
     with serving(tmp_path, Builder(tmp_path, pause_s=0.0, share=float("inf"))) as server:
-        one = LivePage(chromium, server.url, request.param)
+        one = LivePage(browser, server.url, request.param)
         one.sweep, one.server = sweep, server
         yield one
         one.context.close()
