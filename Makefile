@@ -16,7 +16,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 .DEFAULT_GOAL := report
 
 report: install
-	snakemake --cores $(CORES) --resources gpu=1 $(if $(CONFIG),--configfile $(CONFIG))
+	snakemake --cores $(CORES) $(if $(CONFIG),--configfile $(CONFIG))
 	@awk '/^#/ { shown = NR == 1 || /Can I believe this/ } shown { gsub(/\\/, ""); print }' results/report.md
 
 install: $(INSTALLED)

@@ -12,7 +12,11 @@ include: "workflow/rules/config.smk"
 # A --configfile replaces the default sweep instead of being merged into it.
 if not workflow.overwrite_configfiles:
 
-    configfile: "config/config.yaml"
+    configfile: CONFIG_FILE
+
+
+# Only used with --sdm apptainer.
+container: config.get("container")
 
 
 include: "workflow/rules/common.smk"

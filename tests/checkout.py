@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -89,6 +90,10 @@ class Checkout:
     def use(self, config: str) -> None:
         """Make one of the test configs the default config."""
         shutil.copy(ROOT / "config" / "test" / config, self.path / "config" / "config.yaml")
+
+    def config(self) -> dict[str, object]:
+        """The content of the default config."""
+        return yaml.safe_load((self.path / "config" / "config.yaml").read_text())
 
     def edit(self, file: str, old: str, new: str) -> None:
         path = self.path / file

@@ -104,7 +104,8 @@ def test_the_tree_of_the_architecture_lists_what_exists() -> None:
     listed = read_tree(package) | read_tree(workflow)
     modules = [p for p in (ROOT / "src" / "dpprof").rglob("*.py") if p.name != "__init__.py"]
     rules = [p for p in (ROOT / "workflow").rglob("*.*") if "__pycache__" not in p.parts]
-    existing = {str(p.relative_to(ROOT)) for p in [ROOT / "Snakefile", *modules, *rules]}
+    snakefiles = [ROOT / "Snakefile", ROOT / "workflow" / "Snakefile"]
+    existing = {str(p.relative_to(ROOT)) for p in [*snakefiles, *modules, *rules]}
 
     assert set(listed) == existing
     assert [path for path, said in listed.items() if not said] == []

@@ -96,7 +96,10 @@ BAD = [
     (changed(instruments="a b"), "sweeps.methods.instruments: 'a b' is not allowed; it must match"),
     (changed(model="$(touch x)"), "sweeps.methods.model: '$(touch x)' is not allowed; it must mat"),
     (changed(model="'\""), "sweeps.methods.model: '\\'\"' is not allowed; it must match"),
-    (CONFIG | {"swep": {}}, "unknown key 'swep'; did you mean 'sweeps'? allowed: defaults"),
+    (
+        CONFIG | {"swep": {}},
+        "unknown key 'swep'; did you mean 'sweeps'? allowed: container, ",
+    ),
     (CONFIG | {"sweeps": {}}, "sweeps: {} is not allowed; it must have at least 1 item"),
     (CONFIG | {"sweeps": {"a": None}}, "sweeps.a: None is not allowed; it must be a mapping"),
     (CONFIG | {"sweeps": {"../x": {}}}, "sweeps.../x: '../x' is not allowed; it must match"),
@@ -117,3 +120,24 @@ def test_bad_configs_are_one_sentence(config: dict[str, Any], sentence: str) -> 
     message = str(caught.value)
     assert message.startswith(sentence)
     assert "\n" not in message
+
+
+def test_a_key_of_sweeps_at_the_top_is_told_where_it_belongs() -> None:
+    with pytest.raises(InputError) as refused:
+        parse_config(CONFIG | {"seq_len": 8})
+
+    assert str(refused.value) == (
+        "seq_len: is a key of defaults and of sweeps, not of the config itself; on Snakemake's "
+        "command line: --config 'defaults={seq_len: ...}'"
+    )
+
+
+@pytest.mark.parametrize("image", ["docker://registry.example/dpprof:1", "./dpprof.sif", "a"])
+def test_a_container_is_an_image_or_a_path(image: str) -> None:
+    assert parse_config(CONFIG | {"container": image}).container == image
+
+
+@pytest.mark.parametrize("image", ["", "a b", "$(touch x)", "a;b", "-x", "a'b", 3])
+def test_what_a_shell_could_take_for_more_is_no_container(image) -> None:
+    with pytest.raises(InputError, match=r"container: .* is not allowed"):
+        parse_config(CONFIG | {"container": image})

@@ -2,7 +2,7 @@
 # nothing runs beside it. It never fails for what the device does.
 rule ceilings:
     input:
-        code="results/plan/code/ceilings.sha256",
+        code=local("results/plan/code/ceilings.sha256"),
         specs=predicted_on,
     output:
         "results/ceilings/{device}.json",
@@ -16,8 +16,10 @@ rule ceilings:
     resources:
         gpu=gpus_of_device,
         gpu_manufacturer="nvidia",
+        mem_mb=job_resources.PREDICTION_MB,
+        runtime=30,
     params:
         kind=kind_of_device,
     shell:
-        "python workflow/scripts/measure_ceilings.py --device {params.kind}"
+        "python -P -m dpprof ceilings --device {params.kind}"
         " --output {output:q} --log {log:q} --operators-of {input.specs:q}"

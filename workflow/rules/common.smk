@@ -5,14 +5,16 @@ from collections import Counter
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.settings import ExecMode
 
 from dpprof.analysis.table_columns import TABLES
 from dpprof.launch import progress
 from dpprof.launch.to_do import tell_to_do
-from dpprof.planning import artifacts, planner
+from dpprof.planning import artifacts, job_resources, planner
 from dpprof.spec import registry
 from dpprof.spec.experiment import ID_PATTERN, read_spec
-from dpprof.planning.interpreter import offer_interpreter
+from dpprof.planning.interpreter import offer_interpreter, why_jobs_cannot_run
+from dpprof.planning.libraries import expect_environment
 from dpprof.spec.validation import InputError
 from dpprof.system.console import say
 from dpprof.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
@@ -23,24 +25,41 @@ try:
 except InputError as error:
     raise WorkflowError(str(error)) from None
 
+# Whether every rule has an environment or a container of its own.
+IS_DEPLOYED = bool(workflow.deployment_settings.deployment_method)
+
+# Whether results are not in ./results, but in a storage or where a module's prefix says.
+IS_STORED = workflow.storage_settings.default_storage_provider is not None
+IS_ELSEWHERE = IS_STORED or workflow.modifier.modify_path("results") != "results"
+
 PLAN = None
 
 # Jobs on other machines parse this file again, but must not plan: whatever the config
-# says by then, they run what was planned.
-if workflow.is_main_process:
+# says by then, they run what was planned. Without a common file system they find no plan,
+# and make it from the sources and the config that Snakemake has sent them.
+if workflow.is_main_process or not artifacts.PLAN.is_dir():
     try:
+        if IS_DEPLOYED and workflow.is_main_process:
+            expect_environment(HERE / "envs" / "dpprof.yaml")
         PLAN = planner.make_plan(config)
-        planner.write_plan(PLAN)
+        planner.write_plan(PLAN, elsewhere=IS_ELSEWHERE)
     except (InputError, OSError) as error:
         raise WorkflowError(str(error)) from None
+    if IS_ELSEWHERE and PLAN.config.partial:
+        raise WorkflowError(
+            "partial=true reports on what is in ./results; leave it out with a storage provider "
+            "or a module's prefix, which keep results elsewhere"
+        )
 
 FIGURES = registry.names("figures")
+MEASUREMENTS = [
+    name for name in registry.names("instruments") if name not in registry.PREDICTIONS
+]
 PARTIAL = "--partial" if PLAN and PLAN.config.partial else ""
 
 
 wildcard_constraints:
     id=ID_PATTERN,
-    instrument=r"[a-z0-9][a-z0-9-]*",
     replicate=r"[0-9]+",
     figure=r"[a-z0-9][a-z0-9-]*",
     device=r"(cpu|cuda)[a-z0-9-]*",
@@ -60,38 +79,80 @@ onstart:
     start_progress()
 
 
+def plan_file(path):
+    """Say that a file of the plan is on this disk, whatever storage results are kept in."""
+    return local(str(path))
+
+
 @functools.lru_cache(maxsize=None)
 def experiment_of(experiment_id):
-    """Read an experiment's spec, which is all that a profile rule may look at."""
+    """Return an experiment, which is all that a rule may look at, as it was planned."""
+    if PLAN is not None and experiment_id in PLAN.experiments:
+        return PLAN.experiments[experiment_id]
     return read_spec(artifacts.spec_path(experiment_id))
 
 
 def code_of(wildcards):
-    """Name the digest of the code that measures this experiment."""
-    experiment = experiment_of(wildcards.id)
-    return str(artifacts.code_of_run(wildcards.instrument, experiment).path)
+    """Name the digest of the code that measures this experiment.
+
+    Without a spec, name that: Snakemake says in a sentence which file is missing.
+    """
+    try:
+        experiment = experiment_of(wildcards.id)
+    except FileNotFoundError:
+        return plan_file(artifacts.spec_path(wildcards.id))
+    return plan_file(artifacts.code_of_run(wildcards.instrument, experiment).path)
 
 
 def code_of_verdict(wildcards):
     """Name the digest of the code that a verdict rests on."""
-    return str(artifacts.code_of_verdict(wildcards.model, wildcards.method).path)
+    return plan_file(artifacts.code_of_verdict(wildcards.model, wildcards.method).path)
 
 
 def stand_in_of(wildcards):
     """Name the file of the small model that stands for a Hugging Face model; else nothing."""
     stands = is_stand_in(wildcards.model)
-    return [str(artifacts.stand_in_path(wildcards.model))] if stands else []
+    return [plan_file(artifacts.stand_in_path(wildcards.model))] if stands else []
+
+
+GPU_LIMIT = workflow.global_resources.get("gpu")
+GPUS = job_resources.gpus_at_once(GPU_LIMIT and GPU_LIMIT.value)
+
+
+def is_on_gpu(wildcards):
+    """Say whether an experiment runs on a GPU."""
+    return experiment_of(wildcards.id).device == "cuda"
 
 
 def gpus_of(wildcards):
-    """Ask for a GPU where the experiment runs on one; predictions run on none."""
-    on_gpu = experiment_of(wildcards.id).device == "cuda"
-    return 1 if on_gpu and wildcards.instrument not in registry.PREDICTIONS else 0
+    """Ask for a GPU where the experiment runs on one."""
+    return int(is_on_gpu(wildcards))
 
 
 def threads_of(wildcards):
-    """Let nothing run beside a measurement; predictions may run beside one another."""
-    return 1 if wildcards.instrument in registry.PREDICTIONS else workflow.cores
+    """Let nothing run beside a measurement but those on other GPUs, which share the cores."""
+    if is_on_gpu(wildcards):
+        return job_resources.threads_beside_gpus(workflow.cores, GPUS)
+    return workflow.cores
+
+
+def threads_option(wildcards, threads):
+    """Compute with as many threads as a job was given, but on this machine's own processor.
+
+    There --cores says what Snakemake may use, and the results are to be the same whatever it says.
+    """
+    is_remote = workflow.exec_mode == ExecMode.REMOTE
+    return f"--threads {threads}" if is_remote or is_on_gpu(wildcards) else ""
+
+
+def memory_mb_of(wildcards):
+    """Say how much memory a measurement may need on its host."""
+    return job_resources.host_memory_mb(experiment_of(wildcards.id))
+
+
+def runtime_of(wildcards):
+    """Say within how many minutes a run ends in any case."""
+    return job_resources.runtime_minutes(experiment_of(wildcards.id))
 
 
 def priority_of(wildcards):
@@ -101,12 +162,12 @@ def priority_of(wildcards):
 
 def manifest_of(wildcards):
     """Name the list of runs of the current config."""
-    return str(PLAN.manifest.path)
+    return plan_file(PLAN.manifest.path)
 
 
 def due_of(wildcards):
     """Name the file that planning rewrites when tables must be made again."""
-    return str(PLAN.manifest.due_path)
+    return plan_file(PLAN.manifest.due_path)
 
 
 def planned(kind):
@@ -133,7 +194,7 @@ def predicted_on(wildcards):
     """List the specs whose operators are timed: what is predicted for this processor."""
     if PLAN is None or kind_of_device(wildcards) != "cpu":
         return []
-    return [str(artifacts.spec_path(one)) for one in PLAN.predicted_here]
+    return [plan_file(artifacts.spec_path(one)) for one in PLAN.predicted_here]
 
 
 def operators_of(wildcards):
@@ -141,10 +202,14 @@ def operators_of(wildcards):
 
     Only the process that schedules needs it, and a newer file makes no prediction out of date.
     """
-    is_prediction = wildcards.instrument in registry.PREDICTIONS
-    if PLAN is None or not is_prediction or experiment_of(wildcards.id).device != "cpu":
+    if PLAN is None or is_on_gpu(wildcards):
         return []
     return [ancient(str(artifacts.ceilings_of(planner.name_here("cpu")).path))]
+
+
+def folder_of(files):
+    """Name the folder of files, which a storage keeps in another place."""
+    return str(Path(files[0]).parent)
 
 
 def caption_of(wildcards):
@@ -152,12 +217,8 @@ def caption_of(wildcards):
     return registry.caption("figures", wildcards.figure)
 
 
-def part_of(job):
-    """Name the part of the sweep that a job is of."""
-    if job.rule.name != "profile":
-        return job.rule.name
-    is_prediction = job.wildcards.instrument in registry.PREDICTIONS
-    return "prediction" if is_prediction else "measurement"
+RUNS = {"profile": "measurement", "predict": "prediction"}
+"""Rules that make results, with the part of a sweep that each is."""
 
 
 def start_progress():
@@ -165,9 +226,13 @@ def start_progress():
     if PLAN is None:
         return
     due = list(workflow.dag.needrun_jobs())
-    for line in tell_to_do(Counter(map(part_of, due)), workflow.cores):
+    parts = Counter(RUNS.get(job.rule.name, job.rule.name) for job in due)
+    problem = None if IS_DEPLOYED or workflow.remote_exec else why_jobs_cannot_run()
+    if problem and parts.keys() & {*RUNS.values(), "verify", "ceilings"}:
+        raise WorkflowError(problem)
+    for line in tell_to_do(parts, workflow.cores):
         say(line)
-    jobs = [job for job in due if job.rule.name == "profile"]
+    runs = [job.wildcards for job in due if job.rule.name in RUNS]
     progress.Progress.start(
         artifacts.PLAN / "progress.jsonl",
         [
@@ -175,6 +240,6 @@ def start_progress():
                 progress.run_name(w.id, w.instrument, int(w.replicate)),
                 experiment_of(w.id),
             )
-            for w in (job.wildcards for job in jobs)
+            for w in runs
         ],
     )

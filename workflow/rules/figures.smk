@@ -1,7 +1,7 @@
 rule figure:
     input:
         tables=rules.tables.output,
-        code="results/plan/code/figure-{figure}.sha256",
+        code=local("results/plan/code/figure-{figure}.sha256"),
     output:
         png=report(
             "results/figures/{figure}.png",
@@ -13,11 +13,14 @@ rule figure:
         caption="results/figures/{figure}.json",
     log:
         "results/logs/figures/{figure}.log",
+    benchmark:
+        "results/benchmarks/figures/{figure}.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:
         caption=caption_of,
+        tables=lambda wildcards, input: folder_of(input.tables),
     shell:
-        "python workflow/scripts/draw_figure.py --figure {wildcards.figure}"
-        " --tables results/tables --output {output.png:q} --output {output.pdf:q}"
+        "python -P -m dpprof figure --figure {wildcards.figure}"
+        " --tables {params.tables:q} --output {output.png:q} --output {output.pdf:q}"
         " --output {output.caption:q} --log {log:q}"

@@ -4,13 +4,14 @@
 # that a run has finished whose Snakemake was killed.
 rule profile:
     input:
-        spec="results/plan/specs/{id}.json",
+        spec=local("results/plan/specs/{id}.json"),
         code=code_of,
-        operators=operators_of,
     output:
         update("results/{instrument}/{id}.r{replicate}.json"),
     log:
         "results/logs/{instrument}/{id}.r{replicate}.log",
+    wildcard_constraints:
+        instrument="|".join(MEASUREMENTS),
     priority: priority_of
     retries: 1
     conda:
@@ -19,8 +20,28 @@ rule profile:
     resources:
         gpu=gpus_of,
         gpu_manufacturer="nvidia",
+        mem_mb=memory_mb_of,
+        runtime=runtime_of,
+    params:
+        threads=threads_option,
     shell:
-        "python workflow/scripts/profile_experiment.py --spec {input.spec:q}"
+        "python -P -m dpprof profile --spec {input.spec:q}"
         " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
-        " --output {output:q} --log {log:q} --keep"
+        " --output {output:q} --log {log:q} --keep {params.threads}"
         " --traces results/traces/{wildcards.id}/r{wildcards.replicate}"
+
+
+# The same for what is predicted: on one core, beside other predictions, and on no GPU.
+use rule profile as predict with:
+    input:
+        spec=local("results/plan/specs/{id}.json"),
+        code=code_of,
+        operators=operators_of,
+    wildcard_constraints:
+        instrument="|".join(registry.PREDICTIONS),
+    threads: 1
+    resources:
+        mem_mb=job_resources.PREDICTION_MB,
+        runtime=runtime_of,
+    params:
+        threads="",

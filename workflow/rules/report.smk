@@ -7,7 +7,7 @@ rule report:
             figure=FIGURES,
             format=["png", "pdf", "json"],
         ),
-        code="results/plan/code/report.sha256",
+        code=local("results/plan/code/report.sha256"),
     output:
         markdown=update("results/report.md"),
         latex=update("results/report.tex"),
@@ -24,8 +24,13 @@ rule report:
         content=update("results/report.json"),
     log:
         "results/logs/report.log",
+    benchmark:
+        "results/benchmarks/report.tsv"
     conda:
         "../../envs/dpprof.yaml"
+    params:
+        tables=lambda wildcards, input: folder_of(input.tables),
+        results=lambda wildcards, output: folder_of(output),
     shell:
-        "python workflow/scripts/build_report.py --tables results/tables"
-        " --output-dir results --log {log:q}"
+        "python -P -m dpprof report --tables {params.tables:q}"
+        " --output-dir {params.results:q} --log {log:q}"

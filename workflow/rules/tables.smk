@@ -5,7 +5,7 @@ rule tables:
         verdicts=required(artifacts.VERDICT),
         ceilings=required(artifacts.LIMITS),
         due=due_of,
-        code="results/plan/code/tables.sha256",
+        code=local("results/plan/code/tables.sha256"),
     output:
         *[
             report(
@@ -19,12 +19,17 @@ rule tables:
         manifest="results/tables/manifest.txt",
     log:
         "results/logs/tables.log",
+    benchmark:
+        "results/benchmarks/tables.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:
-        ceilings=planned(artifacts.LIMITS),
+        ceilings=lambda wildcards, input: input.ceilings
+        or planned(artifacts.LIMITS)(wildcards),
+        folder=lambda wildcards, output: folder_of(output),
+        root=lambda wildcards, output: str(Path(output[0]).parents[2]),
         partial=PARTIAL,
     shell:
-        "python workflow/scripts/build_tables.py --manifest {input.manifest:q}"
-        " --output-dir results/tables --ceilings {params.ceilings:q} {params.partial}"
+        "python -P -m dpprof tables --manifest {input.manifest:q}"
+        " --root {params.root:q} --output-dir {params.folder:q} --ceilings {params.ceilings:q} {params.partial}"
         " --log {log:q}"

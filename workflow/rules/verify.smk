@@ -12,6 +12,9 @@ rule verify:
     retries: 1
     conda:
         "../../envs/dpprof.yaml"
+    resources:
+        mem_mb=job_resources.PREDICTION_MB,
+        runtime=10,
     params:
         model=lambda wildcards, input: (
             f"--stand-in {input.stand_in}"
@@ -19,5 +22,5 @@ rule verify:
             else f"--model {wildcards.model}"
         ),
     shell:
-        "python workflow/scripts/verify_method.py {params.model}"
+        "python -P -m dpprof verify {params.model}"
         " --method {wildcards.method} --output {output:q} --log {log:q}"

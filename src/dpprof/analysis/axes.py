@@ -1,8 +1,7 @@
 """The columns that many tables share: the key of a run, and the axes of an experiment."""
 
+import math
 from typing import Any
-
-import pandas as pd
 
 from dpprof.planning.planner import PlannedRun
 from dpprof.spec.architecture import PREFIX, Architecture
@@ -41,13 +40,13 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
 
 def name_model(row: Any) -> str:
     """Return the model of a row of axes, and whether it has adapters."""
-    return str(row["model"]) + (" with LoRA" if pd.notna(row.get("lora")) else "")
+    return str(row["model"]) + (" with LoRA" if isinstance(row.get("lora"), str) else "")
 
 
 def count_tokens(row: Any) -> float:
     """Return the tokens in a batch of a row of axes, without padding."""
     padding = row.get("padding")
-    share = 0.0 if pd.isna(padding) else float(padding)
+    share = float(padding) if isinstance(padding, float) and not math.isnan(padding) else 0.0
     return float(row["batch_size"] * row["seq_len"] * (1 - share))
 
 

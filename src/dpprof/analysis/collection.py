@@ -39,11 +39,17 @@ class Collected:
 
 
 def collect(
-    manifest: Manifest, root: Path, *, partial: bool, ceilings: Iterable[Path] = ()
+    manifest: Manifest,
+    root: Path,
+    *,
+    partial: bool,
+    planned_in: Path | None = None,
+    ceilings: Iterable[Path] = (),
 ) -> Collected:
     """Read the results that a manifest lists, the verdicts on their methods, and ceilings.
 
-    ``root`` is the folder that holds ``results``, ``ceilings`` the files of the runs' devices.
+    ``root`` is the folder that holds ``results``, and ``planned_in`` the one with its plan, if that
+    is another. ``ceilings`` are the files of the runs' devices.
     With ``partial``, what is missing or cannot be trusted is left out.
 
     Raises:
@@ -51,6 +57,7 @@ def collect(
             is not set. The message names them all.
         InputError: A result or a ceilings file is missing, and ``partial`` is not set.
     """
+    planned_in = planned_in or root
     found: list[tuple[PlannedRun, Result]] = []
     missing: dict[PlannedRun, str] = {}
     damaged: list[ResultError] = []
@@ -65,7 +72,7 @@ def collect(
     standings = read_standings(
         root,
         (result.experiment for _, result in found),
-        lambda *pair: code_of_verdict(*pair).planned(root),
+        lambda *pair: code_of_verdict(*pair).planned(planned_in),
         damaged,
     )
     limits, absent = _read_ceilings(ceilings, damaged)
@@ -81,7 +88,7 @@ def collect(
     outdated = {
         (run.id, run.instrument, run.replicate)
         for run, result in found
-        if result.code_digest != code_of_run(run.instrument, result.experiment).planned(root)
+        if result.code_digest != code_of_run(run.instrument, result.experiment).planned(planned_in)
     }
     return Collected(tuple(found), missing, frozenset(outdated), standings, limits, tuple(damaged))
 

@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--manifest", type=path, required=True, help="the list of runs to tabulate")
     parser.add_argument("--output-dir", type=path, required=True, help="where the tables go")
     parser.add_argument(
+        "--root", type=path, help="the folder that holds results (default: that of the manifest)"
+    )
+    parser.add_argument(
         "--ceilings", type=path, nargs="*", default=[], help="ceilings of devices to tabulate"
     )
     parser.add_argument(
@@ -46,8 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         manifest = read_manifest(arguments.manifest)
         # The manifest lies in results/plan, beside the results that it lists. Links are not
         # followed: results may be one, to a folder of another name.
-        root = arguments.manifest.absolute().parents[2]
-        collected = collect(manifest, root, partial=arguments.partial, ceilings=arguments.ceilings)
+        planned_in = arguments.manifest.absolute().parents[2]
+        collected = collect(
+            manifest,
+            arguments.root or planned_in,
+            planned_in=planned_in,
+            partial=arguments.partial,
+            ceilings=arguments.ceilings,
+        )
         for error in collected.damaged:
             say(f"{error}; it is left out, since the report is partial")
         planned = _plan_noise(manifest, collected)

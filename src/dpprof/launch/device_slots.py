@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from dpprof.system.hardware import describe_cpu, describe_gpu, visible_gpus
+from dpprof.system.hardware import describe_cpu, describe_gpu, interchangeable_gpus
 
 
 class DeviceSlot(NamedTuple):
@@ -25,12 +25,7 @@ def cpu_slot(threads: int) -> DeviceSlot:
 
 
 def gpu_slots(threads: int) -> list[DeviceSlot]:
-    """Return the visible GPUs that are interchangeable, with a number of threads on the host.
-
-    They have the same model and memory as the first GPU. Figures of other GPUs must not be mixed
-    with theirs.
-    """
-    visible = visible_gpus()
+    """Return the visible GPUs that are interchangeable, with a number of threads on the host."""
     return [
         DeviceSlot(
             f"cuda-{gpu.uuid}",
@@ -39,8 +34,7 @@ def gpu_slots(threads: int) -> list[DeviceSlot]:
             | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             gpu.uuid,
         )
-        for gpu in visible
-        if gpu[1:] == visible[0][1:]
+        for gpu in interchangeable_gpus()
     ]
 
 

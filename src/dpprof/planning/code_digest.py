@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
+from dpprof.planning.libraries import versions_in_jobs
 from dpprof.planning.source_text import without_comments
 from dpprof.planning.stand_ins import StandIn, libraries_of
-from dpprof.records.provenance import package_versions
 from dpprof.records.verdict import BUILT_IN, is_stand_in
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
@@ -174,7 +174,7 @@ def _code_digest(
 def _digest_named(files: Iterable[Path], *names: Name, libraries: tuple[str, ...] = ()) -> str:
     """Return the digest of files, and of the versions of torch, Opacus and names' packages."""
     distributions = [registry.distribution_of(*name) for name in names]
-    return _digest(files, package_versions(("torch", "opacus", *libraries)), distributions)
+    return _digest(files, versions_in_jobs(("torch", "opacus", *libraries)), distributions)
 
 
 def verified_as(experiment: Experiment) -> str:
@@ -236,7 +236,7 @@ def limiting_files() -> list[Path]:
 @_remember
 def ceilings_digest() -> str:
     """Return the digest of what ceilings depend on: their sources, and torch's version."""
-    return _digest(limiting_files(), package_versions(("torch",)))
+    return _digest(limiting_files(), versions_in_jobs(("torch",)))
 
 
 def derived_digests() -> dict[str, str]:
@@ -252,10 +252,10 @@ def derived_digests() -> dict[str, str]:
     templates = sorted(path for path in TEMPLATES.rglob("*") if path.is_file())
     return figures | {
         "tables": _digest(
-            closure([_COMMANDS / "tables.py", ACCOUNTING]), package_versions(("opacus",))
+            closure([_COMMANDS / "tables.py", ACCOUNTING]), versions_in_jobs(("opacus",))
         ),
         "report": _digest(
             [*closure([_COMMANDS / "report.py"]), *templates],
-            package_versions(("vl-convert-python",)),
+            versions_in_jobs(("vl-convert-python",)),
         ),
     }

@@ -6,6 +6,7 @@ its own digest in its name.
 """
 
 import datetime as dt
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -213,30 +214,78 @@ def _refuse_budget(config: Config, runs: Iterable[Run]) -> None:
         config.privacy.refuse_few_tokens(experiment.tokens_per_sample, "privacy.tokens")
 
 
-def write_plan(plan: Plan) -> None:
-    """Write specs, code digests and the manifest where their content differs."""
+def write_plan(plan: Plan, *, elsewhere: bool = False) -> None:
+    """Write specs, code digests and the manifest where their content differs.
+
+    ``elsewhere`` says that results are not in ``results`` but, for example, in a storage of
+    Snakemake's.
+    """
     for experiment in plan.experiments.values():
-        write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
+        _write_once(spec_path(experiment.id), experiment.canonical + "\n")
     for path, stand_in in plan.stand_ins.items():
-        write_if_changed(path, stand_in.canonical + "\n")
+        _write_once(path, stand_in.canonical + "\n")
     for name, digest in derived_digests().items():
         write_if_changed(code_path(name), digest + "\n")
-    for code in {one.code.name: one.code for one in plan.artifacts}.values():
-        write_if_changed(code.path, code.digest() + "\n")
+    resting_on: dict[str, list[Artifact]] = {}
+    for one in plan.artifacts:
+        resting_on.setdefault(one.code.name, []).append(one)
+    for artifacts in resting_on.values():
+        _write_code(artifacts)
     write_if_changed(plan.manifest.path, plan.manifest.text)
-    _mark_tables_due(plan)
+    _mark_tables_due(plan, elsewhere=elsewhere)
 
 
-def _mark_tables_due(plan: Plan) -> None:
+_LONG_AGO_S = 315_532_800
+"""1980: the age of files whose name is a digest of their content, which never changes."""
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Write a file that is named by its content, older than everything that is made from it.
+
+    So results that were copied here, without the plan that they were measured by, are not older.
+    """
+    if write_if_changed(path, text):
+        os.utime(path, (_LONG_AGO_S, _LONG_AGO_S))
+
+
+def _write_code(artifacts: Sequence[Artifact]) -> None:
+    """Write the digest of the code that records rest on, if it is not the one on disk.
+
+    Snakemake compares ages, and would make all of these records again. Those that carry the
+    digest are current, whatever was planned before: they become newer than the file.
+
+    Raises:
+        OSError: The file, or the age of a record, cannot be written.
+    """
+    code = artifacts[0].code
+    digest = code.digest()
+    if write_if_changed(code.path, digest + "\n"):
+        for one in artifacts:
+            if _carried_digest(one.path) == digest:
+                os.utime(one.path)
+
+
+def _carried_digest(path: Path) -> str | None:
+    """Return the digest of the code that made a record; None where there is no such record."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return None
+    found = content.get("code_digest") if isinstance(content, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _mark_tables_due(plan: Plan, *, elsewhere: bool) -> None:
     """Rewrite an input of the tables when they must be built again.
 
     Snakemake ignores a missing intermediate file as long as its outputs exist. Without its own
     records it does not know which config the tables belong to. So without this file it would not
     notice a deleted result, verdict or ceilings file, or another config's tables. A partial report
-    is always due, because it uses the results that exist at the time.
+    is always due, because it uses the results that exist at the time. What is elsewhere is left
+    to Snakemake.
     """
     manifest = plan.manifest
-    missing = sum(not one.path.is_file() for one in plan.artifacts)
+    missing = 0 if elsewhere else sum(not one.path.is_file() for one in plan.artifacts)
     tables_are_of = TABLES / "manifest.txt"
     name = manifest.path.name.encode()
     others = tables_are_of.is_file() and tables_are_of.read_bytes().strip() != name

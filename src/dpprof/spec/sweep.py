@@ -71,6 +71,9 @@ Sweep = cast(
     ),
 )
 
+Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9./][A-Za-z0-9+._/:@-]{0,500}$")]
+"""An image, as docker://NAME or a path: what no shell takes for anything else."""
+
 SweepName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -94,6 +97,9 @@ class Config(BaseModel):
     partial: bool = Field(
         False, description="report on the results that exist, list missing ones and run nothing"
     )
+    container: Image | None = Field(
+        None, description="the image that jobs run in under snakemake --sdm apptainer"
+    )
 
 
 def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None = None) -> Config:
@@ -105,6 +111,12 @@ def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None 
         InputError: The config is not valid; the message has one sentence per problem, with key,
             value and what is allowed.
     """
+    for key in raw:
+        if key in Sweep.model_fields and key not in Config.model_fields:
+            raise InputError(
+                f"{key}: is a key of defaults and of sweeps, not of the config itself; on "
+                f"Snakemake's command line: --config 'defaults={{{key}: ...}}'"
+            )
     try:
         return Config.model_validate(raw)
     except ValidationError as error:

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
-import pynvml
 
 from dpprof.system.console import say
+
+try:
+    import pynvml
+except ImportError:  # an environment that only plans
+    pynvml = None
 
 
 class Gpu(NamedTuple):
@@ -40,15 +44,22 @@ def cpu_name() -> str:
 
 
 @contextlib.contextmanager
-def nvml() -> Iterator[bool]:
-    """Open NVML if there is a driver; yield whether there is one."""
+def nvml() -> Iterator[Any]:
+    """Open NVML; yield its module, or None where there is no driver or no pynvml.
+
+    An error of NVML ends the block: in a container the driver may exist and still refuse queries.
+    """
+    if pynvml is None:
+        yield None
+        return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield False
+        yield None
         return
     try:
-        yield True
+        with contextlib.suppress(pynvml.NVMLError):
+            yield pynvml
     finally:
         pynvml.nvmlShutdown()
 
@@ -56,13 +67,12 @@ def nvml() -> Iterator[bool]:
 def _installed_gpus() -> list[Gpu]:
     """Return every GPU that the driver shows to this process, in PCI order."""
     gpus: list[Gpu] = []
-    # In a container the driver may exist and still refuse queries.
-    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
-        for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    with nvml() as driver:
+        for index in range(driver.nvmlDeviceGetCount() if driver else 0):
+            handle = driver.nvmlDeviceGetHandleByIndex(index)
+            memory = int(driver.nvmlDeviceGetMemoryInfo(handle).total)
             gpus.append(
-                Gpu(pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle), memory)
+                Gpu(driver.nvmlDeviceGetUUID(handle), driver.nvmlDeviceGetName(handle), memory)
             )
     return gpus
 
@@ -90,6 +100,15 @@ def visible_gpus() -> list[Gpu]:
     return chosen
 
 
+def interchangeable_gpus() -> list[Gpu]:
+    """Return the visible GPUs that have the model and the memory of the first one.
+
+    Figures of other GPUs must not be mixed with theirs.
+    """
+    visible = visible_gpus()
+    return [gpu for gpu in visible if gpu[1:] == visible[0][1:]]
+
+
 def torch_build() -> tuple[str | None, str | None]:
     """Return the installed torch's version and CUDA version, without importing torch.
 
@@ -113,10 +132,10 @@ NVIDIA, "CUDA Compatibility", minor version compatibility.
 
 def _driver() -> tuple[str, int, int] | None:
     """Return the driver's version and its CUDA version; None where unknown."""
-    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
-        if available:
-            cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-            name = pynvml.nvmlSystemGetDriverVersion()
+    with nvml() as driver:
+        if driver:
+            cuda = int(driver.nvmlSystemGetCudaDriverVersion_v2())
+            name = driver.nvmlSystemGetDriverVersion()
             return name, cuda // 1000, cuda % 1000 // 10
     return None
 
@@ -175,13 +194,13 @@ def describe_gpu(gpu: Gpu) -> dict[str, Any]:
     facts: dict[str, Any] = {"type": "cuda", **gpu._asdict()}
     measured = ("driver", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w")
     facts |= dict.fromkeys(measured)
-    with nvml() as available, contextlib.suppress(pynvml.NVMLError):
-        if available:
-            facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
-            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-            facts["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-            facts["memory_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-            sensor = pynvml.NVML_TEMPERATURE_GPU
-            facts["temperature_c"] = pynvml.nvmlDeviceGetTemperature(handle, sensor)
-            facts["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    with nvml() as driver:
+        if driver:
+            facts["driver"] = driver.nvmlSystemGetDriverVersion()
+            handle = driver.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            facts["sm_clock_mhz"] = driver.nvmlDeviceGetClockInfo(handle, driver.NVML_CLOCK_SM)
+            facts["memory_clock_mhz"] = driver.nvmlDeviceGetClockInfo(handle, driver.NVML_CLOCK_MEM)
+            sensor = driver.NVML_TEMPERATURE_GPU
+            facts["temperature_c"] = driver.nvmlDeviceGetTemperature(handle, sensor)
+            facts["power_w"] = driver.nvmlDeviceGetPowerUsage(handle) / 1000
     return facts

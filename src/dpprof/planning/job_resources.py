@@ -1,0 +1,47 @@
+"""What a job of a sweep needs: cores, GPUs, memory and time, for whoever schedules it."""
+
+import math
+
+from dpprof.spec.experiment import Experiment
+from dpprof.system.hardware import interchangeable_gpus
+
+_MIB = 2**20
+_HOST_MB = {"cpu": 16_000, "cuda": 32_000}
+"""MiB of memory that a measurement may need on its host, by device, where no limit says more."""
+
+_BESIDE_LIMIT_MB = 4_000
+"""MiB of libraries and code, which ``memory_limit_bytes`` does not cover."""
+
+PREDICTION_MB = 8_000
+"""MiB of memory that a prediction may need: it holds no model, but every operator of a step."""
+
+_START_S = 90
+"""Starting Python and its libraries, once for each attempt, on a slow file system."""
+
+_ATTEMPTS = 2
+
+
+def host_memory_mb(experiment: Experiment) -> int:
+    """Return the host memory, in MiB, that a measurement should be given."""
+    limit = experiment.memory_limit_bytes
+    own = _HOST_MB[experiment.device]
+    return own if limit is None else max(own, math.ceil(limit / _MIB) + _BESIDE_LIMIT_MB)
+
+
+def runtime_minutes(experiment: Experiment) -> int:
+    """Return the minutes within which a run ends in any case: both attempts, with their starts."""
+    return math.ceil(_ATTEMPTS * (experiment.timeout_s + _START_S) / 60)
+
+
+def gpus_at_once(limit: int | None) -> int:
+    """Return on how many GPUs experiments run at the same time, at least 1.
+
+    They are the interchangeable GPUs of this machine, or fewer if ``--resources gpu=N`` says so.
+    """
+    present = len(interchangeable_gpus())
+    return max(1, min(present, limit) if limit else present)
+
+
+def threads_beside_gpus(cores: int, gpus: int) -> int:
+    """Return the threads of a run on a GPU: its share of the cores, at least 1."""
+    return max(1, cores // gpus)
