@@ -25,7 +25,7 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     arguments: list[str | int]
     parent_pid: int
-    lock_fd: int
+    lock_fds: list[int]
     lifeline_fd: int
     answer_fd: int
 
@@ -36,7 +36,7 @@ def main() -> None:
     assignment = Assignment.model_validate_json(sys.argv[1])
     die_with(assignment.parent_pid)
     end_group_with(assignment.lifeline_fd)
-    keep_to_this_process(assignment.lock_fd)
+    keep_to_this_process(assignment.lock_fds)
     answer = pkgutil.resolve_name(assignment.function)(*assignment.arguments)
     with os.fdopen(assignment.answer_fd, "w", encoding="utf-8") as file:
         json.dump(escape_all(to_jsonable_python(answer)), file)

@@ -1,16 +1,17 @@
-"""Devices that a measurement can run on, each with its lock, description and environment."""
+"""Devices that a measurement can run on, each with its locks, description and environment."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from dpprof.launch.device_lock import Hold, Locks
 from dpprof.system.hardware import describe_cpu, describe_gpu, visible_gpus
 
 
 class DeviceSlot(NamedTuple):
     """A device, as the supervisor of a measurement needs it."""
 
-    lock_name: str
+    locks: Locks
     describe: Callable[[], dict[str, Any]]
     environment: dict[str, str]
     """Environment variables that restrict the measuring process to this device."""
@@ -19,9 +20,13 @@ class DeviceSlot(NamedTuple):
     """The UUID of a GPU."""
 
 
-def cpu_slot(threads: int) -> DeviceSlot:
-    """Return the host's processor with a number of threads."""
-    return DeviceSlot("cpu", partial(describe_cpu, threads), _threads(threads))
+def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:
+    """Return the host's processor with a number of threads.
+
+    With ``shared``, for what measures nothing, others with ``shared`` may use it too.
+    """
+    locks = {"cpu": Hold.SHARED if shared else Hold.ALONE}
+    return DeviceSlot(locks, partial(describe_cpu, threads), _threads(threads))
 
 
 def gpu_slots(threads: int) -> list[DeviceSlot]:
@@ -33,7 +38,7 @@ def gpu_slots(threads: int) -> list[DeviceSlot]:
     visible = visible_gpus()
     return [
         DeviceSlot(
-            f"cuda-{gpu.uuid}",
+            {f"cuda-{gpu.uuid}": Hold.ALONE},
             partial(describe_gpu, gpu),
             _threads(threads)
             | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
