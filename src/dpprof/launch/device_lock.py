@@ -140,7 +140,7 @@ def hold_one(
         if position is None:
             named = ", ".join(dict.fromkeys(name for locks in choices for name in locks))
             raise DeviceBusyError(
-                f"{named}: still taken after {longest_s:,.0f} s, by {tell_whom()}; "
+                f"{named}: still taken after {longest_s:,g} s, by {tell_whom()}; "
                 f"{MAX_WAIT} says how many seconds to wait"
             )
         held = choices[position].items()
