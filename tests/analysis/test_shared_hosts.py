@@ -35,13 +35,13 @@ def ran(tmp_path):
 def test_runs_that_overlap_on_two_gpus_are_counted_and_one_alone_is_not(ran) -> None:
     runs = [ran("x", 0, 10), ran("y", 9, 12), ran("x", 20, 30)]
 
-    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", 2, 3, 2)]
+    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", True, 2, 3, 2)]
 
 
 def test_a_long_run_shares_with_all_that_come_and_go_beside_it(ran) -> None:
     runs = [ran("y", 1, 3), ran("x", 0, 10), ran("z", 2, 4), ran("y", 5, 6)]
 
-    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", 4, 4, 3)]
+    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", True, 4, 4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_hosts_are_told_apart_and_one_without_a_name_is_nobodys(ran) -> None:
 def test_a_failed_run_is_company_and_is_not_counted(ran) -> None:
     runs = [ran("x", 0, 10), ran("y", 5, 6, outcome="oom")]
 
-    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", 1, 1, 2)]
+    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", True, 1, 1, 2)]
 
 
 def test_kinds_of_gpus_share_a_host_and_are_counted_apart(ran) -> None:
@@ -73,8 +73,8 @@ def test_kinds_of_gpus_share_a_host_and_are_counted_apart(ran) -> None:
     runs = [ran("x", 0, 10), ran("y", 5, 6, device=other), ran("y", 20, 30, device=other)]
 
     assert find_shared_hosts(runs) == [
-        SharedHosts("NVIDIA H100", 1, 1, 2),
-        SharedHosts("NVIDIA A100", 1, 2, 2),
+        SharedHosts("NVIDIA H100", True, 1, 1, 2),
+        SharedHosts("NVIDIA A100", True, 1, 2, 2),
     ]
 
 
@@ -82,6 +82,14 @@ def test_predictions_share_nothing(ran) -> None:
     runs = [ran(uuid, 0, 10, instrument="estimate") for uuid in "xy"]
 
     assert find_shared_hosts(runs) == []
+
+
+def test_slots_of_a_processor_share_it_and_a_whole_processor_is_nobodys(ran) -> None:
+    slots = [{"pinned_to": [0]}, {"pinned_to": [1]}, {"pinned_to": [0]}]
+    runs = [ran(None, begin, begin + 2, device=slot) for begin, slot in enumerate(slots)]
+
+    assert find_shared_hosts(runs) == [SharedHosts("synthetic cpu", False, 3, 3, 2)]
+    assert find_shared_hosts([ran(None, 0, 2), ran(None, 1, 3)]) == []
 
 
 def test_it_is_one_finding_for_all_runs(tmp_path) -> None:
@@ -98,7 +106,7 @@ def test_it_is_one_finding_for_all_runs(tmp_path) -> None:
             "experiment_id": "NVIDIA H100",
             "instrument": "",
             "finding": "3 of 3 runs were measured while others ran on other GPUs of their host, "
-            "at most 2 GPUs at once: they share the host's cores, its PCIe and its power, so "
-            "their times may be too long",
+            "at most 2 at once: they share the host's cores, its PCIe and its power, so their "
+            "times may be too long",
         }
     ]

@@ -163,12 +163,13 @@ def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:
 
 def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
     for one in find_shared_hosts(results):
+        where = "on other GPUs of their host" if one.is_gpu else "in other slots of the processor"
+        what = "the host's cores, its PCIe and its power" if one.is_gpu else "its caches and memory"
         finding = (
-            f"{one.shared:,} of {one.measured:,} runs were measured while others ran on other GPUs "
-            f"of their host, at most {one.most_gpus} GPUs at once: they share the host's cores, "
-            "its PCIe and its power, so their times may be too long"
+            f"{one.shared:,} of {one.measured:,} runs were measured while others ran {where}, at "
+            f"most {one.most} at once: they share {what}, so their times may be too long"
         )
-        yield Finding("shared-host", one.gpu, "", finding)
+        yield Finding("shared-host", one.device, "", finding)
 
 
 def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Finding]:

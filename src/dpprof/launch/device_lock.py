@@ -138,7 +138,7 @@ def hold_one(
             every_s=_LOOK_S if why_not else _POLL_S,
         )
         if position is None:
-            named = ", ".join(dict.fromkeys(name for locks in choices for name in locks))
+            named = ", ".join(dict.fromkeys(in_the_way) or files)
             raise DeviceBusyError(
                 f"{named}: still taken after {longest_s:,g} s, by {tell_whom()}; "
                 f"{MAX_WAIT} says how many seconds to wait"

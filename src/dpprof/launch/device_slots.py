@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from dpprof.launch.device_lock import Hold, Locks
 from dpprof.system.hardware import describe_cpu, describe_gpu, visible_gpus
 
+PREDICTING, SLOTTED = "cpu-predictions", "cpu-slots"
+"""Locks of the two ways to share the processor; who shares it in one way keeps the other out."""
+
 
 class DeviceSlot(NamedTuple):
     """A device, as the supervisor of a measurement needs it."""
@@ -19,14 +22,19 @@ class DeviceSlot(NamedTuple):
     uuid: str | None = None
     """The UUID of a GPU."""
 
+    cores: tuple[int, ...] = ()
+    """The cores that the measuring process is held to; none, if it may use all."""
+
 
 def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:
     """Return the host's processor with a number of threads.
 
     With ``shared``, for what measures nothing, others with ``shared`` may use it too.
     """
-    locks = {"cpu": Hold.SHARED if shared else Hold.ALONE}
-    return DeviceSlot(locks, partial(describe_cpu, threads), _threads(threads))
+    locks = {"cpu": Hold.ALONE}
+    if shared:
+        locks = {"cpu": Hold.SHARED, PREDICTING: Hold.SHARED, SLOTTED: Hold.NOBODY}
+    return DeviceSlot(locks, partial(describe_cpu, threads), limit_threads(threads))
 
 
 def gpu_slots(threads: int) -> list[DeviceSlot]:
@@ -40,7 +48,7 @@ def gpu_slots(threads: int) -> list[DeviceSlot]:
         DeviceSlot(
             {f"cuda-{gpu.uuid}": Hold.ALONE},
             partial(describe_gpu, gpu),
-            _threads(threads)
+            limit_threads(threads)
             | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             gpu.uuid,
         )
@@ -49,5 +57,6 @@ def gpu_slots(threads: int) -> list[DeviceSlot]:
     ]
 
 
-def _threads(threads: int) -> dict[str, str]:
+def limit_threads(threads: int) -> dict[str, str]:
+    """Return the environment variables that give a process a number of threads."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -116,6 +116,7 @@ class Isolation:
                 lock_fds=self._lock_fds,
                 lifeline_fd=lifeline,
                 answer_fd=answer.fileno(),
+                cores=self.slot.cores,
             )
             start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():

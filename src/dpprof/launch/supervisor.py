@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from dpprof.launch.cpu_slots import cpu_slots
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.exit_status import judge_death
 from dpprof.launch.gpu_contention import (
@@ -44,11 +45,14 @@ _RETRIED = ("crashed", "killed")
 _WORK = "dpprof.launch.worker:work"
 
 
-def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list[DeviceSlot]:
+def _slots(
+    experiment: Experiment, instrument: str, threads: int | None, number_of_slots: int
+) -> list[DeviceSlot]:
     """Return the interchangeable devices that this experiment can run on.
 
     Predictions run on the CPU, whatever device they are for, with the threads of a measurement
-    that has the machine to itself.
+    that has the machine to itself. An experiment that asks for more threads than a slot of the
+    processor has cores has the machine to itself too.
     """
     cores = available_cores()
     if instrument in PREDICTIONS:
@@ -56,7 +60,8 @@ def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list
     number = experiment.cpu_threads or min(threads or cores, cores)
     cpu = cpu_slot(number)
     if experiment.device == "cpu":
-        return [cpu]
+        stated = experiment.cpu_threads
+        return (cpu_slots(number_of_slots, stated, threads) if number_of_slots > 1 else []) or [cpu]
     return gpu_slots(number) or [cpu]  # no GPU: the worker records why
 
 
@@ -120,6 +125,7 @@ def supervise(
     keep: bool = False,
     threads: int | None = None,
     longest_wait_s: float | None = None,
+    number_of_slots: int = 1,
 ) -> Result:
     """Run one experiment until it ends in any way, and write one complete JSON.
 
@@ -132,13 +138,14 @@ def supervise(
 
     ``threads`` are those of a measurement whose experiment does not say ``cpu_threads``, at most
     and by default one for each core. ``longest_wait_s`` bounds the wait for the lock;
-    ``DPPROF_MAX_WAIT_S`` where it is not given.
+    ``DPPROF_MAX_WAIT_S`` where it is not given. With ``number_of_slots`` above 1 a measurement on
+    the processor is held to one of so many disjoint parts of it, beside others.
 
     Raises:
         OSError: The result cannot be written; this is checked before the measurement.
         DeviceBusyError: No device became free in that time.
     """
-    slots = _slots(experiment, instrument, threads)
+    slots = _slots(experiment, instrument, threads, number_of_slots)
     idle_s, busy_gpu = experiment.wait_for_idle_gpu_s, experiment.busy_gpu
     digest = partial(code_digest, instrument, experiment)
     attempts: list[Attempt] = []
