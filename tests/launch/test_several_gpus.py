@@ -35,7 +35,7 @@ def test_four_gpus_run_four_of_twelve_at_once_and_a_killed_supervisor_frees_its_
     waits = "--instrument=test-waits"
     victim = start(tmp_path / "victim.json", variables | {"DPPROF_TEST_MARKER": str(held)}, waits)
     wait_for(held.exists)
-    variables["DPPROF_TEST_MARKER"] = str(met)
+    variables |= {"DPPROF_TEST_MARKER": str(met), "DPPROF_TEST_TOGETHER": "4"}
     outputs = [tmp_path / f"{number}.json" for number in range(12)]
     meets = ("--instrument=test-meets", "--threads=1")
     running = [start(output, variables, *meets) for output in outputs]
