@@ -10,7 +10,7 @@ SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
 GIB = 2**30
 
 
-def environment(folder: Path, number: int) -> dict[str, str]:
+def environment(folder: Path, number: int, source: Path = ROOT / "src") -> dict[str, str]:
     """Describe a number of GPUs in a folder; returns the environment that shows them.
 
     It has a lock folder of its own, and a torch that was built for CUDA and may not be imported:
@@ -23,7 +23,7 @@ def environment(folder: Path, number: int) -> dict[str, str]:
     path = folder / "gpus.json"
     alike = {"name": "NVIDIA H100", "memory_bytes": 80 * GIB, "used_bytes": 0, "load": 0}
     path.write_text(json.dumps([{"uuid": f"GPU-{n}"} | alike for n in range(number)]))
-    folders = [folder, ROOT / "src", ROOT / "tests" / "fake_nvml", ROOT / "tests" / "plugin"]
+    folders = [folder, source, ROOT / "tests" / "fake_nvml", ROOT / "tests" / "plugin"]
     settings = {"DPPROF_FAKE_GPUS": str(path), "PYTHONPATH": os.pathsep.join(map(str, folders))}
     settings |= {"DPPROF_LOCK_DIR": str(folder)}
     others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
