@@ -1,7 +1,6 @@
 """Snakemake starts as many experiments at once as there are GPUs, and each has one alone."""
 
 import pytest
-from checkout import Checkout, quick_checkout
 from fake_gpus import environment
 
 from dpprof.records.result import read_result
@@ -9,21 +8,19 @@ from dpprof.records.result import read_result
 CONFIG = """
 sweeps:
   several:
+    model: tiny
+    method: standard
+    batch_size: [1, 2, 3, 4, 5, 6, 7, 8]
+    seq_len: 4
+    device: cuda
     instruments: test-meets
-    grid:
-      model: tiny
-      method: standard
-      batch_size: [1, 2, 3, 4, 5, 6, 7, 8]
-      seq_len: 4
-      device: cuda
 """
 
 
 @pytest.mark.slow
 @pytest.mark.workflow
-def test_four_gpus_have_four_experiments_at_once(tmp_path) -> None:
+def test_four_gpus_have_four_experiments_at_once(checkout, tmp_path) -> None:
     """The experiments go on only when four of them are at work, each on a GPU of its own."""
-    checkout: Checkout = quick_checkout(tmp_path / "checkout")
     (met := tmp_path / "met").mkdir()
     checkout.environment = environment(tmp_path, 4, source=checkout.path / "src") | {
         "DPPROF_TEST_MARKER": str(met),
