@@ -1,6 +1,7 @@
 """What others do on a GPU is recorded, waited for, and told where memory ran out."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import jsonschema
@@ -63,8 +64,9 @@ def gpus(monkeypatch) -> SimpleNamespace:
         NVML_CLOCK_MEM=0,
         NVML_TEMPERATURE_GPU=0,
     )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
     for module in (hardware, gpu_contention):
-        monkeypatch.setattr(module, "pynvml", fake)
+        monkeypatch.setattr(module, "pynvml", fake, raising=False)
     monkeypatch.setattr(gpu_contention, "SAMPLE_S", 0.0)
     monkeypatch.setattr(device_lock, "_LOOK_S", 0.0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
