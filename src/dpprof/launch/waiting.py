@@ -45,10 +45,10 @@ def wait_for(
 ) -> T | None:
     """Look until something is found and return it; None if ``longest_s`` seconds were not enough.
 
-    ``tell`` is called with the seconds waited so far: at once, after 1, 2, 4 ... minutes, and then
-    every hour, so that a log of a night says what is waited for.
+    ``tell`` is called with the seconds waited so far: at the second look, after 1, 2, 4 ...
+    minutes, and then every hour, so that a log of a night says what is waited for.
     """
-    start_s, due_s = time.monotonic(), 0.0
+    start_s, due_s = time.monotonic(), every_s
     while (found := look()) is None:
         waited_s = time.monotonic() - start_s
         if waited_s >= longest_s:
