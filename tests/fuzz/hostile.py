@@ -57,6 +57,7 @@ BY_KEY: dict[str, list[Any]] = {
     "trainable": ["((", "lora", "", 1, True, {}, [["x"]]],
     "padding": [*NO_NUMBER, {}, 1, 0.5, {"fraction": "\x1b[2J"}],
     "parameters_dtype": [*NO_NAME, "bfloat16", "half", {}],
+    "busy_gpu": [*NO_NAME, "wait", True, {}],
     "method": [*NO_NAME, {}],
     "batch_size": NO_COUNT,
     "seq_len": NO_COUNT,

@@ -4,13 +4,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from children import HERE
+from children import HERE, refuse
 from factory import make_experiment
 from scripts import run
 
 from dpprof.instruments.memory import estimate
 from dpprof.launch import ceilings_run
 from dpprof.launch.device_lock import hold_one
+from dpprof.launch.device_slots import cpu_slot
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.system.hardware import describe_cpu
@@ -90,7 +91,7 @@ def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, probl
 
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
     with ThreadPoolExecutor() as pool:
-        with hold_one(["cpu"], lambda: None, shared=True):
+        with hold_one([cpu_slot(1, shared=True).locks], refuse):
             waits = pool.submit(ceilings_run.measure_apart, "cpu", tmp_path / "after.json")
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import subprocess
 import sys
@@ -5,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dpprof.launch.device_lock import hold_one, lock_path
+from dpprof.launch import device_lock
+from dpprof.launch.device_lock import DeviceBusyError, Hold, hold_one, lock_path
 
 
-def never() -> None:
+def never(*_: object) -> None:
     raise AssertionError("waited for a lock that is free")
 
 
@@ -16,7 +18,7 @@ class WaitedError(Exception):
     pass
 
 
-def give_up() -> None:
+def give_up(*_: object) -> None:
     raise WaitedError
 
 
@@ -37,9 +39,9 @@ def test_the_first_free_device_is_chosen() -> None:
 
 
 def test_a_child_that_inherits_the_lock_keeps_it_when_the_parent_lets_go() -> None:
-    with hold_one(["inherited"], never) as (_, descriptor):
+    with hold_one(["inherited"], never) as (_, descriptors):
         child = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(descriptor,)
+            [sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=descriptors
         )
     with pytest.raises(WaitedError), hold_one(["inherited"], give_up):
         pass
@@ -90,6 +92,96 @@ def test_a_missing_folder_for_locks_is_told_with_the_variable(monkeypatch, tmp_p
 
     with (
         pytest.raises(FileNotFoundError, match=r"DPPROF_LOCK_DIR.*missing/dpprof-cpu\.lock"),
-        hold_one(["cpu"], lambda: None),
+        hold_one(["cpu"], never),
     ):
+        pass
+
+
+def test_a_wait_is_bounded_and_names_device_holder_and_variable() -> None:
+    told: list[tuple[str, float]] = []
+    with (
+        hold_one(["bounded"], never),
+        pytest.raises(DeviceBusyError) as caught,
+        hold_one(["bounded"], lambda *given: told.append(given), longest_s=1.0),
+    ):
+        pass
+
+    ((whom, waited_s),) = told
+    assert whom.startswith(f"process {os.getpid()} (")
+    assert waited_s < 1.0
+    assert str(caught.value) == (
+        f"bounded: still taken after 1 s, by {whom}; "
+        "DPPROF_MAX_WAIT_S says how many seconds to wait"
+    )
+
+
+def test_a_lock_that_comes_free_in_time_is_taken() -> None:
+    held = contextlib.ExitStack()
+    held.enter_context(hold_one(["short"], never))
+
+    with hold_one(["short"], lambda *_: held.close(), longest_s=60.0) as (position, _):
+        assert position == 0
+
+
+def test_the_lock_of_a_holder_that_is_killed_is_taken() -> None:
+    code = "import sys; from dpprof.launch.device_lock import hold_one\n"
+    code += "with hold_one(['killed'], lambda *_: None): print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    holder.stdout.readline()
+
+    def kill(whom: str, _: float) -> None:
+        assert whom.startswith(f"process {holder.pid} (")
+        holder.kill()
+
+    with hold_one(["killed"], kill, longest_s=60.0):
+        assert holder.wait() == -9
+
+
+def test_a_free_device_that_will_not_do_is_let_go_and_looked_at_again(monkeypatch) -> None:
+    monkeypatch.setattr(device_lock, "_LOOK_S", 0.0)
+    looks: list[tuple[int, int]] = []
+
+    def why_not(position: int, before: int) -> str | None:
+        looks.append((position, before))
+        return None if len(looks) > 3 else "others"
+
+    told: list[str] = []
+    with (
+        hold_one(["gpu-a"], never),
+        hold_one(
+            ["gpu-a", "gpu-b", "gpu-c"], lambda whom, _: told.append(whom), why_not=why_not
+        ) as (position, _),
+    ):
+        assert position == 2
+        with hold_one(["gpu-b"], never):
+            pass
+    assert looks == [(1, 0), (2, 1), (1, 0), (2, 1)]
+    assert told[0].endswith(" and others and others")
+
+
+def test_locks_are_taken_all_or_none() -> None:
+    both = {"one": Hold.ALONE, "two": Hold.ALONE}
+
+    def take_one() -> None:
+        with hold_one(["one"], never):
+            raise WaitedError
+
+    with (
+        hold_one(["two"], never),
+        pytest.raises(WaitedError),
+        hold_one([both], lambda *_: take_one()),
+    ):
+        pass
+
+
+def test_who_shares_keeps_out_who_wants_nobody() -> None:
+    left = {"all": Hold.SHARED, "left": Hold.SHARED, "right": Hold.NOBODY}
+    right = {"all": Hold.SHARED, "right": Hold.SHARED, "left": Hold.NOBODY}
+
+    with hold_one([left], never), hold_one([left], never):
+        for kept_out in (right, "all"):
+            with pytest.raises(DeviceBusyError), hold_one([kept_out], never, longest_s=0.0):
+                pass
+    with hold_one([right], never), hold_one([right], never):
         pass

@@ -1,6 +1,7 @@
 """What others do on a GPU is recorded, waited for, and told where memory ran out."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import jsonschema
@@ -9,7 +10,7 @@ import pytest
 from factory import make_experiment
 from fresh_process import ROOT
 
-from dpprof.launch import gpu_contention
+from dpprof.launch import device_lock, gpu_contention
 from dpprof.launch.device_slots import gpu_slots
 from dpprof.launch.isolated import Ended, Isolation
 from dpprof.launch.protocol import Report
@@ -63,10 +64,11 @@ def gpus(monkeypatch) -> SimpleNamespace:
         NVML_CLOCK_MEM=0,
         NVML_TEMPERATURE_GPU=0,
     )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
     for module in (hardware, gpu_contention):
-        monkeypatch.setattr(module, "pynvml", fake)
-    for name in ("SAMPLE_S", "_POLL_S"):
-        monkeypatch.setattr(gpu_contention, name, 0.0)
+        monkeypatch.setattr(module, "pynvml", fake, raising=False)
+    monkeypatch.setattr(gpu_contention, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(device_lock, "_LOOK_S", 0.0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return state
 
@@ -148,7 +150,7 @@ def test_a_gpu_is_waited_for_until_others_have_left_it(gpus, run, capsys, monkey
     attempt = run(wait_for_idle_gpu_s=600).attempts[-1]
 
     assert attempt.others_before.memory_bytes == 0
-    assert capsys.readouterr().err.count("waiting for them") == 1
+    assert capsys.readouterr().err.count("waiting for others, who hold 60.0 GiB") == 1
 
 
 def test_waiting_has_an_end(gpus, run) -> None:
@@ -163,19 +165,75 @@ def test_who_waits_takes_a_gpu_that_is_idle_already(gpus, run) -> None:
     assert run(wait_for_idle_gpu_s=600).device["uuid"] == "GPU-c"
 
 
+def test_a_gpu_that_others_do_not_leave_is_refused_and_nothing_runs(gpus, run) -> None:
+    gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
+    result = run(busy_gpu="refuse", wait_for_idle_gpu_s=0.01)
+
+    assert (result.outcome, result.error.kind) == ("unsupported", "BusyGpu")
+    assert result.error.message == (
+        "others hold 60.0 GiB and 0% of the time of the GPU after a wait of 0.01 s, and busy_gpu "
+        "is refuse; once they have left, dpprof forget --outcome unsupported, then snakemake"
+    )
+    assert [attempt.others_before.memory_bytes for attempt in result.attempts] == [60 * GIB]
+    assert gpus.held["GPU-a"] == 60 * GIB  # what runs adds to that
+
+
+def test_with_refuse_a_gpu_runs_once_others_have_left_it(gpus, run, monkeypatch) -> None:
+    gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
+    monkeypatch.setattr(
+        gpu_contention.time, "sleep", lambda _: gpus.looks > 6 and gpus.held.update({"GPU-c": 0})
+    )
+    result = run(busy_gpu="refuse", wait_for_idle_gpu_s=600)
+
+    assert (result.outcome, result.device["uuid"]) == ("ok", "GPU-c")
+
+
+def test_others_who_come_after_a_crash_have_its_second_attempt_refused(gpus, run) -> None:
+    gpus.held["GPU-a"] = GIB // 2  # and a GiB more during the first attempt
+    result = run("crashed", busy_gpu="refuse")
+
+    assert [attempt.outcome for attempt in result.attempts] == ["crashed", "unsupported"]
+    assert (result.outcome, result.error.kind) == ("unsupported", "BusyGpu")
+
+
+def test_nothing_is_refused_while_dpprof_itself_uses_a_gpu(gpus) -> None:
+    gpus.held["GPU-a"] = 60 * GIB
+    judge = gpu_contention.judge_use(["GPU-a", "GPU-c"], 0.0, "refuse")
+
+    assert judge(0, 0) == "others, who hold 60.0 GiB and 0% of the time of GPU-a"
+    assert judge(0, 0) is not None  # GPU-c is not looked at: its lock is not free
+    gpus.held["GPU-c"] = 60 * GIB
+    assert judge(0, 0) is not None
+    assert judge(1, 1) is None  # all are in use by others, so the last is taken, to be refused
+
+
+def test_how_long_others_had_counts_from_when_they_were_seen(gpus, monkeypatch) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(gpu_contention.time, "monotonic", lambda: now.s)
+    judge = gpu_contention.judge_use(["GPU-a"], 10.0, "run")
+    gpus.held["GPU-a"] = 60 * GIB
+    told = []
+    for now.s in (100.0, 109.0, 110.0):
+        told.append(judge(0, 0) is None)
+
+    assert told == [False, False, True]
+
+
 def test_only_gpus_like_the_first_are_interchangeable(gpus, monkeypatch) -> None:
     assert [place.uuid for place in gpu_slots(1)] == ["GPU-a", "GPU-c"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,2")
     assert [place.uuid for place in gpu_slots(1)] == ["GPU-b"]
 
 
-def test_not_to_wait_leaves_ids_what_they_were() -> None:
+def test_not_to_wait_and_not_to_refuse_leave_ids_what_they_were() -> None:
     usual = make_experiment()
-    later = {"wait_for_idle_gpu_s", "lora", "trainable", "padding", "parameters_dtype"}
+    later = {"wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"}
     spelled = usual.model_dump(mode="json", exclude=later)
 
     assert usual.canonical == canonical_json(spelled)
+    assert make_experiment(busy_gpu="run").id == usual.id
     assert make_experiment(wait_for_idle_gpu_s=60).id != usual.id
+    assert make_experiment(busy_gpu="refuse").id != usual.id
 
 
 def test_a_run_on_a_gpu_fits_the_schema(gpus, run, tmp_path) -> None:

@@ -352,7 +352,7 @@ def test_a_process_that_escaped_a_killed_supervisor_holds_no_lock(tmp_path, monk
         escaped.kill()
 
 
-def refuse() -> NoReturn:
+def refuse(*_: object) -> NoReturn:
     raise TimeoutError
 
 
@@ -380,7 +380,7 @@ def test_two_runs_at_once_never_overlap(tmp_path) -> None:
         intervals.append((start, start + dt.timedelta(seconds=result.wall_s)))
     first, second = sorted(intervals)
     assert first[1] <= second[0]
-    assert sum("taken by another experiment; waiting" in text for text in said) == 1
+    assert sum("the CPU is taken; waiting" in text for text in said) == 1
 
 
 def test_the_supervisor_imports_no_torch() -> None:

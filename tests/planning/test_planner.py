@@ -105,13 +105,14 @@ def test_planning_twice_touches_nothing(reported) -> None:
 
 
 def test_specs_are_canonical_and_named_by_content(folder) -> None:
+    """What nobody asked for of the later keys is left out."""
     plan = plan_of(CONFIG)
     write_plan(plan)
 
     for experiment in plan.experiments.values():
         spec = json.loads((folder / spec_path(experiment.id)).read_text())
         later = {"wait_for_idle_gpu_s": 0.0, "lora": None, "trainable": None, "padding": None}
-        later |= {"parameters_dtype": "float32"}  # nobody asked for these, so they are left out
+        later |= {"parameters_dtype": "float32", "busy_gpu": "run"}
         assert spec | later == experiment.model_dump(mode="json")
 
 

@@ -5,6 +5,7 @@ They import no torch, so a test of what a supervisor makes of an end takes a sec
 
 import atexit
 import ctypes
+import json
 import os
 import signal
 import time
@@ -37,6 +38,30 @@ def wait_to_be_let_go(_experiment, _enter):
     while marker.exists():
         time.sleep(0.05)
     return Measurement()
+
+
+def meet(experiment, enter):
+    """Stay until so many are here at the same time; who comes later waits for as many more.
+
+    Each leaves a file with the cores that it may run on.
+    """
+    folder = Path(os.environ["DPPROF_TEST_MARKER"])
+    together = int(os.environ["DPPROF_TEST_TOGETHER"])
+    number = 0
+    while not _is_first(folder / str(number)):
+        number += 1
+    while len(list(folder.iterdir())) < (number // together + 1) * together:
+        time.sleep(0.02)
+    return measure(experiment, enter)
+
+
+def _is_first(path):
+    try:
+        with path.open("x") as file:
+            json.dump(sorted(os.sched_getaffinity(0)), file)
+    except FileExistsError:
+        return False
+    return True
 
 
 def leave(_experiment, enter):

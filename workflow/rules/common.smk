@@ -115,8 +115,14 @@ def stand_in_of(wildcards):
     return [plan_file(artifacts.stand_in_path(wildcards.model))] if stands else []
 
 
-GPU_LIMIT = workflow.global_resources.get("gpu")
-GPUS = job_resources.gpus_at_once(GPU_LIMIT and GPU_LIMIT.value)
+def limit_of(resource):
+    """Return what --resources says of a resource; None where it says nothing."""
+    limit = workflow.global_resources.get(resource)
+    return limit and limit.value
+
+
+GPUS = job_resources.gpus_at_once(limit_of("gpu"))
+CPU_SLOTS = limit_of("cpu_slots") or 1
 
 
 def is_on_gpu(wildcards):
@@ -129,20 +135,26 @@ def gpus_of(wildcards):
     return int(is_on_gpu(wildcards))
 
 
+def slots_of(wildcards):
+    """Ask for a slot of the processor where the experiment runs on that."""
+    return int(not is_on_gpu(wildcards))
+
+
 def threads_of(wildcards):
-    """Let nothing run beside a measurement but those on other GPUs, which share the cores."""
-    if is_on_gpu(wildcards):
-        return job_resources.threads_beside_gpus(workflow.cores, GPUS)
-    return workflow.cores
+    """Let nothing run beside a measurement but those on other GPUs, or in other slots."""
+    beside = GPUS if is_on_gpu(wildcards) else CPU_SLOTS
+    return job_resources.share_of_cores(workflow.cores, beside)
 
 
-def threads_option(wildcards, threads):
-    """Compute with as many threads as a job was given, but on this machine's own processor.
+def device_options(wildcards, threads):
+    """Say where a measurement computes, and with how many threads.
 
-    There --cores says what Snakemake may use, and the results are to be the same whatever it says.
+    On this machine's own processor --cores says only what Snakemake may use, and the results are to
+    be the same whatever it says.
     """
-    is_remote = workflow.exec_mode == ExecMode.REMOTE
-    return f"--threads {threads}" if is_remote or is_on_gpu(wildcards) else ""
+    if workflow.exec_mode == ExecMode.REMOTE or is_on_gpu(wildcards):
+        return f"--threads {threads}"
+    return f"--cpu-slots {CPU_SLOTS}" if CPU_SLOTS > 1 else ""
 
 
 def memory_mb_of(wildcards):

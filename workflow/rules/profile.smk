@@ -19,15 +19,16 @@ rule profile:
     threads: threads_of
     resources:
         gpu=gpus_of,
+        cpu_slots=slots_of,
         gpu_manufacturer="nvidia",
         mem_mb=memory_mb_of,
         runtime=runtime_of,
     params:
-        threads=threads_option,
+        device=device_options,
     shell:
         "python -P -m dpprof profile --spec {input.spec:q}"
         " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
-        " --output {output:q} --log {log:q} --keep {params.threads}"
+        " --output {output:q} --log {log:q} --keep {params.device}"
         " --traces results/traces/{wildcards.id}/r{wildcards.replicate}"
 
 
@@ -44,4 +45,4 @@ use rule profile as predict with:
         mem_mb=job_resources.PREDICTION_MB,
         runtime=runtime_of,
     params:
-        threads="",
+        device="",

@@ -8,7 +8,7 @@ from dpprof.spec.architecture import PREFIX, Architecture
 from dpprof.spec.experiment import Experiment
 
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
-_PATIENCE = {"timeout_s", "wait_for_idle_gpu_s"}
+_PATIENCE = {"timeout_s", "wait_for_idle_gpu_s", "busy_gpu"}
 AXES = [name for name in Experiment.model_fields if name not in _PATIENCE]
 """The columns that distinguish experiments; timeouts and waiting times do not."""
 

@@ -11,6 +11,7 @@ from dpprof.analysis.collection import Collected
 from dpprof.analysis.frames import make_frame
 from dpprof.analysis.machines import find_usual_machines, machine_of
 from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.analysis.shared_hosts import find_shared_hosts
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
@@ -22,7 +23,7 @@ class Finding(NamedTuple):
 
     kind: str
     experiment_id: str
-    """For ceilings the device."""
+    """For ceilings, and for hosts that runs shared, the device."""
 
     instrument: str
     finding: str
@@ -60,6 +61,7 @@ def find(
     ]
     rows += _not_reconciled(peaks)
     rows += _beyond_peak(costs)
+    rows += _shared_hosts(result for _, result in collected.found)
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
     warnings = privacy.warnings if privacy else []
@@ -157,6 +159,17 @@ def _beyond_peak(costs: pd.DataFrame) -> Iterator[Finding]:
             f"too low ({row['peak_source']}), or the time or the FLOPs are wrong"
         )
         yield Finding("beyond-peak", row["experiment_id"], row["instrument"], finding)
+
+
+def _shared_hosts(results: Iterable[Result]) -> Iterator[Finding]:
+    for one in find_shared_hosts(results):
+        where = "on other GPUs of their host" if one.is_gpu else "in other slots of the processor"
+        what = "the host's cores, its PCIe and its power" if one.is_gpu else "its caches and memory"
+        finding = (
+            f"{one.shared:,} of {one.measured:,} runs were measured while others ran {where}, at "
+            f"most {one.most} at once: they share {what}, so their times may be too long"
+        )
+        yield Finding("shared-host", one.device, "", finding)
 
 
 def _contended_ceilings(known: Iterable[Ceilings]) -> Iterator[Finding]:

@@ -410,7 +410,7 @@ TABLES: Mapping[str, Table] = {
     "findings": Table(
         "a caveat",
         text("kind", "the kind of caveat"),
-        text("experiment_id", "the experiment; for ceilings the device"),
+        text("experiment_id", "the experiment; for ceilings and shared hosts the device"),
         text("instrument", "the instrument"),
         text("finding", "the caveat in a sentence"),
     ),

@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dpprof.launch.device_lock import DeviceBusyError
 from dpprof.records.record import ResultError
 from dpprof.spec.registry import EntryPointError
 from dpprof.spec.validation import InputError, one_of
@@ -63,7 +65,8 @@ def ending_in_a_sentence(what: str = "", *, status: int = 1) -> Iterator[None]:
     """End the script with one sentence where its input or a file causes an error.
 
     A closed standard output is none: ``main`` ends in silence then. ``what`` says what an
-    interruption leaves unwritten, ``status`` is the exit status after an error.
+    interruption leaves unwritten, ``status`` is the exit status after an error. A device that
+    stays busy ends it with status 75, of what may succeed later.
     """
     try:
         yield
@@ -71,6 +74,8 @@ def ending_in_a_sentence(what: str = "", *, status: int = 1) -> Iterator[None]:
         raise
     except (InputError, ResultError, EntryPointError, OSError) as error:
         fail(error, status)
+    except DeviceBusyError as error:
+        fail(error, os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         if not what:
             raise

@@ -2,7 +2,8 @@
 
 The experiment is either a spec file (``--spec``) or given by options; every option of
 an experiment is a key of the config file. The exit status is 0 whenever the JSON was
-written, out of memory and crashes included: what came of the experiment is in it.
+written, out of memory and crashes included: what came of the experiment is in it. It is
+75 where the wait for a device was too long, and 1 after any other error.
 """
 
 import argparse
@@ -10,8 +11,10 @@ from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.cli.options import add_experiment_options, read_experiment
+from dpprof.launch.cpu_slots import count_cpu_slots
 from dpprof.launch.progress import Progress, run_name, tell_result
 from dpprof.launch.supervisor import supervise
+from dpprof.launch.waiting import MAX_WAIT, UNDER_A_SCHEDULER_S, longest_wait_s
 from dpprof.spec import registry
 from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable
@@ -21,6 +24,13 @@ def natural(text: str) -> int:
     """Read a number from 0 up."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Read a number from 1 up."""
+    if not natural(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be 1, 2, 3 ...")
     return int(text)
 
 
@@ -40,11 +50,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="measure nothing where OUTPUT is this run's complete result by the present code",
     )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        help="threads of a measurement that does not say --cpu-threads, at most one for each core"
+        " (default: one for each core)",
+    )
+    parser.add_argument(
+        "--max-wait-s",
+        metavar="SECONDS",
+        help=f"longest wait for a device (default: {MAX_WAIT}, else {UNDER_A_SCHEDULER_S:,.0f} in a"
+        " job of Slurm, else without a limit)",
+    )
+    parser.add_argument(
+        "--cpu-slots",
+        metavar="N",
+        help="divide the processor into so many slots, each for a measurement beside the others'"
+        " (default: DPPROF_CPU_SLOTS, else 1)",
+    )
     add_experiment_options(parser)
     arguments = parser.parse_args(argv)
     keep_log(None)  # the supervisor keeps it
     with ending_in_a_sentence():
         experiment = read_experiment(arguments)
+        longest_s = longest_wait_s(arguments.max_wait_s)
+        number_of_slots = count_cpu_slots(arguments.cpu_slots)
         registry.check("instruments", arguments.instrument, "--instrument")
         registry.refuse_target(experiment, arguments.instrument, "--target")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)
@@ -61,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.log,
             traces=arguments.traces or arguments.output.with_suffix(".traces"),
             keep=arguments.keep,
+            threads=arguments.threads,
+            longest_wait_s=longest_s,
+            number_of_slots=number_of_slots,
         )
     if progress is not None:
         progress.conclude(name, result)

@@ -30,7 +30,7 @@ def account_apart(privacy: Privacy, tokens_per_sample: Sequence[float]) -> list[
         InputError: The accountant takes too long, or its process ended.
     """
     digest = partial(file_digest, ACCOUNTING)
-    with isolate(None, [cpu_slot(1)], digest, __file__, shared=True) as isolation:
+    with isolate(None, [cpu_slot(1, shared=True)], digest, __file__) as isolation:
         isolation.begin()
         ended = isolation.run(
             list[NoisePlan],

@@ -25,9 +25,11 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     arguments: list[str | int]
     parent_pid: int
-    lock_fd: int
+    lock_fds: list[int]
     lifeline_fd: int
     answer_fd: int
+    cores: tuple[int, ...] = ()
+    """The cores to stay on; none for all."""
 
 
 def main() -> None:
@@ -36,7 +38,9 @@ def main() -> None:
     assignment = Assignment.model_validate_json(sys.argv[1])
     die_with(assignment.parent_pid)
     end_group_with(assignment.lifeline_fd)
-    keep_to_this_process(assignment.lock_fd)
+    keep_to_this_process(assignment.lock_fds)
+    if assignment.cores:
+        os.sched_setaffinity(0, assignment.cores)
     answer = pkgutil.resolve_name(assignment.function)(*assignment.arguments)
     with os.fdopen(assignment.answer_fd, "w", encoding="utf-8") as file:
         json.dump(escape_all(to_jsonable_python(answer)), file)

@@ -1,21 +1,44 @@
-"""A machine-wide lock that allows one experiment at a time on a device.
+"""Machine-wide locks that allow one experiment at a time on a device.
 
-The lock is ``flock`` on a file, held by an open descriptor that a worker inherits. It is free when
+A lock is ``flock`` on a file, held by an open descriptor that a worker inherits. It is free when
 both processes have ended, however they ended. The worker's own children do not inherit it.
 """
 
 import contextlib
+import enum
 import fcntl
+import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from dpprof.launch.waiting import MAX_WAIT, wait_for
 from dpprof.system.lock_holders import name_holders
 
 _POLL_S = 0.1
+_LOOK_S = 1.0
+"""Between looks at devices, which cost more than a look at locks."""
+
 _VARIABLE = "DPPROF_LOCK_DIR"
+
+
+class DeviceBusyError(Exception):
+    """No device became free in the time that there was; the message says who uses them."""
+
+
+class Hold(enum.Enum):
+    """How a lock is needed."""
+
+    ALONE = "alone"
+    SHARED = "beside others that share it"
+    NOBODY = "held by nobody at the moment when the others are taken"
+
+
+Locks = Mapping[str, Hold]
+"""The locks of a device, by name. Those that are held are taken before others are looked at: of two
+who look at each other's lock, one at least sees the other's.
+"""
 
 
 def lock_path(device: str) -> Path:
@@ -47,10 +70,11 @@ def _open(path: Path) -> int:
     return descriptor
 
 
-def keep_to_this_process(descriptor: int) -> None:
-    """Prevent children of this process from inheriting the lock, since they may outlive it."""
-    os.set_inheritable(descriptor, False)
-    held = [descriptor]
+def keep_to_this_process(descriptors: Iterable[int]) -> None:
+    """Prevent children of this process from inheriting locks, since they may outlive it."""
+    held = list(descriptors)
+    for descriptor in held:
+        os.set_inheritable(descriptor, False)
 
     def let_go() -> None:
         while held:  # once: a child's own children may have another file of that number
@@ -59,41 +83,87 @@ def keep_to_this_process(descriptor: int) -> None:
     os.register_at_fork(after_in_child=let_go)
 
 
-def who_holds(devices: Iterable[str]) -> str:
-    """Return the processes that hold the locks of devices, for a message."""
-    return name_holders(map(lock_path, devices))
-
-
 @contextlib.contextmanager
 def hold_one(
-    devices: Sequence[str], waiting: Callable[[], None], *, shared: bool = False
-) -> Iterator[tuple[int, int]]:
-    """Hold the lock of the first free device; wait while none is free.
+    devices: Sequence[str | Locks],
+    waiting: Callable[[str, float], None],
+    *,
+    longest_s: float = math.inf,
+    why_not: Callable[[int, int], str | None] | None = None,
+) -> Iterator[tuple[int, list[int]]]:
+    """Hold the locks of the first free device; wait while none is free.
 
-    ``waiting`` is called once if all are taken. With ``shared``, others with ``shared`` may
-    hold the lock too.
+    Args:
+        devices: The locks of each device; a name stands for one that is held alone.
+        waiting: Called with who is waited for, and the seconds so far, at growing intervals.
+        longest_s: The most seconds to wait.
+        why_not: Returns who else keeps a device busy whose locks are free, or None if it will
+            do, from its position and the number of devices before it that will not do either.
 
     Yields:
-        The position of the device, and the descriptor to pass to a child.
+        The position of the device, and the descriptors to pass to a child.
+
+    Raises:
+        DeviceBusyError: Nothing was free in that time.
     """
-    descriptors = [_open(lock_path(device)) for device in devices]
+    choices = [{one: Hold.ALONE} if isinstance(one, str) else one for one in devices]
+    files: dict[str, int] = {}
+    in_the_way: list[str] = []
+    users: list[str] = []
+
+    def look() -> int | None:
+        in_the_way.clear()
+        users.clear()
+        for position, locks in enumerate(choices):
+            if (name := _take(files, locks)) is not None:
+                in_the_way.append(name)
+            elif why_not is None or (user := why_not(position, len(users))) is None:
+                return position
+            else:
+                _let_go(files, locks)
+                users.append(user)
+        return None
+
+    def tell_whom() -> str:
+        holders = [name_holders(map(lock_path, dict.fromkeys(in_the_way)))] if in_the_way else []
+        return " and ".join([*holders, *users])
+
     try:
-        position = _lock_first_free(descriptors, shared=shared)
+        for name in dict.fromkeys(name for locks in choices for name in locks):
+            files[name] = _open(lock_path(name))
+        position = wait_for(
+            look,
+            lambda waited_s: waiting(tell_whom(), waited_s),
+            longest_s=longest_s,
+            every_s=_LOOK_S if why_not else _POLL_S,
+        )
         if position is None:
-            waiting()
-        while position is None:
-            time.sleep(_POLL_S)
-            position = _lock_first_free(descriptors, shared=shared)
-        yield position, descriptors[position]
+            named = ", ".join(dict.fromkeys(in_the_way) or files)
+            raise DeviceBusyError(
+                f"{named}: still taken after {longest_s:,g} s, by {tell_whom()}; "
+                f"{MAX_WAIT} says how many seconds to wait"
+            )
+        held = choices[position].items()
+        yield position, [files[name] for name, hold in held if hold is not Hold.NOBODY]
     finally:
-        for descriptor in descriptors:
+        for descriptor in files.values():
             os.close(descriptor)
 
 
-def _lock_first_free(descriptors: Sequence[int], *, shared: bool) -> int | None:
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    for position, descriptor in enumerate(descriptors):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return position
+def _take(files: Mapping[str, int], locks: Locks) -> str | None:
+    """Take all locks of a device and return None; if one is not free, none, and return its name."""
+    for name in sorted(locks, key=lambda name: locks[name] is Hold.NOBODY):
+        kind = fcntl.LOCK_SH if locks[name] is Hold.SHARED else fcntl.LOCK_EX
+        try:
+            fcntl.flock(files[name], kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _let_go(files, locks)
+            return name
+        if locks[name] is Hold.NOBODY:
+            fcntl.flock(files[name], fcntl.LOCK_UN)
     return None
+
+
+def _let_go(files: Mapping[str, int], locks: Locks) -> None:
+    for name in locks:
+        fcntl.flock(files[name], fcntl.LOCK_UN)

@@ -1,16 +1,20 @@
-"""Devices that a measurement can run on, each with its lock, description and environment."""
+"""Devices that a measurement can run on, each with its locks, description and environment."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from dpprof.launch.device_lock import Hold, Locks
 from dpprof.system.hardware import describe_cpu, describe_gpu, interchangeable_gpus
+
+PREDICTING, SLOTTED = "cpu-predictions", "cpu-slots"
+"""Locks of the two ways to share the processor; who shares it in one way keeps the other out."""
 
 
 class DeviceSlot(NamedTuple):
     """A device, as the supervisor of a measurement needs it."""
 
-    lock_name: str
+    locks: Locks
     describe: Callable[[], dict[str, Any]]
     environment: dict[str, str]
     """Environment variables that restrict the measuring process to this device."""
@@ -18,19 +22,28 @@ class DeviceSlot(NamedTuple):
     uuid: str | None = None
     """The UUID of a GPU."""
 
+    cores: tuple[int, ...] = ()
+    """The cores that the measuring process is held to; none, if it may use all."""
 
-def cpu_slot(threads: int) -> DeviceSlot:
-    """Return the host's processor with a number of threads."""
-    return DeviceSlot("cpu", partial(describe_cpu, threads), _threads(threads))
+
+def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:
+    """Return the host's processor with a number of threads.
+
+    With ``shared``, for what measures nothing, others with ``shared`` may use it too.
+    """
+    locks = {"cpu": Hold.ALONE}
+    if shared:
+        locks = {"cpu": Hold.SHARED, PREDICTING: Hold.SHARED, SLOTTED: Hold.NOBODY}
+    return DeviceSlot(locks, partial(describe_cpu, threads), limit_threads(threads))
 
 
 def gpu_slots(threads: int) -> list[DeviceSlot]:
     """Return the visible GPUs that are interchangeable, with a number of threads on the host."""
     return [
         DeviceSlot(
-            f"cuda-{gpu.uuid}",
+            {f"cuda-{gpu.uuid}": Hold.ALONE},
             partial(describe_gpu, gpu),
-            _threads(threads)
+            limit_threads(threads)
             | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             gpu.uuid,
         )
@@ -38,5 +51,6 @@ def gpu_slots(threads: int) -> list[DeviceSlot]:
     ]
 
 
-def _threads(threads: int) -> dict[str, str]:
+def limit_threads(threads: int) -> dict[str, str]:
+    """Return the environment variables that give a process a number of threads."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

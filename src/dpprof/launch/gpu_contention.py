@@ -1,8 +1,9 @@
 """Measures other processes' use of a GPU while dpprof does not use it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import pynvml
 
@@ -12,8 +13,10 @@ from dpprof.system.hardware import nvml
 SAMPLE_S = 1.0
 """The driver averages load over a second at most, so after this time it excludes our own load."""
 
-_POLL_S = 1.0
 _GIB = 2**30
+
+BusyGpu = Literal["run", "refuse"]
+"""What to do where others do not leave a GPU in time."""
 
 
 def look_at(uuid: str | None) -> Others:
@@ -45,19 +48,51 @@ def look_afterwards(uuid: str | None) -> Others:
     return look_at(uuid)
 
 
-def wait_until_idle(uuid: str | None, seconds: float, waiting: Callable[[Others], None]) -> None:
-    """Wait until other processes have left a GPU; do not wait if their use is unknown.
+def judge_use(
+    uuids: Sequence[str | None], seconds: float, otherwise: BusyGpu
+) -> Callable[[int, int], str | None] | None:
+    """Return a function that says who else uses a GPU whose lock this process holds, if anybody.
 
-    ``waiting`` is called once with the use by others, if there is a wait.
+    It gets the GPU's position and how many before it were in use; ``hold_one`` calls it. Unknown
+    use is none. A GPU is taken all the same once others had ``seconds`` to leave it since they were
+    first seen; with ``refuse``, only if they use every GPU: one that dpprof itself uses will be
+    free. None where others' use does not matter.
     """
-    until, told = time.monotonic() + seconds, False
-    while seconds and (others := look_at(uuid)).matter:
-        if not told:
-            waiting(others)
-            told = True
-        if time.monotonic() >= until:
-            return
-        time.sleep(_POLL_S)
+    if otherwise == "run" and not seconds:
+        return None
+    # An own run that was killed is seen for a moment more, so nothing is refused at first sight.
+    patience_s = max(seconds, SAMPLE_S) if otherwise == "refuse" else seconds
+    seen_s: dict[int, float] = {}
+
+    def judge(position: int, in_use: int) -> str | None:
+        others, now_s = look_at(uuids[position]), time.monotonic()
+        if not others.matter:
+            seen_s.pop(position, None)
+            return None
+        seen_s.setdefault(position, now_s)
+        counted = [position] if otherwise == "run" else range(len(uuids))
+        all_in_use = otherwise == "run" or in_use == len(uuids) - 1
+        if all_in_use and all(now_s - seen_s[one] >= patience_s for one in counted):
+            return None
+        return f"others, who {_tell_use(others)} of {uuids[position]}"
+
+    return judge
+
+
+def refuse_busy(others: Others, seconds: float) -> Failure:
+    """Return why a run is refused on a GPU that others use, after so long a wait."""
+    after = f" after a wait of {seconds:g} s" if seconds else ""
+    message = (
+        f"others {_tell_use(others)} of the GPU{after}, and busy_gpu is refuse; once they have "
+        "left, dpprof forget --outcome unsupported, then snakemake"
+    )
+    return Failure(kind="BusyGpu", message=message)
+
+
+def _tell_use(others: Others) -> str:
+    """Return what others use, as ``hold 60.0 GiB and 37% of the time``."""
+    memory, load = others.memory_bytes or 0, others.load or 0.0
+    return f"hold {memory / _GIB:.1f} GiB and {load:.0%} of the time"
 
 
 def tell_others(failure: Failure, before: Others, after: Others) -> Failure:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
@@ -22,8 +23,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from dpprof.launch import child
 from dpprof.launch.contention import watch_others
-from dpprof.launch.device_lock import hold_one, who_holds
+from dpprof.launch.device_lock import hold_one
 from dpprof.launch.device_slots import DeviceSlot
+from dpprof.launch.waiting import longest_wait_s
 from dpprof.planning.code_in_use import CodeInUse
 from dpprof.records.provenance import describe_surroundings
 from dpprof.system.child_output import Output, Sink
@@ -63,9 +65,9 @@ class Ended(NamedTuple, Generic[Answer]):
 class Isolation:
     """A device that this process holds, and the facts about its use that every record has."""
 
-    def __init__(self, slot: DeviceSlot, lock_fd: int, code: CodeInUse) -> None:
+    def __init__(self, slot: DeviceSlot, lock_fds: list[int], code: CodeInUse) -> None:
         self.slot = slot
-        self._lock_fd, self._code = lock_fd, code
+        self._lock_fds, self._code = lock_fds, code
 
     def begin(self, **variables: str) -> None:
         """Describe the surroundings of children, with variables of theirs; start the clock."""
@@ -111,9 +113,10 @@ class Isolation:
                 function=function,
                 arguments=list(arguments),
                 parent_pid=os.getpid(),
-                lock_fd=self._lock_fd,
+                lock_fds=self._lock_fds,
                 lifeline_fd=lifeline,
                 answer_fd=answer.fileno(),
+                cores=self.slot.cores,
             )
             start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():
@@ -122,7 +125,7 @@ class Isolation:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(self._lock_fd, lifeline, answer.fileno(), *pass_fds),
+                    pass_fds=(*self._lock_fds, lifeline, answer.fileno(), *pass_fds),
                     start_new_session=True,
                     env=self._environment,
                 )
@@ -153,7 +156,8 @@ def isolate(
     digest: Callable[[], str],
     module: str,
     *,
-    shared: bool = False,
+    longest_s: float | None = None,
+    why_not: Callable[[int, int], str | None] | None = None,
 ) -> Iterator[Isolation]:
     """Hold the first free device; if none is free, say which process holds it, and wait.
 
@@ -161,22 +165,32 @@ def isolate(
 
     ``output`` is the file that will be written, if any; ``slots`` are interchangeable. ``digest``
     returns the digest of the code that will run; ``module`` is the calling module's file, imported
-    already. With ``shared``, others with ``shared`` may use the device at the same time.
+    already. ``longest_s`` and ``why_not`` are those of ``hold_one``; the wait is
+    ``DPPROF_MAX_WAIT_S`` where it is not given.
 
     Raises:
         OSError: The file cannot be written.
+        DeviceBusyError: No device became free in that time.
+        InputError: ``DPPROF_MAX_WAIT_S`` is no number of seconds.
     """
     if output is not None:
         check_writable(output)
     code = CodeInUse(digest, module)
-    names = [slot.lock_name for slot in slots]
+    limit_s = longest_wait_s() if longest_s is None else longest_s
+    held = hold_one(
+        [slot.locks for slot in slots],
+        partial(_tell_wait, "the CPU" if "cpu" in slots[0].locks else "every visible GPU"),
+        longest_s=limit_s,
+        why_not=why_not,
+    )
+    with _ended_by_signals(), held as (position, lock_fds):
+        yield Isolation(slots[position], lock_fds, code)
 
-    def waiting() -> None:
-        busy = "the CPU is" if names == ["cpu"] else "every visible GPU is"
-        say(f"{busy} taken by another experiment; waiting for {who_holds(names)}")
 
-    with _ended_by_signals(), hold_one(names, waiting, shared=shared) as (position, lock_fd):
-        yield Isolation(slots[position], lock_fd, code)
+def _tell_wait(device: str, whom: str, waited_s: float) -> None:
+    minutes = int(waited_s // 60)
+    still = f" after {minutes} min still" if minutes else ""
+    say(f"{device} is taken;{still} waiting for {whom}")
 
 
 @contextmanager

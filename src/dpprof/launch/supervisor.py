@@ -8,9 +8,16 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from dpprof.launch.cpu_slots import cpu_slots
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.exit_status import judge_death
-from dpprof.launch.gpu_contention import look_afterwards, look_at, tell_others, wait_until_idle
+from dpprof.launch.gpu_contention import (
+    judge_use,
+    look_afterwards,
+    look_at,
+    refuse_busy,
+    tell_others,
+)
 from dpprof.launch.isolated import Isolation, isolate
 from dpprof.launch.protocol import TRACES, PhaseMark, Report
 from dpprof.planning.code_digest import code_digest
@@ -21,7 +28,6 @@ from dpprof.records.result import (
     Attempt,
     Failure,
     Measurement,
-    Others,
     Result,
     read_result,
 )
@@ -39,19 +45,24 @@ _RETRIED = ("crashed", "killed")
 _WORK = "dpprof.launch.worker:work"
 
 
-def _slots(experiment: Experiment, instrument: str) -> list[DeviceSlot]:
+def _slots(
+    experiment: Experiment, instrument: str, threads: int | None, number_of_slots: int
+) -> list[DeviceSlot]:
     """Return the interchangeable devices that this experiment can run on.
 
-    Predictions run on the CPU, whatever device they are for.
+    Predictions run on the CPU, whatever device they are for, with the threads of a measurement
+    that has the machine to itself. An experiment that asks for more threads than a slot of the
+    processor has cores has the machine to itself too.
     """
-    threads = experiment.cpu_threads or available_cores()
-    cpu = cpu_slot(threads)
-    if experiment.device == "cpu" or instrument in PREDICTIONS:
-        return [cpu]
-    slots = gpu_slots(threads) or [cpu]  # no GPU: the worker records why
-    if experiment.wait_for_idle_gpu_s:
-        slots.sort(key=lambda slot: look_at(slot.uuid).matter)
-    return slots
+    cores = available_cores()
+    if instrument in PREDICTIONS:
+        return [cpu_slot(experiment.cpu_threads or cores, shared=True)]
+    number = experiment.cpu_threads or min(threads or cores, cores)
+    cpu = cpu_slot(number)
+    if experiment.device == "cpu":
+        stated = experiment.cpu_threads
+        return (cpu_slots(number_of_slots, stated, threads) if number_of_slots > 1 else []) or [cpu]
+    return gpu_slots(number) or [cpu]  # no GPU: the worker records why
 
 
 def _attempt(
@@ -59,10 +70,14 @@ def _attempt(
 ) -> tuple[Attempt, Measurement | None]:
     """Run the experiment in a worker and judge how the worker ended.
 
-    Other processes' use of the GPU is recorded before and after.
+    Other processes' use of the GPU is recorded before and after. With ``busy_gpu: refuse``
+    nothing runs beside it.
     """
     uuid = isolation.slot.uuid
     before = look_at(uuid)
+    if experiment.busy_gpu == "refuse" and before.matter:
+        failure = refuse_busy(before, experiment.wait_for_idle_gpu_s)
+        return Attempt(outcome="unsupported", error=failure, wall_s=0.0, others_before=before), None
     with tempfile.TemporaryFile() as phase_file:
         descriptor = phase_file.fileno()
         mark = PhaseMark(descriptor)
@@ -108,6 +123,9 @@ def supervise(
     *,
     traces: Path | None = None,
     keep: bool = False,
+    threads: int | None = None,
+    longest_wait_s: float | None = None,
+    number_of_slots: int = 1,
 ) -> Result:
     """Run one experiment until it ends in any way, and write one complete JSON.
 
@@ -118,21 +136,34 @@ def supervise(
     the folder ``traces``, if any. With ``keep``, an existing complete result of this run by the
     present code is returned: a process wrote it after its Snakemake was killed.
 
+    ``threads`` are those of a measurement whose experiment does not say ``cpu_threads``, at most
+    and by default one for each core. ``longest_wait_s`` bounds the wait for the lock;
+    ``DPPROF_MAX_WAIT_S`` where it is not given. With ``number_of_slots`` above 1 a measurement on
+    the processor is held to one of so many disjoint parts of it, beside others.
+
     Raises:
         OSError: The result cannot be written; this is checked before the measurement.
+        DeviceBusyError: No device became free in that time.
     """
-    slots = _slots(experiment, instrument)
+    slots = _slots(experiment, instrument, threads, number_of_slots)
+    idle_s, busy_gpu = experiment.wait_for_idle_gpu_s, experiment.busy_gpu
     digest = partial(code_digest, instrument, experiment)
     attempts: list[Attempt] = []
     measurement: Measurement | None = None
     with (
-        isolate(output, slots, digest, __file__, shared=instrument in PREDICTIONS) as isolation,
+        isolate(
+            output,
+            slots,
+            digest,
+            __file__,
+            longest_s=longest_wait_s,
+            why_not=judge_use([slot.uuid for slot in slots], idle_s, busy_gpu),
+        ) as isolation,
         closing(Sink(log_path)) as sink,
     ):
         if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
             say("this code has already measured this run; its result is kept")
             return finished
-        wait_until_idle(isolation.slot.uuid, experiment.wait_for_idle_gpu_s, _say_busy)
         isolation.begin(**{TRACES: "" if traces is None else str(traces)})
         while len(attempts) < MAX_ATTEMPTS:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
@@ -178,8 +209,3 @@ def _read_finished(
     found = (result.spec_digest, result.instrument, result.replicate, result.code_digest)
     asked = (experiment.digest, instrument, replicate, code_digest(instrument, experiment))
     return result if found == asked else None
-
-
-def _say_busy(others: Others) -> None:
-    memory, load = others.memory_bytes or 0, others.load or 0.0
-    say(f"others hold {memory / 2**30:.1f} GiB of the GPU, busy {load:.0%}; waiting for them")

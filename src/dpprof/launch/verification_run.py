@@ -37,7 +37,7 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
     label = model if isinstance(model, str) else model.label
     what = model if isinstance(model, str) else model.canonical
     digest = partial(verdict_digest, label, method)
-    with isolate(output, [cpu_slot(1)], digest, __file__, shared=True) as isolation:
+    with isolate(output, [cpu_slot(1, shared=True)], digest, __file__) as isolation:
         isolation.begin()
         ended = isolation.run(Findings, _VERIFY, what, method, timeout_s=TIMEOUT_S)
         facts = isolation.finish()

@@ -42,6 +42,6 @@ def gpus_at_once(limit: int | None) -> int:
     return max(1, min(present, limit) if limit else present)
 
 
-def threads_beside_gpus(cores: int, gpus: int) -> int:
-    """Return the threads of a run on a GPU: its share of the cores, at least 1."""
-    return max(1, cores // gpus)
+def share_of_cores(cores: int, beside: int) -> int:
+    """Return the threads of one of several runs that run beside one another, at least 1."""
+    return max(1, cores // beside)

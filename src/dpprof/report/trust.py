@@ -17,6 +17,7 @@ TITLE = "Can I believe this?"
 _CAVEATS = {
     "contended": "other processes kept cores busy, so times are too long",
     "gpu-shared": "others used the GPU, so times may be too long",
+    "shared-host": "others ran beside them on the same host",
     "devices-differ": "runs of other machines do not count",
     "peaks-differ": "peaks differ between processes",
     "memory-unreconciled": "the allocator does not confirm a recorded peak",

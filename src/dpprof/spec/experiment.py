@@ -101,7 +101,7 @@ For = Annotated[
         "flops_per_s and bandwidth_bytes_per_s",
     ),
 ]
-_LATER = ("wait_for_idle_gpu_s", "lora", "trainable", "padding", "parameters_dtype")
+_LATER = ("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype")
 """Keys that came after the first results."""
 
 CPU_TARGET = "cpu"
@@ -177,6 +177,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         0.0,
         description="longest wait, in seconds, for other processes to leave the GPU before the "
         "experiment starts; 0: do not wait",
+    )
+    busy_gpu: Literal["run", "refuse"] = Field(
+        "run",
+        description="what to do where they do not leave in that time: run beside them; or refuse, "
+        "and end with outcome unsupported",
     )
     lora: AsLora | None = Field(
         None,

@@ -1,0 +1,50 @@
+"""Processes that see GPUs that are not there, as tests/fake_nvml describes them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+GIB = 2**30
+
+
+def environment(folder: Path, number: int, source: Path = ROOT / "src") -> dict[str, str]:
+    """Describe a number of GPUs in a folder; returns the environment that shows them.
+
+    It has a lock folder of its own, and a torch that was built for CUDA and may not be imported:
+    no instrument of a test computes on such a GPU.
+    """
+    torch = folder / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("raise ImportError('there is no GPU to compute on')")
+    (torch / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda = '13.0'\n")
+    path = folder / "gpus.json"
+    alike = {"name": "NVIDIA H100", "memory_bytes": 80 * GIB, "used_bytes": 0, "load": 0}
+    path.write_text(json.dumps([{"uuid": f"GPU-{n}"} | alike for n in range(number)]))
+    folders = [folder, source, ROOT / "tests" / "fake_nvml", ROOT / "tests" / "plugin"]
+    settings = {"DPPROF_FAKE_GPUS": str(path), "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    settings |= {"DPPROF_LOCK_DIR": str(folder)}
+    others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return others | settings
+
+
+def occupy(folder: Path, uuid: str, *, used_bytes: int, load: int = 0) -> None:
+    """Have others use a GPU, from now on."""
+    path = folder / "gpus.json"
+    gpus = json.loads(path.read_text())
+    changed = [
+        gpu | ({"used_bytes": used_bytes, "load": load} if gpu["uuid"] == uuid else {})
+        for gpu in gpus
+    ]
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(changed))
+    written.replace(path)
+
+
+def profile_command(output: Path, *options: str) -> list[str]:
+    """Return the command that profiles a small experiment on CUDA."""
+    fields = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
+    command = [sys.executable, str(SCRIPT), f"--output={output}", *fields, "--device=cuda"]
+    return [*command, f"--log={output.with_suffix('.log')}", *options]
