@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping
+from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import nn
 
@@ -16,9 +16,12 @@ from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.methods.training_step import Watch
 from dpprof.system.substitutes import substitute
 
+_TABLES = {"GRAD_SAMPLERS": OpacusPath.GRAD_SAMPLER, "NORM_SAMPLERS": OpacusPath.NORM_SAMPLER}
+"""Opacus's tables of samplers by type of layer; only ghost clipping has the second."""
+
 
 @contextmanager
-def watch_hooks(module: GradSampleHooks, watch: Watch) -> Iterator[None]:
+def watch_hooks(module: AbstractGradSampleModule, watch: Watch) -> Iterator[None]:
     """Watch a model with Opacus's hooks.
 
     Samplers are replaced where Opacus looks them up, in tables of its classes and on layers,
@@ -36,13 +39,11 @@ def watch_hooks(module: GradSampleHooks, watch: Watch) -> Iterator[None]:
         return lambda *inputs: watch(layer, OpacusPath.FUNCTORCH, sampler, inputs)
 
     with ExitStack() as watching:
-        tables = {"GRAD_SAMPLERS": OpacusPath.GRAD_SAMPLER}
-        if isinstance(module, GradSampleHooksFastGradientClipping):
-            tables["NORM_SAMPLERS"] = OpacusPath.NORM_SAMPLER
-        for table, path in tables.items():
-            samplers = getattr(type(module), table)
+        for table, path in _TABLES.items():
+            samplers = getattr(type(module), table, {})
             replaced = {kind: watched(path, sampler) for kind, sampler in samplers.items()}
-            watching.enter_context(substitute(module, table, replaced))
+            if replaced:
+                watching.enter_context(substitute(module, table, replaced))
         for layer in module.modules():
             own = vars(layer).get("ft_compute_sample_grad")
             if own is not None:

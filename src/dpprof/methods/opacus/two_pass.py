@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from opacus.grad_sample import (
-    GradSampleHooksFastGradientClipping,
-    GradSampleModuleFastGradientClipping,
-)
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
@@ -27,7 +24,7 @@ from dpprof.spec.experiment import Experiment
 
 _BIRTHS: Mapping[Function, Component] = {
     **OpacusStep.births,
-    GradSampleHooksFastGradientClipping.get_norm_sample: "norm_samples",
+    GradSampleModuleFastGradientClipping.get_norm_sample: "norm_samples",
 }
 
 

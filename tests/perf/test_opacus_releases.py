@@ -1,0 +1,198 @@
+"""What releases changed is told with sums that hold, and the committed table is such a one."""
+
+import importlib.metadata
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from factory import CPU, MICRO, make_memory, write_synthetic
+
+from dpprof.analysis.results_folder import read_results_folder
+from dpprof.spec import registry
+from dpprof.spec.validation import InputError
+
+PERF = Path(__file__).parents[2] / "perf"
+sys.path.insert(0, str(PERF))
+
+import opacus_releases  # noqa: E402
+from release_tables import (  # noqa: E402
+    PLACES,
+    QUANTITIES,
+    Sweep,
+    tabulate,
+    tell_changes,
+    tell_failures,
+)
+
+SWEEP = Sweep(("flash", "opacus-hooks"), {"model": MICRO, "batch_size": 2, "seq_len": 4})
+COMMITTED = (PERF / "opacus_releases.md").read_text(encoding="utf-8")
+
+
+def write_release(folder: Path, release: str, hooks_peak: int = 100, **hooks):
+    """Write what all methods did under a release; ``hooks`` is of opacus-hooks alone."""
+    packages = {"packages": {"torch": "0", "opacus": release, "dpprof": "0"}}
+    for place in PLACES:
+        for method in SWEEP.methods:
+            is_hooks = method == "opacus-hooks"
+            at_peak = {"parameters": 100, "noise": hooks_peak - 100 if is_hooks else 0}
+            write_synthetic(
+                folder,
+                SWEEP.experiment(place, method),
+                instrument=place.instrument,
+                recorded=make_memory(at_peak),
+                provenance=packages,
+                **(hooks if is_hooks else {}),
+            )
+    return read_results_folder(folder)
+
+
+def test_changes_are_told_by_part_and_methods_without_any_are_listed(tmp_path) -> None:
+    before = write_release(tmp_path / "a", "1.0", hooks_peak=1000)
+    after = write_release(tmp_path / "b", "1.1", hooks_peak=1200)
+    changed, same = tell_changes(before, after, SWEEP)
+
+    assert same == ["flash"]
+    ((rows, methods),) = changed.items()
+    assert methods == ["opacus-hooks"]
+    peak = "+200 (+20.00 %)"
+    assert rows == (("**Peak**", peak, peak), ("noise", "+200", "+200"))
+
+
+def test_tables_have_every_method_and_mark_what_changed(tmp_path) -> None:
+    peaks = {"1.0": 2**20, "1.1": 2**20, "1.2": 2**21}
+    folders = {r: write_release(tmp_path / r, r, hooks_peak=peak) for r, peak in peaks.items()}
+    lines = list(tabulate(folders, SWEEP))
+
+    assert len(lines) == len(PLACES) * len(QUANTITIES) * (3 + len(SWEEP.methods))
+    assert lines.count("| method | 1.0 | 1.1 | 1.2 |") == len(PLACES) * len(QUANTITIES)
+    assert lines.count("| `opacus-hooks` | 1.00 | 1.00 | **2.00** |") == len(PLACES)
+
+
+def test_failures_are_shown_with_their_reason_and_are_no_change(tmp_path) -> None:
+    reason = "x cannot be imported: ImportError: cannot import name 'X' from 'opacus' (/tmp/o.py)"
+    folders = {
+        "1.0": write_release(tmp_path / "a", "1.0", outcome="crashed", message=reason),
+        "1.1": write_release(tmp_path / "b", "1.1"),
+    }
+
+    assert "| `opacus-hooks` | crashed | 0.00 |" in list(tabulate(folders, SWEEP))
+    (told,) = tell_failures(folders)
+    why = "`ImportError: cannot import name 'X' from 'opacus'`"
+    assert told == f"* `opacus-hooks` with Opacus 1.0: crashed, {why}"
+    assert tell_changes(*folders.values(), SWEEP) == ({}, ["flash"])
+
+
+def test_results_of_another_machine_are_refused(tmp_path) -> None:
+    before = write_release(tmp_path / "a", "1.0")
+    after = write_release(tmp_path / "b", "1.1", device={**CPU, "name": "another"})
+
+    with pytest.raises(InputError, match=r"synthetic cpu.* in the baseline and another"):
+        tell_changes(before, after, SWEEP)
+
+
+def test_results_of_another_release_are_refused(tmp_path) -> None:
+    write_release(tmp_path, "1.0")
+    installed = importlib.metadata.version("opacus")
+
+    with pytest.raises(SystemExit, match=f"was run with Opacus 1.0, not {installed}"):
+        opacus_releases.run_release(installed, tmp_path, Sweep((), {}))
+
+
+def test_the_script_runs_under_an_installed_release(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(opacus_releases, "PLACES", PLACES[1:])
+    release = importlib.metadata.version("opacus")
+    sweep = Sweep(("opacus-ew",), {"model": "tiny", "batch_size": 2, "seq_len": 8})
+    found = opacus_releases.run_release(release, tmp_path, sweep)
+
+    result = sweep.find(found, PLACES[1], "opacus-ew")
+    assert result.outcome == "ok"
+    assert result.provenance["packages"]["opacus"] == release
+
+
+Cells = dict[str, list[str]]
+"""The cells of a table's rows after the first, by that."""
+
+
+def read_rows(text: str) -> Cells:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    return {name: cells for name, *cells in rows if not name.startswith("---")}
+
+
+TOTALS = {
+    (quantity, place): read_rows(table)
+    for quantity, place, table in re.findall(
+        r"^### (\S.*) \(\w+\), (.+)\n\n((?:\|.+\n)+)", COMMITTED, re.MULTILINE
+    )
+}
+"""The committed tables."""
+
+CHANGES: dict[str, str] = dict(
+    re.findall(r"^### \S+ to (\S+)\n((?:(?!###).*\n)+)", COMMITTED, re.MULTILINE)
+)
+"""What is committed of each release."""
+
+CHANGE_TABLES = [
+    (after, re.findall(r"`(.+?)`", table.splitlines()[0]), table)
+    for after, body in CHANGES.items()
+    for table in re.findall(r"(?:\|.+\n)+", body)
+]
+
+
+def number(cell: str) -> float:
+    return float(cell.strip("*").partition(" ")[0].replace(",", ""))
+
+
+def test_the_committed_tables_have_all_methods_under_all_releases() -> None:
+    own = [name for name in registry.names("methods") if registry.is_own("methods", name)]
+
+    assert set(TOTALS) == {(q.name, place.title) for q in QUANTITIES for place in PLACES}
+    for rows in TOTALS.values():
+        assert rows.pop("method") == list(opacus_releases.RELEASES)
+        assert list(rows) == [f"`{method}`" for method in own]
+        assert all(len(cells) == len(opacus_releases.RELEASES) for cells in rows.values())
+    assert list(CHANGES) == list(opacus_releases.RELEASES[1:])
+
+
+@pytest.mark.parametrize(("after", "methods", "table"), CHANGE_TABLES)
+def test_committed_parts_sum_to_the_committed_change(after, methods, table) -> None:
+    assert methods
+    sums: dict[str, list[float]] = {}
+    left: dict[str, list[float]] = {}
+    for line in table.splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        values = [number(cell) for cell in cells]
+        if name.startswith("**"):
+            quantity = name.strip("*")
+            sums[quantity] = left[quantity] = values
+        else:
+            left[quantity] = [a - b for a, b in zip(left[quantity], values, strict=True)]
+    assert sums
+    assert set(map(tuple, left.values())) == {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize(("place_at", "place"), list(enumerate(PLACES)))
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_committed_changes_are_the_differences_of_the_committed_tables(
+    quantity, place_at, place
+) -> None:
+    rows = TOTALS[quantity.name, place.title]
+    told = {
+        (after, method): number(read_rows(table)[f"**{quantity.name}**"][place_at])
+        for after, methods, table in CHANGE_TABLES
+        for method in methods
+        if f"**{quantity.name}**" in table
+    }
+    for name, cells in rows.items():
+        method = name.strip("`")
+        for (at, was), (_, now) in pairwise(enumerate(cells)):
+            after = opacus_releases.RELEASES[at + 1]
+            if method == "method" or was[-1].isalpha() or now[-1].isalpha():
+                continue
+            change = told.get((after, method), 0.0) / quantity.per_unit
+            assert number(now) - number(was) == pytest.approx(change, abs=0.011)
+            assert now.startswith("**") == bool(change)
+            listed = re.search(rf"Unchanged.*{name}", CHANGES[after]) is not None
+            changed = any(method in methods for a, methods, _ in CHANGE_TABLES if a == after)
+            assert listed != changed
