@@ -111,7 +111,25 @@ def test_a_replicate_of_another_gpu_is_a_finding(tmp_path) -> None:
     )
 
 
-@pytest.mark.parametrize("other", [{"name": "another cpu"}, {"cores": 64}])
+def test_another_setting_of_the_allocator_is_a_finding(tmp_path) -> None:
+    """In whichever experiment of the sweep; threads and visible devices are told otherwise."""
+    for number in range(3):
+        settings = {"OMP_NUM_THREADS": str(number)}
+        settings |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if number == 2 else {}
+        write(tmp_path, replicate=number, provenance={"settings": settings})
+    found = findings(tmp_path, replicates=3)
+
+    assert found["kind"].tolist() == ["settings-differ"]
+    assert found["finding"][0] == (
+        "it was measured r2 with PYTORCH_ALLOC_CONF expandable_segments:True instead of none, as "
+        "most of the sweep was: compare it with care"
+    )
+
+
+OTHERS = [{"name": "another cpu"}, {"cores": 64}, {"threads": 1}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
 def test_replicates_of_two_machines_have_no_common_median(tmp_path, other) -> None:
     seconds = {0: 1.0, 1: 3.0, 2: 90.0}
     for number, step_s in seconds.items():

@@ -1,35 +1,18 @@
 """What must be equal for two runs of an experiment to be compared: device, versions, settings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice, product
-from typing import Any, NamedTuple
 
-from dpprof.analysis.machines import machine_of
 from dpprof.analysis.results_folder import ResultsFolder
-from dpprof.records.comparison import Across
+from dpprof.analysis.surroundings import Fact, facts_of
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.registry import PREDICTIONS
-
-_PACKAGES = ("torch", "opacus", "dpprof")
-_IN_PREDICTIONS = ("TORCH_CUDNN_SDPA_DEPRIORITIZED",)
-"""The settings that predictions follow."""
-
-_NO_SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Settings whose effect is told otherwise: by the device and its number of threads."""
 
 _MOST_PAIRS = 20_000
 """How many pairs of experiments are looked at for the two that are most alike."""
 
 _MOST_NAMED = 3
 """How many differences of two experiments are named."""
-
-
-class Fact(NamedTuple):
-    """Something that must be equal."""
-
-    kind: Across
-    name: str
 
 
 def find_differences(
@@ -53,45 +36,13 @@ def find_differences(
 def _collect(results: Sequence[Result]) -> dict[Fact, set[str]]:
     found: dict[Fact, set[str]] = {}
     for result in results:
-        for fact, value in _facts_of(result).items():
+        for fact, value in facts_of(result).items():
             found.setdefault(fact, set()).add("none" if value is None else str(value))
     return found
 
 
 def _spell(values: set[str]) -> str:
     return " or ".join(sorted(values))
-
-
-def _facts_of(result: Result) -> dict[Fact, Any]:
-    predicted = result.instrument in PREDICTIONS
-    device, provenance = result.device, result.provenance
-    packages, settings = (_mapping(provenance.get(key)) for key in ("packages", "settings"))
-    facts = {Fact("versions", name): packages.get(name) for name in _PACKAGES}
-    if predicted:
-        facts |= _facts_of_prediction(result)
-    else:
-        facts[Fact("device", "device")] = machine_of(result)
-        if result.experiment.device == "cpu":
-            facts[Fact("device", "threads")] = device.get("threads")
-        else:
-            facts[Fact("versions", "triton")] = packages.get("triton")
-            facts[Fact("versions", "CUDA")] = provenance.get("cuda")
-    for name, value in settings.items():
-        if name in _IN_PREDICTIONS if predicted else name not in _NO_SETTINGS:
-            facts[Fact("settings", name)] = value
-    return facts
-
-
-def _facts_of_prediction(result: Result) -> dict[Fact, Any]:
-    if result.experiment.device == "cpu":
-        return {Fact("device", "threads"): result.device.get("threads")}
-    if result.experiment.target is None and result.compute is not None:
-        return {Fact("device", "GPU"): result.compute.peak_source}
-    return {}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def spell_difference(fact: Fact, values: tuple[str, str]) -> str:

@@ -12,6 +12,7 @@ from dpprof.analysis.frames import make_frame
 from dpprof.analysis.machines import find_usual_machines, machine_of
 from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.analysis.shared_hosts import find_shared_hosts
+from dpprof.analysis.surroundings import Usual
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
@@ -52,6 +53,7 @@ def find(
     looks = (
         *(_unequal_peaks, _fallbacks, _contended, _shared_gpu),
         *(_other_kernels, _nonfinite_samples, partial(_other_machines, usual=usual)),
+        partial(_other_settings, usual=Usual(result for _, result in collected.found)),
     )
     rows = [
         Finding(kind, name, instrument, finding)
@@ -144,6 +146,17 @@ def _other_machines(
         most = usual[results[0].experiment.device]
         finding = f"it was measured {listed}, and most of the sweep on {most}"
         yield "devices-differ", f"{finding}: its times and peaks do not count"
+
+
+def _other_settings(results: Iterable[Result], usual: Usual) -> Iterator[tuple[str, str]]:
+    told = [
+        f"r{result.replicate} with {' and '.join(unusual)}"
+        for result in results
+        if (unusual := usual.tell_unusual(result))
+    ]
+    if told:
+        finding = f"it was measured {', '.join(told)}, as most of the sweep was"
+        yield "settings-differ", f"{finding}: compare it with care"
 
 
 def _other_kernels(results: Iterable[Result]) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,8 @@ from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
 
 
-def machine_of(result: Result) -> str | None:
-    """Name the machine, or the kind of GPU, that a result was measured on.
+def hardware_of(result: Result) -> str | None:
+    """Name the processor with its cores, or the kind of GPU, that a result was measured on.
 
     None for a prediction, which is the same wherever it is made.
     """
@@ -17,6 +17,16 @@ def machine_of(result: Result) -> str | None:
     device = result.device
     cores = f", {device.get('cores')} cores" if device.get("type") == "cpu" else ""
     return f"{device.get('name')}{cores}"
+
+
+def machine_of(result: Result) -> str | None:
+    """Name the same, with the threads that a processor computed with if nobody asked for them."""
+    hardware, device = hardware_of(result), result.device
+    threads = device.get("threads")
+    told = device.get("type") == "cpu" and threads != device.get("cores")
+    if hardware is None or not told or result.experiment.cpu_threads:
+        return hardware
+    return f"{hardware}, {threads} threads"
 
 
 def find_usual_machines(results: Iterable[Result]) -> Mapping[str, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpprof.analysis.comparability import (
-    Fact,
     explain_nothing_in_common,
     find_differences,
     spell_difference,
@@ -20,6 +19,7 @@ from dpprof.analysis.exact_figures import FamilyKey, Figure, list_families
 from dpprof.analysis.groups import Group, Noise
 from dpprof.analysis.judging import judge_exact, judge_outcomes, judge_step_times, tell_missing
 from dpprof.analysis.results_folder import ResultsFolder, RunKey
+from dpprof.analysis.surroundings import Fact
 from dpprof.records.comparison import (
     EXIT_STATUS,
     JUDGEMENTS,

@@ -19,6 +19,7 @@ _CAVEATS = {
     "gpu-shared": "others used the GPU, so times may be too long",
     "shared-host": "others ran beside them on the same host",
     "devices-differ": "runs of other machines do not count",
+    "settings-differ": "runs were measured under different settings",
     "peaks-differ": "peaks differ between processes",
     "memory-unreconciled": "the allocator does not confirm a recorded peak",
     "beyond-peak": "MFU or HFU is above 1",
