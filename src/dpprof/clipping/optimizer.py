@@ -151,6 +151,7 @@ class NoisyOptimizer(OptimizerWrapper):
     def _add_noise_to(self, summed: Tensor) -> None:
         std = self.noise_multiplier * self.max_grad_norm
         size = self.expected_batch_size if self.loss_reduction == "mean" else 1
+        assert size is not None
         if std == 0:
             summed /= size
         elif self.secure_mode:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 
@@ -27,7 +26,7 @@ class OptimizerWrapper(Optimizer):
         self._step_skip_queue: list[bool] = []
         self._is_last_step_skipped = False
         for parameter in self.params:
-            parameter.summed_grad = None  # type: ignore[attr-defined]
+            parameter.summed_grad = None
 
     @abstractmethod
     def accumulate(self) -> None:
@@ -37,7 +36,7 @@ class OptimizerWrapper(Optimizer):
     def add_noise(self) -> None:
         """Make ``.grad`` of ``.summed_grad``: private and averaged."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the gradient private and step, unless this step is to be skipped."""
         if closure is not None:
             with torch.enable_grad():
@@ -55,7 +54,7 @@ class OptimizerWrapper(Optimizer):
         """Free gradients as PyTorch does; sums survive only a skipped step."""
         if not self._is_last_step_skipped:
             for parameter in self.params:
-                parameter.summed_grad = None  # type: ignore[attr-defined]
+                parameter.summed_grad = None
         self.original_optimizer.zero_grad(set_to_none)
 
     def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
@@ -72,13 +71,13 @@ class OptimizerWrapper(Optimizer):
         return 1
 
     @property
-    def params(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+    def params(self) -> list[Any]:
+        """The parameters that are trained, each with an attribute ``summed_grad``."""
         groups = self.param_groups
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The other's groups of parameters."""
         return self.original_optimizer.param_groups
 
@@ -87,7 +86,7 @@ class OptimizerWrapper(Optimizer):
         self.original_optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The other's state."""
         return self.original_optimizer.state
 
@@ -96,7 +95,7 @@ class OptimizerWrapper(Optimizer):
         self.original_optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The other's defaults."""
         return self.original_optimizer.defaults
 

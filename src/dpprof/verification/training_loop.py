@@ -6,7 +6,7 @@ Shape legend: B samples.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -19,7 +19,7 @@ from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.system.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
-PrivateOptimizer = DPOptimizer | NoisyOptimizer
+PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
 """Opacus's optimizer, or dpprof's with the same interface."""
 
 
@@ -151,7 +151,9 @@ class Loop:
     @property
     def divisor(self) -> float:
         """By what the sum of clipped gradients is divided."""
-        return float(self.private.expected_batch_size) if self.averages else 1.0
+        size = self.private.expected_batch_size if self.averages else 1
+        assert size is not None
+        return float(size)
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
