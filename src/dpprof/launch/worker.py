@@ -57,7 +57,8 @@ def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
             raise registry.UnsupportedError(reason)  # noqa: TRY301 (one way to refuse)
         with collecting_no_garbage():
             measure = registry.load("instruments", instrument)
-            pkgutil.resolve_name(_IMPORT)(experiment)
+            if registry.is_own("instruments", instrument):  # another's may need nothing of it
+                pkgutil.resolve_name(_IMPORT)(experiment)
         measurement = measure(experiment, mark.enter)
     except registry.UnsupportedError as error:
         return Report(outcome="unsupported", error=_describe(error, mark))
