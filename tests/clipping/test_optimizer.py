@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from opacus.schedulers import ExponentialNoise
 from small_models import EVERY, batch, build, draw, private
 from torch import nn
 
@@ -143,3 +144,76 @@ def test_grad_scaler_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="GradScaler does not work with clipping"):
         scaler.step(optimizer)
+
+
+def test_schedulers_of_pytorch_and_of_opacus_move_what_they_schedule() -> None:
+    model = build()
+    clipping = BookKeeping(model, 1.0)
+    optimizer = private(clipping, model, noise_multiplier=2.0)
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    noise = ExponentialNoise(optimizer, gamma=0.25)
+    clipping.backward(model.losses(*batch()))
+    optimizer.step()
+    rate.step()
+    noise.step()
+
+    assert optimizer.original_optimizer.param_groups[0]["lr"] == 0.5
+    assert optimizer.noise_multiplier == 0.5
+
+
+def test_a_state_that_was_saved_is_loaded_into_the_optimizer_inside() -> None:
+    states = []
+    for given in (None, 1.0):
+        model = build()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        clipping = BookKeeping(model, 1.0)
+        optimizer = NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=4)
+        if given is None:
+            clipping.backward(model.losses(*batch()))
+            optimizer.step()
+        else:
+            optimizer.load_state_dict(states[0])
+        assert optimizer.state is sgd.state
+        states.append(sgd.state_dict())
+
+    momenta = [[one["momentum_buffer"] for one in found["state"].values()] for found in states]
+    assert momenta[0]
+    assert all(map(torch.equal, *momenta))
+
+
+def test_a_closure_computes_the_gradient_of_a_step(training) -> None:
+    model, clipping, optimizer = training
+    before = [p.detach().clone() for p in model.parameters()]
+
+    optimizer.step(lambda: clipping.backward(model.losses(*batch())))
+
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"loss_reduction": "max"}, "loss_reduction must be 'mean' or 'sum', and is 'max'"),
+        ({"expected_batch_size": None}, "expected_batch_size must be given where"),
+    ],
+)
+def test_an_average_that_cannot_be_taken_is_refused(settings, told) -> None:
+    model = build()
+    sgd = torch.optim.SGD(model.parameters())
+    settings = {"expected_batch_size": 4} | settings
+    with pytest.raises(ValueError, match=told):
+        NoisyOptimizer(sgd, BookKeeping(model, 1.0), noise_multiplier=1.0, **settings)
+
+
+def test_a_sum_needs_no_batch_size() -> None:
+    model = build()
+    clipping = BookKeeping(model, 1.0)
+    sgd = torch.optim.SGD(model.parameters())
+    options = {"expected_batch_size": None, "loss_reduction": "sum"}
+    optimizer = NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, **options)
+    clipping.backward(model.losses(*batch()))
+    sums = [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+
+    for p, summed in zip(model.parameters(), sums, strict=True):
+        torch.testing.assert_close(p.grad, summed)

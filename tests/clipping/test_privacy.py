@@ -125,7 +125,6 @@ def test_a_gradient_is_the_sum_with_opacus_noise_over_the_batch_size_expected(
 
     optimizer.accumulate()
     optimizer.add_noise()
-    optimizer.scale_grad()
 
     for p, summed, drawn in zip(model.parameters(), sums, noise, strict=True):
         expected = (summed + drawn) / (4 if reduction == "mean" else 1)

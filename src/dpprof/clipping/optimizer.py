@@ -1,29 +1,28 @@
-"""Opacus's noise, averaging and accounting for gradients that are already clipped."""
+"""Noise, averaging and accounting for gradients that are already clipped."""
 
 import math
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.optimizer_wrapper import OptimizerWrapper
 from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
 
 
-class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
+class NoisyOptimizer(OptimizerWrapper):
     """Adds noise to the sums that a ``Clipping`` left in ``.grad``, then steps.
 
     It does what Opacus's optimizer does: noise of standard deviation
     ``noise_multiplier * max_grad_norm`` from its generator, division by ``expected_batch_size``,
     step hooks for accountants, and skipped steps for a batch in parts (``BatchMemoryManager``).
     Only memory differs: noise and division turn each sum into the gradient in place. Opacus keeps
-    a copy each for ``.grad``, ``.summed_grad`` and their sum.
+    a copy each for ``.grad``, ``.summed_grad`` and their sum. Opacus itself is not imported.
 
     Args:
         optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise.
@@ -32,7 +31,8 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         expected_batch_size: The mean batch size of Poisson sampling.
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
         generator: Source of the noise.
-        secure_mode: Draw Opacus's noise that withstands floating point attacks.
+        secure_mode: Draw noise that withstands floating point attacks, see ``draw_secure_noise``;
+            the generator must be secure too.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -77,16 +77,17 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         size = expected_batch_size
         if size is not None and not (math.isfinite(size) and size > 0):
             raise ValueError(f"expected_batch_size must be positive and finite, and is {size}")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
+        if loss_reduction == "mean" and size is None:
+            raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
+        super().__init__(optimizer)
         self.clipping = clipping
-        super().__init__(
-            optimizer=optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=clipping.max_grad_norm,
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            generator=generator,
-            secure_mode=secure_mode,
-        )
+        self.noise_multiplier = noise_multiplier
+        self.expected_batch_size = expected_batch_size
+        self.loss_reduction = loss_reduction
+        self.generator = generator
+        self.secure_mode = secure_mode
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
@@ -146,17 +147,15 @@ class NoisyOptimizer(DPOptimizerFastGradientClipping):  # type: ignore[misc]
         self._bound = None
         self._is_noised = True
 
-    def scale_grad(self) -> None:
-        """Do nothing: ``add_noise`` has divided in the same pass over memory."""
-
     @torch.no_grad()
     def _add_noise_to(self, summed: Tensor) -> None:
         std = self.noise_multiplier * self.max_grad_norm
         size = self.expected_batch_size if self.loss_reduction == "mean" else 1
+        assert size is not None
         if std == 0:
             summed /= size
         elif self.secure_mode:
-            summed += _generate_noise(std, summed, self.generator, secure_mode=True)
+            summed += draw_secure_noise(std, summed, self.generator)
             summed /= size
         else:
             noise = draw_noise(std / size, summed, self.generator)
@@ -229,3 +228,21 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.normal(0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device)
+
+
+@allocates("noise")
+def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw Gaussian noise whose floating point numbers do not tell what it was added to.
+
+    It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's.
+    Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
+    """
+
+    def draw(*shape: int) -> Tensor:
+        return torch.normal(0.0, std, shape, generator=generator, device=like.device)
+
+    draw(1, 1)
+    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    for _ in range(4):
+        total += draw(*like.shape)
+    return total / 2

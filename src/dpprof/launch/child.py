@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 from dpprof.launch.device_lock import keep_to_this_process
 from dpprof.system.messages import escape_all
 from dpprof.system.process_groups import die_with, end_group_with
+from dpprof.system.quick_imports import collecting_no_garbage
 
 
 class Assignment(BaseModel, frozen=True, extra="forbid"):
@@ -41,7 +42,9 @@ def main() -> None:
     keep_to_this_process(assignment.lock_fds)
     if assignment.cores:
         os.sched_setaffinity(0, assignment.cores)
-    answer = pkgutil.resolve_name(assignment.function)(*assignment.arguments)
+    with collecting_no_garbage():
+        function = pkgutil.resolve_name(assignment.function)
+    answer = function(*assignment.arguments)
     with os.fdopen(assignment.answer_fd, "w", encoding="utf-8") as file:
         json.dump(escape_all(to_jsonable_python(answer)), file)
     sys.stdout.flush()

@@ -4,6 +4,7 @@ The supervisor calls ``work`` in a child process. The worker returns a report un
 dies; then the supervisor judges it by how the process ended.
 """
 
+import pkgutil
 import resource
 import sys
 import traceback
@@ -14,6 +15,10 @@ from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
 from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.system.out_of_memory import is_out_of_memory, requested_bytes
+from dpprof.system.quick_imports import collecting_no_garbage
+
+_IMPORT = "dpprof.instruments.setup:import_method"
+"""Imports all that an experiment needs."""
 
 
 def _lift_memory_limit() -> None:
@@ -50,7 +55,11 @@ def run(experiment: Experiment, instrument: str, mark: PhaseMark) -> Report:
         reason = registry.why_unsupported(experiment)
         if reason is not None:
             raise registry.UnsupportedError(reason)  # noqa: TRY301 (one way to refuse)
-        measurement = registry.load("instruments", instrument)(experiment, mark.enter)
+        with collecting_no_garbage():
+            measure = registry.load("instruments", instrument)
+            if registry.is_own("instruments", instrument):  # another's may need nothing of it
+                pkgutil.resolve_name(_IMPORT)(experiment)
+        measurement = measure(experiment, mark.enter)
     except registry.UnsupportedError as error:
         return Report(outcome="unsupported", error=_describe(error, mark))
     except BaseException as error:  # noqa: BLE001 (every way to fail is an outcome)

@@ -1,4 +1,4 @@
-"""The base of dpprof's own methods: a ``Clipping``, and Opacus's noise.
+"""The base of dpprof's own methods: a ``Clipping``, and a ``NoisyOptimizer``.
 
 Shape legend: B batch.
 """
@@ -47,7 +47,7 @@ class ClippedStep(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        After "noise" follow the calls of Opacus's ``pre_step``, in its order.
+        After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
         losses_B = sample_losses(self.module(*batch.inputs), batch.labels_BT)
@@ -55,7 +55,6 @@ class ClippedStep(TrainingStep):
         enter("noise")
         self.optimizer.accumulate()
         self.optimizer.add_noise()
-        self.optimizer.scale_grad()
 
     def apply_gradient(self) -> None:
         """Step the wrapped optimizer."""

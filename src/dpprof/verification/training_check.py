@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
 from dpprof.clipping.check import TOLERANCE, TOLERANCE_OF_16_BITS
 from dpprof.clipping.engine import Clipping
-from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.verification.training_gradients import (
     Sample,
     clip,
@@ -29,6 +28,7 @@ from dpprof.verification.training_loop import (
     Batch,
     Loop,
     Mechanism,
+    PrivateOptimizer,
     Taken,
     Watch,
     WrongTrainingError,
@@ -60,7 +60,7 @@ def check(
     model: nn.Module,
     loss: Callable[..., Any],
     batch: Sequence[Tensor] | Mapping[str, Tensor],
-    private: DPOptimizer | Clipping | Mechanism,
+    private: PrivateOptimizer | Clipping | Mechanism,
     *,
     step: Callable[..., Any] | None = None,
     padding: Tensor | None = None,
@@ -203,8 +203,7 @@ class _Check:
                 raise TypeError("adaptive clipping cannot be checked: its bound moves each step")
             return
         private = self.loop.private
-        is_ghost = isinstance(private, DPOptimizerFastGradientClipping)
-        if is_ghost and not isinstance(private, NoisyOptimizer) and not self.by_hand:
+        if isinstance(private, DPOptimizerFastGradientClipping) and not self.by_hand:
             raise WrongTrainingError(
                 "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
                 "no sample's gradient is clipped"

@@ -6,7 +6,7 @@ Shape legend: B samples.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -19,6 +19,8 @@ from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.system.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
+PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
+"""Opacus's optimizer, or dpprof's with the same interface."""
 
 
 class WrongTrainingError(RuntimeError):
@@ -118,7 +120,7 @@ class Loop:
     def __init__(
         self,
         model: nn.Module,
-        private: DPOptimizer | Mechanism,
+        private: PrivateOptimizer | Mechanism,
         step: Callable[..., Any],
     ) -> None:
         self.wrapped = model
@@ -132,7 +134,7 @@ class Loop:
         self.hooks = _find_hooks(self.wrapped)
         self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
         optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
-        while isinstance(optimizer, DPOptimizer):
+        while isinstance(optimizer, PrivateOptimizer):
             optimizer = optimizer.original_optimizer
         self.optimizer = optimizer
 
@@ -149,7 +151,9 @@ class Loop:
     @property
     def divisor(self) -> float:
         """By what the sum of clipped gradients is divided."""
-        return float(self.private.expected_batch_size) if self.averages else 1.0
+        size = self.private.expected_batch_size if self.averages else 1
+        assert size is not None
+        return float(size)
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
@@ -213,7 +217,7 @@ class Loop:
             for module in self.model.modules():
                 if isinstance(module, kind):
                     stack.enter_context(substitute(module, "p", value=0.0))
-            if isinstance(self.private, DPOptimizer):
+            if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
             draw = torch.Generator().manual_seed(0)
@@ -276,7 +280,7 @@ class Loop:
         values = {one: one.detach().clone() for one in tensors}
         gradients = [(p, p.grad) for p in self.names]
         owners = [*self.wrapped.modules(), *self.hooks, *tensors, self.optimizer, self.clipping]
-        owners.append(self.private if isinstance(self.private, DPOptimizer) else None)
+        owners.append(self.private if isinstance(self.private, PrivateOptimizer) else None)
         attributes = [(one, dict(vars(one))) for one in owners if one is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         state = {

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer
 from torch import Tensor, nn
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.verification.training_loop import Mechanism
+from dpprof.verification.training_loop import Mechanism, PrivateOptimizer
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def refuse_unknown(private: Any, step: Any) -> None:
         TypeError: It is none of the kinds that are known, or its bound adapts.
         ValueError: A loop by hand has no step.
     """
-    if not isinstance(private, DPOptimizer | Mechanism):
+    if not isinstance(private, PrivateOptimizer | Mechanism):
         raise TypeError(
             "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "
             f"Mechanism, and is a {type(private).__name__}"
@@ -49,10 +49,10 @@ def refuse_unknown(private: Any, step: Any) -> None:
 
 
 def ordinary_step(
-    model: nn.Module, loss: Callable[..., Any], private: DPOptimizer | Mechanism
+    model: nn.Module, loss: Callable[..., Any], private: PrivateOptimizer | Mechanism
 ) -> Callable[..., None]:
     """Return the step of an ordinary loop with a loss and an optimizer, on a batch's tensors."""
-    assert isinstance(private, DPOptimizer)
+    assert isinstance(private, PrivateOptimizer)
 
     def step(*batch: Tensor, **named: Tensor) -> None:
         private.zero_grad()
