@@ -50,8 +50,8 @@ def _module_files(module: str) -> list[Path]:
     return files
 
 
-def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """List the nodes of a module but those under ``if TYPE_CHECKING``, which never run."""
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """List the statements of a module but those under ``if TYPE_CHECKING``, which never run."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -59,14 +59,14 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             waiting += node.orelse
         else:
-            waiting += ast.iter_child_nodes(node)
+            waiting += (n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.expr))
 
 
 @functools.cache
 def _imports(source: bytes) -> frozenset[Path]:
     """Return the dpprof files that a file's import statements name."""
     found: set[Path] = set()
-    for node in _run_nodes(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.update(_module_files(alias.name))
