@@ -1,6 +1,7 @@
 """Tidy tables: one row per run, step, phase, snapshot ...; all in bytes and seconds."""
 
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -134,12 +135,11 @@ def _phase_rows(collected: Collected) -> Rows:
     for run, result in collected.found:
         phases_s = (result.time and result.time.phases_s) or {}
         for phase, samples in phases_s.items():
-            times = pd.Series(samples)
             yield key_of(run) | {
                 "phase": phase,
-                "median_s": times.median(),
-                "min_s": times.min(),
-                "max_s": times.max(),
+                "median_s": median(samples) if samples else None,
+                "min_s": min(samples, default=None),
+                "max_s": max(samples, default=None),
             }
 
 
