@@ -22,6 +22,7 @@ from dpprof.analysis.methods_table import tabulate_methods
 from dpprof.analysis.settings_table import tabulate_settings
 from dpprof.analysis.standings import tabulate_verification
 from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.timeline_table import list_instants
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Memory
@@ -32,6 +33,8 @@ Rows = Iterable[dict[str, Any]]
 
 def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
     """Return every table, by file stem; ``TABLES`` declares them.
+
+    The table ``timeline`` is empty where timelines were told while results were collected.
 
     ``planned`` is the config's privacy budget, with the noise that it asks for.
     """
@@ -46,6 +49,7 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
         "snapshots": _snapshot_rows(collected),
         "components": _component_rows(collected),
         "samplers": _sampler_rows(collected),
+        "timeline": (row for found in collected.found for row in list_instants(*found)),
         "missing": (
             key_of(run) | {"method": run.method, "reason": reason}
             for run, reason in collected.missing.items()

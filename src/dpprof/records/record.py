@@ -48,8 +48,12 @@ class ManyResultsError(ResultError):
 
 
 def _canonical(document: dict[str, Any]) -> str:
-    """Return the canonical JSON of everything but the content digest, which is its digest."""
+    """Return the canonical JSON of everything but the content digest."""
     return canonical_json({key: value for key, value in document.items() if key != _DIGEST})
+
+
+def _content_digest(document: dict[str, Any]) -> str:
+    return sha256_hex(_canonical(document))
 
 
 def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> Record:
@@ -65,7 +69,7 @@ def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> R
     # Identity first, measurements after: the order in which a person reads.
     document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
     document |= dumped
-    document[_DIGEST] = sha256_hex(_canonical(document))
+    document[_DIGEST] = _content_digest(document)
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return kind.model_validate(document)
 

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def canonical_json(value: Any) -> str:
@@ -53,23 +53,37 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: As ``check_writable``, or the disk is full; the message names the path.
     """
+    with open_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write it part by part; it gets its name at the end, as a whole.
+
+    If the block raises, the previous file stays.
+
+    Raises:
+        OSError: As ``write_atomically``.
+    """
     file_path = _file_to_replace(path)
     _make_folder(file_path.parent)
     with _naming(path):
         descriptor, temporary = tempfile.mkstemp(
             dir=file_path.parent, prefix=f".{file_path.name[:100]}."
         )
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
+    try:
+        with _naming(path, temporary), os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        with _naming(path):
             Path(temporary).chmod(0o644)
             Path(temporary).replace(file_path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(temporary).unlink()
-            raise
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        raise
 
 
 def check_writable(path: Path) -> None:
@@ -117,12 +131,16 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the given path in errors that name another path, or none."""
+def _naming(path: Path, written: str | None = None) -> Iterator[None]:
+    """Name the given path in errors that name another path, or none.
+
+    With ``written``, errors that name another file than this one stay: they are not of the write.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        foreign = written is not None and error.filename not in (None, written)
+        if error.errno is None or foreign:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
