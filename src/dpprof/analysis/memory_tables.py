@@ -150,7 +150,8 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
     compute, io, experiment = one.compute, one.io, one.result.experiment
     group = measured.find(experiment)
     step_s = median(group.step_s) if group is not None and group.step_s else None
-    peak = find_peak(compute, experiment.dtype, group and group.timed_on, ceilings)
+    timed_on = None if group is None else group.timed_on
+    peak = find_peak(compute, experiment.dtype, timed_on, ceilings)
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
     return (
