@@ -67,6 +67,16 @@ class Row(NamedTuple):
     ratio: float
 
 
+_LAUNCHER = """
+import os, sys
+process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+_, status, used = os.wait4(process, 0)
+print()
+print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+"""
+"""A process starts with the peak of the one that starts it (Linux), so that must be a small one."""
+
+
 def run(command: Sequence[str], folder: Path) -> Cost:
     """Run a command in a folder, without its output.
 
@@ -74,21 +84,20 @@ def run(command: Sequence[str], folder: Path) -> Cost:
         RuntimeError: It failed; the message has the end of what it said.
     """
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": path},
-        )
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            said.seek(0)
-            end = said.read()[-2000:].decode(errors="replace")
-            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {end}")
-    return Cost(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    launched = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        check=True,
+    )
+    said, _, told = launched.stdout.strip().rpartition("\n")
+    status, cpu_s, peak_mib = told.split()
+    if status != "0":
+        raise RuntimeError(f"{' '.join(command)} ended with {status}: {said.strip()[-2000:]}")
+    return Cost(float(cpu_s), float(peak_mib))
 
 
 def median_of(costs: Sequence[Cost]) -> Cost:

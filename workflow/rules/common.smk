@@ -1,6 +1,7 @@
 """Planning, and the functions that rules look their inputs up with."""
 
 import functools
+import inspect
 from collections import Counter
 from pathlib import Path
 
@@ -62,7 +63,9 @@ onstart:
 
 @functools.lru_cache(maxsize=None)
 def experiment_of(experiment_id):
-    """Read an experiment's spec, which is all that a profile rule may look at."""
+    """Return an experiment, which is all that a profile rule may look at, as it was planned."""
+    if PLAN is not None and experiment_id in PLAN.experiments:
+        return PLAN.experiments[experiment_id]
     return read_spec(artifacts.spec_path(experiment_id))
 
 
@@ -145,6 +148,12 @@ def operators_of(wildcards):
     if PLAN is None or not is_prediction or experiment_of(wildcards.id).device != "cpu":
         return []
     return [ancient(str(artifacts.ceilings_of(planner.name_here("cpu")).path))]
+
+
+# Snakemake asks for the signature of a function each time before it calls it; one that is
+# stored need not be worked out ten times a job.
+for function in (code_of, operators_of, gpus_of, threads_of, priority_of):
+    function.__signature__ = inspect.signature(function)
 
 
 def caption_of(wildcards):

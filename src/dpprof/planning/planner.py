@@ -72,7 +72,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     privacy: Privacy | None = None
     runs: tuple[PlannedRun, ...]
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The manifest's file content, one run per line."""
         lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
@@ -80,7 +80,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         budget = f'"privacy":{privacy},' if privacy else ""
         return f'{{"schema_version":{self.schema_version},{budget}"runs":[\n{lines}\n]}}\n'
 
-    @property
+    @cached_property
     def path(self) -> Path:
         """The manifest's path, relative to the working folder."""
         return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
@@ -216,7 +216,8 @@ def _refuse_budget(config: Config, runs: Iterable[Run]) -> None:
 def write_plan(plan: Plan) -> None:
     """Write specs, code digests and the manifest where their content differs."""
     for experiment in plan.experiments.values():
-        write_if_changed(spec_path(experiment.id), experiment.canonical + "\n")
+        # Without fsync, which takes long for ten thousand: what a crash loses is written again.
+        write_if_changed(spec_path(experiment.id), experiment.canonical + "\n", durable=False)
     for path, stand_in in plan.stand_ins.items():
         write_if_changed(path, stand_in.canonical + "\n")
     for name, digest in derived_digests().items():

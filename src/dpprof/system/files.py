@@ -44,21 +44,24 @@ def read_json(path: Path) -> Any:
         raise ValueError("it holds a number of too many digits") from None
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Write a file as a whole: a reader sees the old content or the new, never a part.
 
     The bytes are on disk (fsync) before the name changes, so a crash or a full disk leaves the
     previous file. A link stays, and its target is replaced.
 
+    Without ``durable`` there is no fsync: a reader still sees no part of a file, but a crash of the
+    machine may leave it empty. That is for files that are checked, and written again, before use.
+
     Raises:
         OSError: As ``check_writable``, or the disk is full; the message names the path.
     """
-    with open_atomically(path) as file:
+    with open_atomically(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
-def open_atomically(path: Path) -> Iterator[BinaryIO]:
+def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file to write it part by part; it gets its name at the end, as a whole.
 
     If the block raises, the previous file stays.
@@ -76,7 +79,8 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         with _naming(path, temporary), os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         with _naming(path):
             Path(temporary).chmod(0o644)
             Path(temporary).replace(file_path)
@@ -145,8 +149,10 @@ def _naming(path: Path, written: str | None = None) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_if_changed(path: Path, text: str) -> bool:
+def write_if_changed(path: Path, text: str, *, durable: bool = True) -> bool:
     """Write a file only if its content differs, so that its age shows when it last changed.
+
+    ``durable`` is as for ``write_atomically``.
 
     Returns:
         Whether the file was written.
@@ -158,5 +164,5 @@ def write_if_changed(path: Path, text: str) -> bool:
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == text:
             return False
-    write_atomically(path, text)
+    write_atomically(path, text, durable=durable)
     return True
