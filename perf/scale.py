@@ -32,7 +32,7 @@ PLAN_CLAIM = 2.2
 REPORT_CLAIM = 20.0
 MEMORY_CLAIM_MIB = 1024.0
 
-CHECKOUT = ("Snakefile", "src", "workflow", "profiles", "config", "pyproject.toml")
+CHECKOUT = ("Snakefile", "src", "workflow", "profiles", "config", "envs", "pyproject.toml")
 """What a copy of the checkout needs to plan."""
 
 BARE = """
