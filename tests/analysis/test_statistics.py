@@ -5,13 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from dpprof.analysis.statistics import (
     NO_DIFFERENCE,
+    Sides,
     attainable_coverage,
     compare,
+    compare_all,
     mann_whitney,
     median_interval,
+    median_intervals,
     noise_floor,
     ratio_interval,
 )
@@ -146,3 +150,50 @@ def test_a_slow_down_of_ten_percent_is_found_in_real_noise() -> None:
 
     verdicts = [judge(first * 1.1, second) for first, second in map(resampled, range(20))]
     assert verdicts.count("larger") >= 18
+
+
+SIZES = [(2, 2), (3, 2), (5, 5), (8, 8), (9, 10), (1, 4)]
+
+
+def with_ties(draw: np.random.Generator, count: int) -> list[float]:
+    """Positive numbers, of which some are round."""
+    values = synthetic(draw, count, spread=0.5)
+    return [float(v) for v in np.where(draw.random(count) < 0.3, values.round(1) + 0.1, values)]
+
+
+def bootstrap(samples, statistic) -> tuple[float, float]:
+    """SciPy's interval of one entry, with the seed that intervals are drawn with."""
+    drawn = {"n_resamples": 2_000, "confidence_level": 0.95, "rng": np.random.default_rng(0)}
+    found = stats.bootstrap(samples, statistic, vectorized=True, method="percentile", **drawn)
+    return found.confidence_interval
+
+
+def test_many_comparisons_equal_scipys_one_by_one_to_the_bit() -> None:
+    draw = np.random.default_rng(3)
+    pairs = [Sides(*(with_ties(draw, n) for n in size), floor=0.03) for size in SIZES * 15]
+
+    for (values, base, _), found in zip(pairs, compare_all(pairs), strict=True):
+        assert found.ratio == np.median(values) / np.median(base)
+        if min(len(values), len(base)) == 1:
+            assert (found.p_value, found.interval) == (None, None)
+            continue
+        assert found.p_value == stats.mannwhitneyu(values, base).pvalue
+        assert found.interval == bootstrap(
+            (values, base), lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis)
+        )
+    ties = [len({*values, *base}) < len(values) + len(base) for values, base, _ in pairs]
+    assert any(ties)
+    assert not all(ties)
+
+
+def test_many_intervals_equal_scipys_one_by_one_to_the_bit() -> None:
+    draw = np.random.default_rng(4)
+    groups = [with_ties(draw, count) for count in [0, 1, 2, 3, 5, 10] * 30]
+
+    for group, found in zip(groups, median_intervals(groups), strict=True):
+        assert found == (bootstrap((group,), np.median) if len(group) > 1 else None)
+
+
+def test_nothing_to_compare_is_compared_with_nothing() -> None:
+    assert compare_all([]) == []
+    assert median_intervals([]) == []

@@ -110,6 +110,20 @@ def test_coarser_pages_quote_fewer_logs(tmp_path) -> None:
         assert quoted == min(30, detail.log_ends)
 
 
+def test_what_is_certain_to_be_too_large_is_not_made(tmp_path) -> None:
+    tables = tables_of(tmp_path, write_results(tmp_path))
+    document = build_document(tables, [])
+    every = list(tell_contents(document, tables, tmp_path / "results"))
+    sizes = [len(json.dumps(one["timelines"], separators=(",", ":"))) for one in every]
+
+    for limit in (0, sizes[0] // 3, sizes[0], 10**9):
+        made = list(tell_contents(document, tables, tmp_path / "results", limit))
+        assert made == every[-len(made) :]
+        assert all(size > limit for size in sizes[: -len(made)])
+    assert len(made) == len(DETAILS)
+    assert len(list(tell_contents(document, tables, tmp_path / "results", 0))) == 1
+
+
 def test_the_end_of_a_log_is_read_from_the_log_folder_alone(tmp_path) -> None:
     logs = tmp_path / "results" / "logs"
     logs.mkdir(parents=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dpprof.system import files
 from dpprof.system.files import (
     canonical_json,
     check_writable,
@@ -157,3 +158,32 @@ def test_a_pipe_in_place_of_json_keeps_nobody_waiting(tmp_path) -> None:
 
     with pytest.raises(ValueError, match="it is not a file"):
         read_json(tmp_path / "x.json")
+
+
+def test_what_is_written_part_by_part_appears_as_a_whole_or_not_at_all(tmp_path) -> None:
+    path = tmp_path / "x"
+    with files.open_atomically(path) as file:
+        file.write(b"one ")
+        assert not path.exists()
+        file.write(b"two")
+    assert path.read_bytes() == b"one two"
+
+    def fail() -> None:
+        with files.open_atomically(path) as file:
+            file.write(b"three")
+            (tmp_path / "elsewhere").read_bytes()
+
+    with pytest.raises(FileNotFoundError, match="elsewhere"):
+        fail()
+    assert path.read_bytes() == b"one two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_a_durable_write_waits_for_the_disk(tmp_path, monkeypatch, durable) -> None:
+    waited = []
+    monkeypatch.setattr(os, "fsync", waited.append)
+
+    files.write_if_changed(tmp_path / "x", "x", durable=durable)
+    assert (tmp_path / "x").read_text(encoding="utf-8") == "x"
+    assert bool(waited) is durable

@@ -30,7 +30,7 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
     fields = experiment.model_dump(mode="json")
     padding = experiment.padding
     spelled = {
-        "model": _model_text(experiment),
+        "model": model_text(experiment),
         "target": target_text(experiment),
         "lora": None if experiment.lora is None else experiment.lora.text,
         "padding": None if padding is None else padding.fraction,
@@ -60,7 +60,7 @@ def target_text(experiment: Experiment) -> str | None:
     return f"{target.memory_bytes / 2**30:.4g}GiB-{fastest:.4g}TF-{bandwidth:.3g}TBps"
 
 
-def _model_text(experiment: Experiment) -> str:
+def model_text(experiment: Experiment) -> str:
     """Return the model's name; for a mapping its dimensions, as ``V1000-d64-L2-H4``."""
     model = experiment.model
     if isinstance(model, str):

@@ -1,8 +1,9 @@
 """The results of one config: which exist, which are missing, which older code measured."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dpprof.analysis.standings import read_standings
 from dpprof.planning.artifacts import code_of_run, code_of_verdict
@@ -45,12 +46,15 @@ def collect(
     partial: bool,
     planned_in: Path | None = None,
     ceilings: Iterable[Path] = (),
+    tell: Callable[[PlannedRun, Result], None] | None = None,
 ) -> Collected:
     """Read the results that a manifest lists, the verdicts on their methods, and ceilings.
 
     ``root`` is the folder that holds ``results``, and ``planned_in`` the one with its plan, if that
-    is another. ``ceilings`` are the files of the runs' devices.
-    With ``partial``, what is missing or cannot be trusted is left out.
+    is another. ``ceilings`` are the files of the runs' devices. With ``partial``, what is missing
+    or cannot be trusted is left out. ``tell`` is called with each result as it is read; then what
+    only single runs are asked for is forgotten, such as their timelines, so that many results fit
+    into memory.
 
     Raises:
         ResultError: Files are cut, edited, of another version, or another run's, and ``partial``
@@ -61,14 +65,20 @@ def collect(
     found: list[tuple[PlannedRun, Result]] = []
     missing: dict[PlannedRun, str] = {}
     damaged: list[ResultError] = []
+    share = _Sharing()
     for run in manifest.runs:
         try:
-            found.append((run, read_run(root, run.instrument, run.id, run.replicate)))
+            result = read_run(root, run.instrument, run.id, run.replicate)
         except FileNotFoundError:
             missing[run] = NO_RESULT
         except ResultError as error:
             missing[run] = error.problem
             damaged.append(error)
+        else:
+            if tell is not None:
+                tell(run, result)
+                result = _shorten(result)
+            found.append((run, share.of(result)))
     standings = read_standings(
         root,
         (result.experiment for _, result in found),
@@ -91,6 +101,36 @@ def collect(
         if result.code_digest != code_of_run(run.instrument, result.experiment).planned(planned_in)
     }
     return Collected(tuple(found), missing, frozenset(outdated), standings, limits, tuple(damaged))
+
+
+class _Sharing:
+    """Lets results refer to one object where they say the same of experiment and machine."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def of(self, result: Result) -> Result:
+        update = {"experiment": self._known.setdefault(result.spec_digest, result.experiment)}
+        for name in ("device", "provenance"):
+            value = getattr(result, name)
+            update[name] = self._known.setdefault(repr(value), value)
+        return result.model_copy(update=update)
+
+
+def _shorten(result: Result) -> Result:
+    """Return a result without what no table but ``timeline`` tells of it."""
+    update: dict[str, Any] = {"norm_plan": None}
+    memory, compute, io, kernels = result.memory, result.compute, result.io, result.kernels
+    if memory is not None and memory.at_peak is not None:
+        at_peak = memory.at_peak.model_copy(update={"holdings": None})
+        update["memory"] = memory.model_copy(update={"timeline": None, "at_peak": at_peak})
+    if compute is not None:
+        update["compute"] = compute.model_copy(update={"flops_by_module": {}})
+    if io is not None:
+        update["io"] = io.model_copy(update={"by_module": {}})
+    if kernels is not None:
+        update["kernels"] = kernels.model_copy(update={"largest": []})
+    return result.model_copy(update=update)
 
 
 def _read_ceilings(

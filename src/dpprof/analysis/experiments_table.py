@@ -9,9 +9,9 @@ import pandas as pd
 
 from dpprof.analysis.axes import BASELINE, axes_of
 from dpprof.analysis.frames import make_frame
-from dpprof.analysis.groups import Group, Noise, merge, setting_key
+from dpprof.analysis.groups import Group, Noise, merge
 from dpprof.analysis.standings import UNKNOWN
-from dpprof.analysis.statistics import median_interval
+from dpprof.analysis.statistics import Comparison, Interval, median_intervals
 from dpprof.records.terms import OUTCOMES
 from dpprof.records.verdict import Standing
 
@@ -26,29 +26,37 @@ def tabulate_experiments(
     baselines: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         if group.experiment.method == BASELINE:
-            baselines[setting_key(group.experiment)].append(group)
+            baselines[group.setting].append(group)
+    bases = {setting: merge(alike) for setting, alike in baselines.items()}
+    intervals = median_intervals([group.step_s for group in groups])
+    timed = [
+        (group, base)
+        for group in groups
+        if (base := bases.get(group.setting)) and group.step_s and base.step_s
+    ]
+    private = [pair for pair in timed if pair[0].experiment.method != BASELINE]
+    compared = zip(private, noise.compare_all(private), strict=True)
+    found = {group.experiment.id: comparison for (group, _), comparison in compared}
     rows = []
-    for group in groups:
+    for group, interval in zip(groups, intervals, strict=True):
         standing = standings.get(group.experiment.id, UNKNOWN)
-        row = _describe(group) | {
+        row = _describe(group, interval) | {
             "mechanism": standing.mechanism,
             "verified": standing.verified,
             "max_relative_error": standing.max_relative_error,
         }
-        if alike := baselines[setting_key(group.experiment)]:
-            base = merge(alike)
-            row |= _compare_steps(group, base, noise) | _compare_peaks(group, base)
+        if base := bases.get(group.setting):
+            row |= _compare_steps(group, base, found.get(group.experiment.id))
+            row |= _compare_peaks(group, base)
         rows.append(row)
     return make_frame("experiments", rows)
 
 
-def _describe(group: Group) -> dict[str, Any]:
+def _describe(group: Group, interval: Interval | None) -> dict[str, Any]:
     experiment, results = group.experiment, group.results
     ok = [result for result in results if result.outcome == "ok"]
-    steps = pd.Series(group.step_s, dtype=float)
-    step_s = _or_none(steps.median())
-    interval = median_interval(group.step_s)
-    peaks = pd.Series(group.peaks.sizes, dtype=float)
+    step_s = _median(group.step_s)
+    peaks = group.peaks.sizes
     return (
         {"experiment_id": experiment.id}
         | axes_of(experiment)
@@ -57,16 +65,16 @@ def _describe(group: Group) -> dict[str, Any]:
             "runs": group.planned,
             "runs_ok": len(ok),
             "outcome": " ".join(name for name in OUTCOMES if name in {r.outcome for r in results}),
-            "processes": len(steps),
+            "processes": len(group.step_s),
             "median_step_s": step_s,
             "step_low_s": interval and interval.low,
             "step_high_s": interval and interval.high,
             "tokens_per_s": step_s and experiment.tokens_in(experiment.batch_size) / step_s,
             "peak_kind": group.peaks.kind,
             "peak_processes": len(peaks),
-            "peak_bytes": _or_none(peaks.median()),
-            "peak_min_bytes": _or_none(peaks.min()),
-            "peak_max_bytes": _or_none(peaks.max()),
+            "peak_bytes": _median(peaks),
+            "peak_min_bytes": float(min(peaks)) if peaks else None,
+            "peak_max_bytes": float(max(peaks)) if peaks else None,
         }
         | _spread("reserved", group.peaks_of("clean", "peak_reserved_bytes"))
         | _spread("rss", group.peaks_of("clean", "peak_rss_bytes"))
@@ -79,12 +87,11 @@ def _spread(name: str, values: Sequence[int]) -> dict[str, Any]:
     return {f"{name}_min_bytes": min(values), f"{name}_max_bytes": max(values)}
 
 
-def _compare_steps(group: Group, base: Group, noise: Noise) -> dict[str, Any]:
+def _compare_steps(group: Group, base: Group, found: Comparison | None) -> dict[str, Any]:
     if not group.step_s or not base.step_s:
         return {}
-    if group.experiment.method == BASELINE:
+    if found is None:  # a baseline
         return {"step_ratio": median(group.step_s) / median(base.step_s)}
-    found = noise.compare(group, base)
     return {
         "step_ratio": found.ratio,
         "step_ratio_low": found.interval and found.interval.low,
@@ -103,5 +110,5 @@ def _compare_peaks(group: Group, base: Group) -> dict[str, Any]:
     return {"peak_ratio": median(peaks.sizes) / median(base_peaks.sizes)}
 
 
-def _or_none(value: Any) -> float | None:
-    return None if pd.isna(value) else float(value)
+def _median(values: Sequence[float]) -> float | None:
+    return float(median(values)) if values else None

@@ -1,15 +1,18 @@
 """Tables as data frames: made from rows, and read from CSV files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dpprof.analysis.axes import AXES, name_model
+from dpprof.analysis.axes import AXES, RUN_KEY, name_model
 from dpprof.analysis.table_columns import TABLES
 from dpprof.spec.validation import InputError
+
+_PART = 100_000
+"""Rows of a large table that are read together."""
 
 
 def make_frame(table: str, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -33,10 +36,19 @@ def read_table(path: Path) -> pd.DataFrame:
         InputError: The file is not a table; the message names it.
         OSError: It cannot be read.
     """
+    (whole,) = _read_parts(path, None)
+    return whole
+
+
+def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
+    """Yield a table in parts of some rows, or as a whole."""
     declared = TABLES[path.stem].columns if path.stem in TABLES else {}
     texts = {name: str for name, column in declared.items() if column.kind == "text"}
     try:
-        return pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=[""])
+        found = pd.read_csv(
+            path, dtype=texts, keep_default_na=False, na_values=[""], chunksize=rows
+        )
+        yield from [found] if isinstance(found, pd.DataFrame) else found
     except ValueError as error:
         raise InputError(f"{path}: is not a table ({error})") from None
 
@@ -49,6 +61,34 @@ class TableFolder(dict[str, pd.DataFrame]):
 
     def __missing__(self, name: str) -> pd.DataFrame:
         return self.setdefault(name, read_table(self._folder / f"{name}.csv"))
+
+    def select(self, name: str, runs: pd.MultiIndex) -> pd.DataFrame:
+        """Return a table's rows of some runs; the others are never held together."""
+        parts = _read_parts(self._folder / f"{name}.csv", _PART)
+        return pd.concat([_select(part, runs) for part in parts], ignore_index=True)
+
+
+def rows_of(
+    tables: Mapping[str, pd.DataFrame], name: str, runs: Iterable[tuple[str, str, int]]
+) -> pd.DataFrame:
+    """Return the rows of some runs, without holding a table that may be large.
+
+    Args:
+        tables: The tables.
+        name: The table, whose rows are of runs.
+        runs: Runs, as (experiment id, instrument, replicate).
+
+    Raises:
+        InputError: As ``read_table``.
+    """
+    index = pd.MultiIndex.from_tuples(list(runs), names=RUN_KEY)
+    if isinstance(tables, TableFolder):
+        return tables.select(name, index)
+    return _select(tables[name], index)
+
+
+def _select(rows: pd.DataFrame, runs: pd.MultiIndex) -> pd.DataFrame:
+    return rows[pd.MultiIndex.from_frame(rows[RUN_KEY]).isin(runs)]
 
 
 def naming_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from dpprof.analysis.axes import NOT_IN_BASELINE, axes_of
+from dpprof.analysis.axes import NOT_IN_BASELINE, model_text
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.machines import find_usual_machines, machine_of
-from dpprof.analysis.statistics import Comparison, compare, noise_floor
+from dpprof.analysis.statistics import Comparison, Sides, compare_all, noise_floor
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
 from dpprof.system.files import canonical_json
@@ -20,7 +22,8 @@ class Peaks(NamedTuple):
     sizes: Sequence[int]
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """An experiment and what its processes measured."""
 
     experiment: Experiment
@@ -29,13 +32,13 @@ class Group(NamedTuple):
     machine: str | None = None
     """The machine whose times and peaks count, as most of the sweep's; None for any."""
 
-    @property
+    @cached_property
     def step_s(self) -> list[float]:
         """Median step time of each clean process; step times come from no other instrument."""
         times = [r.time.median_s for r in self._ok("clean") if r.time]
         return [seconds for seconds in times if seconds is not None]
 
-    @property
+    @cached_property
     def timed_on(self) -> Mapping[str, Any] | None:
         """The device of the clean processes, as their results describe it; None if none succeeded.
 
@@ -43,7 +46,7 @@ class Group(NamedTuple):
         """
         return next((r.device for r in self._ok("clean") if r.time), None)
 
-    @property
+    @cached_property
     def peaks(self) -> Peaks:
         """Allocator peaks, from ``clean`` or else ``phases``; without them resident memory."""
         sources = (
@@ -56,6 +59,11 @@ class Group(NamedTuple):
             if values:
                 return Peaks(kind, values)
         return Peaks(None, [])
+
+    @cached_property
+    def setting(self) -> str:
+        """The key that the experiment shares with its baseline and with competing methods."""
+        return setting_key(self.experiment)
 
     def peaks_of(self, instrument: str, figure: str) -> list[int]:
         """Return the known values of one figure of ``memory``, of one instrument's processes."""
@@ -74,15 +82,22 @@ class Noise:
         self._step_s: dict[str, list[Sequence[float]]] = defaultdict(list)
         self._floors: dict[tuple[str, tuple[int, int]], float | None] = {}
         for group in groups:
-            for key in self._keys(group.experiment):
+            for key in self._keys(group):
                 self._step_s[key].append(group.step_s)
 
     def compare(self, group: Group, base: Group) -> Comparison:
         """Compare step times by the noise floor of the most similar replicated experiments."""
+        return self.compare_all([(group, base)])[0]
+
+    def compare_all(self, pairs: Sequence[tuple[Group, Group]]) -> list[Comparison]:
+        """Return ``compare`` of each group and its base, faster than one by one."""
+        return compare_all([self._sides(*pair) for pair in pairs])
+
+    def _sides(self, group: Group, base: Group) -> Sides:
         counts = (len(group.step_s), len(base.step_s))
-        floors = (self._floor(key, counts) for key in self._keys(group.experiment))
+        floors = (self._floor(key, counts) for key in self._keys(group))
         floor = next((floor for floor in floors if floor is not None), None)
-        return compare(group.step_s, base.step_s, floor)
+        return Sides(group.step_s, base.step_s, floor)
 
     def _floor(self, key: str, counts: tuple[int, int]) -> float | None:
         if (key, counts) not in self._floors:
@@ -90,10 +105,9 @@ class Noise:
         return self._floors[key, counts]
 
     @staticmethod
-    def _keys(experiment: Experiment) -> tuple[str, str]:
+    def _keys(group: Group) -> tuple[str, str]:
         """Return two keys: for the same baseline, and for the same model on the same device."""
-        model = axes_of(experiment)["model"]
-        return setting_key(experiment), f"{model} on {experiment.device}"
+        return group.setting, f"{model_text(group.experiment)} on {group.experiment.device}"
 
 
 def group_runs(collected: Collected) -> list[Group]:

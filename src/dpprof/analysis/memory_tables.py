@@ -1,4 +1,4 @@
-"""Tables of recorded and estimated memory: peaks, owners, timelines and costs.
+"""Tables of recorded and estimated memory: peaks, owners, traffic and costs.
 
 The allocator's peak checks the recorded and the estimated peak. It comes from another process,
 which measured the same experiment. For a target, that process must have run on such a device.
@@ -21,7 +21,6 @@ from dpprof.records.ceilings import Ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Compute, Io, Memory, Moved
-from dpprof.records.terms import COMPONENTS
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -50,7 +49,6 @@ def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, 
         "costs": (_cost_row(one, measured, collected.ceilings) for one in recorded),
         "owners": _owner_rows(recorded),
         "holdings": _holding_rows(recorded),
-        "timeline": _instants(recorded),
         "traffic": _traffic_rows(recorded),
     }
     return {name: make_frame(name, found) for name, found in rows.items()}
@@ -152,7 +150,8 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
     compute, io, experiment = one.compute, one.io, one.result.experiment
     group = measured.find(experiment)
     step_s = median(group.step_s) if group is not None and group.step_s else None
-    peak = find_peak(compute, experiment.dtype, group and group.timed_on, ceilings)
+    timed_on = None if group is None else group.timed_on
+    peak = find_peak(compute, experiment.dtype, timed_on, ceilings)
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
     return (
@@ -209,20 +208,6 @@ def _holding_rows(recorded: Iterable[_Recorded]) -> Rows:
         assert one.memory.at_peak is not None
         for held in one.memory.at_peak.largest:
             yield key_of(one.run) | held.model_dump()
-
-
-def _instants(recorded: Iterable[_Recorded]) -> Rows:
-    for one in recorded:
-        line = one.memory.timeline
-        assert line is not None
-        for row, (ops, phase) in enumerate(zip(line.ops, line.phase, strict=True)):
-            yield (
-                key_of(one.run)
-                | {"ops": ops, "phase": phase, "elapsed_s": line.elapsed_s and line.elapsed_s[row]}
-                | {"op": line.op and line.op[row]}
-                | dict.fromkeys(COMPONENTS, 0)
-                | {component: sizes[row] for component, sizes in line.components.items()}
-            )
 
 
 def _traffic_rows(recorded: Iterable[_Recorded]) -> Rows:

@@ -6,15 +6,16 @@ the batch size, the sequence length, and so on.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pandas as pd
 
 from dpprof.analysis.axes import BASELINE, SETTING, axes_of
 from dpprof.analysis.frames import make_frame
-from dpprof.analysis.groups import Group, Noise, merge, setting_key
-from dpprof.analysis.statistics import NO_DIFFERENCE
+from dpprof.analysis.groups import Group, Noise, merge
+from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison
 
 
 def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
@@ -26,15 +27,42 @@ def tabulate_settings(groups: Sequence[Group], noise: Noise) -> pd.DataFrame:
     """
     settings: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        settings[setting_key(group.experiment)].append(group)
-    rows = (_describe(competing, noise) for competing in settings.values())
+        settings[group.setting].append(group)
+    competing = [_Setting.of(alike) for alike in settings.values()]
+    compared = iter(noise.compare_all([pair for one in competing for pair in one.pairs]))
+    rows = (_describe(one, list(islice(compared, len(one.pairs)))) for one in competing)
     return make_frame("settings", (row for row in rows if row["methods"]))
 
 
-def _describe(groups: Sequence[Group], noise: Noise) -> dict[str, Any]:
-    private = [group for group in groups if group.experiment.method != BASELINE]
-    baselines = [group for group in groups if group.experiment.method == BASELINE]
-    base = merge(baselines) if baselines else None
+class _Setting(NamedTuple):
+    """The experiments of a setting, and what is to be compared in it."""
+
+    groups: Sequence[Group]
+    private: Sequence[Group]
+    base: Group | None
+    fastest: Group | None
+    """The fastest private method; None where none was timed."""
+
+    pairs: Sequence[tuple[Group, Group]]
+    """Each other timed method beside the fastest; last the fastest beside a timed baseline."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Self:
+        private = [group for group in groups if group.experiment.method != BASELINE]
+        baselines = [group for group in groups if group.experiment.method == BASELINE]
+        base = merge(baselines) if baselines else None
+        timed = [group for group in private if group.step_s]
+        if not timed:
+            return cls(groups, private, base, None, ())
+        fastest = min(timed, key=lambda group: median(group.step_s))
+        pairs = [(group, fastest) for group in timed if group is not fastest]
+        if base is not None and base.step_s:
+            pairs.append((fastest, base))
+        return cls(groups, private, base, fastest, pairs)
+
+
+def _describe(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
+    groups, private, base, _, _ = setting
     models = [r.model for group in groups for r in group.results if r.model]
     axes = axes_of(groups[0].experiment)
     return (
@@ -42,7 +70,7 @@ def _describe(groups: Sequence[Group], noise: Noise) -> dict[str, Any]:
         | {"parameters_total": models[0].parameters_total if models else None}
         | {"methods": sum(bool(group.step_s or group.peaks.sizes) for group in private)}
         | _smallest(private, base)
-        | _fastest(private, base, noise)
+        | _fastest(setting, compared)
     )
 
 
@@ -62,15 +90,15 @@ def _smallest(private: Sequence[Group], base: Group | None) -> dict[str, Any]:
     }
 
 
-def _fastest(private: Sequence[Group], base: Group | None, noise: Noise) -> dict[str, Any]:
-    timed = [group for group in private if group.step_s]
-    if not timed:
+def _fastest(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
+    fastest, base = setting.fastest, setting.base
+    if fastest is None:
         return {}
-    fastest = min(timed, key=lambda group: median(group.step_s))
+    found = compared[-1] if base is not None and base.step_s else None
     others = {
-        group.experiment.method: noise.compare(group, fastest).verdict
-        for group in timed
-        if group is not fastest
+        group.experiment.method: comparison.verdict
+        for (group, against), comparison in zip(setting.pairs, compared, strict=True)
+        if against is fastest
     }
     alike = sorted(name for name, verdict in others.items() if verdict == NO_DIFFERENCE)
     row = {
@@ -79,9 +107,8 @@ def _fastest(private: Sequence[Group], base: Group | None, noise: Noise) -> dict
         "not_slower": " ".join(alike) or None,
         "noise_known": None not in others.values(),
     }
-    if base is None or not base.step_s:
+    if found is None:
         return row
-    found = noise.compare(fastest, base)
     return row | {
         "fastest_ratio": found.ratio,
         "fastest_ratio_low": found.interval and found.interval.low,

@@ -1,6 +1,7 @@
 """Tidy tables: one row per run, step, phase, snapshot ...; all in bytes and seconds."""
 
 from collections.abc import Iterable
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,7 @@ from dpprof.analysis.methods_table import tabulate_methods
 from dpprof.analysis.settings_table import tabulate_settings
 from dpprof.analysis.standings import tabulate_verification
 from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.timeline_table import list_instants
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Memory
@@ -31,6 +33,8 @@ Rows = Iterable[dict[str, Any]]
 
 def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
     """Return every table, by file stem; ``TABLES`` declares them.
+
+    The table ``timeline`` is empty where timelines were told while results were collected.
 
     ``planned`` is the config's privacy budget, with the noise that it asks for.
     """
@@ -45,6 +49,7 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
         "snapshots": _snapshot_rows(collected),
         "components": _component_rows(collected),
         "samplers": _sampler_rows(collected),
+        "timeline": (row for found in collected.found for row in list_instants(*found)),
         "missing": (
             key_of(run) | {"method": run.method, "reason": reason}
             for run, reason in collected.missing.items()
@@ -134,12 +139,11 @@ def _phase_rows(collected: Collected) -> Rows:
     for run, result in collected.found:
         phases_s = (result.time and result.time.phases_s) or {}
         for phase, samples in phases_s.items():
-            times = pd.Series(samples)
             yield key_of(run) | {
                 "phase": phase,
-                "median_s": times.median(),
-                "min_s": times.min(),
-                "max_s": times.max(),
+                "median_s": median(samples) if samples else None,
+                "min_s": min(samples, default=None),
+                "max_s": max(samples, default=None),
             }
 
 

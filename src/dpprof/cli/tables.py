@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dpprof.analysis.budget import Planned
 from dpprof.analysis.collection import Collected, collect
 from dpprof.analysis.tables import build_tables
+from dpprof.analysis.timeline_table import TimelineFile
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.accounting_run import account_apart
 from dpprof.planning.planner import Manifest, read_manifest
 from dpprof.spec.validation import InputError
 from dpprof.system.console import keep_log, say
-from dpprof.system.files import write_atomically
+from dpprof.system.files import open_atomically, write_atomically
 
 
 def _plan_noise(manifest: Manifest, collected: Collected) -> Planned | None:
@@ -50,16 +51,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The manifest lies in results/plan, beside the results that it lists. Links are not
         # followed: results may be one, to a folder of another name.
         planned_in = arguments.manifest.absolute().parents[2]
-        collected = collect(
-            manifest,
-            arguments.root or planned_in,
-            planned_in=planned_in,
-            partial=arguments.partial,
-            ceilings=arguments.ceilings,
-        )
+        with open_atomically(arguments.output_dir / "timeline.csv") as file:
+            collected = collect(
+                manifest,
+                arguments.root or planned_in,
+                planned_in=planned_in,
+                partial=arguments.partial,
+                ceilings=arguments.ceilings,
+                tell=TimelineFile(file).add,
+            )
         for error in collected.damaged:
             say(f"{error}; it is left out, since the report is partial")
         planned = _plan_noise(manifest, collected)
-        for name, table in build_tables(collected, planned).items():
+        tables = build_tables(collected, planned)
+        del tables["timeline"]  # it is written already
+        for name, table in tables.items():
             write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,6 +15,10 @@ from dpprof.analysis.peak_composition import RECORDERS
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
 _MIB = 2**20
+_MOST_MARKS = 500
+"""More marks hide one another."""
+
+_PARTS = 24
 _TICKS = ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,))
 """Tick positions for a range within one decade, two decades, or more."""
 
@@ -23,7 +28,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
     Filled marks are recorded peaks, empty ones are estimated without a run. On the line both peaks
     are equal; below it the allocator held more. A gap outside the grey bar is a finding. The
-    allocator's peak is from another process.
+    allocator's peak is from another process. Of more than 500 peaks, those of each method with the
+    largest gap in each of 24 parts of the axis are shown.
     """
     peaks = tables["peaks"]
     known = peaks[peaks["instrument"].isin(RECORDERS)].dropna(subset=["allocator_peak_bytes"])
@@ -31,6 +37,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         raise NothingToDrawError(
             "no recorded or estimated peak has an allocator's peak to compare with"
         )
+    many = len(known) > _MOST_MARKS
+    if many:
+        known = _keep_largest_gaps(known)
     columns = ["allocator_peak_bytes", "bound_bytes", "gap_bytes"]
     allocator, bound, gap = (known[name].astype(float) for name in columns)
     figure, axes = new_figure(row_inches=2.8)
@@ -43,7 +52,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             allocator[rows.index] / _MIB,
             -gap[rows.index] / allocator[rows.index] * 100,
             linestyle="",
-            **_style(str(instrument), str(method)),
+            **_style(str(instrument), str(method)) | ({"markersize": 4} if many else {}),
         )
     axis.set_xscale("log")
     decades = math.log10(allocator.max() / allocator.min())
@@ -64,6 +73,18 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     handles.append(Line2D([], [], label="within bounds", color="#DDDDDD", linewidth=5))
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
+
+
+def _keep_largest_gaps(peaks: pd.DataFrame) -> pd.DataFrame:
+    """Return of each method the peaks whose gap is the largest share, in parts of the axis."""
+    allocator = peaks["allocator_peak_bytes"].astype(float)
+    edges = np.geomspace(allocator.min(), allocator.max(), _PARTS + 1)
+    marks = peaks.assign(
+        _part=np.searchsorted(edges, allocator, side="left"),
+        _share=(peaks["gap_bytes"].astype(float) / allocator).abs(),
+    ).sort_values("_share", ascending=False, kind="stable")
+    kept = marks.drop_duplicates(["instrument", "method", "_part"])
+    return peaks.loc[kept.index.sort_values()]
 
 
 def _style(instrument: str, method: str) -> dict[str, Any]:

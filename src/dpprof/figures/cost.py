@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from dpprof.analysis.axes import count_tokens
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.panels import Panel, split
-from dpprof.figures.scaling import dress, name_lines
+from dpprof.figures.scaling import dress, mark_some, name_lines
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure
 
 _ROWS = 4
@@ -79,5 +79,6 @@ def _draw_method(axis: Axes, method: str, points: pd.DataFrame, cost: str, unit:
         markersize=4,
         linestyle="--" if dashed else "-",
         label=method,
+        markevery=mark_some(known[_ALONG].to_numpy(float)),
         **method_style(method),
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,12 +18,17 @@ from dpprof.figures.style import NothingToDrawError, method_style, new_figure
 _LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
 _ROWS = 4
 _MAX_TICKS = 6
+_MOST_MARKS = 16
+"""A line of more points shows marks at a few of them."""
+
+_MARKS = 8
 
 
 def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the batch size, all else equal.
 
-    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
+    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes;
+    along lines of more than 16 points they are bands, and eight of the points have a mark.
     """
     return _draw(tables["experiments"], "batch_size")
 
@@ -30,7 +36,8 @@ def draw_batch_size(tables: Mapping[str, pd.DataFrame]) -> Figure:
 def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Peak memory and step time over the sequence length, all else equal.
 
-    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes.
+    Points are medians over processes. Error bars are 95 % bootstrap intervals over processes;
+    along lines of more than 16 points they are bands, and eight of the points have a mark.
     """
     return _draw(tables["experiments"], "seq_len")
 
@@ -83,13 +90,33 @@ def _varies(rows: pd.DataFrame, along: str) -> bool:
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
     style: dict[str, Any] = method_style(method) | {"linewidth": 1, "markersize": 4}
+    style["markevery"] = mark_some(points[along].to_numpy(float))
     memory.plot(points[along], points["peak_bytes"] / 2**20, label=method, **style)
     step_ms = points["median_step_s"] * 1e3
-    low = step_ms - points["step_low_s"].fillna(points["median_step_s"]) * 1e3
-    high = points["step_high_s"].fillna(points["median_step_s"]) * 1e3 - step_ms
+    low_ms = points["step_low_s"].fillna(points["median_step_s"]) * 1e3
+    high_ms = points["step_high_s"].fillna(points["median_step_s"]) * 1e3
     time.plot(points[along], step_ms, label=method, **style)
+    if style["markevery"] is not None:
+        time.fill_between(points[along], low_ms, high_ms, color=style["color"], alpha=0.3, lw=0)
+        return
     bars: dict[str, Any] = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.8}
-    time.errorbar(points[along], step_ms, yerr=[low, high], capsize=2, **bars)
+    reach = [step_ms - low_ms, high_ms - step_ms]
+    time.errorbar(points[along], step_ms, yerr=reach, capsize=2, **bars)
+
+
+def mark_some(along: npt.NDArray[np.float64]) -> list[int] | None:
+    """Return the points of a line that get a mark; None for all, as long as they are few.
+
+    Marks of many points would hide each other and the line. Those that are kept are about as far
+    from one another on a logarithmic axis.
+
+    Args:
+        along: The points' positions, positive and ascending.
+    """
+    if len(along) <= _MOST_MARKS:
+        return None
+    places = np.geomspace(along[0], along[-1], _MARKS)
+    return sorted({int(np.abs(np.log(along / place)).argmin()) for place in places})
 
 
 def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:

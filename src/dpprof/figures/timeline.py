@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.axes import RUN_KEY
+from dpprof.analysis.frames import rows_of
 from dpprof.analysis.peak_composition import choose
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split
@@ -44,7 +45,8 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     figure, axes = Panels(shown, 0).lay_out(columns, row_inches=1.5, sharey=True)
     highest = rows["peak_bytes"].max()
     unit = choose_byte_unit(highest)
-    instants = tables["timeline"].set_index(RUN_KEY)
+    keys = rows[RUN_KEY].itertuples(index=False, name=None)
+    instants = rows_of(tables, "timeline", keys).set_index(RUN_KEY)
     for position, (axis, panel) in enumerate(zip(axes, shown, strict=True)):
         run = panel.rows.iloc[0]
         step = instants.loc[[tuple(run[RUN_KEY])]]

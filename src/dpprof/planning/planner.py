@@ -73,7 +73,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     privacy: Privacy | None = None
     runs: tuple[PlannedRun, ...]
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The manifest's file content, one run per line."""
         lines = ",\n".join(canonical_json(run.model_dump(mode="json")) for run in self.runs)
@@ -81,7 +81,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         budget = f'"privacy":{privacy},' if privacy else ""
         return f'{{"schema_version":{self.schema_version},{budget}"runs":[\n{lines}\n]}}\n'
 
-    @property
+    @cached_property
     def path(self) -> Path:
         """The manifest's path, relative to the working folder."""
         return PLAN / f"manifest-{sha256_hex(self.text)[:16]}.json"
@@ -243,8 +243,9 @@ def _write_once(path: Path, text: str) -> None:
     """Write a file that is named by its content, older than everything that is made from it.
 
     So results that were copied here, without the plan that they were measured by, are not older.
+    There is no fsync, which takes long for ten thousand: what a crash loses is written again.
     """
-    if write_if_changed(path, text):
+    if write_if_changed(path, text, durable=False):
         os.utime(path, (_LONG_AGO_S, _LONG_AGO_S))
 
 

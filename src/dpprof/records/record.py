@@ -26,6 +26,8 @@ class Part(BaseModel):
     )
 
 
+_DIGEST = "content_digest"
+
 Record = TypeVar("Record", bound=Part)
 
 
@@ -45,9 +47,13 @@ class ManyResultsError(ResultError):
         self.problem = f"{len(errors):,} files cannot be trusted"
 
 
+def _canonical(document: dict[str, Any]) -> str:
+    """Return the canonical JSON of everything but the content digest."""
+    return canonical_json({key: value for key, value in document.items() if key != _DIGEST})
+
+
 def _content_digest(document: dict[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "content_digest"}
-    return sha256_hex(canonical_json(rest))
+    return sha256_hex(_canonical(document))
 
 
 def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> Record:
@@ -58,12 +64,12 @@ def write_record(path: Path, kind: type[Record], fields: Mapping[str, Any]) -> R
 
     The fields that ``kind`` declares itself come first; ``content_digest`` is added.
     """
-    draft = kind.model_validate({**fields, "content_digest": ""})
+    draft = kind.model_validate({**fields, _DIGEST: ""})
     dumped = escape_all(draft.model_dump(mode="json"))
     # Identity first, measurements after: the order in which a person reads.
     document = {key: value for key, value in dumped.items() if key in kind.__annotations__}
     document |= dumped
-    document["content_digest"] = _content_digest(document)
+    document[_DIGEST] = _content_digest(document)
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     return kind.model_validate(document)
 
@@ -92,12 +98,13 @@ def read_record(
         why = f"has schema version {found!r}, and this dpprof reads {version}{told}"
         raise ResultError(path, why)
     try:
-        digest = _content_digest(document)
+        canonical = _canonical(document)
     except (ValueError, RecursionError):  # NaN, infinity, or depth, which dpprof never writes
-        digest = None
-    if digest is None or document.get("content_digest") != digest:
+        canonical = None
+    if canonical is None or document.get(_DIGEST) != sha256_hex(canonical):
         raise ResultError(path, "was edited after it was written: its content digest differs")
     try:
-        return kind.model_validate(escape_all(document))
+        # Nearly every file has no surrogate, and looking into each of its texts takes time.
+        return kind.model_validate(escape_all(document) if "\\ud" in canonical else document)
     except ValidationError as error:
         raise ResultError(path, f"does not fit the schema ({explain(error, kind)})") from None

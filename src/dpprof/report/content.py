@@ -11,7 +11,7 @@ from dpprof.report.advice_section import tell_advice, tell_capacity
 from dpprof.report.answer import tell_answer
 from dpprof.report.budget_section import TITLE as BUDGET
 from dpprof.report.budget_section import tell_budget
-from dpprof.report.cells import Cell, column, tabulate
+from dpprof.report.caveats_section import tell_caveats
 from dpprof.report.document import (
     Blocks,
     Bullets,
@@ -20,7 +20,6 @@ from dpprof.report.document import (
     Paragraph,
     Picture,
     Section,
-    Table,
 )
 from dpprof.report.leads import tell_growth, tell_kernels, tell_price
 from dpprof.report.page_one import build_first_section
@@ -111,7 +110,7 @@ def _sections(tables: Tables, composition: pd.DataFrame, drawings: Sequence[Draw
 def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
     experiments, costs = tables["experiments"], choose(tables["costs"])
     return {
-        "Caveats": [*_caveats(tables["findings"])],
+        "Caveats": [*tell_caveats(tables["findings"])],
         "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
         "Missing results": outcome_section.tell_missing(tables["missing"]),
         "Comparison": [
@@ -143,18 +142,6 @@ def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
         "Code paths": [*time_sections.code_paths(tables["samplers"])],
         "How this was measured": _how(tables["runs"]),
     }
-
-
-def _caveats(findings: pd.DataFrame) -> list[Table | Paragraph]:
-    if findings.empty:
-        return []
-    columns: dict[str, Cell] = {
-        "experiment": lambda row: f"{row['experiment_id']} {row['instrument']}",
-        "caveat": column("finding"),
-    }
-    caption = "Read these caveats before the numbers."
-    source = "results/tables/findings.csv"
-    return [tabulate(caption, columns, findings, tuple(columns), source)]
 
 
 def _how(runs: pd.DataFrame) -> Blocks:

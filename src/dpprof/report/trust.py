@@ -7,30 +7,13 @@ from dpprof.analysis.focus import Tables
 from dpprof.analysis.peak_composition import compose
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
 from dpprof.records.terms import OUTCOMES
+from dpprof.report.caveats_section import MEANINGS
 from dpprof.report.cells import listed, plural
 from dpprof.report.document import Bullets, Section
 from dpprof.report.verification_section import count_verified
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
-
-_CAVEATS = {
-    "contended": "other processes kept cores busy, so times are too long",
-    "gpu-shared": "others used the GPU, so times may be too long",
-    "shared-host": "others ran beside them on the same host",
-    "devices-differ": "runs of other machines do not count",
-    "settings-differ": "runs were measured under different settings",
-    "peaks-differ": "peaks differ between processes",
-    "memory-unreconciled": "the allocator does not confirm a recorded peak",
-    "beyond-peak": "MFU or HFU is above 1",
-    "weak-privacy-budget": "the privacy budget promises hardly anything",
-    "ceilings-contended": "ceilings were measured while others were busy",
-    "ceilings-exceeded": "kernels were faster than the measured ceilings",
-    "other-kernels": "a trace has time of no known kind",
-    "fallback": "Opacus fell back to functorch without a word",
-    "nonfinite-samples": "samples were not finite",
-}
-"""What each kind of finding amounts to."""
 
 
 def build_trust_section(tables: Tables) -> Section:
@@ -125,7 +108,7 @@ def _tell_runs(tables: Tables) -> list[str]:
         )
     counts = tables["findings"]["kind"].value_counts()
     if len(counts):
-        kinds = [f"{_CAVEATS.get(str(kind), kind)} ({count:,})" for kind, count in counts.items()]
+        kinds = [f"{MEANINGS.get(str(kind), kind)} ({count:,})" for kind, count in counts.items()]
         total = int(counts.sum())
         said.append(f"{total:,} {plural(total, 'caveat')}, see Caveats: {'; '.join(kinds)}.")
     return said

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def canonical_json(value: Any) -> str:
@@ -44,14 +44,30 @@ def read_json(path: Path) -> Any:
         raise ValueError("it holds a number of too many digits") from None
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Write a file as a whole: a reader sees the old content or the new, never a part.
 
     The bytes are on disk (fsync) before the name changes, so a crash or a full disk leaves the
     previous file. A link stays, and its target is replaced.
 
+    Without ``durable`` there is no fsync: a reader still sees no part of a file, but a crash of the
+    machine may leave it empty. That is for files that are checked, and written again, before use.
+
     Raises:
         OSError: As ``check_writable``, or the disk is full; the message names the path.
+    """
+    with open_atomically(path, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a file to write it part by part; it gets its name at the end, as a whole.
+
+    If the block raises, the previous file stays.
+
+    Raises:
+        OSError: As ``write_atomically``.
     """
     file_path = _file_to_replace(path)
     _make_folder(file_path.parent)
@@ -59,17 +75,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         descriptor, temporary = tempfile.mkstemp(
             dir=file_path.parent, prefix=f".{file_path.name[:100]}."
         )
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
+    try:
+        with _naming(path, temporary), os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
                 os.fsync(file.fileno())
+        with _naming(path):
             Path(temporary).chmod(0o644)
             Path(temporary).replace(file_path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(temporary).unlink()
-            raise
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        raise
 
 
 def check_writable(path: Path) -> None:
@@ -117,18 +135,24 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the given path in errors that name another path, or none."""
+def _naming(path: Path, written: str | None = None) -> Iterator[None]:
+    """Name the given path in errors that name another path, or none.
+
+    With ``written``, errors that name another file than this one stay: they are not of the write.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        foreign = written is not None and error.filename not in (None, written)
+        if error.errno is None or foreign:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_if_changed(path: Path, text: str) -> bool:
+def write_if_changed(path: Path, text: str, *, durable: bool = True) -> bool:
     """Write a file only if its content differs, so that its age shows when it last changed.
+
+    ``durable`` is as for ``write_atomically``.
 
     Returns:
         Whether the file was written.
@@ -140,5 +164,5 @@ def write_if_changed(path: Path, text: str) -> bool:
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == text:
             return False
-    write_atomically(path, text)
+    write_atomically(path, text, durable=durable)
     return True

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.axes import RUN_KEY
+from dpprof.analysis.frames import rows_of
 from dpprof.report.document import Document
 from dpprof.report.page.columns import pack_frame
 from dpprof.report.page.data import (
@@ -20,10 +21,12 @@ from dpprof.report.page.data import (
 from dpprof.report.page.detail import DETAILS, Runs
 from dpprof.report.page.holdings import pack_holdings, read_holdings
 from dpprof.report.page.logs import read_ends
-from dpprof.report.page.timelines import pack_timelines
+from dpprof.report.page.timelines import Timelines
 
 
-def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator[dict[str, Any]]:
+def tell_contents(
+    document: Document, tables: Tables, results: Path, limit_bytes: int | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the contents of the page, each with less detail than the one before.
 
     Args:
@@ -31,6 +34,7 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
             the answer, and whether it can be believed.
         tables: The tables of the analysis.
         results: The folder ``results``, whose logs are read.
+        limit_bytes: What is certain to be larger, as JSON, is not made; None: everything is.
     """
     experiments = list_experiments(tables)
     peaks, failures = list_peaks(tables, experiments), list_failures(tables)
@@ -40,6 +44,7 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
     ends = read_ends(told, results.absolute().parent, results / "logs")
     runs: Runs = [tuple(key) for key in peaks[RUN_KEY].itertuples(index=False)]
     holdings = read_holdings(results.absolute().parent, runs[: DETAILS[0].runs])
+    timelines = Timelines(rows_of(tables, "timeline", runs[: DETAILS[0].runs]))
     fixed = {
         "title": document.title,
         "question": document.question,
@@ -49,6 +54,10 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
         "outcomes": pack_frame(tables["outcomes"]),
     }
     for detail in DETAILS:
+        # A number has a digit and a comma.
+        least_bytes = 2 * timelines.count(runs[: detail.runs], detail.instants)
+        if limit_bytes is not None and least_bytes > limit_bytes and detail is not DETAILS[-1]:
+            continue
         quoted = dict(list(zip(told.index, ends, strict=True))[: detail.log_ends])
         of_rows = {
             "experiments": experiments,
@@ -61,9 +70,7 @@ def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator
             fixed
             | {name: pack_frame(frame[: detail.rows]) for name, frame in of_rows.items()}
             | {
-                "timelines": pack_timelines(
-                    tables["timeline"], runs[: detail.runs], detail.instants
-                ),
+                "timelines": timelines.pack(runs[: detail.runs], detail.instants),
                 "holdings": pack_holdings(holdings[: detail.runs], detail.holdings),
                 "thinned": list(detail.tell(of_rows, runs, len(logs))),
             }

@@ -28,21 +28,38 @@ def thin(totals: npt.NDArray[np.int64], phases: list[str], parts: int | None) ->
     return sorted(kept)
 
 
-def pack_timelines(timeline: pd.DataFrame, runs: Runs, parts: int | None) -> list[Any]:
-    """Return the timelines of runs, in their order; None for a run without one."""
-    steps = dict(iter(timeline.groupby(RUN_KEY, sort=False)))
-    return [_pack_timeline(steps[run], parts) if run in steps else None for run in runs]
+class Timelines:
+    """The table ``timeline`` by run, to be packed in more than one detail."""
 
+    def __init__(self, timeline: pd.DataFrame) -> None:
+        self._steps = dict(iter(timeline.groupby(RUN_KEY, sort=False)))
+        self._components = {
+            run: [name for name in COMPONENTS if step[name].any()]
+            for run, step in self._steps.items()
+        }
 
-def _pack_timeline(step: pd.DataFrame, parts: int | None) -> dict[str, Any]:
-    components = [name for name in COMPONENTS if step[name].any()]
-    totals = step[components].to_numpy(np.int64).sum(axis=1)
-    kept = step.iloc[thin(totals, step["phase"].tolist(), parts)]
-    timed = not kept["elapsed_s"].isna().any()
-    return {
-        "ops": pack_changes(kept["ops"].tolist()),
-        "elapsed_s": [plain(value) for value in kept["elapsed_s"]] if timed else None,
-        "phase": pack_column(kept["phase"]),
-        "op": pack_column(kept["op"]),
-        "components": {name: pack_changes(kept[name].tolist()) for name in components},
-    }
+    def count(self, runs: Runs, parts: int | None) -> int:
+        """Return how many numbers the timelines of runs have at least, thinned to so many parts."""
+        told = [(len(self._steps[run]), len(self._components[run])) for run in self._known(runs)]
+        return sum((1 + held) * min(rows, parts or rows) for rows, held in told)
+
+    def pack(self, runs: Runs, parts: int | None) -> list[Any]:
+        """Return the timelines of runs, in their order; None for a run without one."""
+        known = set(self._known(runs))
+        return [self._pack(run, parts) if run in known else None for run in runs]
+
+    def _known(self, runs: Runs) -> list[tuple[str, str, int]]:
+        return [run for run in runs if run in self._steps]
+
+    def _pack(self, run: tuple[str, str, int], parts: int | None) -> dict[str, Any]:
+        step, components = self._steps[run], self._components[run]
+        totals = step[components].to_numpy(np.int64).sum(axis=1)
+        kept = step.iloc[thin(totals, step["phase"].tolist(), parts)]
+        timed = not kept["elapsed_s"].isna().any()
+        return {
+            "ops": pack_changes(kept["ops"].tolist()),
+            "elapsed_s": [plain(value) for value in kept["elapsed_s"]] if timed else None,
+            "phase": pack_column(kept["phase"]),
+            "op": pack_column(kept["op"]),
+            "components": {name: pack_changes(kept[name].tolist()) for name in components},
+        }

@@ -55,7 +55,7 @@ def make_page(
     document: Document, tables: Tables, results: Path, live: dict[str, Any] | None = None
 ) -> str:
     """Return the page at the finest detail that fits; ``live`` as for ``render_page``."""
-    for content in tell_contents(document, tables, results):
+    for content in tell_contents(document, tables, results, LIMIT_BYTES):
         page = render_page(content, live)
         size = len(page.encode())
         if size <= LIMIT_BYTES:

@@ -1,0 +1,231 @@
+"""What ten thousand experiments cost: planning them, and tables, figures and report of results.
+
+Planning is `snakemake -n` of a config with so many runs, beside a bare Snakefile with as many jobs:
+one rule without functions, and a rule for all. The first plan writes the specs, the second finds
+them. The results are synthetic, with an estimate beside every second one; their cost is a multiple
+of importing torch and Opacus. All figures are CPU time, of processes in turn, so other programs on
+the machine hardly change them. Claims: a second plan is at most 2.2 times the bare one; tables,
+figures and report take at most 20 times the import, and no process 1 GiB.
+"""
+
+import argparse
+import datetime as dt
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from dpprof.records.provenance import package_versions
+from dpprof.spec import registry
+from dpprof.system.console import say
+from dpprof.system.hardware import available_cores, cpu_name
+from synthetic_results import write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+PLAN_CLAIM = 2.2
+REPORT_CLAIM = 20.0
+MEMORY_CLAIM_MIB = 1024.0
+
+CHECKOUT = ("Snakefile", "src", "workflow", "profiles", "config", "envs", "pyproject.toml")
+"""What a copy of the checkout needs to plan."""
+
+BARE = """
+rule all:
+    input: expand("results/{{number}}.json", number=range({jobs}))
+
+rule job:
+    input: "spec.json"
+    output: "results/{{number}}.json"
+    shell: "cp {{input}} {{output}}"
+"""
+
+CONFIG = """
+defaults: {{model: tiny, device: cpu, method: flash-bk, batch_size: 2, seq_len: 32}}
+sweeps: {{many: {{seed: [{seeds}]}}}}
+"""
+
+
+class Cost(NamedTuple):
+    """What a process and its children took."""
+
+    cpu_s: float
+    peak_mib: float
+    """The largest resident memory of one process."""
+
+
+class Row(NamedTuple):
+    """A line of a table."""
+
+    name: str
+    cost: Cost
+    ratio: float
+
+
+_LAUNCHER = """
+import os, sys
+process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+_, status, used = os.wait4(process, 0)
+print()
+print(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+"""
+"""A process starts with the peak of the one that starts it (Linux), so that must be a small one."""
+
+
+def run(command: Sequence[str], folder: Path) -> Cost:
+    """Run a command in a folder, without its output.
+
+    Raises:
+        RuntimeError: It failed; the message has the end of what it said.
+    """
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    launched = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        check=True,
+    )
+    said, _, told = launched.stdout.strip().rpartition("\n")
+    status, cpu_s, peak_mib = told.split()
+    if status != "0":
+        raise RuntimeError(f"{' '.join(command)} ended with {status}: {said.strip()[-2000:]}")
+    return Cost(float(cpu_s), float(peak_mib))
+
+
+def median_of(costs: Sequence[Cost]) -> Cost:
+    """Return the median time and the highest peak."""
+    return Cost(statistics.median(c.cpu_s for c in costs), max(c.peak_mib for c in costs))
+
+
+def measure_planning(jobs: int, rounds: int, folder: Path) -> Iterator[Row]:
+    """Plan so many runs in turn: bare, for the first time, and again."""
+    bare, ours = folder / "bare", folder / "ours"
+    bare.mkdir()
+    (bare / "Snakefile").write_text(BARE.format(jobs=jobs), encoding="utf-8")
+    (bare / "spec.json").touch()
+    ours.mkdir()
+    for name in CHECKOUT:
+        copy: Callable[..., object] = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, ours / name)
+    config = ours / "config" / "scale.yaml"
+    config.write_text(CONFIG.format(seeds=", ".join(map(str, range(jobs)))), encoding="utf-8")
+    dry = [sys.executable, "-m", "snakemake", "--dry-run", "--cores", "1"]
+    sides: dict[str, list[Cost]] = {"bare": [], "first plan": [], "second plan": []}
+    for number in range(rounds):
+        shutil.rmtree(ours / "results", ignore_errors=True)
+        sides["bare"].append(run(dry, bare))
+        for name in ("first plan", "second plan"):
+            sides[name].append(run([*dry, "--configfile", "config/scale.yaml"], ours))
+        say(f"planning: round {number + 1} of {rounds}")
+    for name, costs in sides.items():
+        ratios = [one.cpu_s / base.cpu_s for one, base in zip(costs, sides["bare"], strict=True)]
+        yield Row(name, median_of(costs), statistics.median(ratios))
+
+
+def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
+    """Make tables, figures and report of so many results, between imports."""
+    manifest = write_results(folder, results)
+    say("reporting: the results are written")
+    tables, output = folder / "results" / "tables", folder / "results"
+    figures = {
+        f"figure {name}": [
+            *("draw_figure.py", f"--figure={name}", f"--tables={tables}"),
+            *(f"--output={output}/figures/{name}.{kind}" for kind in ("png", "pdf", "json")),
+        ]
+        for name in registry.names("figures")
+    }
+    steps = {
+        "tables": ["build_tables.py", f"--manifest={manifest}", f"--output-dir={tables}"],
+        **figures,
+        "report": ["build_report.py", f"--tables={tables}", f"--output-dir={output}"],
+    }
+    imports = [import_both(folder) for _ in range(3)]
+    costs = {}
+    for name, (script, *options) in steps.items():
+        path = str(ROOT / "workflow" / "scripts" / script)
+        costs[name] = run([sys.executable, path, *options], folder)
+        imports.append(import_both(folder))
+        say(f"reporting: {name}")
+    unit = median_of(imports)
+    yield Row("import torch, opacus", unit, 1.0)
+    for name, cost in costs.items():
+        yield Row(name, cost, cost.cpu_s / unit.cpu_s)
+    total = Cost(sum(c.cpu_s for c in costs.values()), max(c.peak_mib for c in costs.values()))
+    yield Row("all of them", total, total.cpu_s / unit.cpu_s)
+
+
+def import_both(folder: Path) -> Cost:
+    """Import torch and Opacus in a fresh process."""
+    return run([sys.executable, "-c", "import torch, opacus"], folder)
+
+
+def tabulate(rows: Sequence[Row], of: str) -> str:
+    """Lay rows out as a Markdown table; ratios are multiples ``of`` something."""
+    lines = [f"| | CPU (s) | {of} | peak RSS (MiB) |", "| --- | ---: | ---: | ---: |"]
+    lines += [
+        f"| {name} | {cost.cpu_s:.1f} | {ratio:.2f} | {cost.peak_mib:.0f} |"
+        for name, cost, ratio in rows
+    ]
+    return "\n".join(lines)
+
+
+def find_broken(planning: Sequence[Row], reporting: Sequence[Row]) -> list[str]:
+    """Return the claims that do not hold."""
+    plan, report = planning[-1], reporting[-1]
+    broken = []
+    if plan.ratio > PLAN_CLAIM:
+        broken.append(f"{plan.name}: {plan.ratio:.2f} times bare, not at most {PLAN_CLAIM}")
+    if report.ratio > REPORT_CLAIM:
+        broken.append(f"report: {report.ratio:.1f} times the import, not at most {REPORT_CLAIM}")
+    if report.cost.peak_mib >= MEMORY_CLAIM_MIB:
+        broken.append(f"report: {report.cost.peak_mib:.0f} MiB, not below {MEMORY_CLAIM_MIB:.0f}")
+    return broken
+
+
+def describe_machine() -> str:
+    """Say where and with what the tables were measured."""
+    versions = package_versions(("snakemake", "pandas", "scipy", "matplotlib", "torch", "opacus"))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    cpu = f"{cpu_name()}, {available_cores()} cores"
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=10_000, help="how many runs are planned")
+    parser.add_argument("--results", type=int, default=10_000, help="how many results of clean")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each plan is made")
+    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        planning = list(measure_planning(arguments.jobs, arguments.rounds, folder))
+        reporting = list(measure_reporting(arguments.results, folder / "reporting"))
+    estimates = -(-arguments.results // 2)
+    text = "\n\n".join(
+        [
+            describe_machine(),
+            f"`snakemake -n` with {arguments.jobs:,} runs:",
+            tabulate(planning, "times bare"),
+            f"{arguments.results:,} results of clean and {estimates:,} of estimate:",
+            tabulate(reporting, "times the import"),
+        ]
+    )
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
+    if broken := find_broken(planning, reporting):
+        sys.exit("\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()

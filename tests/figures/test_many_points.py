@@ -1,0 +1,88 @@
+"""Figures of more points than a reader can tell apart."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.container import ErrorbarContainer
+
+from dpprof.figures import accuracy
+from dpprof.figures.scaling import draw_batch_size, mark_some
+
+
+def experiments_of(count: int) -> pd.DataFrame:
+    """Experiments of two methods along the batch size, with intervals."""
+    batches = np.arange(1, count + 1)
+    tables = [
+        pd.DataFrame({"method": method, "batch_size": batches}).assign(
+            median_step_s=0.01 * rank * batches,
+            step_low_s=0.009 * rank * batches,
+            step_high_s=0.011 * rank * batches,
+            peak_bytes=2**20 * batches,
+        )
+        for rank, method in enumerate(("standard", "flash"), 1)
+    ]
+    setting = {"model": "tiny", "seq_len": 32, "parameters_total": 10, "peak_kind": "allocated"}
+    return pd.concat(tables, ignore_index=True).assign(**setting)
+
+
+def time_axis(count: int):
+    return draw_batch_size({"experiments": experiments_of(count)}).axes[1]
+
+
+def test_few_points_keep_marks_and_error_bars() -> None:
+    axis = time_axis(16)
+
+    assert [kind for kind in axis.containers if isinstance(kind, ErrorbarContainer)]
+    assert not [one for one in axis.collections if isinstance(one, PolyCollection)]
+    assert all(line.get_markevery() is None for line in axis.lines)
+
+
+def test_many_points_are_lines_with_eight_marks_and_one_band_a_method() -> None:
+    axis = time_axis(1_000)
+
+    assert not axis.containers
+    bands = [one for one in axis.collections if isinstance(one, PolyCollection)]
+    assert len(bands) == 2
+    (standard,) = [line for line in axis.lines if line.get_label() == "standard"]
+    assert len(standard.get_xdata()) == 1_000
+    # 1,000 ** (k / 7) for k from 0 to 7, less one for the position.
+    assert standard.get_markevery() == [0, 2, 6, 18, 51, 138, 372, 999]
+    # The highest ends of the methods' intervals, in milliseconds.
+    highest = [band.get_paths()[0].vertices[:, 1].max() for band in bands]
+    assert sorted(highest) == pytest.approx([11_000, 22_000])
+
+
+def test_marks_stand_at_points_and_at_both_ends() -> None:
+    assert mark_some(np.array([2.0] * 5 + [4.0] * 5)) is None
+    assert mark_some(np.arange(1.0, 18.0))[0] == 0
+    assert mark_some(np.arange(1.0, 18.0))[-1] == 16
+
+
+def peaks_of(count: int, worst: int) -> pd.DataFrame:
+    """Peaks whose gap is one per mille, and that of one ten percent."""
+    allocator = np.geomspace(2**20, 2**30, count).round()
+    gap = allocator / 1_000
+    gap[worst] = allocator[worst] / 10
+    return pd.DataFrame({"allocator_peak_bytes": allocator, "gap_bytes": gap}).assign(
+        instrument="memory", method="flash", bound_bytes=65_536
+    )
+
+
+def shown(peaks: pd.DataFrame) -> tuple[list[float], list[float]]:
+    (axis,) = accuracy.draw({"peaks": peaks}).axes
+    assert not [one for one in axis.collections if isinstance(one, PathCollection)]
+    (line,) = [one for one in axis.lines if one.get_linestyle() == "None"]
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def test_up_to_five_hundred_peaks_are_all_shown() -> None:
+    assert len(shown(peaks_of(500, 7))[0]) == 500
+
+
+def test_of_many_peaks_the_largest_gap_of_each_part_is_shown() -> None:
+    sizes, gaps = shown(peaks_of(5_000, 4_321))
+
+    assert 24 <= len(sizes) <= 25
+    assert min(gaps) == pytest.approx(-10)
+    assert sizes[int(np.argmin(gaps))] == pytest.approx(2 ** (10 * 4_321 / 4_999), rel=1e-6)

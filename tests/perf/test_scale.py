@@ -1,0 +1,72 @@
+"""What perf/scale.py claims, and that it measures what it says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PERF = Path(__file__).parents[2] / "perf"
+sys.path.insert(0, str(PERF))
+
+from scale import Cost, Row, find_broken, median_of, run, tabulate  # noqa: E402
+
+
+def test_a_process_is_charged_for_what_its_children_take(tmp_path) -> None:
+    work = "x = bytearray(300 * 2**20); sum(range(10**7))"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}], check=True)"
+    busy, idle = (run([sys.executable, "-c", code], tmp_path) for code in (child, "pass"))
+
+    assert busy.peak_mib - idle.peak_mib == pytest.approx(300, abs=30)
+    assert busy.cpu_s > idle.cpu_s
+
+
+def test_a_command_that_fails_says_why(tmp_path) -> None:
+    with pytest.raises(RuntimeError, match=r"ended with 3: what went wrong"):
+        run([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], tmp_path)
+
+
+def test_medians_of_times_and_the_highest_peak() -> None:
+    assert median_of([Cost(1.0, 10.0), Cost(9.0, 30.0), Cost(2.0, 20.0)]) == Cost(2.0, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "report", "peak_mib", "broken"),
+    [
+        (2.2, 20.0, 1023.0, []),
+        (2.21, 20.0, 1023.0, ["second plan: 2.21 times bare, not at most 2.2"]),
+        (2.2, 20.1, 1023.0, ["report: 20.1 times the import, not at most 20.0"]),
+        (2.2, 20.0, 1024.0, ["report: 1024 MiB, not below 1024"]),
+    ],
+)
+def test_a_claim_is_broken_just_beyond_its_limit(plan, report, peak_mib, broken) -> None:
+    planning = [Row("second plan", Cost(1.0, 100.0), plan)]
+    reporting = [Row("all of them", Cost(1.0, peak_mib), report)]
+
+    assert find_broken(planning, reporting) == broken
+
+
+def test_rows_as_markdown() -> None:
+    assert tabulate([Row("tables", Cost(12.34, 456.7), 3.456)], "times").splitlines() == [
+        "| | CPU (s) | times | peak RSS (MiB) |",
+        "| --- | ---: | ---: | ---: |",
+        "| tables | 12.3 | 3.46 | 457 |",
+    ]
+
+
+@pytest.mark.slow
+def test_fifty_experiments_are_planned_and_reported(tmp_path) -> None:
+    output = tmp_path / "scale.md"
+    options = ["--jobs=50", "--results=50", "--rounds=1", f"--output={output}"]
+    done = subprocess.run(
+        [sys.executable, str(PERF / "scale.py"), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    # With so few, what every process takes outweighs what the experiments do.
+    assert done.returncode == 0 or "times" in done.stderr.splitlines()[-1], done.stderr
+    told = output.read_text(encoding="utf-8")
+    for name in ("bare", "first plan", "second plan", "tables", "figure tradeoff", "report"):
+        assert f"| {name} | " in told
