@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.log,
             traces=arguments.traces or arguments.output.with_suffix(".traces"),
             keep=arguments.keep,
+            since_s=progress.sweep.at_s if progress and progress.sweep else 0.0,
         )
     if progress is not None:
         progress.conclude(name, result)
