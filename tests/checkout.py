@@ -55,11 +55,15 @@ class Checkout:
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """Start snakemake in a process group of its own, as a terminal would."""
+        return self.call("-m", "snakemake", *options)
+
+    def call(self, *arguments: str, output: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        """Start Python in a process group of its own."""
         return subprocess.Popen(
-            [sys.executable, "-m", "snakemake", *options],
+            [sys.executable, *arguments],
             cwd=self.path,
             env=self._environment,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -108,6 +112,10 @@ class Checkout:
 
     def table(self, name: str) -> pd.DataFrame:
         return pd.read_csv(self.path / "results" / "tables" / f"{name}.csv")
+
+    def report(self) -> str:
+        """The report as text, without the escapes of Markdown."""
+        return (self.path / "results" / "report.md").read_text().replace("\\", "")
 
     def forget_snakemakes_records(self) -> None:
         """Delete .snakemake and touch every tracked file, as a new clone would."""

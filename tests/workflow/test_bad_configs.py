@@ -9,6 +9,14 @@ TEMPLATE = "__use_yte__: true\n__definitions__:\n  - open('pwned', 'w')\n"
 REFUSED = "the key __use_yte__ is not allowed, because Snakemake executes the Python"
 ALL = {
     "a template": (("-n", "--configfile", "my.yaml"), "error: my.yaml: " + REFUSED),
+    "a template, for Slurm": (
+        ("-n", "--workflow-profile", "profiles/slurm", "--configfile", "my.yaml"),
+        "error: my.yaml: " + REFUSED,
+    ),
+    "a template, for Kubernetes": (
+        ("-n", "--workflow-profile", "profiles/kubernetes", "--configfile", "my.yaml"),
+        "error: my.yaml: " + REFUSED,
+    ),
     "a missing file": (
         ("-n", "--configfile", "no.yaml"),
         "error: [Errno 2] No such file or directory: 'no.yaml'",

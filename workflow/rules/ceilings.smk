@@ -9,7 +9,7 @@ rule ceilings:
     log:
         "results/logs/ceilings/{device}.log",
     priority: 1001
-    retries: 1
+    retries: 2
     conda:
         "../../envs/dpprof.yaml"
     threads: workflow.cores

@@ -1,7 +1,8 @@
 # One process and one JSON per experiment, instrument and replicate. The supervisor
-# records every failure and exits 0; a retry here is for its own death alone. The result is
-# marked as updated so that Snakemake does not delete, before the script can look at it, one
-# that a run has finished whose Snakemake was killed.
+# records every failure and exits 0; retries here are for its own death alone: a scheduler may
+# end two jobs, and a third then leaves the result of both. The result is marked as updated so
+# that Snakemake does not delete, before the script can look at it, one that a run has finished
+# whose Snakemake was killed.
 rule profile:
     input:
         spec=local("results/plan/specs/{id}.json"),
@@ -13,7 +14,7 @@ rule profile:
     wildcard_constraints:
         instrument="|".join(MEASUREMENTS),
     priority: priority_of
-    retries: 1
+    retries: 2
     conda:
         "../../envs/dpprof.yaml"
     threads: threads_of

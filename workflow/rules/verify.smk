@@ -9,7 +9,7 @@ rule verify:
         "results/verify/{model}-{method}.json",
     log:
         "results/logs/verify/{model}-{method}.log",
-    retries: 1
+    retries: 2
     conda:
         "../../envs/dpprof.yaml"
     resources:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dpprof.cli.common import Parser, ending_in_a_sentence
 from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, Kind
 from dpprof.records.record import ResultError
+from dpprof.records.result import interrupted_path
 from dpprof.records.terms import OUTCOMES
 from dpprof.spec.validation import one_of
 from dpprof.system.console import printable
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 forgotten += 1
                 if not arguments.dry_run:
                     path.unlink()
+                    interrupted_path(path).unlink(missing_ok=True)
     done = "would be forgotten" if arguments.dry_run else "forgotten"
     print(f"{forgotten} results {done}; the next snakemake measures them again", file=sys.stderr)
     sys.exit(1 if damaged else 0)

@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             threads=arguments.threads,
             longest_wait_s=longest_s,
             number_of_slots=number_of_slots,
+            since_s=progress.sweep.at_s if progress and progress.sweep else 0.0,
         )
     if progress is not None:
         progress.conclude(name, result)

@@ -8,6 +8,8 @@ from dpprof.analysis.tables import build_tables
 from dpprof.analysis.timeline_table import TimelineFile
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.accounting_run import account_apart
+from dpprof.launch.interrupted import drop_copies
+from dpprof.planning.artifacts import RESULTS
 from dpprof.planning.planner import Manifest, read_manifest
 from dpprof.spec.validation import InputError
 from dpprof.system.console import keep_log, say
@@ -68,3 +70,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, table in tables.items():
             write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")
+        drop_copies(root / RESULTS)

@@ -37,6 +37,14 @@ from dpprof.system.process_groups import end_group, no_survivors
 Answer = TypeVar("Answer")
 
 
+class Terminated(SystemExit):
+    """SIGTERM or SIGHUP has come; the exit status is a shell's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
 class Ended(NamedTuple, Generic[Answer]):
     """How a child process ended."""
 
@@ -161,7 +169,8 @@ def isolate(
 ) -> Iterator[Isolation]:
     """Hold the first free device; if none is free, say which process holds it, and wait.
 
-    Inside the context, SIGTERM and SIGHUP raise ``SystemExit``, so that children are ended too.
+    Inside the context, SIGTERM and SIGHUP raise ``Terminated``, so that children are ended too.
+    Only the first does: what is done about it is not interrupted again.
 
     ``output`` is the file that will be written, if any; ``slots`` are interchangeable. ``digest``
     returns the digest of the code that will run; ``module`` is the calling module's file, imported
@@ -195,10 +204,12 @@ def _tell_wait(device: str, whom: str, waited_s: float) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into ``SystemExit``."""
+    """Turn the first SIGTERM or SIGHUP into ``Terminated``."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise Terminated(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -3,10 +3,13 @@
 It imports no torch, so it starts fast, and a crash of a measurement does not affect it.
 """
 
+import signal
 import tempfile
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from dpprof.launch.cpu_slots import cpu_slots
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
@@ -18,18 +21,26 @@ from dpprof.launch.gpu_contention import (
     refuse_busy,
     tell_others,
 )
-from dpprof.launch.isolated import Isolation, isolate
+from dpprof.launch.interrupted import (
+    MAX_ATTEMPTS,
+    RETRIED,
+    drop_copy,
+    is_interrupted,
+    keep_copy,
+    read_earlier,
+)
+from dpprof.launch.isolated import Isolation, Terminated, isolate
 from dpprof.launch.protocol import TRACES, PhaseMark, Report
+from dpprof.launch.scheduler import describe_end, scheduler_job
 from dpprof.planning.code_digest import code_digest
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.record import ResultError, write_record
+from dpprof.records.record import write_record
 from dpprof.records.result import (
     SCHEMA_VERSION,
     Attempt,
     Failure,
     Measurement,
     Result,
-    read_result,
 )
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS
@@ -37,12 +48,10 @@ from dpprof.system.child_output import Sink
 from dpprof.system.console import say
 from dpprof.system.hardware import available_cores
 
-MAX_ATTEMPTS = 2
-"""A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
-
-_RETRIED = ("crashed", "killed")
-
 _WORK = "dpprof.launch.worker:work"
+
+_SIGNALS_SPREAD_S = 2.0
+"""A scheduler signals every process of a job, the worker perhaps before its supervisor."""
 
 
 def _slots(
@@ -65,53 +74,75 @@ def _slots(
     return gpu_slots(number) or [cpu]  # no GPU: the worker records why
 
 
-def _attempt(
-    isolation: Isolation, experiment: Experiment, instrument: str, sink: Sink
-) -> tuple[Attempt, Measurement | None]:
+class _Tried(NamedTuple):
+    """What came of an attempt."""
+
+    attempt: Attempt
+    measurement: Measurement | None = None
+    terminated: Terminated | None = None
+    """How a scheduler has ended this process meanwhile, if it has."""
+
+
+def _attempt(isolation: Isolation, experiment: Experiment, instrument: str, sink: Sink) -> _Tried:
     """Run the experiment in a worker and judge how the worker ended.
 
     Other processes' use of the GPU is recorded before and after. With ``busy_gpu: refuse``
     nothing runs beside it.
+
+    Raises:
+        Terminated: This process is to end, and no scheduler has said so.
     """
     uuid = isolation.slot.uuid
-    before = look_at(uuid)
+    before, start = look_at(uuid), time.monotonic()
     if experiment.busy_gpu == "refuse" and before.matter:
-        failure = refuse_busy(before, experiment.wait_for_idle_gpu_s)
-        return Attempt(outcome="unsupported", error=failure, wall_s=0.0, others_before=before), None
+        refusal = refuse_busy(before, experiment.wait_for_idle_gpu_s)
+        return _Tried(
+            Attempt(outcome="unsupported", error=refusal, wall_s=0.0, others_before=before)
+        )
     with tempfile.TemporaryFile() as phase_file:
         descriptor = phase_file.fileno()
         mark = PhaseMark(descriptor)
-        ended = isolation.run(
-            Report,
-            _WORK,
-            experiment.model_dump_json(),
-            instrument,
-            descriptor,
-            timeout_s=experiment.timeout_s,
-            sink=sink,
-            pass_fds=(descriptor,),
-        )
+        try:
+            ended = isolation.run(
+                Report,
+                _WORK,
+                experiment.model_dump_json(),
+                instrument,
+                descriptor,
+                timeout_s=experiment.timeout_s,
+                sink=sink,
+                pass_fds=(descriptor,),
+            )
+            if ended.returncode == -signal.SIGTERM and scheduler_job():
+                time.sleep(_SIGNALS_SPREAD_S)
+        except Terminated as terminated:
+            job, wall_s = scheduler_job(), time.monotonic() - start
+            if job is None:
+                raise
+            error = describe_end(job, terminated.number, mark.read())
+            attempt = Attempt(outcome="killed", error=error, wall_s=wall_s, others_before=before)
+            return _Tried(attempt, terminated=terminated)
         phase = mark.read()
     after = look_afterwards(uuid)
     report = ended.answer or Report(outcome="timeout")
-    outcome, error = report.outcome, report.error
+    outcome, failure = report.outcome, report.error
     if ended.answer is None and ended.timed_out:
         message = f"ended after timeout_s = {experiment.timeout_s:g} s"
-        error = Failure(kind="Timeout", message=message, phase=phase)
+        failure = Failure(kind="Timeout", message=message, phase=phase)
     elif ended.answer is None:
         limited = experiment.memory_limit_bytes is not None
-        outcome, error = judge_death(ended.returncode, phase, ended.output, limited=limited)
-    if error is not None and outcome == "oom":
-        error = tell_others(error, before, after)
+        outcome, failure = judge_death(ended.returncode, phase, ended.output, limited=limited)
+    if failure is not None and outcome == "oom":
+        failure = tell_others(failure, before, after)
     attempt = Attempt(
         outcome=outcome,
-        error=error,
+        error=failure,
         wall_s=ended.wall_s,
         others_busy_cores=ended.others_busy_cores,
         others_before=before,
         others_after=after,
     )
-    return attempt, report.measurement
+    return _Tried(attempt, report.measurement)
 
 
 def supervise(
@@ -126,6 +157,7 @@ def supervise(
     threads: int | None = None,
     longest_wait_s: float | None = None,
     number_of_slots: int = 1,
+    since_s: float = 0.0,
 ) -> Result:
     """Run one experiment until it ends in any way, and write one complete JSON.
 
@@ -134,7 +166,9 @@ def supervise(
 
     The worker's output goes to ``log_path``, or to standard error; an instrument's traces go to
     the folder ``traces``, if any. With ``keep``, an existing complete result of this run by the
-    present code is returned: a process wrote it after its Snakemake was killed.
+    present code is returned: a process wrote it after its Snakemake was killed. If a scheduler has
+    interrupted the run since ``since_s``, the sweep's beginning in seconds since 1970, its attempts
+    count as the first ones.
 
     ``threads`` are those of a measurement whose experiment does not say ``cpu_threads``, at most
     and by default one for each core. ``longest_wait_s`` bounds the wait for the lock;
@@ -144,12 +178,12 @@ def supervise(
     Raises:
         OSError: The result cannot be written; this is checked before the measurement.
         DeviceBusyError: No device became free in that time.
+        Terminated: SIGTERM or SIGHUP has come. Under a scheduler the result is written all the
+            same, with the outcome killed.
     """
     slots = _slots(experiment, instrument, threads, number_of_slots)
     idle_s, busy_gpu = experiment.wait_for_idle_gpu_s, experiment.busy_gpu
     digest = partial(code_digest, instrument, experiment)
-    attempts: list[Attempt] = []
-    measurement: Measurement | None = None
     with (
         isolate(
             output,
@@ -161,51 +195,55 @@ def supervise(
         ) as isolation,
         closing(Sink(log_path)) as sink,
     ):
-        if keep and (finished := _read_finished(output, experiment, instrument, replicate)):
+        asked = (experiment.digest, instrument, replicate)
+        earlier = read_earlier(output, asked, digest, since_s) if keep else None
+        attempts = list(earlier.attempts) if earlier else []
+        for number, attempt in enumerate(attempts, start=1):
+            told = f": {attempt.error.message}" if attempt.error else ""
+            sink.write(f"dpprof: earlier attempt {number}: {attempt.outcome}{told}\n")
+        if earlier and not is_interrupted(earlier):
             say("this code has already measured this run; its result is kept")
-            return finished
+            drop_copy(output)
+            return earlier
         isolation.begin(**{TRACES: "" if traces is None else str(traces)})
-        while len(attempts) < MAX_ATTEMPTS:
+        while True:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
-            attempt, measurement = _attempt(isolation, experiment, instrument, sink)
+            attempt, measurement, terminated = _attempt(isolation, experiment, instrument, sink)
             if attempt.error is not None and log_path is not None:
                 error = attempt.error.model_copy(update={"log": str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})
             attempts.append(attempt)
             sink.write(f"dpprof: attempt {len(attempts)}: {attempt.outcome}\n")
-            if attempt.outcome not in _RETRIED:
+            if terminated or attempt.outcome not in RETRIED or len(attempts) >= MAX_ATTEMPTS:
                 break
         facts = isolation.finish()
-    facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
-    measured = (measurement or Measurement()).model_dump()
-    measured["reasons"] |= {"verification": JOINED}
-    return write_record(
-        output,
-        Result,
-        {
-            **measured,
-            **facts,
-            "schema_version": SCHEMA_VERSION,
-            "experiment_id": experiment.id,
-            "experiment": experiment,
-            "spec_digest": experiment.digest,
-            "instrument": instrument,
-            "replicate": replicate,
-            "outcome": attempts[-1].outcome,
-            "error": attempts[-1].error,
-            "attempts": attempts,
-        },
-    )
+        facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
+        measured = (measurement or Measurement()).model_dump()
+        measured["reasons"] |= {"verification": JOINED}
+        result = write_record(
+            output,
+            Result,
+            {
+                **measured,
+                **facts,
+                "schema_version": SCHEMA_VERSION,
+                "experiment_id": experiment.id,
+                "experiment": experiment,
+                "spec_digest": experiment.digest,
+                "instrument": instrument,
+                "replicate": replicate,
+                "outcome": attempts[-1].outcome,
+                "error": attempts[-1].error,
+                "attempts": attempts,
+            },
+        )
+        # For a scheduler a job has failed, too, whose worker was killed for its memory.
+        if keep and scheduler_job() and result.outcome == "killed":
+            keep_copy(output)
+        else:
+            drop_copy(output)
+        if terminated:
+            say("the scheduler has ended this job; the attempt is recorded")
+            raise terminated
+    return result
 
-
-def _read_finished(
-    path: Path, experiment: Experiment, instrument: str, replicate: int
-) -> Result | None:
-    """Return a result if it is complete, this run's, and measured by the present code."""
-    try:
-        result = read_result(path)
-    except (FileNotFoundError, ResultError):
-        return None
-    found = (result.spec_digest, result.instrument, result.replicate, result.code_digest)
-    asked = (experiment.digest, instrument, replicate, code_digest(instrument, experiment))
-    return result if found == asked else None

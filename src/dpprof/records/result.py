@@ -308,7 +308,10 @@ class Result(Measurement):
     outcome: Outcome
     error: Failure | None = None
     attempts: list[Attempt]
-    started_at: str = Field(description="UTC, ISO 8601, when the first attempt started")
+    started_at: str = Field(
+        description="UTC, ISO 8601, when the first attempt started; where a scheduler has "
+        "interrupted the run, the first in its last job"
+    )
     wall_s: float = Field(description="from started_at to the end of the last attempt")
     device: dict[str, Any]
     provenance: dict[str, Any]
@@ -331,6 +334,11 @@ def read_result(path: Path) -> Result:
 def result_path(root: Path, instrument: str, experiment_id: str, replicate: int) -> Path:
     """Return the path of a run's result: ``results/<instrument>/<id>.r<N>.json``."""
     return root / "results" / instrument / f"{experiment_id}.r{replicate}.json"
+
+
+def interrupted_path(path: Path) -> Path:
+    """Return the path of the copy of a result whose job a scheduler has ended."""
+    return path.with_name(f"{path.name}.interrupted")
 
 
 def read_run(root: Path, instrument: str, experiment_id: str, replicate: int) -> Result:
