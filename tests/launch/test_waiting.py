@@ -72,7 +72,7 @@ def test_a_night_is_told_at_growing_intervals_and_then_every_hour(clock) -> None
         (None, {MAX_WAIT: ""}, math.inf),
         (None, {MAX_WAIT: "90.5"}, 90.5),
         ("0", {MAX_WAIT: "90"}, 0.0),
-        (None, {"SLURM_JOB_ID": "12"}, 1800.0),
+        (None, {"SLURM_JOB_ID": "12"}, 600.0),
         (None, {"SLURM_JOB_ID": "12", MAX_WAIT: "7"}, 7.0),
     ],
 )

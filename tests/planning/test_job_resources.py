@@ -23,8 +23,8 @@ def test_a_measurement_is_given_its_limit_and_room_for_libraries(keys, megabytes
     assert job_resources.host_memory_mb(experiment(**keys)) == megabytes
 
 
-@pytest.mark.parametrize(("timeout_s", "minutes"), [(1, 4), (600, 23), (3600, 123)])
-def test_both_attempts_end_within_the_runtime(timeout_s: float, minutes: int) -> None:
+@pytest.mark.parametrize(("timeout_s", "minutes"), [(1, 14), (600, 33), (3600, 133)])
+def test_waiting_and_both_attempts_end_within_the_runtime(timeout_s: float, minutes: int) -> None:
     assert job_resources.runtime_minutes(experiment(timeout_s=timeout_s)) == minutes
 
 

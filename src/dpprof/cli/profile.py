@@ -14,7 +14,8 @@ from dpprof.cli.options import add_experiment_options, read_experiment
 from dpprof.launch.cpu_slots import count_cpu_slots
 from dpprof.launch.progress import Progress, run_name, tell_result
 from dpprof.launch.supervisor import supervise
-from dpprof.launch.waiting import MAX_WAIT, UNDER_A_SCHEDULER_S, longest_wait_s
+from dpprof.launch.waiting import MAX_WAIT, longest_wait_s
+from dpprof.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
 from dpprof.spec import registry
 from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-wait-s",
         metavar="SECONDS",
-        help=f"longest wait for a device (default: {MAX_WAIT}, else {UNDER_A_SCHEDULER_S:,.0f} in a"
+        help=f"longest wait for a device (default: {MAX_WAIT}, else {WAIT_UNDER_A_SCHEDULER_S:,.0f} in a"
         " job of Slurm, else without a limit)",
     )
     parser.add_argument(

@@ -53,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The manifest lies in results/plan, beside the results that it lists. Links are not
         # followed: results may be one, to a folder of another name.
         planned_in = arguments.manifest.absolute().parents[2]
+        root = arguments.root or planned_in
         with open_atomically(arguments.output_dir / "timeline.csv") as file:
             collected = collect(
                 manifest,
-                arguments.root or planned_in,
+                root,
                 planned_in=planned_in,
                 partial=arguments.partial,
                 ceilings=arguments.ceilings,

@@ -246,4 +246,3 @@ def supervise(
             say("the scheduler has ended this job; the attempt is recorded")
             raise terminated
     return result
-

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from dpprof.launch.scheduler import scheduler_job
+from dpprof.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
 from dpprof.spec.validation import refuse
 
 T = TypeVar("T")
 
 MAX_WAIT = "DPPROF_MAX_WAIT_S"
 """The environment variable with the longest wait for a device, in seconds."""
-
-UNDER_A_SCHEDULER_S = 1800.0
-"""The longest wait in a job of Slurm where nobody said another: an allocation costs money."""
 
 _FIRST_S, _RAREST_S = 60.0, 3600.0
 
@@ -31,9 +30,9 @@ def longest_wait_s(stated: str | None = None) -> float:
     for key, text in (("--max-wait-s", stated), (MAX_WAIT, os.environ.get(MAX_WAIT))):
         if text:
             if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
-                raise refuse(key, text, "it must be a number of seconds from 0, such as 1800")
+                raise refuse(key, text, "it must be a number of seconds from 0, such as 600")
             return float(text)
-    return UNDER_A_SCHEDULER_S if os.environ.get("SLURM_JOB_ID") else math.inf
+    return WAIT_UNDER_A_SCHEDULER_S if scheduler_job() else math.inf
 
 
 def wait_for(

@@ -20,6 +20,9 @@ _START_S = 90
 
 _ATTEMPTS = 2
 
+WAIT_UNDER_A_SCHEDULER_S = 600.0
+"""How long a scheduler's job waits for its device if nobody says otherwise: allocations cost money."""
+
 
 def host_memory_mb(experiment: Experiment) -> int:
     """Return the host memory, in MiB, that a measurement should be given."""
@@ -29,8 +32,9 @@ def host_memory_mb(experiment: Experiment) -> int:
 
 
 def runtime_minutes(experiment: Experiment) -> int:
-    """Return the minutes within which a run ends in any case: both attempts, with their starts."""
-    return math.ceil(_ATTEMPTS * (experiment.timeout_s + _START_S) / 60)
+    """Return the minutes within which a job ends in any case: waiting, and both attempts."""
+    tried_s = _ATTEMPTS * (experiment.timeout_s + _START_S)
+    return math.ceil((WAIT_UNDER_A_SCHEDULER_S + tried_s) / 60)
 
 
 def gpus_at_once(limit: int | None) -> int:
