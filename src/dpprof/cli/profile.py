@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--max-wait-s",
         metavar="SECONDS",
-        help=f"longest wait for a device (default: {MAX_WAIT}, else {WAIT_UNDER_A_SCHEDULER_S:,.0f} in a"
-        " job of Slurm, else without a limit)",
+        help=f"longest wait for a device (default: {MAX_WAIT}, else "
+        f"{WAIT_UNDER_A_SCHEDULER_S:,.0f} in a job of Slurm, else without a limit)",
     )
     parser.add_argument(
         "--cpu-slots",

@@ -21,7 +21,7 @@ _START_S = 90
 _ATTEMPTS = 2
 
 WAIT_UNDER_A_SCHEDULER_S = 600.0
-"""How long a scheduler's job waits for its device if nobody says otherwise: allocations cost money."""
+"""How long a scheduler's job waits for its device where nobody says: an allocation costs money."""
 
 
 def host_memory_mb(experiment: Experiment) -> int:
