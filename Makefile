@@ -31,7 +31,8 @@ $(INSTALLED): requirements.lock pyproject.toml
 test: install
 	python -m pytest -n $(WORKERS) --dist worksteal
 
-# 1,000 hostile configs and 500 command lines, some ten minutes; `make test` has 60 of them.
+# 2,000 hostile configs, 1,000 command lines and 1,000 damaged files, and kills of whole sweeps: some
+# fifteen minutes; `make test` has 72 of them.
 fuzz: install
 	python -m pytest -m slow
 

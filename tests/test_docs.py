@@ -143,3 +143,26 @@ def test_code_in_the_guides_to_plugins_is_the_examples() -> None:
 
     assert len(blocks) == 5
     assert [block for block in blocks if not any(block in file for file in files)] == []
+
+
+FAULTS = (DOCS / "reliability.md").read_text().partition("## What is refused")[0]
+
+
+def test_every_fault_has_a_test_that_exists_or_says_why_not() -> None:
+    rows = [line for line in FAULTS.splitlines() if line.startswith("| ")]
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rpartition(" | ")[2]) for row in rows]
+    without = [row for row, tests in zip(rows, named, strict=True) if not tests]
+
+    assert len(rows) > 50
+    assert [
+        row
+        for row in without
+        if not row.endswith(("| test |", "| --- |")) and "(not tested: " not in row
+    ] == []
+    missing = [
+        f"{file}::{name}"
+        for tests in named
+        for file, name in tests
+        if not (ROOT / file).is_file() or f"\ndef {name}(" not in (ROOT / file).read_text()
+    ]
+    assert missing == []

@@ -29,7 +29,7 @@ def result(folder: Path, method: str, step_s: float | None, **capacity) -> Resul
             "replicate": 0,
             "outcome": "ok" if step_s else "oom",
             "error": None if step_s else failed,
-            "attempts": [],
+            "attempts": [{"outcome": "ok" if step_s else "oom", "wall_s": 1.0}],
             "started_at": "2026-01-01T00:00:00+00:00",
             "wall_s": 1.0,
             "device": {},

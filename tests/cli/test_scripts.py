@@ -12,6 +12,7 @@ from factory import make_experiment, make_manifest, write_synthetic, write_synth
 from scripts import ROOT, run
 
 from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.table_sums import write_sums
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.result import read_result
 from dpprof.spec.experiment import Experiment
@@ -86,6 +87,18 @@ def test_forget_outdated_forgets_what_other_code_measured_and_nothing_else(tmp_p
     assert [p.name for p in (tmp_path / "results/clean").iterdir()] == [f"{current.id}.r0.json"]
 
 
+def test_what_names_a_method_that_is_not_installed_is_told_and_stays(tmp_path) -> None:
+    write_synthetic(tmp_path, make_experiment(method="nobody-has-it"))
+    before = sorted(tmp_path.rglob("*.json"))
+    done = run("forget.py", "--outdated", cwd=tmp_path)
+
+    assert done.returncode == 1
+    for path, line in zip(before, done.stderr.splitlines(), strict=False):
+        told = f"warning: {path.relative_to(tmp_path)}: stays; methods: 'nobody-has-it' is not"
+        assert line.startswith(told)
+    assert sorted(tmp_path.rglob("*.json")) == before
+
+
 def test_forget_unverified_forgets_verdicts_that_did_not_pass_and_no_result(tmp_path) -> None:
     for method, passed in {"standard": True, "microbatch": False, "opacus-ew": None}.items():
         experiment = make_experiment(method=method)
@@ -130,6 +143,25 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: st
     assert json.loads((tmp_path / "x.json").read_text())["passed"] is True
     if log.startswith("logs"):
         assert "standard on built-in: verified" in (tmp_path / log).read_text()
+
+
+def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
+    experiment = make_experiment()
+    write_synthetic(tmp_path, experiment)
+    manifest = make_manifest((experiment, 0))
+    (tmp_path / manifest.path).parent.mkdir()
+    (tmp_path / manifest.path).write_text(manifest.text)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    script = ROOT / "workflow" / "scripts" / "build_tables.py"
+    options = [f"--manifest={manifest.path}", "--output-dir=results/tables"]
+    limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(script), *options]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: \[Errno 27\] File too large: '\S*\.csv'\n", done.stderr)
+    assert all(len(path.read_bytes()) <= 1024 for path in tmp_path.rglob("*.csv"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+    assert list(tmp_path.rglob(".*")) == []
 
 
 def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
@@ -305,6 +337,7 @@ def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
     (tmp_path / "t").mkdir()
     for name in TABLES:
         (tmp_path / "t" / f"{name}.csv").write_bytes(b"\xff\xfe")
+    write_sums(tmp_path / "t", [f"{name}.csv" for name in TABLES])
     options = {
         "build_report.py": ["--tables=t", "--output-dir=r"],
         "draw_figure.py": ["--figure=tradeoff", "--tables=t", "--output=x.png"],

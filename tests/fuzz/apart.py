@@ -1,38 +1,37 @@
-"""What comes of hostile input, each in a process of its own: ``apart.py configs FIRST COUNT``.
+"""What comes of hostile input, each in a process of its own: ``apart.py KIND=COUNT ...``.
 
-Prints a line for each seed that was not refused as it should be. A process is forked once
-everything is imported, so hundreds of them take no time.
+Hypothesis draws the cases. Prints what was wrong with the simplest one that it found of each sort,
+and how many cases of each kind there were. A process is forked once everything is imported, so
+that hundreds of them take no time.
 """
 
-import contextlib
+import functools
 import os
-import resource
-import runpy
-import signal
 import socket
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from hostile import SCRIPTS, make_command, make_config
+from damaged_files import Reading, make_reading
+from hostile import make_command, make_config
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from judging import Kind, judge
 
-from dpprof.planning.planner import make_plan
+from dpprof.cli import ceilings, estimate, profile, verify
+from dpprof.cli.main import COMMANDS, import_command, main
+from dpprof.planning.planner import make_plan, write_plan
+from dpprof.report.page.write import bundle_charts
 from dpprof.spec.config_files import read_config_file
 from dpprof.spec.validation import InputError
-
-SECONDS = 30
-BYTES = 2**30
-LETTERS = 6000
+from dpprof.system.files import check_writable
 
 
-def plan(seed: int) -> int:
+def plan(content: bytes) -> int:
     """Plan a config as snakemake and prune.py do; 1 where it is refused."""
-    Path("my.yaml").write_bytes(make_config(seed))
+    Path("my.yaml").write_bytes(content)
     try:
-        make_plan(read_config_file(Path("my.yaml")), device=lambda: "cpu")
+        write_plan(make_plan(read_config_file(Path("my.yaml")), device=lambda: "cpu"))
     except InputError as error:
         print(error, file=sys.stderr)
         return 1
@@ -41,19 +40,25 @@ def plan(seed: int) -> int:
     return 0
 
 
-def command(seed: int) -> int:
-    """Run a script; returns its exit status."""
-    script, *arguments = make_command(seed)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(SCRIPTS))
+def command(arguments: list[str]) -> int:
+    """Run ``dpprof``; return its exit status. Nothing is measured."""
     try:
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        main(arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 3
     return 0
 
 
-def furnish() -> None:
+def read(reading: Reading) -> int:
+    """Run what reads a damaged file, until something refuses it."""
+    for step in reading.steps:
+        status = command(step) if isinstance(step, list) else step()
+        if status:
+            return status
+    return 0
+
+
+def furnish(_case: Any) -> None:
     """Put into the working folder what hostile command lines name."""
     Path("folder").mkdir()
     Path("file").write_text("")
@@ -68,62 +73,64 @@ def furnish() -> None:
     Path("cut").write_bytes(b'{"schema_version": 1, "runs": [')
 
 
-def judge(case: Callable[[int], int], seed: int) -> str | None:
-    """Run a case in a process; returns what is wrong with how it was refused."""
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.chdir(folder):
-            furnish()
-        before = sorted((path, path.lstat().st_mode) for path in Path(folder).rglob("*"))
-        with tempfile.TemporaryFile() as said:
-            started = time.monotonic()
-            child = os.fork()
-            if child == 0:
-                _be_the_child(case, seed, folder, said.fileno())
-            _, status, usage = os.wait4(child, 0)
-            seconds = time.monotonic() - started
-            said.seek(0)
-            text = said.read().decode()
-        after = sorted((path, path.lstat().st_mode) for path in Path(folder).rglob("*"))
-    code = os.waitstatus_to_exitcode(status)
-    wrong = {
-        f"exit status {code}": code not in (1, 2),
-        "a traceback": "Traceback" in text,
-        "nothing said": not text.strip(),
-        "codes for a terminal": not all(c.isprintable() or c == "\n" for c in text),
-        f"{len(text):,} letters": len(text) > LETTERS,
-        f"{seconds:.0f} s": seconds > SECONDS,
-        f"{usage.ru_maxrss // 1024:,} MiB": usage.ru_maxrss * 1024 > BYTES,
-        "files changed": before != after,
-    }
-    found = [name for name, is_so in wrong.items() if is_so]
-    return f"{case.__name__} {seed}: {', '.join(found)}: {text[-500:]!r}" if found else None
+KINDS = {
+    "configs": Kind(make_config, furnish, plan, (1,), writes=False, letters=6000),
+    "commands": Kind(make_command, furnish, command, (1, 2), writes=False, letters=6000),
+    "files": Kind(make_reading, Reading.furnish, read, (0, 1, 2), writes=True, letters=500_000),
+}
 
 
-def _be_the_child(case: Callable[[int], int], seed: int, folder: str, output: int) -> None:
-    code = 3
-    try:
-        os.chdir(folder)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout = sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        resource.setrlimit(resource.RLIMIT_AS, (4 * BYTES, 4 * BYTES))
-        signal.alarm(2 * SECONDS)
-        code = case(seed)
-    except BaseException:  # noqa: BLE001 (a traceback is what is looked for)
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def prepare() -> None:
+    """Import what cases need; put the check of the output in place of what measures."""
+
+    def measure(output: Path) -> None:
+        check_writable(output)
+        sys.exit(0)
+
+    for name in COMMANDS:
+        import_command(name)
+    bundle_charts()
+    profile.supervise = estimate.supervise = lambda *given, **_: measure(given[3])
+    verify.verify_apart = lambda _model, _method, output: measure(output)
+    ceilings.measure_apart = lambda _device, output, *_: measure(output)
 
 
-def main() -> None:
-    """Run from the command line."""
-    case = {"configs": plan, "commands": command}[sys.argv[1]]
-    first, count = map(int, sys.argv[2:])
-    for seed in range(first, first + count):
-        if wrong := judge(case, seed):
-            print(wrong, flush=True)
+@functools.cache
+def _sort(name: str) -> type[AssertionError]:
+    """Return a type of error for each sort of outcome, since Hypothesis tells apart by type."""
+    return type(name, (AssertionError,), {})
+
+
+def search(kind: Kind, count: int) -> int:
+    """Judge cases that Hypothesis draws; return how many there were.
+
+    Raises:
+        AssertionError: Something was wrong with one; several in an ``ExceptionGroup``.
+    """
+    judged = 0
+
+    @settings(
+        max_examples=count,
+        phases=[Phase.generate, Phase.shrink],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=False))
+    def is_right(draw: Any) -> None:
+        nonlocal judged
+        judged += 1
+        case = kind.make(draw)
+        if wrong := judge(kind, case):
+            raise _sort(wrong.partition(":")[0])(f"{str(case)[:2000]}\n{wrong}")
+
+    is_right()
+    return judged
 
 
 if __name__ == "__main__":
-    main()
+    prepare()
+    for argument in sys.argv[1:]:
+        name, _, number = argument.partition("=")
+        print(f"{name} {search(KINDS[name], int(number))}", flush=True)

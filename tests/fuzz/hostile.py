@@ -1,4 +1,4 @@
-"""Configs and command lines that nobody should accept, made of a seed.
+"""Configs and command lines that nobody should accept, drawn at random.
 
 Every one begins as what is right and gets one thing wrong, so it is known that it must be
 refused. What is wrong is drawn at random, and so is where.
@@ -8,12 +8,9 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import yaml
-
-SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 
 TEXTS = ["", " ", "\x1b[2J\x1b]0;x\x07", "\u202egnp", "'; touch pwned; '", "$(touch pwned)"]
 TEXTS += [
@@ -113,7 +110,8 @@ def _with_value(draw: random.Random) -> bytes:
     key = draw.choice(list(BY_KEY))
     value = draw.choice(BY_KEY[key])
     places = [config["defaults"], *config["sweeps"].values()]
-    if key not in ("instruments", "replicates"):
+    # An exclude names what to leave out, so what is wrong with an experiment need not be there.
+    if key not in ("instruments", "replicates") and value != "lora":
         places.append(config["exclude"][0])
     listed = key != "replicates" and not isinstance(value, list) and draw.random() < 0.3
     place = draw.choice(places)
@@ -200,9 +198,8 @@ CONFIGS: list[Callable[[random.Random], bytes]] = [
 ]
 
 
-def make_config(seed: int) -> bytes:
+def make_config(draw: random.Random) -> bytes:
     """Make a config that must be refused."""
-    draw = random.Random(seed)  # noqa: S311 (no secret)
     return draw.choice(CONFIGS)(draw)
 
 
@@ -226,9 +223,8 @@ DAMAGED = ["binary", "deep", "digits", "cut", "folder", "pipe", "nowhere", "devi
 """What is there too, and cannot be read."""
 
 
-def make_command(seed: int) -> list[str]:
-    """Make a command line that must be refused: a script and its arguments."""
-    draw = random.Random(seed)  # noqa: S311 (no secret)
+def make_command(draw: random.Random) -> list[str]:
+    """Make a command line that must be refused: a subcommand and its arguments."""
     return draw.choice(COMMANDS)(draw)
 
 
@@ -238,13 +234,15 @@ def _texts(key: str) -> list[str]:
         str(value)
         for value in BY_KEY[key]
         if isinstance(value, (str, int, float)) and value is not True
+        if key != "trainable" or isinstance(value, str)  # as text, 1 is a regular expression
     ]
 
 
 def _bad_field(draw: random.Random) -> list[str]:
     key = draw.choice([key for key in BY_KEY if key not in ("instruments", "replicates", "target")])
     value = f"--{key.replace('_', '-')}={draw.choice(_texts(key))}"
-    return ["profile_experiment.py", *FIELDS, "--output=x.json", value]
+    script = draw.choice([["profile", *FIELDS, "--output=x.json"], ["estimate", *FIELDS]])
+    return [*script, value]
 
 
 def _bad_mapping(draw: random.Random) -> list[str]:
@@ -264,20 +262,23 @@ def _bad_mapping(draw: random.Random) -> list[str]:
         "{a: 010}",
     ]
     option = draw.choice(["--model", "--target"])
-    return ["capacity.py", *CAPACITY, f"{option}={draw.choice(mapping)}"]
+    return ["capacity", *CAPACITY, f"{option}={draw.choice(mapping)}"]
 
 
 def _bad_output(draw: random.Random) -> list[str]:
     script, arguments, option = draw.choice(
         [
-            ("profile_experiment.py", FIELDS, "--output"),
-            ("verify_method.py", ["--model=tiny", "--method=standard"], "--output"),
-            ("measure_ceilings.py", ["--device=cpu"], "--output"),
-            ("capacity.py", CAPACITY, "--json"),
-            ("advise.py", CAPACITY, "--json"),
-            ("budget.py", [*CAPACITY, *BUDGET], "--json"),
-            ("draw_figure.py", ["--figure=tradeoff", "--tables=folder"], "--output"),
-            ("compare.py", ["folder", "folder"], "--output"),
+            ("profile", FIELDS, "--output"),
+            ("verify", ["--model=tiny", "--method=standard"], "--output"),
+            ("ceilings", ["--device=cpu"], "--output"),
+            ("capacity", CAPACITY, "--json"),
+            ("advise", CAPACITY, "--json"),
+            ("budget", [*CAPACITY, *BUDGET], "--json"),
+            ("figure", ["--figure=tradeoff", "--tables=folder"], "--output"),
+            ("compare", ["folder", "folder"], "--output"),
+            ("explain", ["cut", "binary"], "--output"),
+            ("tables", ["--manifest=cut"], "--output-dir"),
+            ("report", ["--tables=folder"], "--output-dir"),
         ]
     )
     return [script, *arguments, f"{option}={draw.choice(SPECIAL)}"]
@@ -287,13 +288,20 @@ def _bad_input(draw: random.Random) -> list[str]:
     damaged = draw.choice(DAMAGED)
     return draw.choice(
         [
-            ["profile_experiment.py", f"--spec={damaged}", "--output=x.json"],
-            ["build_tables.py", f"--manifest={damaged}", "--output-dir=t"],
-            ["build_report.py", f"--tables={damaged}", "--output-dir=r"],
-            ["draw_figure.py", "--figure=tradeoff", f"--tables={damaged}", "--output=x.png"],
-            ["prune.py", "--delete", damaged],
-            ["compare.py", "folder", damaged],
-            ["compare.py", "folder", "folder", f"--thresholds={damaged}"],
+            ["profile", f"--spec={damaged}", "--output=x.json"],
+            ["tables", f"--manifest={damaged}", "--output-dir=t"],
+            ["report", f"--tables={damaged}", "--output-dir=r"],
+            ["figure", "--figure=tradeoff", f"--tables={damaged}", "--output=x.png"],
+            ["prune", "--delete", damaged],
+            ["compare", "folder", damaged],
+            ["compare", "folder", "folder", f"--thresholds={damaged}"],
+            ["explain", damaged, "cut"],
+            ["explain", "cut", damaged, "--format=json"],
+            ["watch", f"--results={damaged}"],
+            ["watch", f"--results={damaged}/results"],
+            ["verify", f"--stand-in={damaged}", "--method=standard", "--output=x.json"],
+            ["ceilings", "--device=cpu", "--output=x.json", f"--operators-of={damaged}"],
+            ["tables", "--manifest=cut", "--output-dir=t", "--ceilings", damaged],
         ]
     )
 
@@ -302,23 +310,38 @@ def _bad_option(draw: random.Random) -> list[str]:
     text = draw.choice([text for text in TEXTS if text.strip()])
     return draw.choice(
         [
-            ["profile_experiment.py", *FIELDS, "--output=x.json", f"--{text}"],
-            ["profile_experiment.py", *FIELDS, "--output=x.json", text],
-            ["profile_experiment.py", *FIELDS, "--output=x.json", f"--replicate={text}"],
-            ["profile_experiment.py", *FIELDS, "--output=x.json", f"--instrument={text}"],
-            ["profile_experiment.py", *FIELDS],
-            ["verify_method.py", f"--model={text}", "--method=standard", "--output=x.json"],
-            ["verify_method.py", "--model=tiny", f"--method={text}", "--output=x.json"],
-            ["measure_ceilings.py", f"--device={text}", "--output=x.json"],
-            ["draw_figure.py", f"--figure={text}", "--tables=folder", "--output=x.png"],
-            ["draw_figure.py", "--figure=tradeoff", "--tables=folder", f"--output={text}.xyz"],
-            ["capacity.py", *CAPACITY, "--methods", "standard", text],
-            ["advise.py", *CAPACITY, f"--target={text}"],
-            ["budget.py", *CAPACITY, *BUDGET, f"--{draw.choice(list(RIGHT_BUDGET))}={text}"],
-            ["forget.py", f"--outcome={text}"],
-            ["compare.py", "folder", "folder", f"--metrics={text}"],
-            ["forget.py"],
-            ["prune.py", "--delete"],
+            ["profile", *FIELDS, "--output=x.json", f"--{text}"],
+            ["profile", *FIELDS, "--output=x.json", text],
+            ["profile", *FIELDS, "--output=x.json", f"--replicate={text}"],
+            ["profile", *FIELDS, "--output=x.json", f"--instrument={text}"],
+            ["profile", *FIELDS],
+            ["verify", f"--model={text}", "--method=standard", "--output=x.json"],
+            ["verify", "--model=tiny", f"--method={text}", "--output=x.json"],
+            ["ceilings", f"--device={text}", "--output=x.json"],
+            ["figure", f"--figure={text}", "--tables=folder", "--output=x.png"],
+            ["figure", "--figure=tradeoff", "--tables=folder", f"--output={text}.xyz"],
+            ["capacity", *CAPACITY, "--methods", "standard", text],
+            ["advise", *CAPACITY, f"--target={text}"],
+            ["budget", *CAPACITY, *BUDGET, f"--{draw.choice(list(RIGHT_BUDGET))}={text}"],
+            ["forget", f"--outcome={text}"],
+            ["compare", "folder", "folder", f"--metrics={text}"],
+            ["compare", "folder", "folder", f"--across={text}"],
+            ["compare", "folder", "folder", f"--format={text}"],
+            ["compare", text, "folder"],
+            ["explain", text, "cut"],
+            ["explain", "cut", "binary", f"--depth={text}"],
+            ["explain", "cut", "binary", f"--top={text}"],
+            ["explain", "cut", "binary", f"--format={text}"],
+            ["explain", "cut", "binary", f"--output={text}.xyz"],
+            ["watch", f"--port={text}"],
+            ["watch", f"--results={text}"],
+            ["report", "--tables=folder", "--output-dir=r", f"--pdf={text}"],
+            ["ceilings", "--device=cpu", "--output=x.json", f"--operators-s={text}"],
+            ["estimate", *FIELDS, f"--target={text}"],
+            [text, *FIELDS],
+            [],
+            ["forget"],
+            ["prune", "--delete"],
         ]
     )
 

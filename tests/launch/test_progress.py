@@ -66,13 +66,19 @@ def test_a_damaged_or_missing_file_costs_nothing(sweep, text) -> None:
     assert Progress.current() is None
 
 
-@pytest.mark.parametrize("line", ["[]", "[" * 100_000, '{"b": null}', '{"b": "x"}'])
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "[" * 100_000, '{"b": null}', '{"b": "x"}']
+    + [f'{{"b": {number}}}' for number in ("NaN", "Infinity", "1e308", "-1")],
+)
 def test_a_line_that_nobody_wrote_is_passed_over(sweep, line) -> None:
     conclude("a", 10.0)
     with sweep.open("a") as file:
         file.write(line + "\n")
 
-    assert Progress.current().seconds_left() == 4 * 10.0
+    progress = Progress.current()
+    assert progress.seconds_left() == 4 * 10.0
+    progress.announce("b")
 
 
 def test_a_folder_in_its_place_costs_the_progress_and_not_the_sweep(tmp_path, monkeypatch) -> None:

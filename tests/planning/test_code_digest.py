@@ -165,6 +165,37 @@ for fields in (
     assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, False]
 
 
+def test_another_packages_instrument_counts_by_its_source(tmp_path) -> None:
+    plugin = tmp_path / "plugin"
+    shutil.copytree(ROOT / "tests" / "plugin", plugin)
+    code = """
+from factory import make_experiment
+from dpprof.planning.code_digest import code_digest
+print(*(code_digest(name, make_experiment()) for name in ("test-measures", "clean")))
+"""
+    before = run_fresh(code, plugin=plugin).split()
+    with (plugin / "dpprof_test_instruments.py").open("a") as file:
+        file.write("EDITED = True\n")
+    after = run_fresh(code, plugin=plugin).split()
+
+    assert [one != other for one, other in zip(before, after, strict=True)] == [True, False]
+
+
+def test_another_version_of_torch_or_opacus_is_other_code() -> None:
+    code = """
+import importlib.metadata, sys
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.1" if name == sys.argv[1] else real(name)
+from factory import make_experiment
+from dpprof.planning.code_digest import code_digest
+print(code_digest("clean", make_experiment()))
+"""
+    digests = [run_fresh(code, name) for name in ("none", "torch", "opacus", "numpy")]
+
+    assert len({*digests[:3]}) == 3
+    assert digests[3] == digests[0]
+
+
 def test_predictions_depend_on_the_tables_of_measured_speeds() -> None:
     predicting, timing = (
         {file.name for file in measuring_files(name, "standard")} for name in ("estimate", "clean")

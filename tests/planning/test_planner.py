@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dpprof.planning import planner
-from dpprof.planning.artifacts import LIMITS, VERDICT, spec_path, traces_path
+from dpprof.planning.artifacts import LIMITS, PLAN, VERDICT, spec_path, traces_path
 from dpprof.planning.planner import (
     files_beyond,
     make_plan,
@@ -138,6 +138,23 @@ def reported(folder) -> Path:
     tables.write_text(plan.manifest.path.name + "\n")
     write_plan(plan)
     return folder
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff{", b"[" * 100_000, None])
+def test_a_damaged_plan_is_planned_anew(reported, damage: bytes | None) -> None:
+    written = {path: path.read_bytes() for path in (reported / PLAN).rglob("*.*")}
+    assert {path.parent.name for path in written} == {"plan", "specs", "code"}
+    for path in written:
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage)
+    write_plan(plan_of(CONFIG))
+
+    due = {path for path in written if path.name.startswith("due-")}
+    assert {path: path.read_bytes() for path in written if path not in due} == {
+        path: content for path, content in written.items() if path not in due
+    }
 
 
 def due_after_planning(config=CONFIG) -> bool:

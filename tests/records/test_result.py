@@ -47,7 +47,7 @@ def test_a_cut_file_is_named(written, keep: float) -> None:
     ("damage", "why"),
     [
         (b"[" * 100_000, "it is nested too deep"),
-        (b'{"schema_version": ' + b"1" * 10_000 + b"}", "it holds a number of too many digits"),
+        (b'{"schema_version": ' + b"1" * 10_000 + b"}", "it holds a number that is too large"),
         (b'{"schema_version": 2, "a": ' + b"[" * 900 + b"]" * 900 + b"}", "was edited after it"),
     ],
     ids=["deep", "digits", "half as deep"],

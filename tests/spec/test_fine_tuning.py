@@ -59,6 +59,8 @@ def test_every_sample_keeps_a_token() -> None:
         ({"padding": 1}, "padding.fraction: 1 is not allowed; it must be less than 1"),
         ({"padding": True}, "padding"),
         ({"trainable": "(("}, "or a regular expression, and missing )"),
+        ({"trainable": ["x"]}, "trainable: ['x'] is not allowed; it must be a valid string"),
+        ({"trainable": {}}, "trainable: {} is not allowed; it must be a valid string"),
         ({"trainable": "lora"}, "trainable lora requires lora, such as lora: {rank: 16}"),
         ({"parameters_dtype": "bfloat16"}, "requires dtype bfloat16, but dtype is float32"),
         ({"model": "tiny", "lora": {"rank": 2}}, "lora requires a Hugging Face model"),

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import socket
 from functools import partial
@@ -140,17 +141,29 @@ def test_what_is_in_the_place_of_a_folder_is_named(tmp_path, monkeypatch, write)
     [
         (b'{"a": ' * 100_000, "it is nested too deep"),
         (b"[" * 100_000, "it is nested too deep"),
-        (b"1" * 10_000, "it holds a number of too many digits"),
+        (b"1" * 10_000, "it holds a number that is too large"),
+        (b'{"a": [9223372036854775808]}', "it holds a number that is too large"),
+        (b'{"a": [-9223372036854775808]}', "it holds a number that is too large"),
+        (b'{"a": [1.1e+30]}', "it holds a number that is too large"),
+        (b'{"a": [-Infinity, 1e999]}', "it holds a number that is too large"),
+        (b"[" * 900 + b"1e31" + b"]" * 900, "it holds a number that is too large"),
         (b"\xff\xfe", "codec can't decode"),
         (b'{"a": 1', "Expecting ',' delimiter"),
     ],
-    ids=["mappings", "lists", "digits", "binary", "cut"],
+    ids=lambda value: str(value)[:20],
 )
 def test_json_that_nobody_wrote_is_a_value_error(tmp_path, content, problem) -> None:
     (tmp_path / "x.json").write_bytes(content)
 
     with pytest.raises(ValueError, match=problem):
         read_json(tmp_path / "x.json")
+
+
+def test_numbers_that_can_be_calculated_with_are_read(tmp_path) -> None:
+    numbers = [2**63 - 1, 1 - 2**63, 1e30, -1e30, 1e-300, "1" * 30, "1e99"]
+    (tmp_path / "x.json").write_text(json.dumps(numbers))
+
+    assert read_json(tmp_path / "x.json") == numbers
 
 
 def test_a_pipe_in_place_of_json_keeps_nobody_waiting(tmp_path) -> None:

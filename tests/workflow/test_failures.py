@@ -100,7 +100,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
     finished = sleeping.results()
-    (supervisor,) = process_running("profile_experiment.py", sleeping.path)
+    (supervisor,) = process_running("-m dpprof profile", sleeping.path)
     supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -108,6 +108,28 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
     assert set(sleeping.table("runs")["outcome"]) == {"ok"}
     assert len(sleeping.results()) == 4
     assert finished.items() <= sleeping.results().items()
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_dies_each_time_is_run_by_the_next_snakemake(sleeping: Checkout) -> None:
+    marker = sleeping.path / "reached"
+    sweep = sleeping.start(TABLES)
+    for _ in range(3):
+        wait_for(marker.exists)
+        finished = sleeping.results()
+        (supervisor,) = process_running("-m dpprof profile", sleeping.path)
+        marker.unlink()  # so that the next attempt sleeps too
+        supervisor.kill()
+    said, _ = sweep.communicate(timeout=300)
+
+    assert sweep.returncode == 1, said
+    others = sleeping.results()
+    assert finished.items() <= others.items()
+    assert not any("microbatch" in name for name in others)
+    sleeping.environment = {}
+    sleeping.snakemake(TABLES)
+    assert others.items() <= sleeping.results().items()
+    assert set(sleeping.table("runs")["outcome"]) == {"ok"}
 
 
 def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> None:
@@ -122,18 +144,31 @@ def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> No
     assert runs.loc["microbatch", ["outcome", "attempts"]].tolist() == ["ok", 2]
 
 
-def test_after_ctrl_c_the_next_snakemake_continues(sleeping: Checkout) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),  # as a machine shuts down
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),  # as it loses its power
+    ],
+)
+def test_after_ctrl_c_or_a_reboot_the_next_snakemake_continues(
+    sleeping: Checkout, number: int
+) -> None:
     sweep = sleeping.start()
     wait_for((sleeping.path / "reached").exists)
     (worker,) = process_running("dpprof.launch.worker", sleeping.path)
     finished = sleeping.results()
-    os.killpg(sweep.pid, signal.SIGINT)
+    os.killpg(sweep.pid, number)
     sweep.communicate(timeout=60)
 
     assert sweep.returncode != 0
     worker.wait(timeout=10)
     assert sleeping.results() == finished
 
+    if number == signal.SIGKILL:
+        assert "cannot be locked" in sleeping.snakemake(TABLES, status=1)
+        sleeping.snakemake("--unlock")
     sleeping.snakemake(TABLES)
     assert len(sleeping.results()) == 4
     assert finished.items() <= sleeping.results().items()
@@ -164,7 +199,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     )
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("profile_experiment.py", sleeping.path)
+    (run,) = process_running("-m dpprof profile", sleeping.path)
     kill_snakemake(sweep, number)
     marker.rename(marker.with_name("let go"))
     sleeping.environment = {}
@@ -181,6 +216,38 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     assert "Nothing to be done" in sleeping.snakemake(TABLES)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "module", "function"),
+    [
+        ("verify_method.py", "verification/verify.py", "def verify(model, method):"),
+        ("measure_ceilings.py", "devices/limits.py", "def measure(name):"),
+    ],
+)
+def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
+    checkout: Checkout, script: str, module: str, function: str
+) -> None:
+    marker = checkout.path / "reached"
+    stop = f"open({str(marker)!r}, 'w').close()\n    import time\n    time.sleep(3600)"
+    checkout.edit(f"src/dpprof/{module}", function, f"{function}\n    {stop}")
+    sweep = checkout.start(TABLES)
+    wait_for(marker.exists)
+    finished = checkout.results()
+    running = process_running(script, checkout.path)
+    os.killpg(sweep.pid, signal.SIGKILL)
+    sweep.wait(timeout=60)
+    for process in running:
+        process.wait(timeout=60)
+
+    assert not list(checkout.path.glob("results/verify/*.json")) or script != "verify_method.py"
+    checkout.edit(f"src/dpprof/{module}", f"{function}\n    {stop}", function)
+    checkout.snakemake("--unlock")
+    checkout.snakemake(TABLES)
+    assert finished.items() <= checkout.results().items()
+    assert checkout.table("methods")["verified"].all()
+    assert not checkout.table("ceilings").empty
+
+
 def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout) -> None:
     marker = sleeping.path / "reached"
     sleeping.edit(
@@ -190,7 +257,7 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
     )
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("profile_experiment.py", sleeping.path)
+    (run,) = process_running("-m dpprof profile", sleeping.path)
     kill_snakemake(sweep, signal.SIGKILL)
     sleeping.environment = {}
     sleeping.snakemake("--unlock")

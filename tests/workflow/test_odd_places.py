@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkout import Checkout, wait_for
+from checkout import TABLES, Checkout, wait_for
 
 pytestmark = pytest.mark.workflow
 
@@ -67,3 +67,23 @@ def test_linked_results_a_closed_terminal_and_no_path_cost_no_report(
     report = (elsewhere / "report.md").read_text()
     assert "This report is partial: 2 results cannot be trusted and are left out" in report
     assert f"{first.name.removesuffix('.r0.json')} clean r0: is not complete JSON" in report
+
+
+@pytest.mark.slow
+def test_on_a_terminal_that_is_gone_already_nothing_begins(checkout: Checkout) -> None:
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "snakemake"],
+        cwd=checkout.path,
+        env=checkout._environment,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+
+    assert process.wait(timeout=300) != 0
+    assert checkout.results() == {}
+    checkout.snakemake(TABLES)
+    assert set(checkout.table("runs")["outcome"]) == {"ok"}

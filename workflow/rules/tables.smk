@@ -16,6 +16,7 @@ rule tables:
             )
             for table in TABLES
         ],
+        sums="results/tables/sha256sums.txt",
         manifest="results/tables/manifest.txt",
     log:
         "results/logs/tables.log",

@@ -104,11 +104,11 @@ def _fallbacks(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
 def _contended(results: Iterable[Result]) -> Iterator[tuple[str, str]]:
     busy: dict[int, float] = {}
     for r in results:
-        cores = r.provenance["host"].get("cores_logical")
+        cores = r.provenance.get("host", {}).get("cores_logical")
         others = r.attempts[-1].others_busy_cores
         timed = r.time is not None and r.time.median_s is not None
         if timed and cores is not None and others is not None:
-            free = cores - r.device.get("threads", 1)
+            free = cores - (r.device.get("threads") or 1)
             if others > free + TOLERATED_CORES:
                 busy[r.replicate] = others
     if busy:

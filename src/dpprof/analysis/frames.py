@@ -9,6 +9,7 @@ import pandas as pd
 
 from dpprof.analysis.axes import AXES, RUN_KEY, name_model
 from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.table_sums import check_sum
 from dpprof.spec.validation import InputError
 
 _PART = 100_000
@@ -54,13 +55,19 @@ def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
 
 
 class TableFolder(dict[str, pd.DataFrame]):
-    """The tables of a folder of CSV files, by stem; each is read on first use."""
+    """The tables of a folder of CSV files, by stem; each is checked and read on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __missing__(self, name: str) -> pd.DataFrame:
-        return self.setdefault(name, read_table(self._folder / f"{name}.csv"))
+        return self.setdefault(name, read_table(self._check(name)))
+
+    def _check(self, name: str) -> Path:
+        """Return the path of a table that is as it was written."""
+        path = self._folder / f"{name}.csv"
+        check_sum(path)
+        return path
 
     def select(self, name: str, runs: pd.MultiIndex) -> pd.DataFrame:
         """Return a table's rows of some runs; the others are never held together."""

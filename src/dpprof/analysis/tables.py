@@ -84,6 +84,7 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
 def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str, Any]:
     error, time, memory = result.error, result.time, result.memory
     provenance = result.provenance
+    host, packages, git = (provenance.get(key, {}) for key in ("host", "packages", "git"))
     row = key_of(run) | {"sweeps": " ".join(run.sweeps)} | axes_of(result.experiment)
     row |= {
         "outcome": result.outcome,
@@ -102,12 +103,12 @@ def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str,
         "started_at": result.started_at,
         "wall_s": result.wall_s,
         "device_name": result.device.get("name"),
-        "hostname": provenance["host"]["hostname"],
-        "python": provenance["python"],
-        "torch": provenance["packages"]["torch"],
-        "opacus": provenance["packages"]["opacus"],
-        "git_commit": provenance["git"]["commit"],
-        "git_dirty": provenance["git"]["dirty"],
+        "hostname": host.get("hostname"),
+        "python": provenance.get("python"),
+        "torch": packages.get("torch"),
+        "opacus": packages.get("opacus"),
+        "git_commit": git.get("commit"),
+        "git_dirty": git.get("dirty"),
         "code_digest": result.code_digest,
         "code_is_current": tuple(key_of(run).values()) not in collected.outdated,
     }

@@ -10,7 +10,7 @@ from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, Kind
 from dpprof.records.record import ResultError
 from dpprof.records.result import interrupted_path
 from dpprof.records.terms import OUTCOMES
-from dpprof.spec.validation import one_of
+from dpprof.spec.validation import InputError, one_of
 from dpprof.system.console import printable
 
 FAILURES = OUTCOMES[1:]
@@ -31,6 +31,7 @@ def what_to_forget(path: Path, kind: Kind, arguments: argparse.Namespace) -> str
 
     Raises:
         ResultError: The file cannot be trusted.
+        InputError: Whether it is outdated cannot be told, since what it names is not installed.
     """
     record = kind.read(path)
     if kind is RUN:
@@ -72,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for path in sorted(found):
             try:
                 told = what_to_forget(path, found[path], arguments)
-            except ResultError as error:
-                print(f"warning: {printable(str(error))}", file=sys.stderr)
+            except (ResultError, InputError) as error:
+                why = error if isinstance(error, ResultError) else f"{path}: stays; {error}"
+                print(f"warning: {printable(str(why))}", file=sys.stderr)
                 damaged += 1
                 continue
             if told is not None:

@@ -54,14 +54,15 @@ def _run(given: Sequence[str]) -> None:
             print(usage())
             sys.exit(0 if given else 2)
         case [name, *rest] if name in COMMANDS:
-            _import(name).main(rest)
+            import_command(name).main(rest)
         case [name, *_]:
             told = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
             print(printable(f"dpprof: error: {told}"), file=sys.stderr)
             sys.exit(2)
 
 
-def _import(name: str) -> Any:
+def import_command(name: str) -> Any:
+    """Return a subcommand's module; end the process where an extra is missing."""
     try:
         return importlib.import_module(f"dpprof.cli.{name}")
     except ModuleNotFoundError as error:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from dpprof.analysis.budget import Planned
 from dpprof.analysis.collection import Collected, collect
+from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.table_sums import write_sums
 from dpprof.analysis.tables import build_tables
 from dpprof.analysis.timeline_table import TimelineFile
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
@@ -70,5 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         del tables["timeline"]  # it is written already
         for name, table in tables.items():
             write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
+        write_sums(arguments.output_dir, [f"{name}.csv" for name in TABLES])
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")
         drop_copies(root / RESULTS)

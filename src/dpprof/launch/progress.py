@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import psutil
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from dpprof.records.result import Failure, Kernels, Result
 from dpprof.spec.experiment import Experiment
@@ -26,8 +26,11 @@ from dpprof.system.files import write_atomically
 
 _VARIABLE = "DPPROF_PROGRESS"
 
+_Seconds = Annotated[float, Field(ge=0, le=1e10)]
+"""No infinity and nothing else that cannot be added up and told."""
+
 _PLANNED = TypeAdapter(dict[str, str])
-_ENDED = TypeAdapter(dict[str, float])
+_ENDED = TypeAdapter(dict[str, _Seconds])
 """The first line of a progress file, kinds by run, and a later line, the seconds of a run."""
 
 _CLOCKS_DIFFER_S = 5.0
@@ -42,7 +45,7 @@ class Began(BaseModel, frozen=True, extra="forbid"):
 
     pid: int
     host: str
-    at_s: float
+    at_s: _Seconds
     """Seconds since 1970."""
 
     @classmethod

@@ -8,18 +8,22 @@ reached ("maximum achievable matmul FLOPS").
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from dpprof.records.operators import OperatorTable
-from dpprof.records.record import Part, read_record
+from dpprof.records.record import Device, Part, Positive, read_record
 from dpprof.spec.target import DTYPES, Dtype
 
 SCHEMA_VERSION: Literal[4] = 4
 
 CEILINGS = "ceilings"
 """The name of the folder for ceilings in ``results``."""
+
+
+Count = Annotated[int, Field(gt=0, lt=2**53)]
+"""What a column of a table holds that has unknown values too."""
 
 
 class Repeated(Part):
@@ -39,8 +43,8 @@ class ProductSample(Repeated):
 class Matmul(Part):
     """Matrix products of one dtype."""
 
-    flops_per_s: float = Field(description="2 n^3 over the fastest repeat of any size")
-    size: int = Field(description="the n of that repeat")
+    flops_per_s: Positive = Field(description="2 n^3 over the fastest repeat of any size")
+    size: Count = Field(description="the n of that repeat")
     samples: list[ProductSample] = Field(description="one per measured size")
     stopped: str | None = Field(
         description="why larger sizes were not measured; null where all were"
@@ -56,10 +60,10 @@ class CopySample(Repeated):
 class Bandwidth(Part):
     """Copies within the device's memory."""
 
-    bytes_per_s: float = Field(
+    bytes_per_s: Positive = Field(
         description="bytes read and written, twice the array, over the fastest repeat of any size"
     )
-    array_bytes: int = Field(description="size of the array in that repeat")
+    array_bytes: Count = Field(description="size of the array in that repeat")
     samples: list[CopySample] = Field(description="one per measured size")
     stopped: str | None = Field(
         description="why larger sizes were not measured; null where all were"
@@ -92,7 +96,7 @@ class Ceilings(Limits):
     """One JSON file per device. Every key is always present; unknown values are null."""
 
     schema_version: Literal[4] = SCHEMA_VERSION
-    device: dict[str, Any] = Field(description="the device, as results describe it")
+    device: Device = Field(description="the device, as results describe it")
     started_at: str = Field(description="start of the measurement: UTC, ISO 8601")
     wall_s: float
     others_busy_cores: float | None = Field(

@@ -6,9 +6,9 @@ Each file has the version of its schema and, as ``content_digest``, a digest of 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dpprof.spec.validation import explain, shorten
 from dpprof.system.files import canonical_json, read_json, sha256_hex, write_atomically
@@ -27,6 +27,49 @@ class Part(BaseModel):
 
 
 _DIGEST = "content_digest"
+Positive = Annotated[float, Field(gt=0)]
+"""What is divided by, or whose logarithm is taken: a time, a rate."""
+
+Size = Annotated[int, Field(ge=0)]
+"""A number of bytes, or of other things."""
+
+
+class _Device(BaseModel, extra="allow"):
+    """What readers rely on of a device's description."""
+
+    type: str | None = None
+    name: str | None = None
+    cores: int | None = None
+    threads: int | None = None
+
+
+class _Host(BaseModel, extra="allow"):
+    hostname: str | None = None
+    cores_logical: int | None = None
+
+
+class _Provenance(BaseModel, extra="allow"):
+    """What readers rely on of a provenance."""
+
+    python: str | None = None
+    packages: dict[str, str | None] = {}
+    settings: dict[str, str | None] = {}
+    host: _Host = _Host()
+    git: dict[str, Any] = {}
+
+
+def _fitting(kind: type[BaseModel]) -> AfterValidator:
+    """Return the check that a mapping fits a model; it stays a mapping, with all that it says."""
+
+    def check(value: dict[str, Any]) -> dict[str, Any]:
+        kind.model_validate(value)
+        return value
+
+    return AfterValidator(check)
+
+
+Device = Annotated[dict[str, Any], _fitting(_Device)]
+Provenance = Annotated[dict[str, Any], _fitting(_Provenance)]
 
 Record = TypeVar("Record", bound=Part)
 

@@ -2,11 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from dpprof.records.record import Part, ResultError, read_record
+from dpprof.records.record import (
+    Device,
+    Part,
+    Positive,
+    Provenance,
+    ResultError,
+    read_record,
+)
 from dpprof.records.step_costs import Compute, Io, Memory
 from dpprof.records.terms import Basis, OpKind, Outcome, Phase
 from dpprof.spec.experiment import Experiment
@@ -119,9 +126,9 @@ class Capacity(Part):
 class PredictedTime(Part):
     """The predicted time of a step, with a 90 % interval."""
 
-    median: float
-    low: float
-    high: float
+    median: Positive
+    low: Positive
+    high: Positive
     without_update: float | None = Field(
         None,
         description="median of the same step without its phases noise and step, which run once "
@@ -138,9 +145,9 @@ class PredictedTime(Part):
 class Time(Part):
     """Raw step times, and the median that represents this process; or a prediction."""
 
-    step_s: list[float] = Field(description="empty where nothing was timed")
+    step_s: list[Positive] = Field(description="empty where nothing was timed")
     warmup_step_s: list[float] | None = None
-    median_s: float | None = None
+    median_s: Positive | None = None
     phases_s: dict[Phase, list[float]] | None = Field(
         None, description="seconds of each phase, one value per timed step"
     )
@@ -152,9 +159,9 @@ class Time(Part):
 class Throughput(Part):
     """Throughput at the median step time."""
 
-    tokens_per_s: float
-    samples_per_s: float
-    steps_per_s: float
+    tokens_per_s: Positive
+    samples_per_s: Positive
+    steps_per_s: Positive
 
 
 class Launched(Part):
@@ -307,14 +314,14 @@ class Result(Measurement):
     replicate: int = Field(ge=0)
     outcome: Outcome
     error: Failure | None = None
-    attempts: list[Attempt]
+    attempts: list[Attempt] = Field(min_length=1)
     started_at: str = Field(
         description="UTC, ISO 8601, when the first attempt started; where a scheduler has "
         "interrupted the run, the first in its last job"
     )
     wall_s: float = Field(description="from started_at to the end of the last attempt")
-    device: dict[str, Any]
-    provenance: dict[str, Any]
+    device: Device
+    provenance: Provenance
 
 
 def read_result(path: Path) -> Result:

@@ -1,11 +1,14 @@
 """What a result says of a step's memory, FLOPs and bytes moved."""
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from dpprof.records.record import Part
+from dpprof.records.record import Part, Size
 from dpprof.records.terms import Component, Evidence, OpKind, Phase
+
+Peak = Annotated[int, Field(gt=0)]
+"""The most bytes, of which a model has some."""
 
 
 class Snapshot(Part):
@@ -89,7 +92,14 @@ class Timeline(Part):
     op: list[str | None] | None = Field(
         None, description="operator that ran last, null before the first one"
     )
-    components: dict[Component, list[int]]
+    components: dict[Component, list[Size]]
+
+    @model_validator(mode="after")
+    def _refuse_ragged_columns(self) -> Self:
+        columns = [self.phase, self.elapsed_s, self.op, *self.components.values()]
+        if any(column is not None and len(column) != len(self.ops) for column in columns):
+            raise ValueError("the columns of a timeline must be equally long")
+        return self
 
 
 class Allocator(Part):
@@ -191,10 +201,10 @@ class Io(Part):
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where it differs."""
 
-    peak_allocated_bytes: int | None = None
-    first_step_peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_rss_bytes: int | None = Field(
+    peak_allocated_bytes: Peak | None = None
+    first_step_peak_allocated_bytes: Peak | None = None
+    peak_reserved_bytes: Peak | None = None
+    peak_rss_bytes: Peak | None = Field(
         None, description="largest resident memory of the whole process, including imports"
     )
     peak_device_used_bytes: int | None = Field(

@@ -4,7 +4,7 @@ import random
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from dpprof.spec.quantities import Count, Positive, refuse_bool
 
@@ -108,4 +108,4 @@ AsLora = Annotated[Lora, BeforeValidator(_read_pairs, json_schema_input_type=Lor
 AsPadding = Annotated[
     Padding, BeforeValidator(_read_fraction, json_schema_input_type=Padding | float | str)
 ]
-Trainable = Annotated[str, Field(min_length=1), BeforeValidator(_check_pattern)]
+Trainable = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]

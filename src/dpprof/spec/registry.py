@@ -140,7 +140,11 @@ def source_file(group: Group, name: str) -> Path | None:
 
     Returns:
         The path; None where the module is not a plain Python file or is not installed.
+
+    Raises:
+        InputError: Nothing has this name here, as where the package of a result is not installed.
     """
+    check(group, name, group)
     top, *rest = _entries(group)[name].module.split(".")
     found = importlib.util.find_spec(top)
     if found is None or found.origin is None:

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -29,19 +30,43 @@ def read_json(path: Path) -> Any:
 
     Raises:
         ValueError: The file is not JSON, or dpprof cannot have written it: it was cut, is nested
-            too deep, or holds a number of thousands of digits.
+            too deep, or holds a number larger than any measured or predicted one.
         OSError: The file cannot be read.
     """
     if path.exists() and not path.is_file():  # reading a pipe would wait for ever
         raise ValueError("it is not a file")
+    text = path.read_text(encoding="utf-8")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except json.JSONDecodeError:
         raise
     except ValueError:  # Python reads no integer of more than 4,300 digits
-        raise ValueError("it holds a number of too many digits") from None
+        raise ValueError(_TOO_LARGE) from None
+    if _MAYBE_LARGE.search(text) and _is_large(value):
+        raise ValueError(_TOO_LARGE)
+    return value
+
+
+_TOO_LARGE = "it holds a number that is too large"
+_MAYBE_LARGE = re.compile(r"[0-9]{19}|[0-9][eE]\+?[0-9]{2}")
+"""What a large number has; few files need a closer look."""
+
+_LARGEST: dict[type, float] = {bool: 1, int: 2**63 - 1, float: 1e30}
+"""What a column of a table holds, and what can still be multiplied and squared."""
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a number in a JSON value is too large to calculate with."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            waiting += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, int | float) and abs(one) > _LARGEST[type(one)]:
+            return True
+    return False
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
