@@ -285,6 +285,16 @@ def test_no_results_at_all_still_make_tables(tmp_path) -> None:
     assert tables["runs"].empty
 
 
+def test_what_a_result_does_not_say_of_its_machine_is_unknown(tmp_path) -> None:
+    one = make_experiment()
+    provenance = {"host": {}, "python": None, "packages": {}, "git": {}}
+    write_synthetic(tmp_path, one, others_busy_cores=2.0, device={}, provenance=provenance)
+    tables = build_tables(collect(make_manifest((one, 0)), tmp_path, partial=False))
+
+    unknown = ["device_name", "hostname", "python", "torch", "opacus", "git_commit", "git_dirty"]
+    assert tables["runs"].loc[0, unknown].isna().all()
+
+
 def test_the_tables_are_those_that_are_declared(tmp_path) -> None:
     write_synthetic(tmp_path, make_experiment())
     tables = build_tables(collect(make_manifest((make_experiment(), 0)), tmp_path, partial=False))

@@ -76,6 +76,13 @@ def test_ceilings_are_found_by_what_they_say_and_not_by_their_files_name(tmp_pat
     assert find_ceilings(known, CPU | {"cores": 4}) is None
 
 
+def test_a_device_that_does_not_say_what_it_is_has_no_ceilings(tmp_path) -> None:
+    nameless = write_synthetic_ceilings(tmp_path, {"name": None})
+
+    assert find_ceilings([nameless], CPU) is None
+    assert find_ceilings([write_synthetic_ceilings(tmp_path, CPU)], {}) is None
+
+
 def test_of_several_the_last_measured_count(tmp_path) -> None:
     old, new = (
         write_synthetic_ceilings(tmp_path, started_at=f"2026-01-0{day}T00:00:00+00:00")

@@ -76,6 +76,33 @@ def test_a_smuggled_nan_is_found(written) -> None:
         read_result(path)
 
 
+FORGED = {
+    "a step in no time": lambda one: one["time"].update(step_s=[0.0]),
+    "a median before the beginning": lambda one: one["time"].update(median_s=-1.0),
+    "no memory at all": lambda one: one["memory"].update(peak_rss_bytes=0),
+    "no attempt": lambda one: one.update(attempts=[]),
+    "cores that are no number": lambda one: one["device"].update(cores="<script>"),
+    "a version that is no text": lambda one: one["provenance"].update(packages={"torch": [1]}),
+    "a timeline without an end": lambda one: one["memory"].update(
+        timeline={"ops": [0, 1], "elapsed_s": None, "phase": ["forward"], "components": {}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_cannot_have_been_measured_is_refused_although_its_digest_fits(
+    written, name: str
+) -> None:
+    _, path = written
+    document = json.loads(path.read_text())
+    FORGED[name](document)
+    document["content_digest"] = content_digest(document)
+    path.write_text(json.dumps(document))
+
+    with pytest.raises(ResultError, match="does not fit the schema"):
+        read_result(path)
+
+
 def test_another_schema_version_is_named(written) -> None:
     _, path = written
     path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 99'))

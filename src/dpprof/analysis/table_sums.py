@@ -29,14 +29,14 @@ def check_sum(path: Path) -> None:
         InputError: It is not, or the folder has no checksum of it; the message names the file.
         OSError: A file cannot be read.
     """
-    sums = path.parent / SUMS
+    digest, sums = _digest(path), path.parent / SUMS
     if not sums.is_file():
         raise InputError(
             f"{sums}: is missing, so nobody can tell whether {path} is whole; {_AGAIN}"
         )
     text = sums.read_text(encoding="utf-8", errors="replace")
     known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
-    if known.get(path.name) != _digest(path):
+    if known.get(path.name) != digest:
         raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
 
 

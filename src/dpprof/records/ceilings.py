@@ -113,10 +113,11 @@ class Ceilings(Limits):
 def device_name(description: Mapping[str, Any]) -> str:
     """Return a device's name for files: ``cpu-<name>-<n>-cores`` or ``cuda-<name>``.
 
-    Unknown parts are left out. A CPU's cores are all that dpprof may use, regardless of an
-    experiment's threads, because ceilings are for the whole device.
+    A kind that is not known is called ``unknown``; other unknown parts are left out. A CPU's cores
+    are all that dpprof may use, regardless of an experiment's threads, because ceilings are for the
+    whole device.
     """
-    parts = [str(description["type"])]
+    parts = [str(description.get("type") or "unknown")]
     if description.get("name"):
         parts.append(_slug(description["name"]))
     if description.get("cores"):
