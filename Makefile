@@ -32,7 +32,7 @@ test: install
 	python -m pytest -n $(WORKERS) --dist worksteal
 
 # 2,000 hostile configs, 1,000 command lines and 1,000 damaged files, and kills of whole sweeps: some
-# fifteen minutes; `make test` has 72 of them.
+# fifteen minutes; `make test` has 64 of them.
 fuzz: install
 	python -m pytest -m slow
 

@@ -2,6 +2,7 @@
 
 import subprocess
 
+import pandas as pd
 import pytest
 
 from dpprof.analysis.frames import TableFolder
@@ -51,3 +52,10 @@ def test_without_checksums_no_table_is_trusted(folder) -> None:
 
     with pytest.raises(InputError, match=rf"/{SUMS}: is missing, .*samplers\.csv is whole"):
         TableFolder(folder)["samplers"]
+
+
+def test_rows_of_a_table_that_was_edited_are_not_read_either(folder) -> None:
+    (folder / "missing.csv").write_text("method\nghost\n")
+
+    with pytest.raises(InputError, match=r"/missing\.csv: was cut or edited"):
+        TableFolder(folder).select("missing", pd.MultiIndex.from_tuples([("a", "clean", 0)]))

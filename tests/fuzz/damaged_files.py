@@ -1,5 +1,6 @@
 """Cases of a finished sweep with one file damaged, and the commands that read that file."""
 
+import atexit
 import functools
 import json
 import os
@@ -52,6 +53,7 @@ class Reading(NamedTuple):
 def finished_sweep() -> Path:
     """Return a folder with a finished sweep, made once."""
     folder = Path(tempfile.mkdtemp(prefix="dpprof-fuzz-"))
+    atexit.register(shutil.rmtree, folder)
     finish_sweep(folder)
     return folder
 

@@ -26,11 +26,11 @@ def judge(**counts: int) -> dict[str, int]:
 
 
 def test_hostile_input_is_refused() -> None:
-    judged = judge(configs=40, commands=20, files=12)
+    judged = judge(configs=40, commands=20, files=4)
 
     assert judged["configs"] >= 40
     assert judged["commands"] >= 20
-    assert judged["files"] >= 12
+    assert judged["files"] >= 4
 
 
 @pytest.mark.slow

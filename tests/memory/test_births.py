@@ -7,6 +7,7 @@ import torch
 from memory_steps import keep, keep_once
 from torch import Tensor
 
+from dpprof.clipping.optimizer import draw_secure_noise
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
 from dpprof.records.terms import COMPONENTS
@@ -26,6 +27,9 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     # Few tokens have flash clipping multiply Gram matrices.
     steps = [*(keep_once(name) for name in methods), keep("flash", seq_len=4)]
     seen = {storage.code for step in steps for storage in step._storages}
+    with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
+        draw_secure_noise(1.0, torch.zeros(2), None)
+    seen |= {storage.code for storage in recorder.storages}
     own = {function for function in MARKED if function.__module__.startswith("dpprof.")}
 
     assert len(own) >= 6

@@ -71,7 +71,7 @@ class TableFolder(dict[str, pd.DataFrame]):
 
     def select(self, name: str, runs: pd.MultiIndex) -> pd.DataFrame:
         """Return a table's rows of some runs; the others are never held together."""
-        parts = _read_parts(self._folder / f"{name}.csv", _PART)
+        parts = _read_parts(self._check(name), _PART)
         return pd.concat([_select(part, runs) for part in parts], ignore_index=True)
 
 
