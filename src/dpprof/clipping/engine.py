@@ -254,6 +254,7 @@ class Clipping(ABC):
         if self._waiting:
             if self._waiting_bound != self.max_grad_norm:
                 raise RuntimeError("max_grad_norm changed between the parts of a batch")
+            assert self.ranks.is_sharded
             reduce_all(self.ranks, self._waiting, self.max_grad_norm)
 
     def drop_waiting(self) -> None:

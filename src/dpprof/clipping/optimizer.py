@@ -89,6 +89,7 @@ class NoisyOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self.clipping = clipping
         clipping.continues = self._will_skip
+        clipping.drop_waiting()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
@@ -164,7 +165,7 @@ class NoisyOptimizer(OptimizerWrapper):
         size = self.expected_batch_size if self.loss_reduction == "mean" else 1
         assert size is not None
         for other in others:
-            other /= size
+            other.div_(size)
         if std == 0:
             summed /= size
         elif self.secure_mode:
@@ -188,7 +189,7 @@ class NoisyOptimizer(OptimizerWrapper):
     def _agree(self, ranks: Ranks) -> None:
         """Compare with other ranks what the noise depends on."""
         assert self.generator is not None
-        settings = {
+        settings: dict[str, float | str] = {
             "max_grad_norm": self.max_grad_norm,
             "noise_multiplier": self.noise_multiplier,
             "expected_batch_size": self.expected_batch_size or 0,

@@ -80,6 +80,7 @@ class PerLayerClipping(Clipping):
         return [(parameters, self.bound) for parameters in own if parameters]
 
     def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+        assert isinstance(norms, SampleNorms)  # the other is for shards, which are refused
         enter("backward")
         try:
             with self._handling(partial(self._clip_layer, norms)):
@@ -98,7 +99,7 @@ class PerLayerClipping(Clipping):
         return ()  # a second use is refused
 
     def _clip_layer(
-        self, norms: SampleNorms | NoSamples, layer: nn.Module, contributions: Contributions
+        self, norms: SampleNorms, layer: nn.Module, contributions: Contributions
     ) -> None:
         norms.totals.clear()
         norms.add(layer, contributions)

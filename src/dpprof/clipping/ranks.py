@@ -73,6 +73,10 @@ class Ranks:
             RuntimeError: They differ; every rank raises it.
         """
 
+    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
+        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
+        raise NotImplementedError
+
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
         """Make the source of this rank's noise."""
         return source

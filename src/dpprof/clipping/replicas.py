@@ -32,6 +32,8 @@ class Replicas(SeveralRanks):
         self._refuse_settings()
         self._before = {name: getattr(wrapper, name) for name in _SYNCHRONISES}
         vars(wrapper).update(dict.fromkeys(_SYNCHRONISES, False))
+        # If that is due, a rank's next forward would wait for the others'.
+        self.wrapper.reducer._rebuild_buckets()  # noqa: SLF001
 
     def verify(self) -> None:
         """Refuse a wrapper that communicates by itself again."""
@@ -61,6 +63,7 @@ class Replicas(SeveralRanks):
         refused = {
             "static_graph": wrapper.static_graph,
             "mixed_precision": wrapper.mixed_precision is not None,
+            "the Python reducer": wrapper._use_python_reducer,  # noqa: SLF001
             "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),  # noqa: SLF001
             "join()": wrapper._join_config.enable,  # noqa: SLF001
         }

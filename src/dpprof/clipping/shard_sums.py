@@ -1,12 +1,10 @@
 """Sums of one batch's clipped gradients, on their way from one rank to the shards of all."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from dpprof.clipping.shards import Shards
+from dpprof.clipping.ranks import Ranks
 
 Waiting = dict[nn.Parameter, Tensor | None]
 """Sums of the parts of a batch that came before, whole; None for zeros."""
@@ -19,7 +17,7 @@ class ShardSums:
     soon as all its uses were added, in the same order on all ranks.
 
     Args:
-        shards: Reduces a sum.
+        ranks: Reduces a sum.
         bound: To which the batch is clipped.
         waiting: The sums of the parts of the batch that came before.
         continues: Whether other parts come; then sums wait for these.
@@ -27,13 +25,13 @@ class ShardSums:
 
     def __init__(
         self,
-        shards: "Shards",
+        ranks: Ranks,
         bound: float,
         waiting: Waiting,
         *,
         continues: bool,
     ) -> None:
-        self._shards, self._bound, self._waiting = shards, bound, waiting
+        self._ranks, self._bound, self._waiting = ranks, bound, waiting
         self._continues = continues
         self._uses: Counter[nn.Parameter] = Counter()
         self._totals: dict[nn.Parameter, Tensor] = {}
@@ -51,7 +49,7 @@ class ShardSums:
     def agree(self, names: dict[nn.Parameter, str]) -> None:
         """Compare with other ranks what was used, and how it is clipped."""
         used = [f"{names[p]} {count}" for p, count in self._uses.items()]
-        self._shards.agree(
+        self._ranks.agree(
             {
                 "max_grad_norm": self._bound,
                 "whether this part of a batch is the last": float(self._continues),
@@ -82,7 +80,7 @@ class ShardSums:
         if self._continues:
             self._waiting[parameter] = total
         else:
-            self._shards.add_to_shard(parameter, total, self._bound)
+            self._ranks.add_to_shard(parameter, total, self._bound)
 
     def finish(self) -> None:
         """Verify that all sums are closed, and reduce those of other parts of the batch.
@@ -93,12 +91,10 @@ class ShardSums:
         if self._uses or self._totals:
             raise RuntimeError("the second backward pass used other parameters than the first")
         if not self._continues:
-            reduce_all(self._shards, self._waiting, self._bound)
+            reduce_all(self._ranks, self._waiting, self._bound)
 
 
-def reduce_all(
-    shards: "Shards", waiting: Waiting, bound: float
-) -> None:
+def reduce_all(ranks: Ranks, waiting: Waiting, bound: float) -> None:
     """Reduce sums that waited for the other parts of their batch."""
     for parameter in list(waiting):
-        shards.add_to_shard(parameter, waiting.pop(parameter), bound)
+        ranks.add_to_shard(parameter, waiting.pop(parameter), bound)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from dpprof.clipping.ranks import AddNoise, SeveralRanks
-from dpprof.clipping.sums import bound_of, mark
+from dpprof.clipping.sums import UNCLIPPED, bound_of, mark, own_part
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -92,8 +92,7 @@ class Shards(SeveralRanks):
 
     def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
         """Add noise to this rank's shard of the sum over all ranks."""
-        assert isinstance(summed, DTensor)
-        add_noise(summed.to_local())
+        add_noise(own_part(summed))
         return summed
 
     @torch.no_grad()
@@ -103,7 +102,7 @@ class Shards(SeveralRanks):
         shard = self._reduce(parameter, total).to(parameter.dtype)
         gradient = parameter.grad
         if gradient is None:
-            parameter.grad = DTensor.from_local(
+            parameter.grad = gradient = DTensor.from_local(
                 shard,
                 parameter.device_mesh,
                 parameter.placements,
@@ -112,10 +111,10 @@ class Shards(SeveralRanks):
                 stride=parameter.stride(),
             )
         elif bound_of(gradient) != bound:
-            raise RuntimeError("a gradient that is not clipped was added to a clipped sum")
+            raise RuntimeError(UNCLIPPED)
         else:
-            gradient.to_local().add_(shard)
-        mark(parameter.grad, bound)
+            own_part(gradient).add_(shard)
+        mark(gradient, bound)
 
     def _reduce(self, parameter: DTensor, total: Tensor | None) -> Tensor:
         """Reduce-scatter a sum, (whole shape), in float32 at least; None is zeros."""
@@ -162,6 +161,6 @@ def _refuse_policies(group: Any) -> None:
 
 def _refuse_parameter(one: Any) -> None:
     if one.is_dtensor:
-        raise UnsupportedError("tensor-parallel parameters (DTensor) do not work with clipping yet")
-    if type(one.sharded_param.to_local().data) not in (Tensor, nn.Parameter):
-        raise UnsupportedError("parameters of another tensor class do not work with fully_shard yet")
+        raise UnsupportedError("tensor-parallel parameters do not work with clipping yet")
+    if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter):
+        raise UnsupportedError("fully_shard of a tensor subclass does not work with clipping yet")

@@ -11,6 +11,8 @@ from dpprof.clipping.contributions import Contribution
 
 _MARK = "_clipped"
 
+UNCLIPPED = "a gradient that is not clipped was found where the clipped sum goes; clear gradients"
+
 
 def _version(gradient: Tensor) -> tuple[int, int]:
     """Return the version of a gradient, and of this rank's shard where it is a ``DTensor``."""
@@ -35,9 +37,7 @@ def bound_of(gradient: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def sum_clipped(
-    parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor
-) -> Tensor:
+def sum_clipped(parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> Tensor:
     """Sum a contribution over samples, scaled by clipping factors."""
     return contribution.sum(factors_B.to(contribution[0].device)).view(parameter.shape)
 
@@ -50,6 +50,8 @@ def add_clipped_sum(
     gradient = sum_clipped(parameter, contribution, factors_B).to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
+    elif bound_of(parameter.grad) != bound:
+        raise RuntimeError(UNCLIPPED)
     else:
         parameter.grad += gradient
     mark(parameter.grad, bound)
