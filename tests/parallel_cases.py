@@ -11,7 +11,6 @@ from parallel_training import (
     Case,
     Parts,
     Trained,
-    blocks_of,
     build,
     distribute,
     losses_of,
@@ -135,18 +134,27 @@ def take_a_step(case: Case, change: str) -> None:
         "noise": {"noise_multiplier": 0.1},
         "size": {"expected_batch_size": 5},
     }
-    model = build(case)
-    if change == "frozen" and other:
-        blocks_of(model)[0].mlp[0].bias.requires_grad_(False)
-    model = distribute(model, case)
     given = settings.get(change, {}) if other else {}
-    model, clipping, optimizer = prepare(case, model, **given)
+    model, clipping, optimizer = prepare(case, **given)
+    if change == "frozen" and other:
+        next(model.parameters()).requires_grad_(False)
     if change == "seed":
         optimizer.generator.manual_seed(7)
     if change == "parts" and other:
         optimizer.signal_skip_step()
     clipping.backward(losses_of(model, case, [rank()]))
     optimizer.step()
+
+
+def make_secure(case: Case) -> None:
+    """Ask for noise that seeds from one source cannot give."""
+    prepare(case, secure_mode=True)
+
+
+def reshard_onto_fewer() -> None:
+    """Reshard after forward onto half of the ranks."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4), reshard_after_forward=2)))
+    WAYS["flash-bk"](model, 1.0)
 
 
 class Skips(nn.Module):

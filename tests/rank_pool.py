@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-SECONDS = 240
+SECONDS = 120
 """How long a rank waits for another."""
 
 

@@ -10,6 +10,7 @@ from parallel_training import Case, Trained, train_alone, train_ranks
 from rank_pool import RankPool
 
 from dpprof.clipping.ranks import seed_of_rank
+from dpprof.spec.registry import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -202,3 +203,14 @@ def test_sums_that_wait_are_reduced_in_the_step_at_the_latest(pools) -> None:
 
 def test_sums_of_a_batch_that_was_left_do_not_enter_the_next(pools) -> None:
     assert pools[2].compute(parallel_cases.forget_a_part, Case()) == [0.0, 0.0]
+
+
+def test_secure_noise_is_refused(pools) -> None:
+    for error in pools[2].run(parallel_cases.make_secure, Case()):
+        assert "secure_mode does not work with several ranks" in str(error)
+
+
+def test_resharding_onto_fewer_ranks_is_refused(pools) -> None:
+    for error in pools[4].run(parallel_cases.reshard_onto_fewer):
+        assert isinstance(error, UnsupportedError)
+        assert "with a number for reshard_after_forward does not work" in str(error)

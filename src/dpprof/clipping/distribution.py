@@ -20,7 +20,7 @@ def find_ranks(model: nn.Module) -> Ranks:
     _refuse_replicate(model)
     states = _find_states(model)
     if isinstance(model, DistributedDataParallel):
-        if any(is_distributed(parameter) for parameter in model.parameters()):
+        if states or any(is_distributed(parameter) for parameter in model.parameters()):
             raise UnsupportedError("DistributedDataParallel of sharded parameters does not work")
         return Replicas(model)
     if not states:

@@ -320,7 +320,7 @@ class Clipping(ABC):
         """Watch everything that may get a gradient of a clipped parameter from autograd."""
         for parameter in self._coverage:
             for leaf in self.ranks.leaves(parameter):
-                if leaf not in self._hooks:
+                if leaf.requires_grad and leaf not in self._hooks:
                     refuse = partial(self._refuse_unclipped, parameter)
                     self._hooks[leaf] = leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
 
