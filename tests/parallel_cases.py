@@ -1,5 +1,6 @@
 """What ranks do in tests of noise, communication and disagreement; each function runs on each."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,17 @@ from parallel_training import (
     Trained,
     build,
     distribute,
+    draw_data,
     losses_of,
     named,
     train,
     whole,
 )
+from small_models import Small, draw
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.data import TensorDataset
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
@@ -83,13 +87,16 @@ def draw_noise(kind: str, *, seeded: bool) -> tuple[list[Tensor], int]:
 def count_collectives(case: Case, parts: Parts) -> tuple[Counter[str], int]:
     """Count this clipping's collectives in a step; and the trained parameters."""
     counts: Counter[str] = Counter()
+    sums: list[weakref.ref[Tensor]] = []
 
     def counted(name: str) -> Callable[..., Any]:
         original = getattr(distributed, name)
 
         def count(*arguments: Any, **named: Any) -> Any:
-            # What FSDP itself does comes from its own modules.
             counts[name] += 1
+            if name == "reduce_scatter_tensor":
+                assert not any(one() is not None for one in sums), "a whole sum was not freed"
+                sums.append(weakref.ref(arguments[1]))
             return original(*arguments, **named)
 
         return count
@@ -185,7 +192,7 @@ def reduce_late(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if announced:
             optimizer.signal_skip_step()
         clipping.backward(losses_of(model, case, [rank()]))
-        optimizer._step_skip_queue.clear()  # noqa: SLF001
+        optimizer._step_skip_queue.clear()
         optimizer.step()
         found.append({name: whole(p.grad) for name, p in named(model)})
     return found[0], found[1]
@@ -202,3 +209,54 @@ def forget_a_part(case: Case) -> float:
     clipping.backward(losses_of(model, case, []))
     again.step()
     return max(float(whole(p.grad).abs().max()) for p in model.parameters())
+
+
+def run_loop(code: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Run a loop of the documents; returns the weights before and after, and batch sizes."""
+    case = Case(kind=kind)
+    model: Any = build(case)
+    before = {name: whole(p) for name, p in named(model)}
+    if kind == "ddp":
+        sharding = "for block in model.blocks:\n    fully_shard(block)\nfully_shard(model)\n"
+        assert sharding in code
+        code = code.replace(sharding, "model = DistributedDataParallel(model)\n")
+    sizes: list[int] = []
+    names = {
+        "model": model,
+        "dataset": TensorDataset(*draw_data()),
+        "sample_rate": 1 / 12,
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    }
+    backward = Clipping.backward
+
+    def counted(clipping: Clipping, losses: Tensor) -> None:
+        sizes.append(len(losses))
+        backward(clipping, losses)
+
+    with (
+        substitute(distributed, "init_process_group", lambda: None),
+        substitute(Clipping, "backward", counted),
+    ):
+        exec(compile(code, "documents", "exec"), names)  # noqa: S102
+    trained: Any = names["model"]
+    return before, {name: whole(p) for name, p in named(trained)}, sizes
+
+
+def clip_layers(kinds: list[tuple[str, bool]], variant: str) -> list[float]:
+    """Clip half a batch in each kind of layer; returns the errors of the sums of all ranks."""
+    errors = []
+    for kind, bias in kinds:
+        for way in WAYS.values():
+            sums = []
+            for samples in (slice(None), slice(1) if rank() == 1 else slice(1, 4)):
+                torch.manual_seed(0)
+                model = Small(kind, 6, 9, bias=bias, variant=variant).double()
+                ids, labels, weights = (part[samples] for part in draw(4, 5))
+                if samples != slice(None):
+                    fully_shard(model.body)
+                    fully_shard(model)
+                clipping = way(model, BOUND)
+                clipping.backward(model.losses(ids, labels, weights.double()))
+                sums.append([whole(p.grad) for p in clipping.parameters])
+            errors.append(max(float((a - b).abs().max()) for a, b in zip(*sums, strict=True)))
+    return errors

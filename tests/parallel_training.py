@@ -154,9 +154,7 @@ def train(
     """Train without noise, each batch in parts."""
     clipping = WAYS[case.way](model, bound)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    optimizer = NoisyOptimizer(
-        sgd, clipping, noise_multiplier=0.0, expected_batch_size=EXPECTED
-    )
+    optimizer = NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=EXPECTED)
     sums, norms = [], []
     for parts in steps:
         for at, samples in enumerate(parts):

@@ -1,13 +1,16 @@
 """Clipping on several ranks is clipping of the joint batch on one, with noise once per element."""
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import parallel_cases
 import pytest
 import torch
 from parallel_training import Case, Trained, train_alone, train_ranks
 from rank_pool import RankPool
+from small_models import KINDS
 
 from dpprof.clipping.ranks import seed_of_rank
 from dpprof.spec.registry import UnsupportedError
@@ -99,9 +102,7 @@ def test_sums_are_reduced_in_float32_at_least_whatever_fsdp_would_reduce_in(pool
 
 def test_gathered_parameters_may_be_in_16_bits(pools) -> None:
     case, steps = Case(), UNEVEN[2][:1]
-    (found, *_) = pools[2].compute(
-        parallel_cases.train_in_precision, case, steps, torch.bfloat16
-    )
+    (found, *_) = pools[2].compute(parallel_cases.train_in_precision, case, steps, torch.bfloat16)
 
     expected = train_alone(case, steps).sums[0]
     error = torch.cat([(found.sums[0][name] - expected[name]).flatten() for name in expected])
@@ -157,7 +158,9 @@ def test_seeds_of_ranks_differ_where_a_generator_of_the_cpu_looks() -> None:
 
 
 @pytest.mark.parametrize("way", ["flash", "flash-bk"])
-@pytest.mark.parametrize(("kind", "what"), [("ddp", "all_reduce"), ("fsdp", "reduce_scatter_tensor")])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("ddp", "all_reduce"), ("fsdp", "reduce_scatter_tensor")]
+)
 def test_a_batch_in_parts_is_reduced_once(pools, kind, what, way) -> None:
     case = Case("gpt2", way, kind, tied=True)
     for counts, parameters in pools[2].compute(
@@ -214,3 +217,24 @@ def test_resharding_onto_fewer_ranks_is_refused(pools) -> None:
     for error in pools[4].run(parallel_cases.reshard_onto_fewer):
         assert isinstance(error, UnsupportedError)
         assert "with a number for reshard_after_forward does not work" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_loop_in_the_documents_trains_on_several_ranks(pools, kind) -> None:
+    document = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    (loop,) = (block for block in blocks if "fully_shard" in block)
+    ranks = pools[2].compute(parallel_cases.run_loop, loop, kind)
+
+    (before, after, batches), (_, other, others) = ranks
+    assert 0 in batches + others  # of 24, each with a chance of 59 %
+    for name in before:
+        assert torch.equal(after[name], other[name])
+        assert not torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("variant", ["plain", "frozen", "checkpoint"])
+def test_every_kind_of_layer_is_exact_under_fsdp(pools, variant) -> None:
+    for errors in pools[2].compute(parallel_cases.clip_layers, KINDS, variant):
+        assert len(errors) == 2 * len(KINDS)
+        assert max(errors) < 1e-12

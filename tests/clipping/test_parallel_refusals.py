@@ -124,7 +124,7 @@ def losses_of(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", FLAT)
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda model: fully_shard(model)])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_a_parameter_that_is_used_outside_of_its_layer(way, wrap) -> None:
     model = wrap(Small())
     clipping = way(model, 1.0)
@@ -135,7 +135,7 @@ def test_a_parameter_that_is_used_outside_of_its_layer(way, wrap) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, lambda model: fully_shard(model)])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_a_backward_that_is_not_the_clipping_s(wrap) -> None:
     model = wrap(Small())
     BookKeeping(model, 1.0)
@@ -206,7 +206,7 @@ def test_sharding_after_the_clipping_was_made() -> None:
     model = Small()
     clipping = BookKeeping(model, 1.0)
     fully_shard(model)
-    with pytest.raises((RuntimeError, UnsupportedError), match="fully_shard|replaced"):
+    with pytest.raises((RuntimeError, UnsupportedError), match="replaced"):
         clipping.backward(losses_of(model))
 
 
@@ -221,7 +221,7 @@ def test_ddp_that_communicates_by_itself_again() -> None:
     model = DistributedDataParallel(Small())
     clipping = BookKeeping(model, 1.0)
     model.require_backward_grad_sync = True
-    with pytest.raises(RuntimeError, match="require_backward_grad_sync.* was turned on"):
+    with pytest.raises(RuntimeError, match=r"require_backward_grad_sync.* was turned on"):
         clipping.backward(losses_of(model))
 
 

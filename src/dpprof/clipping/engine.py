@@ -60,7 +60,8 @@ class Clipping(ABC):
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
-            wrapped for data-parallel training.
+            distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
+            group of ranks.
         ValueError: C is not positive and finite.
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
@@ -196,9 +197,14 @@ class Clipping(ABC):
         as autograd does; ``NoisyOptimizer`` refuses to step on more than one batch, and says how to
         split a batch. If it raises, it leaves no gradient.
 
+        Under ``DistributedDataParallel`` the sum is that of this rank's samples until the step.
+        Under ``fully_shard`` it is this rank's shard of the sum of all ranks' samples, unless a
+        ``NoisyOptimizer`` knows that other parts of the batch follow.
+
         Args:
             losses: (B,) the loss of each sample, which depends on that sample alone; empty
-                for a batch without samples, which contributes nothing.
+                for a batch without samples, which contributes nothing. Under ``fully_shard`` the
+                model must have run on every rank: on any sample for a batch without, ``[:0]``.
             enter: Called as a phase begins: ``backward``, ``clip``, ``second_backward``.
 
         Raises:

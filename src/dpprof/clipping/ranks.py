@@ -119,6 +119,8 @@ class SeveralRanks(Ranks):
 
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
         """Make a generator whose seed no other rank has, from the next number of rank 0's."""
+        if self.size == 1:
+            return source
         origin = torch.device("cpu") if source is None else source.device
         base = torch.randint(2**63 - 1, (1,), generator=source, device=origin).to(self.device)
         distributed.broadcast(base, group=self.group, group_src=0)
