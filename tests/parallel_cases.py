@@ -260,3 +260,19 @@ def clip_layers(kinds: list[tuple[str, bool]], variant: str) -> list[float]:
                 sums.append([whole(p.grad) for p in clipping.parameters])
             errors.append(max(float((a - b).abs().max()) for a, b in zip(*sums, strict=True)))
     return errors
+
+
+def train_after_ordinary_steps(case: Case, steps: list[list[Parts]], forward: bool) -> Trained:
+    """Train privately a model that was run before; and with uncommon options of DDP."""
+    model = build(case)
+    options = {}
+    if case.kind == "ddp":
+        options = {"find_unused_parameters": forward, "gradient_as_bucket_view": True}
+        model.register_buffer("one_more", torch.ones(3))  # which DDP would broadcast
+    model = distribute(model, case, **options)
+    for _ in range(2):
+        losses_of(model, case, [rank()]).sum().backward()
+    model.zero_grad()
+    if forward:
+        losses_of(model, case, [rank()])
+    return train(model, case, [parts[rank()] for parts in steps])

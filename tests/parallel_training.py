@@ -108,7 +108,7 @@ def blocks_of(model: Any) -> Any:
 def distribute(model: nn.Module, case: Case, **options: Any) -> nn.Module:
     """Let all ranks train a model."""
     if case.kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
+        return nn.parallel.DistributedDataParallel(model, **options)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=case.reshard, **options)

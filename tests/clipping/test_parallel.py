@@ -238,3 +238,13 @@ def test_every_kind_of_layer_is_exact_under_fsdp(pools, variant) -> None:
     for errors in pools[2].compute(parallel_cases.clip_layers, KINDS, variant):
         assert len(errors) == 2 * len(KINDS)
         assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_a_model_may_have_been_trained_otherwise_before(pools, kind, way, forward) -> None:
+    case, steps = Case(way=way, kind=kind), UNEVEN[2][1:]  # the first is empty on a rank
+    ranks = pools[2].compute(parallel_cases.train_after_ordinary_steps, case, steps, forward)
+
+    assert_same(ranks, train_alone(case, steps))

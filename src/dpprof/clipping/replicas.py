@@ -34,6 +34,7 @@ class Replicas(SeveralRanks):
         vars(wrapper).update(dict.fromkeys(_SYNCHRONISES, False))
         # If that is due, a rank's next forward would wait for the others'.
         self.wrapper.reducer._rebuild_buckets()  # noqa: SLF001
+        self._disarm()
 
     def verify(self) -> None:
         """Refuse a wrapper that communicates by itself again."""
@@ -43,6 +44,7 @@ class Replicas(SeveralRanks):
                 "require_backward_grad_sync of DistributedDataParallel was turned on after this "
                 "clipping was made; leave it off until remove()"
             )
+        self._disarm()
 
     def release(self) -> None:
         """Let the wrapper communicate again."""
@@ -57,6 +59,10 @@ class Replicas(SeveralRanks):
         add_noise(flat[start:end], flat[:start], flat[end:])
         distributed.all_reduce(total, group=self.group)
         return total.to(summed.dtype)
+
+    def _disarm(self) -> None:
+        """Let the wrapper expect no gradients, also after a forward without a backward."""
+        self.wrapper.reducer._reset_state()  # noqa: SLF001
 
     def _refuse_settings(self) -> None:
         wrapper = self.wrapper

@@ -141,7 +141,10 @@ class Shards(SeveralRanks):
 
     def _groups(self) -> Iterator[Any]:
         for state in self._states:
-            yield from state._fsdp_param_groups  # noqa: SLF001
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # one group at most, before PyTorch 2.12
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []  # noqa: SLF001
+            yield from groups
 
 
 def _refuse_policies(group: Any) -> None:
