@@ -248,3 +248,10 @@ def test_no_sync_changes_nothing() -> None:
     with model.no_sync():
         clipping.backward(losses_of(model))
     assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))
+
+
+def test_ddp_communicates_where_its_clipping_could_not_be_made() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(UnsupportedError, match="mixes samples"):
+        BookKeeping(model, 1.0)
+    assert model.require_backward_grad_sync

@@ -146,6 +146,7 @@ class Clipping(ABC):
             patch_layer(layer, run, replaced)
         self._hooks: dict[nn.Parameter, Any] = {}
         self._hook_leaves()
+        self.ranks.take_over()
 
     @property
     def max_grad_norm(self) -> float:

@@ -63,6 +63,9 @@ class Ranks:
     def refuse_unclipped(self) -> None:
         """Refuse gradients that autograd left where a layer's parameters are gathered."""
 
+    def take_over(self) -> None:
+        """Change what must be changed while a clipping is attached."""
+
     def release(self) -> None:
         """Restore what was changed."""
 

@@ -20,7 +20,7 @@ _SYNCHRONISES = ("require_backward_grad_sync", "require_forward_param_sync")
 
 
 class Replicas(SeveralRanks):
-    """The ranks of a ``DistributedDataParallel``, whose own communication is off until ``release``.
+    """The ranks of a ``DistributedDataParallel``.
 
     Raises:
         UnsupportedError: It is set to communicate elsewhere than in its backward.
@@ -30,8 +30,12 @@ class Replicas(SeveralRanks):
         super().__init__(wrapper.process_group, next(wrapper.parameters()).device)
         self.wrapper: Any = wrapper
         self._refuse_settings()
-        self._before = {name: getattr(wrapper, name) for name in _SYNCHRONISES}
-        vars(wrapper).update(dict.fromkeys(_SYNCHRONISES, False))
+        self._before: dict[str, bool] = {}
+
+    def take_over(self) -> None:
+        """Turn the wrapper's own communication off, until ``release``."""
+        self._before = {name: getattr(self.wrapper, name) for name in _SYNCHRONISES}
+        vars(self.wrapper).update(dict.fromkeys(_SYNCHRONISES, False))
         # If that is due, a rank's next forward would wait for the others'.
         self.wrapper.reducer._rebuild_buckets()  # noqa: SLF001
         self._disarm()
