@@ -44,7 +44,10 @@ class Case(NamedTuple):
 def build(case: Case) -> nn.Module:
     """Build a model in float64, the same on every rank."""
     torch.manual_seed(0)
-    model = {"ours": _build_ours, "gpt2": _build_gpt2, "llama": _build_llama}[case.model](case)
+    builders = {"ours": _build_ours, "gpt2": _build_gpt2}
+    model = builders.get(case.model, _build_llama)(case)
+    if case.model == "adapters":
+        model = _add_adapters(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.double().train()
@@ -92,6 +95,12 @@ def _build_llama(case: Case) -> nn.Module:
     return _checkpoint(LlamaForCausalLM(config), case)
 
 
+def _add_adapters(model: Any) -> nn.Module:
+    import peft  # noqa: PLC0415
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+
+
 def _checkpoint(model: Any, case: Case) -> nn.Module:
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -102,6 +111,7 @@ def blocks_of(model: Any) -> Any:
     """Return the blocks of a model."""
     if isinstance(model, Transformer):
         return model.blocks
+    model = model.base_model.model if hasattr(model, "peft_config") else model
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
@@ -163,7 +173,8 @@ def train(
             norms.append(clipping.sample_norms)
             optimizer.step()
             if at == len(parts) - 1:
-                sums.append({name: whole(p.grad) * EXPECTED for name, p in named(model)})
+                trained = [(name, p) for name, p in named(model) if p.requires_grad]
+                sums.append({name: whole(p.grad) * EXPECTED for name, p in trained})
             optimizer.zero_grad()
     return Trained(sums, {name: whole(p) for name, p in named(model)}, norms)
 

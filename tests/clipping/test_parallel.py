@@ -44,7 +44,7 @@ QUICK = [
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
     for size in (2, 4)
-    for model in ("ours", "gpt2", "llama")
+    for model in ("ours", "gpt2", "llama", "adapters")
     for way in ("flash", "flash-bk")
     for kind in ("ddp", "fsdp")
     for tied, checkpointing in itertools.product((False, True), repeat=2)
