@@ -248,3 +248,11 @@ def test_a_model_may_have_been_trained_otherwise_before(pools, kind, way, forwar
     ranks = pools[2].compute(parallel_cases.train_after_ordinary_steps, case, steps, forward)
 
     assert_same(ranks, train_alone(case, steps))
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_replicas_may_have_other_numbers_of_parts(pools, way) -> None:
+    case, steps = Case(way=way, kind="ddp"), [[[[0], [1, 2], []], [[3]]], [[[4]], [[5], [6]]]]
+    ranks = pools[2].compute(train_ranks, case, steps)
+
+    assert_same(ranks, train_alone(case, steps))
