@@ -111,15 +111,15 @@ def one_rank(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_distributed_data_parallel_is_refused_whenever_it_comes() -> None:
-    wrapped = nn.parallel.DistributedDataParallel(build())
-    with pytest.raises(UnsupportedError, match="DistributedDataParallel does not work"):
-        BookKeeping(wrapped, 1.0)
+def test_distributed_data_parallel_that_the_clipping_does_not_know_is_refused() -> None:
     model = build()
     BookKeeping(model, 1.0)
     later = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(UnsupportedError, match="DistributedDataParallel does not work"):
+    with pytest.raises(UnsupportedError, match="make the Clipping of the DistributedDataParallel"):
         later(batch()[0])
+    part = nn.Sequential(nn.parallel.DistributedDataParallel(build()))
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel does not work"):
+        BookKeeping(part, 1.0)
 
 
 @pytest.mark.parametrize("way", EVERY)

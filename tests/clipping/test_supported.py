@@ -171,7 +171,7 @@ def in_data_parallel() -> None:
             nn.Module.__init__(self)
             self.module = module
 
-    clip(Active(nn.Linear(D, D)))
+    clip(nn.Sequential(Active(nn.Linear(D, D))))
 
 
 def thaw(model: nn.Module) -> None:
@@ -213,7 +213,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "`GradScaler`": lambda: step_twice_clipped(scaled=True),
     "float16 losses": lambda: BookKeeping(nn.Linear(D, D), 1.0).backward(torch.zeros(3).half()),
-    "`DistributedDataParallel`": in_data_parallel,
+    "`DistributedDataParallel` of a part of the model": in_data_parallel,
     "`DataParallel`": lambda: clip(nn.DataParallel(nn.Linear(D, D))),
     "several batches before a step": lambda: step_twice_clipped(scaled=False),
 }

@@ -12,12 +12,15 @@ B min(T (d + p), d p) elements for each linear layer, of which B T d are activat
 ordinary step holds until its backward.
 """
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.engine import Clipping, Enter, make_weights
-from dpprof.clipping.sample_norms import SampleNorms
+from dpprof.clipping.sample_norms import NoSamples, SampleNorms
+from dpprof.clipping.shard_sums import ShardSums
 
 
 class BookKeeping(Clipping):
@@ -44,17 +47,30 @@ class BookKeeping(Clipping):
         super().__init__(model, max_grad_norm)
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
 
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
         try:
             enter("backward")
             with self._handling(norms.add):
                 torch.autograd.backward(losses, make_weights(losses))
             enter("clip")
             factors_B = self._finish(norms)
+            if self._sums is not None:
+                self._reduce_kept(self._sums, factors_B)
             while self._kept:
                 self._add_to_grad(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
+
+    def _reduce_kept(self, sums: ShardSums, factors_B: Tensor) -> None:
+        """Compute and reduce sums in the order of backward, which all ranks share."""
+        kept: dict[nn.Parameter, list[Contribution]] = defaultdict(list)
+        while self._kept:
+            parameter, contribution = self._kept.pop()
+            kept[parameter].append(contribution)
+        for parameter in sums.order:
+            for contribution in kept.pop(parameter, ()):
+                self._add_to_grad(parameter, contribution, factors_B)
+            sums.close(parameter)
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         self._kept.append((parameter, contribution))

@@ -78,7 +78,7 @@ def check(
         WrongGradientError: They differ. The message names the first such parameter, in the model's
             order, and the sample; or it says that a sample's loss depends on other samples.
         ValueError: There are fewer than two samples, or ``losses_of`` is random, or checkpoints in
-            the reentrant way.
+            the reentrant way, or the model is sharded.
         RuntimeError: The clipping refuses the step.
 
     Example:
@@ -87,6 +87,8 @@ def check(
         ...     return cross_entropy(logits, labels, reduction="none").mean(1)
         >>> clipping.check(losses_of, tokens, labels)
     """
+    if clipping.ranks.is_sharded:
+        raise ValueError("check needs whole parameters: check the model before fully_shard")
     count = _count_samples(batch)
     with _restored(clipping):
         with clipping.disabled():

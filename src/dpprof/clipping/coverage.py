@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from dpprof.clipping.ranks import Ranks
 from dpprof.spec.registry import UnsupportedError
 
 _WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "it averages what autograd computes",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "it is not the whole model",
     "torch.nn.parallel.data_parallel.DataParallel": "it copies layers without their clipping",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
         "it replaces parameters"
@@ -29,7 +29,7 @@ def trained_in(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def refuse_wrapper(module: nn.Module) -> None:
-    """Refuse modules and parameters that distribute or copy a model.
+    """Refuse modules that distribute or copy a model.
 
     Raises:
         UnsupportedError: No clipping works with it yet.
@@ -38,22 +38,6 @@ def refuse_wrapper(module: nn.Module) -> None:
         why = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
         if why is not None:
             raise UnsupportedError(f"{base.__name__} does not work with clipping yet: {why}")
-    for parameter in trained_in(module).values():
-        if type(parameter).__name__ == "DTensor" or hasattr(parameter, "placements"):
-            raise UnsupportedError("sharded parameters (DTensor) do not work with clipping yet")
-
-
-def refuse_data_parallel() -> None:
-    """Refuse to run a layer inside of a wrapper that was added after the clipping.
-
-    Raises:
-        UnsupportedError: ``DistributedDataParallel`` runs the model.
-    """
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise UnsupportedError(
-            "DistributedDataParallel does not work with clipping yet: it averages what autograd "
-            "computes, and clipped sums are computed otherwise"
-        )
 
 
 class Coverage:
@@ -61,10 +45,13 @@ class Coverage:
 
     Args:
         layers: Each patched layer, with its trained parameters by name.
+        ranks: Say which parameter is trained where a layer has its gathered form.
     """
 
-    def __init__(self, layers: Mapping[nn.Module, Mapping[str, nn.Parameter]]) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Mapping[nn.Module, Mapping[str, nn.Parameter]], ranks: Ranks
+    ) -> None:
+        self._layers, self._ranks = layers, ranks
         self._parameters = {p for own in layers.values() for p in own.values()}
         self.names: dict[nn.Parameter, str] = {}
         """Of every trained parameter that the model has had."""
@@ -92,7 +79,8 @@ class Coverage:
                 continue
             refuse_wrapper(layer)
             known = self._layers.get(layer)
-            for name, parameter in trained.items():
+            for name, present in trained.items():
+                parameter = self._ranks.own(present)
                 full = f"{path}.{name}" if path else name
                 self.names.setdefault(parameter, full)
                 if known is None or (known.get(name) is not parameter):

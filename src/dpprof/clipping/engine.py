@@ -17,13 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.check import Checked, Losses, check
 from dpprof.clipping.contributions import Contribution, zero_samples
-from dpprof.clipping.coverage import Coverage, refuse_data_parallel, refuse_wrapper, trained_in
+from dpprof.clipping.coverage import Coverage, refuse_wrapper, trained_in
+from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.layers import Contributions, Receive, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
+from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.rules import Found, Rule, find_rule, refuse_mixing
-from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.sums import add_clipped_sum, bound_of
+from dpprof.clipping.sample_norms import NoSamples, SampleNorms
+from dpprof.clipping.shard_sums import ShardSums, Waiting, reduce_all
+from dpprof.clipping.sums import add_clipped_sum, bound_of, own_part, sum_clipped
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
@@ -57,7 +60,8 @@ class Clipping(ABC):
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
-            wrapped for data-parallel training.
+            distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
+            group of ranks.
         ValueError: C is not positive and finite.
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
@@ -112,29 +116,37 @@ class Clipping(ABC):
         self.watch: Watch = _call
         """Called with layer, way, function and its arguments, in place of the function."""
 
+        self.continues: Callable[[], bool] = lambda: False
+        """Whether the coming batch is a part of one, and other parts follow."""
+
         self._handler: Handler | None = None
         self._disabled = False
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
+        self._sums: ShardSums | None = None
+        self._waiting: Waiting = {}
+        self._waiting_bound = self.max_grad_norm
+        self.ranks = find_ranks(model)
+        """The ranks that train the model."""
+
         rules: dict[nn.Module, Found] = {}
         for layer in model.modules():
-            refuse_wrapper(layer)
+            if layer is not self.ranks.wrapper:
+                refuse_wrapper(layer)
             refuse_mixing(layer)
             if trained_in(layer):
                 rules[layer] = find_rule(layer)
         self._layers = list(rules)
-        self._coverage = Coverage({layer: trained_in(layer) for layer in rules})
+        own = {layer: self._own_trained(layer) for layer in rules}
+        self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         for layer, (rule, replaced) in rules.items():
-            run = partial(_run, rule, layer, partial(self._receive, layer))
+            run = partial(_run, self.ranks, rule, layer, partial(self._receive, layer))
             patch_layer(layer, run, replaced)
-        self._hooks = [
-            parameter.register_hook(  # type: ignore[no-untyped-call]
-                partial(self._refuse_unclipped, parameter)
-            )
-            for parameter in self._coverage
-        ]
+        self._hooks: dict[nn.Parameter, Any] = {}
+        self._hook_leaves()
+        self.ranks.take_over()
 
     @property
     def max_grad_norm(self) -> float:
@@ -150,7 +162,7 @@ class Clipping(ABC):
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return [self.ranks.own(p) for p in self.model.parameters() if p.requires_grad]
 
     def check(self, losses_of: Losses, *batch: Tensor, tolerance: float | None = None) -> Checked:
         """Compare with per-sample gradients by definition, on one batch: ``clipping.check``."""
@@ -174,9 +186,10 @@ class Clipping(ABC):
         """Restore the model's layers, and remove all hooks."""
         for layer in self._layers:
             unpatch_layer(layer)
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._layers.clear()
+        self.ranks.release()
 
     def backward(self, losses: Tensor, enter: Enter = lambda _: None) -> None:
         """Add the sum of clipped gradients to every trained parameter's ``.grad``.
@@ -185,16 +198,21 @@ class Clipping(ABC):
         as autograd does; ``NoisyOptimizer`` refuses to step on more than one batch, and says how to
         split a batch. If it raises, it leaves no gradient.
 
+        Under ``DistributedDataParallel`` the sum is that of this rank's samples until the step.
+        Under ``fully_shard`` it is this rank's shard of the sum of all ranks' samples, unless a
+        ``NoisyOptimizer`` knows that other parts of the batch follow.
+
         Args:
             losses: (B,) the loss of each sample, which depends on that sample alone; empty
-                for a batch without samples, which contributes nothing.
+                for a batch without samples, which contributes nothing. Under ``fully_shard`` the
+                model must have run on every rank: on any sample for a batch without, ``[:0]``.
             enter: Called as a phase begins: ``backward``, ``clip``, ``second_backward``.
 
         Raises:
             ValueError: The losses are not one for each sample, in float32 or float64.
             RuntimeError: A trained parameter would not be clipped: it was used outside of its
                 layer, or was not trained when this was made. Or a ``.grad`` is not a clipped sum
-                of this batch, such as the last step's gradient.
+                of this batch, such as the last step's gradient. Or ranks disagree.
         """
         if losses.dim() != 1:
             shape = tuple(losses.shape)
@@ -202,7 +220,9 @@ class Clipping(ABC):
         if losses.dtype not in (torch.float32, torch.float64):
             # A clipping factor that is rounded up would let a sample exceed the bound.
             raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
+        self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
+        self._hook_leaves()
         self._refuse_other_gradients()
         self._losses = losses.detach()
         self.sample_norms = None
@@ -210,6 +230,8 @@ class Clipping(ABC):
         self.computes_in_16_bits = False
         self.plan = {}
         try:
+            if self.ranks.is_sharded:
+                self._expect_shards(losses)
             if len(losses):
                 norms = SampleNorms(self, len(losses), self._find_reused(losses), self._keep)
                 self.plan = norms.plan
@@ -217,20 +239,52 @@ class Clipping(ABC):
                 self.computes_in_16_bits = norms.computes_in_16_bits
                 if self._nonfinite is not None:
                     self.nonfinite_samples = sum(self._nonfinite.tolist())
+            elif self.ranks.is_sharded:
+                self._clip(losses, NoSamples(losses), enter)
             else:
                 self.sample_norms = losses.detach()
+            if self._sums is not None:
+                self._sums.finish()
+            self._refuse_unclipped_sums()
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
+            self._waiting.clear()
             raise
         finally:
-            self._losses = self._excluded = self._nonfinite = None
+            self._losses = self._excluded = self._nonfinite = self._sums = None
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
+    def reduce_waiting(self) -> None:
+        """Reduce the sums of a batch in parts whose last part came already."""
+        if self._waiting:
+            if self._waiting_bound != self.max_grad_norm:
+                raise RuntimeError("max_grad_norm changed between the parts of a batch")
+            assert self.ranks.is_sharded
+            reduce_all(self.ranks, self._waiting, self.max_grad_norm)
+
+    def drop_waiting(self) -> None:
+        """Forget the sums of the parts of a batch that are not in ``.grad`` yet."""
+        self._waiting.clear()
+
+    def _expect_shards(self, losses: Tensor) -> None:
+        """Prepare to reduce this batch's sums onto shards."""
+        if not losses.requires_grad:
+            raise RuntimeError(
+                "the losses depend on no trained parameter, and other ranks wait for this one's "
+                "part in running the model; for a batch without samples, run it on any sample and "
+                "pass losses[:0]"
+            )
+        if self._waiting and self._waiting_bound != self.max_grad_norm:
+            raise RuntimeError("max_grad_norm changed between the parts of a batch")
+        self._waiting_bound = self.max_grad_norm
+        continues = self.continues()
+        self._sums = ShardSums(self.ranks, self.max_grad_norm, self._waiting, continues=continues)
+
     @abstractmethod
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``; B >= 1."""
+    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+        """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
 
     @abstractmethod
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
@@ -239,7 +293,7 @@ class Clipping(ABC):
     def _find_reused(self, losses: Tensor) -> Collection[nn.Parameter]:
         """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(losses)
-        return self._shared | {parameter for parameter, count in uses.items() if count > 1}
+        return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
 
     def _receive(self, layer: nn.Module, contributions: Contributions) -> None:
         if self._handler is None:
@@ -247,8 +301,12 @@ class Clipping(ABC):
                 "this model's gradients are clipped: call backward(losses) of its Clipping in "
                 "place of loss.backward()"
             )
+        owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
         # A parameter may have been frozen after forward.
-        trained = [pair for pair in contributions if pair[0].requires_grad]
+        trained = [pair for pair in owned if pair[0].requires_grad]
+        if self._sums is not None and not self._sums.agreed:
+            for parameter, _ in trained:
+                self._sums.count(parameter)
         if trained:
             self._handler(layer, trained)
 
@@ -265,13 +323,35 @@ class Clipping(ABC):
             "it; call the layer, or freeze the parameter"
         )
 
+    def _hook_leaves(self) -> None:
+        """Watch everything that may get a gradient of a clipped parameter from autograd."""
+        for parameter in self._coverage:
+            for leaf in self.ranks.leaves(parameter):
+                if leaf.requires_grad and leaf not in self._hooks:
+                    refuse = partial(self._refuse_unclipped, parameter)
+                    self._hooks[leaf] = leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def _own_trained(self, layer: nn.Module) -> dict[str, nn.Parameter]:
+        return {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
+
+    def _refuse_unclipped_sums(self) -> None:
+        """Refuse to end a backward that left anything but clipped sums."""
+        self.ranks.refuse_unclipped()
+        for parameter in self._coverage:
+            gradient = parameter.grad
+            if gradient is not None and bound_of(gradient) is None:
+                raise RuntimeError(
+                    f"{self.name_of(parameter)} has a gradient that is not clipped; call "
+                    "backward(losses) of the Clipping alone"
+                )
+
     def _refuse_other_gradients(self) -> None:
         """Refuse a ``.grad`` that this clipping did not leave."""
         for parameter in self._coverage:
             gradient = parameter.grad
             if gradient is None or bound_of(gradient) == self.max_grad_norm:
                 continue
-            if bound_of(gradient) is None and not gradient.any():
+            if bound_of(gradient) is None and not own_part(gradient).any():
                 parameter.grad = None
                 continue
             raise RuntimeError(
@@ -301,10 +381,12 @@ class Clipping(ABC):
             vars(self).update(before, squares=None)
 
     @torch.no_grad()
-    def _finish(self, norms: SampleNorms) -> Tensor:
+    def _finish(self, norms: SampleNorms | NoSamples) -> Tensor:
         """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
         norms.add_reused()
         self.sample_norms = norms.compute()
+        if self._sums is not None:
+            self._sums.agree(self._coverage.names)
         return self._compute_factors(self.sample_norms, self.max_grad_norm)
 
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
@@ -326,7 +408,10 @@ class Clipping(ABC):
     ) -> None:
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
-        add_clipped_sum(parameter, contribution, factors_B, self.max_grad_norm)
+        if self._sums is None:
+            add_clipped_sum(parameter, contribution, factors_B, self.max_grad_norm)
+        elif len(factors_B):  # otherwise it belongs to no sample
+            self._sums.add(parameter, sum_clipped(parameter, contribution, factors_B))
 
 
 def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
@@ -337,8 +422,15 @@ def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
     return nonfinite_B if any(nonfinite_B.tolist()) else None
 
 
-def _run(rule: Rule, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
-    refuse_data_parallel()
+def _run(
+    ranks: Ranks,
+    rule: Rule,
+    layer: nn.Module,
+    receive: Receive,
+    *inputs: Any,
+    **named: Any,
+) -> Tensor:
+    refuse_other_wrapper(ranks)
     return rule(layer, receive, *inputs, **named)
 
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer_wrapper import OptimizerWrapper
+from dpprof.clipping.ranks import Ranks, distinct_part
 from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
@@ -28,11 +29,12 @@ class NoisyOptimizer(OptimizerWrapper):
         optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise.
         clipping: The clipping of the gradients; its bound also scales the noise.
         noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
-        expected_batch_size: The mean batch size of Poisson sampling.
+        expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
-        generator: Source of the noise.
+        generator: Source of the noise. Of several ranks only rank 0's counts: each rank draws from
+            a generator of its own, whose seed derives from the next number of this one.
         secure_mode: Draw noise that withstands floating point attacks, see ``draw_secure_noise``;
-            the generator must be secure too.
+            the generator must be secure too. Refused with several ranks.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -41,7 +43,8 @@ class NoisyOptimizer(OptimizerWrapper):
     of every parameter that it changes. Otherwise it raises ``RuntimeError`` and leaves the model
     unchanged: if a parameter is not clipped, is frozen but has a gradient, or has a gradient that
     changed after it was clipped; if not exactly one batch was clipped since the last step, because
-    the accountant counts one; if the bound changed in between.
+    the accountant counts one; if the bound changed in between; if ranks have other settings.
+    With several ranks the batch is that of all ranks, and each element gets noise once.
 
     Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it.
 
@@ -81,12 +84,16 @@ class NoisyOptimizer(OptimizerWrapper):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', and is {loss_reduction!r}")
         if loss_reduction == "mean" and size is None:
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
+        if secure_mode and clipping.ranks.size > 1:
+            raise ValueError("secure_mode does not work with several ranks: seeds derive from one")
         super().__init__(optimizer)
         self.clipping = clipping
+        clipping.continues = self._will_skip
+        clipping.drop_waiting()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
-        self.generator = generator
+        self.generator = clipping.ranks.make_generator(generator)
         self.secure_mode = secure_mode
         self._batches_before = clipping.batches
         self._bound: float | None = None
@@ -126,6 +133,8 @@ class NoisyOptimizer(OptimizerWrapper):
     def accumulate(self) -> None:
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
         self._require_one_clipped_batch()
+        if not self._will_skip():
+            self.clipping.reduce_waiting()
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -140,18 +149,23 @@ class NoisyOptimizer(OptimizerWrapper):
 
     def add_noise(self) -> None:
         """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``."""
+        ranks = self.clipping.ranks
+        if ranks.size > 1:
+            self._agree(ranks)
         for parameter in self.params:
             summed, parameter.summed_grad = parameter.summed_grad, None
-            self._add_noise_to(summed)
-            parameter.grad = summed
+            parameter.grad = ranks.release_sum(summed, self._add_noise_to)
         self._bound = None
         self._is_noised = True
 
     @torch.no_grad()
-    def _add_noise_to(self, summed: Tensor) -> None:
+    def _add_noise_to(self, summed: Tensor, *others: Tensor) -> None:
+        """Add noise to a sum and average it; average others, which get noise elsewhere."""
         std = self.noise_multiplier * self.max_grad_norm
         size = self.expected_batch_size if self.loss_reduction == "mean" else 1
         assert size is not None
+        for other in others:
+            other.div_(size)
         if std == 0:
             summed /= size
         elif self.secure_mode:
@@ -167,6 +181,24 @@ class NoisyOptimizer(OptimizerWrapper):
         self._batches_before = self.clipping.batches
         if not self._is_last_step_skipped:
             self._bound = None
+            self.clipping.drop_waiting()
+
+    def _will_skip(self) -> bool:
+        return bool(self._step_skip_queue) and self._step_skip_queue[0]
+
+    def _agree(self, ranks: Ranks) -> None:
+        """Compare with other ranks what the noise depends on."""
+        assert self.generator is not None
+        settings: dict[str, float | str] = {
+            "max_grad_norm": self.max_grad_norm,
+            "noise_multiplier": self.noise_multiplier,
+            "expected_batch_size": self.expected_batch_size or 0,
+            "loss_reduction": self.loss_reduction,
+            "the trained parameters": "\n".join(
+                f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
+            ),
+        }
+        ranks.agree(settings, distinct_part(self.generator))
 
     def _require_one_clipped_batch(self) -> None:
         batches = self.clipping.batches - self._batches_before

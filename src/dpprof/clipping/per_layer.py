@@ -24,7 +24,7 @@ from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
-from dpprof.clipping.sample_norms import SampleNorms
+from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -61,6 +61,9 @@ class PerLayerClipping(Clipping):
             name = self.name_of(next(iter(self._shared)))
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
+        if self.ranks.size > 1 or self.ranks.is_sharded:
+            self.remove()
+            raise UnsupportedError("per-layer clipping does not work with several ranks yet")
         self._layer_count = len(self._layers)
         self._kept: dict[nn.Parameter, Contribution] = {}
         self._norms: list[Tensor] = []
@@ -76,7 +79,8 @@ class PerLayerClipping(Clipping):
         own = (list(trained_in(layer).values()) for layer in self.model.modules())
         return [(parameters, self.bound) for parameters in own if parameters]
 
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+        assert isinstance(norms, SampleNorms)  # the other is for shards, which are refused
         enter("backward")
         try:
             with self._handling(partial(self._clip_layer, norms)):

@@ -42,6 +42,29 @@ class BatchAxisError(UnsupportedError, ValueError):
     """The first axis of a layer's input is not the batch."""
 
 
+class NoSamples:
+    """Stands for the norms of a batch without samples, whose contributions belong to none.
+
+    Args:
+        losses: (0,)
+    """
+
+    computes_in_16_bits = False
+
+    def __init__(self, losses: Tensor) -> None:
+        self._losses = losses
+
+    def add(self, _layer: nn.Module, _contributions: Contributions) -> None:
+        """Ignore a layer's contributions."""
+
+    def add_reused(self) -> None:
+        """Do nothing: there are none."""
+
+    def compute(self) -> Tensor:
+        """Return no norms; (0,)."""
+        return self._losses.detach()
+
+
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 

@@ -11,16 +11,35 @@ from dpprof.clipping.contributions import Contribution
 
 _MARK = "_clipped"
 
+UNCLIPPED = "a gradient that is not clipped was found where the clipped sum goes; clear gradients"
+
+
+def _version(gradient: Tensor) -> tuple[int, int]:
+    """Return the version of a gradient, and of this rank's shard where it is a ``DTensor``."""
+    return gradient._version, own_part(gradient)._version  # noqa: SLF001
+
+
+def own_part(gradient: Tensor) -> Tensor:
+    """Return this rank's shard of a ``DTensor``, or the whole of another gradient."""
+    shard: Tensor = getattr(gradient, "_local_tensor", gradient)
+    return shard
+
 
 def mark(gradient: Tensor, bound: float) -> None:
     """Mark a gradient, in its present version, as a sum that was clipped to a bound."""
-    setattr(gradient, _MARK, (gradient._version, bound))  # noqa: SLF001
+    setattr(gradient, _MARK, (_version(gradient), bound))
 
 
 def bound_of(gradient: Tensor) -> float | None:
     """Return the bound of a clipped sum; None if it is another gradient, or changed since."""
     version, bound = getattr(gradient, _MARK, (None, None))
-    return bound if version == gradient._version else None  # noqa: SLF001
+    return bound if version == _version(gradient) else None
+
+
+@torch.no_grad()
+def sum_clipped(parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> Tensor:
+    """Sum a contribution over samples, scaled by clipping factors."""
+    return contribution.sum(factors_B.to(contribution[0].device)).view(parameter.shape)
 
 
 @torch.no_grad()
@@ -28,10 +47,11 @@ def add_clipped_sum(
     parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor, bound: float
 ) -> None:
     """Add the sum of a contribution over samples, scaled by clipping factors, to ``.grad``."""
-    summed = contribution.sum(factors_B.to(contribution[0].device))
-    gradient = summed.view_as(parameter).to(parameter.dtype)
+    gradient = sum_clipped(parameter, contribution, factors_B).to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
+    elif bound_of(parameter.grad) != bound:
+        raise RuntimeError(UNCLIPPED)
     else:
         parameter.grad += gradient
     mark(parameter.grad, bound)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
-from dpprof.clipping.sample_norms import SampleNorms
+from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 
 
 class FlashClipping(Clipping):
@@ -42,7 +42,7 @@ class FlashClipping(Clipping):
         1.0
     """
 
-    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
         enter("backward")
         with self._handling(norms.add):
             torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
@@ -52,6 +52,8 @@ class FlashClipping(Clipping):
         def add_to_grad(_layer: nn.Module, contributions: Contributions) -> None:
             for parameter, contribution in contributions:
                 self._add_to_grad(parameter, contribution, factors_B)
+                if self._sums is not None:
+                    self._sums.end_use(parameter)
 
         enter("second_backward")
         with self._handling(add_to_grad):

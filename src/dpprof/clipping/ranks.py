@@ -1,0 +1,171 @@
+"""How the sums of one model's ranks become one sum, with noise added once.
+
+Each rank computes the whole gradient of its own samples, so their norms and clipping factors are
+its own affair. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
+FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, undivided and in
+float32 at least. ``replicas`` does it in the optimizer's step, where every rank adds the noise of
+its own part of the elements before the all-reduce; ``shards`` in backward, parameter by parameter,
+onto the shards to which each rank adds noise.
+
+What the guarantee rests on: every rank clips to one bound, each element gets noise from one rank,
+and ranks' random numbers are independent. Before anything is applied, ranks compare what they are
+set to (``agree``), and seeds come from rank 0 (``make_generator``).
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpprof.spec.registry import UnsupportedError
+
+AddNoise = Callable[..., None]
+"""Adds noise to its first argument, and averages all."""
+
+_GOLDEN = 0x9E3779B9
+"""Odd, so its multiples differ modulo 2^32; of a Weyl sequence."""
+
+
+class Ranks:
+    """The ranks that train one model; here the one process alone."""
+
+    wrapper: nn.Module | None = None
+    """The ``DistributedDataParallel`` that may run the model."""
+
+    is_sharded = False
+    """Whether sums are reduced onto shards in backward."""
+
+    rank, size = 0, 1
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that an optimizer trains, of one that a layer has at present.
+
+        Raises:
+            UnsupportedError: It is distributed in a way that clipping does not know.
+        """
+        if is_distributed(parameter):
+            raise UnsupportedError(
+                "a sharded parameter (DTensor) that is not fully_shard's does not work with "
+                "clipping yet"
+            )
+        return parameter
+
+    def leaves(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """List the tensors for which autograd may compute a gradient of a parameter."""
+        return [parameter]
+
+    def verify(self) -> None:
+        """Refuse later changes of how the model is distributed."""
+
+    def refuse_unclipped(self) -> None:
+        """Refuse gradients that autograd left where a layer's parameters are gathered."""
+
+    def take_over(self) -> None:
+        """Change what must be changed while a clipping is attached."""
+
+    def release(self) -> None:
+        """Restore what was changed."""
+
+    def agree(self, settings: Mapping[str, float | str], seed: int | None = None) -> None:
+        """Verify that all ranks have the same settings, and that no two have one seed.
+
+        Raises:
+            RuntimeError: They differ; every rank raises it.
+        """
+
+    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
+        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
+        raise NotImplementedError
+
+    def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
+        """Make the source of this rank's noise."""
+        return source
+
+    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
+        """Return the noised average over all ranks, of this rank's sum."""
+        add_noise(summed)
+        return summed
+
+
+class SeveralRanks(Ranks):
+    """The ranks of a process group.
+
+    Args:
+        group: Their process group.
+        device: Of the parameters.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def agree(self, settings: Mapping[str, float | str], seed: int | None = None) -> None:
+        """Verify that all ranks have the same settings, and that no two have one seed."""
+        own = [_number(setting) for setting in settings.values()] + [float(seed or 0)]
+        mine = torch.tensor(own, dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(gathered, mine, group=self.group)
+        *columns, seeds = zip(*(one.tolist() for one in gathered), strict=True)
+        for (name, setting), values in zip(settings.items(), columns, strict=True):
+            other = next((r for r, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                told = "" if isinstance(setting, str) else f": {values[0]:g} and {values[other]:g}"
+                raise RuntimeError(f"{name} differs between rank 0 and rank {other}{told}")
+        if seed is not None and len(set(seeds)) < self.size:
+            raise RuntimeError(
+                "two ranks draw noise from one seed, so their noise is not independent; leave the "
+                "optimizer's generator as it is"
+            )
+
+    def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
+        """Make a generator whose seed no other rank has, from the next number of rank 0's."""
+        if self.size == 1:
+            return source
+        origin = torch.device("cpu") if source is None else source.device
+        base = torch.randint(2**63 - 1, (1,), generator=source, device=origin).to(self.device)
+        distributed.broadcast(base, group=self.group, group_src=0)
+        seed = seed_of_rank(int(base), self.rank)
+        return torch.Generator(self.device).manual_seed(seed)
+
+
+def seed_of_rank(base: int, rank: int) -> int:
+    """Derive a rank's seed; the seeds of 2^32 ranks differ in their lower 32 bits.
+
+    PyTorch's generator on a CPU ignores the others.
+    """
+    low = (base + rank * _GOLDEN) % 2**32
+    return base >> 32 << 32 | low
+
+
+def distinct_part(generator: torch.Generator) -> int:
+    """Return the part of a generator's seed that tells its numbers from others."""
+    return generator.initial_seed() % 2**32
+
+
+def is_distributed(parameter: Tensor) -> bool:
+    """Tell whether a tensor is a ``DTensor``, without importing that."""
+    return hasattr(parameter, "placements")
+
+
+def refuse_other_wrapper(ranks: Ranks) -> None:
+    """Refuse to run a layer inside of a wrapper that the clipping does not know.
+
+    Raises:
+        UnsupportedError: ``DistributedDataParallel`` runs the model.
+    """
+    active = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if active is not None and active is not ranks.wrapper:
+        raise UnsupportedError(
+            "DistributedDataParallel runs this model, and its Clipping does not know; make the "
+            "Clipping of the DistributedDataParallel itself"
+        )
+
+
+def _number(setting: float | str) -> float:
+    """Return a number that is the same for equal settings alone; exact in float64."""
+    if isinstance(setting, str):
+        return float(int.from_bytes(hashlib.sha256(setting.encode()).digest()[:6], "big"))
+    return float(setting)

@@ -1,0 +1,258 @@
+"""Clipping on several ranks is clipping of the joint batch on one, with noise once per element."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import parallel_cases
+import pytest
+import torch
+from parallel_training import Case, Trained, train_alone, train_ranks
+from rank_pool import RankPool
+from small_models import KINDS
+
+from dpprof.clipping.ranks import seed_of_rank
+from dpprof.spec.registry import UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+UNEVEN = {
+    2: [[[[0, 1, 2]], [[3]]], [[[]], [[4, 5]]], [[[6]], [[]]], [[[]], [[]]]],
+    4: [[[[0, 1]], [[2]], [[]], [[3, 4, 5]]], [[[]], [[]], [[6]], [[]]]],
+}
+"""By world size: batches by rank; each is one part."""
+
+IN_PARTS = {
+    2: [[[[0, 1], [2]], [[], [3]]], [[[], []], [[4, 5], []]]],
+    4: [[[[0], [1], [2]], [[3], [], []], [[], [], []], [[], [4, 5], [6]]]],
+}
+"""The same in parts."""
+
+QUICK = [
+    (2, Case("ours", checkpointing=True), UNEVEN),
+    (2, Case("gpt2", tied=True), IN_PARTS),
+    (2, Case("llama", tied=True, reshard=False, checkpointing=True), UNEVEN),
+    (4, Case("ours", tied=True), IN_PARTS),
+]
+QUICK = [
+    (size, case._replace(way=way, kind=kind), steps)
+    for size, case, steps in QUICK
+    for way in ("flash", "flash-bk")
+    for kind in ("ddp", "fsdp")
+]
+EVERY = [
+    (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
+    for size in (2, 4)
+    for model in ("ours", "gpt2", "llama", "adapters")
+    for way in ("flash", "flash-bk")
+    for kind in ("ddp", "fsdp")
+    for tied, checkpointing in itertools.product((False, True), repeat=2)
+    for reshard in ((True, False) if kind == "fsdp" else (True,))
+    for steps in (UNEVEN, IN_PARTS)
+]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    made: dict[int, RankPool] = {}
+
+    class Pools(dict):
+        def __missing__(self, size: int) -> RankPool:
+            self[size] = made[size] = RankPool(size)
+            return self[size]
+
+    yield Pools()
+    for pool in made.values():
+        pool.close()
+
+
+def assert_same(ranks: list[Trained], alone: Trained, tolerance: float = 1e-9) -> None:
+    for rank in ranks:
+        assert len(rank.sums) == len(alone.sums)
+        for found, expected in zip(rank.sums, alone.sums, strict=True):
+            assert found.keys() == expected.keys()
+            for name in expected:
+                torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance)
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(rank.weights[name], weight, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("size", "case", "steps"),
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY if one not in QUICK)],
+)
+def test_sums_and_weights_are_those_of_the_joint_batch(pools, size, case, steps) -> None:
+    ranks = pools[size].compute(train_ranks, case, steps[size])
+    alone = train_alone(case, steps[size])
+
+    assert_same(ranks, alone)
+    norms = torch.cat(alone.norms)
+    assert (norms > 0.5).any()  # some are clipped
+    assert len(norms) == len(torch.cat([one for rank in ranks for one in rank.norms]))
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_sums_are_reduced_in_float32_at_least_whatever_fsdp_would_reduce_in(pools, way) -> None:
+    case, steps = Case(way=way), UNEVEN[2]
+    ranks = pools[2].compute(parallel_cases.train_in_precision, case, steps, torch.float32)
+
+    assert_same(ranks, train_alone(case, steps), tolerance=1e-5)
+
+
+def test_gathered_parameters_may_be_in_16_bits(pools) -> None:
+    case, steps = Case(), UNEVEN[2][:1]
+    (found, *_) = pools[2].compute(parallel_cases.train_in_precision, case, steps, torch.bfloat16)
+
+    expected = train_alone(case, steps).sums[0]
+    error = torch.cat([(found.sums[0][name] - expected[name]).flatten() for name in expected])
+    assert error.norm() < 0.05 * torch.cat([one.flatten() for one in expected.values()]).norm()
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_parameters_may_be_sharded_by_another_axis(pools, way) -> None:
+    case, steps = Case(way=way), UNEVEN[2]
+    ranks = pools[2].compute(parallel_cases.train_sharded_by_columns, case, steps)
+
+    assert_same(ranks, train_alone(case, steps))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_element_gets_noise_once_and_no_two_ranks_draw_the_same(pools, kind, size) -> None:
+    ranks = pools[size].compute(parallel_cases.draw_noise, kind, seeded=size == 2)
+
+    assert len({seed for _, seed in ranks}) == size
+    (first, second), _ = ranks[0]
+    n = len(first)
+    std = parallel_cases.SIGMA * 0.5 / parallel_cases.EXPECTED
+    for steps, _ in ranks:
+        assert torch.equal(steps[0], first)
+        assert torch.equal(steps[1], second)
+    for noise in (first, second):
+        assert abs(float(noise.mean())) < 5 * std / n**0.5
+        assert abs(float(noise.std()) / std - 1) < 5 / (2 * n) ** 0.5
+        assert float((noise / std).pow(4).mean()) == pytest.approx(3, abs=5 * (96 / n) ** 0.5)
+    # Each rank draws a part of each matrix, or of the whole; the parts do not repeat.
+    assert abs(correlation(first, second)) < 5 / n**0.5
+    matrices = [first[:20_000].view(200, 100), first[20_000:40_600].view(103, 200)]
+    for matrix in matrices:
+        rows = -(-len(matrix) // size)
+        parts = [part.flatten() for part in matrix.split(rows)]
+        for one, other in itertools.combinations(parts, 2):
+            m = min(len(one), len(other))
+            assert abs(correlation(one[:m], other[:m])) < 5 / m**0.5
+    assert len(first.unique()) > 0.99 * n
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
+
+
+def test_seeds_of_ranks_differ_where_a_generator_of_the_cpu_looks() -> None:
+    a = torch.randn(3, generator=torch.Generator().manual_seed(1))
+    b = torch.randn(3, generator=torch.Generator().manual_seed(1 + 2**32))
+    assert torch.equal(a, b)  # PyTorch looks at the lower 32 bits alone
+    for base in (0, 2**31 + 5, 2**62 + 2**32 - 1):
+        assert len({seed_of_rank(base, rank) % 2**32 for rank in range(5000)}) == 5000
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+@pytest.mark.parametrize(
+    ("kind", "what"), [("ddp", "all_reduce"), ("fsdp", "reduce_scatter_tensor")]
+)
+def test_a_batch_in_parts_is_reduced_once(pools, kind, what, way) -> None:
+    case = Case("gpt2", way, kind, tied=True)
+    for counts, parameters in pools[2].compute(
+        parallel_cases.count_collectives, case, [[0, 1], [2], []]
+    ):
+        assert counts == {what: parameters}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("bound", "max_grad_norm differs between rank 0 and rank 1: 0.5 and 1"),
+        ("noise", "noise_multiplier differs between rank 0 and rank 1: 2 and 0.1"),
+        ("size", "expected_batch_size differs between rank 0 and rank 1: 4 and 5"),
+        ("seed", "two ranks draw noise from one seed"),
+        ("frozen", "differs between rank 0 and rank 1"),
+    ],
+)
+def test_ranks_that_disagree_are_refused_on_all(pools, change, told, kind) -> None:
+    for way in ("flash", "flash-bk"):
+        for error in pools[2].run(parallel_cases.take_a_step, Case(way=way, kind=kind), change):
+            assert isinstance(error, RuntimeError)
+            assert told in str(error)
+
+
+def test_a_part_that_is_the_last_on_one_rank_alone_is_refused(pools) -> None:
+    for error in pools[2].run(parallel_cases.take_a_step, Case(), "parts"):
+        assert "whether this part of a batch is the last differs" in str(error)
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_ranks_that_run_other_layers_are_refused(pools, way) -> None:
+    for error in pools[2].run(parallel_cases.skip_a_layer, way):
+        assert "which layers ran, or their order, differs" in str(error)
+
+
+def test_sums_that_wait_are_reduced_in_the_step_at_the_latest(pools) -> None:
+    for plain, late in pools[2].compute(parallel_cases.reduce_late, Case()):
+        for name in plain:
+            torch.testing.assert_close(late[name], plain[name], rtol=0, atol=1e-12)
+
+
+def test_sums_of_a_batch_that_was_left_do_not_enter_the_next(pools) -> None:
+    assert pools[2].compute(parallel_cases.forget_a_part, Case()) == [0.0, 0.0]
+
+
+def test_secure_noise_is_refused(pools) -> None:
+    for error in pools[2].run(parallel_cases.make_secure, Case()):
+        assert "secure_mode does not work with several ranks" in str(error)
+
+
+def test_resharding_onto_fewer_ranks_is_refused(pools) -> None:
+    for error in pools[4].run(parallel_cases.reshard_onto_fewer):
+        assert isinstance(error, UnsupportedError)
+        assert "with a number for reshard_after_forward does not work" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_loop_in_the_documents_trains_on_several_ranks(pools, kind) -> None:
+    document = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    (loop,) = (block for block in blocks if "fully_shard" in block)
+    ranks = pools[2].compute(parallel_cases.run_loop, loop, kind)
+
+    (before, after, batches), (_, other, others) = ranks
+    assert 0 in batches + others  # of 24, each with a chance of 59 %
+    for name in before:
+        assert torch.equal(after[name], other[name])
+        assert not torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("variant", ["plain", "frozen", "checkpoint"])
+def test_every_kind_of_layer_is_exact_under_fsdp(pools, variant) -> None:
+    for errors in pools[2].compute(parallel_cases.clip_layers, KINDS, variant):
+        assert len(errors) == 2 * len(KINDS)
+        assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_a_model_may_have_been_trained_otherwise_before(pools, kind, way, forward) -> None:
+    case, steps = Case(way=way, kind=kind), UNEVEN[2][1:]  # the first is empty on a rank
+    ranks = pools[2].compute(parallel_cases.train_after_ordinary_steps, case, steps, forward)
+
+    assert_same(ranks, train_alone(case, steps))
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+def test_replicas_may_have_other_numbers_of_parts(pools, way) -> None:
+    case, steps = Case(way=way, kind="ddp"), [[[[0], [1, 2], []], [[3]]], [[[4]], [[5], [6]]]]
+    ranks = pools[2].compute(train_ranks, case, steps)
+
+    assert_same(ranks, train_alone(case, steps))

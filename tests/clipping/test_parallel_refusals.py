@@ -1,0 +1,257 @@
+"""What clipping cannot bound on several ranks is refused in a sentence; one rank shows it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import destroy_process_group
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.nn.functional import linear
+from torch.nn.parallel import DistributedDataParallel
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.clipping.two_pass import FlashClipping
+from dpprof.spec.registry import UnsupportedError
+
+pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]
+FLAT = [FlashClipping, BookKeeping]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """A process group of this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    destroy_process_group()
+
+
+class Small(nn.Module):
+    """Two layers, of which the second's weight may be used outside of it."""
+
+    outside = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return linear(x, self.last.weight) if self.outside else self.last(x)
+
+
+def sharded(**options) -> nn.Module:
+    model = Small()
+    fully_shard(model.first, **options)
+    return fully_shard(model, **options)
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    return distribute_module(
+        Small(),
+        mesh,
+        lambda _, layer, mesh: [
+            layer.register_parameter(name, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
+            for name, p in list(layer.named_parameters(recurse=False))
+        ],
+    )
+
+
+def tensor_parallel_and_sharded() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    model = Small()
+    for layer in (model.first, model.last):
+        for name, p in list(layer.named_parameters()):
+            placed = distribute_tensor(p.detach(), mesh["tensor"], [Shard(0)])
+            layer.register_parameter(name, nn.Parameter(placed))
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def with_ignored() -> nn.Module:
+    model = Small()
+    return fully_shard(model, ignored_params={model.last.weight})
+
+
+def replicas_of_shards() -> nn.Module:
+    names = {"mesh_dim_names": ("replicas", "shards")}
+    return sharded(mesh=init_device_mesh("cpu", (1, 1), **names))
+
+
+def part_sharded() -> nn.Module:
+    model = Small()
+    fully_shard(model.first)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "CPU offload": (
+        lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "with CPUOffloadPolicy does not work",
+    ),
+    "HSDP": (replicas_of_shards, r"with a mesh of two axes, or replicas \(HSDP\)"),
+    "tensor parallel": (tensor_parallel, "that is not fully_shard's"),
+    "tensor parallel and sharded": (tensor_parallel_and_sharded, "tensor-parallel parameters"),
+    "ignored parameters": (with_ignored, r"last\.weight is trained and not sharded"),
+    "part": (part_sharded, r"last\.weight is trained and not sharded"),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(Small(), device_id=torch.device("cpu")),
+        "FullyShardedDataParallel does not work",
+    ),
+    "replicate()": (lambda: replicate(Small()), r"replicate\(\) does not work with clipping"),
+    "static graph": (
+        lambda: DistributedDataParallel(Small(), static_graph=True),
+        "with static_graph does not work",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_models_that_are_distributed_otherwise(what) -> None:
+    build, told = MODELS[what]
+    with pytest.raises((UnsupportedError, ValueError), match=told):
+        BookKeeping(build(), 1.0)
+
+
+def losses_of(model) -> torch.Tensor:
+    return model(torch.ones(2, 3)).square().sum(1)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_a_parameter_that_is_used_outside_of_its_layer(way, wrap) -> None:
+    model = wrap(Small())
+    clipping = way(model, 1.0)
+    model_inside = getattr(model, "module", model)
+    model_inside.outside = True
+    with pytest.raises(RuntimeError, match=r"last\.weight was used outside of its layer"):
+        clipping.backward(losses_of(model))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_a_backward_that_is_not_the_clipping_s(wrap) -> None:
+    model = wrap(Small())
+    BookKeeping(model, 1.0)
+    with pytest.raises(RuntimeError, match=r"call backward\(losses\) of its Clipping"):
+        losses_of(model).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_gradients_that_fsdp_reduced_by_itself_are_not_stepped_on(way) -> None:
+    model = sharded()
+    clipping = way(model, 1.0)
+    with clipping.disabled():
+        losses_of(model).sum().backward()
+    with pytest.raises(RuntimeError, match="has a gradient that is not a sum of this clipping"):
+        clipping.backward(losses_of(model))
+
+
+def test_gradients_that_fsdp_holds_back() -> None:
+    model = sharded()
+    clipping = BookKeeping(model, 1.0)
+    model.set_requires_gradient_sync(False)
+    with clipping.disabled():
+        losses_of(model).sum().backward()
+    with pytest.raises(RuntimeError, match="FSDP holds a gradient that is not clipped"):
+        clipping.backward(losses_of(model))
+
+
+def test_a_shard_that_was_changed_after_it_was_clipped() -> None:
+    for change in (
+        lambda gradient: gradient.to_local().mul_(2),
+        lambda gradient: gradient.mul_(2),
+    ):
+        model = sharded()
+        clipping = BookKeeping(model, 1.0)
+        sgd = torch.optim.SGD(model.parameters())
+        optimizer = NoisyOptimizer(sgd, clipping, noise_multiplier=1.0, expected_batch_size=2)
+        clipping.backward(losses_of(model))
+        change(model.last.weight.grad)
+        with pytest.raises(RuntimeError, match=r"gradient of last\.weight, or the bound, changed"):
+            optimizer.step()
+
+
+def test_no_losses_without_a_run_of_the_model() -> None:
+    clipping = BookKeeping(sharded(), 1.0)
+    with pytest.raises(RuntimeError, match=r"run it on any sample and pass losses\[:0\]"):
+        clipping.backward(torch.zeros(0))
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_the_sample_of_a_batch_without_samples_leaves_nothing_even_if_it_is_not_finite(way) -> None:
+    model = sharded()
+    clipping = way(model, 1.0)
+    clipping.backward(model(torch.full((1, 3), torch.nan)).sum(1)[:0])
+    assert not any(p.grad.to_local().any() for p in model.parameters())
+    assert clipping.sample_norms.shape == (0,)
+
+
+def test_settings_of_fsdp_that_are_made_later() -> None:
+    model = sharded()
+    clipping = BookKeeping(model, 1.0)
+    model.set_all_reduce_hook(lambda _: None)
+    with pytest.raises(UnsupportedError, match="with set_all_reduce_hook does not work"):
+        clipping.backward(losses_of(model))
+
+
+def test_sharding_after_the_clipping_was_made() -> None:
+    model = Small()
+    clipping = BookKeeping(model, 1.0)
+    fully_shard(model)
+    with pytest.raises((RuntimeError, UnsupportedError), match="replaced"):
+        clipping.backward(losses_of(model))
+
+
+def test_per_layer_clipping_and_check() -> None:
+    with pytest.raises(UnsupportedError, match="per-layer clipping does not work with several"):
+        PerLayerClipping(sharded(), 1.0)
+    with pytest.raises(ValueError, match="check the model before fully_shard"):
+        BookKeeping(sharded(), 1.0).check(lambda x: x, torch.ones(2, 3))
+
+
+def test_ddp_that_communicates_by_itself_again() -> None:
+    model = DistributedDataParallel(Small())
+    clipping = BookKeeping(model, 1.0)
+    model.require_backward_grad_sync = True
+    with pytest.raises(RuntimeError, match=r"require_backward_grad_sync.* was turned on"):
+        clipping.backward(losses_of(model))
+
+
+def test_ddp_communicates_again_once_its_clipping_is_removed() -> None:
+    model = DistributedDataParallel(Small())
+    clipping = BookKeeping(model, 1.0)
+    assert clipping.check(losses_of_rows(model), torch.randn(3, 3)).samples == 3
+    clipping.remove()
+    losses_of(model).sum().backward()
+    assert model.require_backward_grad_sync
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def losses_of_rows(model):
+    return lambda x: model(x).square().sum(1)
+
+
+def test_no_sync_changes_nothing() -> None:
+    model = DistributedDataParallel(Small())
+    clipping = BookKeeping(model, 1.0)
+    clipping.backward(losses_of(model))
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with model.no_sync():
+        clipping.backward(losses_of(model))
+    assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))
+
+
+def test_ddp_communicates_where_its_clipping_could_not_be_made() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(UnsupportedError, match="mixes samples"):
+        BookKeeping(model, 1.0)
+    assert model.require_backward_grad_sync

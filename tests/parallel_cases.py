@@ -1,0 +1,278 @@
+"""What ranks do in tests of noise, communication and disagreement; each function runs on each."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from parallel_training import (
+    BOUND,
+    WAYS,
+    Case,
+    Parts,
+    Trained,
+    build,
+    distribute,
+    draw_data,
+    losses_of,
+    named,
+    train,
+    whole,
+)
+from small_models import Small, draw
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.data import TensorDataset
+
+from dpprof.clipping.engine import Clipping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.ranks import distinct_part
+from dpprof.system.substitutes import substitute
+
+SIGMA, EXPECTED = 2.0, 4
+
+
+def prepare(
+    case: Case, model: nn.Module | None = None, **settings: Any
+) -> tuple[nn.Module, Clipping, NoisyOptimizer]:
+    """Make a distributed model, its clipping and its optimizer."""
+    model = distribute(build(case), case) if model is None else model
+    clipping = WAYS[case.way](model, settings.pop("bound", BOUND))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"noise_multiplier": SIGMA, "expected_batch_size": EXPECTED} | settings
+    return model, clipping, NoisyOptimizer(sgd, clipping, **settings)
+
+
+def rank() -> int:
+    """Return this rank."""
+    return distributed.get_rank()
+
+
+class Wide(nn.Module):
+    """A model with enough parameters to judge their noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(100, 200, bias=False)])
+        self.last = nn.Linear(200, 103)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one loss for each sample."""
+        return self.last(self.blocks[0](x)).square().mean(1)
+
+
+def draw_noise(kind: str, *, seeded: bool) -> tuple[list[Tensor], int]:
+    """Take two steps on batches without samples: their gradients are noise alone."""
+    torch.manual_seed(1)
+    model: nn.Module = Wide()
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model.blocks[0])
+        fully_shard(model)
+    generator = torch.Generator().manual_seed(5) if seeded else None
+    case = Case(kind=kind)
+    _, clipping, optimizer = prepare(case, model, generator=generator)
+    steps = []
+    for _ in range(2):
+        clipping.backward(model(torch.ones(1, 100))[:0])
+        optimizer.step()
+        steps.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
+        optimizer.zero_grad()
+    return steps, distinct_part(optimizer.generator)
+
+
+def count_collectives(case: Case, parts: Parts) -> tuple[Counter[str], int]:
+    """Count this clipping's collectives in a step; and the trained parameters."""
+    counts: Counter[str] = Counter()
+    sums: list[weakref.ref[Tensor]] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(distributed, name)
+
+        def count(*arguments: Any, **named: Any) -> Any:
+            counts[name] += 1
+            if name == "reduce_scatter_tensor":
+                assert not any(one() is not None for one in sums), "a whole sum was not freed"
+                sums.append(weakref.ref(arguments[1]))
+            return original(*arguments, **named)
+
+        return count
+
+    model, clipping, optimizer = prepare(case)
+    with (
+        substitute(distributed, "all_reduce", counted("all_reduce")),
+        substitute(distributed, "reduce_scatter_tensor", counted("reduce_scatter_tensor")),
+    ):
+        for at, samples in enumerate(parts):
+            optimizer.signal_skip_step(at < len(parts) - 1)
+            clipping.backward(losses_of(model, case, samples))
+            optimizer.step()
+            optimizer.zero_grad()
+    return counts, len(list(model.parameters()))
+
+
+def train_in_precision(case: Case, steps: list[list[Parts]], dtype: torch.dtype) -> Trained:
+    """Train with parameters gathered in another dtype; FSDP would reduce in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.bfloat16)
+    model = distribute(build(case), case, mp_policy=policy)
+    return train(model, case, [parts[rank()] for parts in steps])
+
+
+def train_sharded_by_columns(case: Case, steps: list[list[Parts]]) -> Trained:
+    """Shard matrices whose second axis allows it there."""
+    size = distributed.get_world_size()
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        even = parameter.dim() > 1 and parameter.shape[1] % size == 0
+        return Shard(1) if even else None
+
+    model = distribute(build(case), case, shard_placement_fn=place)
+    return train(model, case, [parts[rank()] for parts in steps])
+
+
+def take_a_step(case: Case, change: str) -> None:
+    """Take a step after a change on rank 1 alone."""
+    other = rank() == 1
+    settings = {
+        "bound": {"bound": 2 * BOUND},
+        "noise": {"noise_multiplier": 0.1},
+        "size": {"expected_batch_size": 5},
+    }
+    given = settings.get(change, {}) if other else {}
+    model, clipping, optimizer = prepare(case, **given)
+    if change == "frozen" and other:
+        next(model.parameters()).requires_grad_(False)
+    if change == "seed":
+        optimizer.generator.manual_seed(7)
+    if change == "parts" and other:
+        optimizer.signal_skip_step()
+    clipping.backward(losses_of(model, case, [rank()]))
+    optimizer.step()
+
+
+def make_secure(case: Case) -> None:
+    """Ask for noise that seeds from one source cannot give."""
+    prepare(case, secure_mode=True)
+
+
+def reshard_onto_fewer() -> None:
+    """Reshard after forward onto half of the ranks."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4), reshard_after_forward=2)))
+    WAYS["flash-bk"](model, 1.0)
+
+
+class Skips(nn.Module):
+    """One unit of FSDP, in which rank 1 does not run a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one loss for each sample."""
+        x = self.first(x)
+        return (x if rank() == 1 else self.second(x)).square().sum(1)
+
+
+def skip_a_layer(way: str) -> None:
+    """Run another layer on rank 1."""
+    model = fully_shard(Skips())
+    clipping = WAYS[way](model, 1.0)
+    clipping.backward(model(torch.ones(2, 3)))
+
+
+def reduce_late(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Announce another part after the last backward and take it back: sums are not lost."""
+    found = []
+    for announced in (False, True):
+        model, clipping, optimizer = prepare(case, noise_multiplier=0.0)
+        if announced:
+            optimizer.signal_skip_step()
+        clipping.backward(losses_of(model, case, [rank()]))
+        optimizer._step_skip_queue.clear()
+        optimizer.step()
+        found.append({name: whole(p.grad) for name, p in named(model)})
+    return found[0], found[1]
+
+
+def forget_a_part(case: Case) -> float:
+    """Leave a batch after its first part; returns the largest element of the next gradient."""
+    model, clipping, optimizer = prepare(case)
+    optimizer.signal_skip_step()
+    clipping.backward(losses_of(model, case, [rank()]))
+    optimizer.step()
+    sgd = torch.optim.SGD(model.parameters())
+    again = NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)
+    clipping.backward(losses_of(model, case, []))
+    again.step()
+    return max(float(whole(p.grad).abs().max()) for p in model.parameters())
+
+
+def run_loop(code: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """Run a loop of the documents; returns the weights before and after, and batch sizes."""
+    case = Case(kind=kind)
+    model: Any = build(case)
+    before = {name: whole(p) for name, p in named(model)}
+    if kind == "ddp":
+        sharding = "for block in model.blocks:\n    fully_shard(block)\nfully_shard(model)\n"
+        assert sharding in code
+        code = code.replace(sharding, "model = DistributedDataParallel(model)\n")
+    sizes: list[int] = []
+    names = {
+        "model": model,
+        "dataset": TensorDataset(*draw_data()),
+        "sample_rate": 1 / 12,
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    }
+    backward = Clipping.backward
+
+    def counted(clipping: Clipping, losses: Tensor) -> None:
+        sizes.append(len(losses))
+        backward(clipping, losses)
+
+    with (
+        substitute(distributed, "init_process_group", lambda: None),
+        substitute(Clipping, "backward", counted),
+    ):
+        exec(compile(code, "documents", "exec"), names)  # noqa: S102
+    trained: Any = names["model"]
+    return before, {name: whole(p) for name, p in named(trained)}, sizes
+
+
+def clip_layers(kinds: list[tuple[str, bool]], variant: str) -> list[float]:
+    """Clip half a batch in each kind of layer; returns the errors of the sums of all ranks."""
+    errors = []
+    for kind, bias in kinds:
+        for way in WAYS.values():
+            sums = []
+            for samples in (slice(None), slice(1) if rank() == 1 else slice(1, 4)):
+                torch.manual_seed(0)
+                model = Small(kind, 6, 9, bias=bias, variant=variant).double()
+                ids, labels, weights = (part[samples] for part in draw(4, 5))
+                if samples != slice(None):
+                    fully_shard(model.body)
+                    fully_shard(model)
+                clipping = way(model, BOUND)
+                clipping.backward(model.losses(ids, labels, weights.double()))
+                sums.append([whole(p.grad) for p in clipping.parameters])
+            errors.append(max(float((a - b).abs().max()) for a, b in zip(*sums, strict=True)))
+    return errors
+
+
+def train_after_ordinary_steps(case: Case, steps: list[list[Parts]], forward: bool) -> Trained:
+    """Train privately a model that was run before; and with uncommon options of DDP."""
+    model = build(case)
+    options = {}
+    if case.kind == "ddp":
+        options = {"find_unused_parameters": forward, "gradient_as_bucket_view": True}
+        model.register_buffer("one_more", torch.ones(3))  # which DDP would broadcast
+    model = distribute(model, case, **options)
+    for _ in range(2):
+        losses_of(model, case, [rank()]).sum().backward()
+    model.zero_grad()
+    if forward:
+        losses_of(model, case, [rank()])
+    return train(model, case, [parts[rank()] for parts in steps])
