@@ -55,7 +55,7 @@ JobAcctGatherType=jobacct_gather/none
 MinJobAge=300
 KillWait={seconds_to_die}
 GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=16000 Gres=gpu:fake:{gpus} State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=200000 Gres=gpu:fake:{gpus} State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 

@@ -30,7 +30,7 @@ rule mine:
 WITHOUT_TORCH = """
 import importlib.machinery, importlib.metadata
 
-MISSING = {"torch", "opacus", "pynvml", "numpy", "pandas", "scipy", "matplotlib"}
+MISSING = {"torch", "opacus", "pynvml", "scipy", "matplotlib"}
 find, version = importlib.machinery.PathFinder.find_spec, importlib.metadata.version
 
 def find_spec(name, path=None, target=None):

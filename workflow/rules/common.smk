@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
-from snakemake_interface_executor_plugins.settings import ExecMode
 
 from dpprof.analysis.table_columns import TABLES
 from dpprof.launch import progress
@@ -141,8 +140,15 @@ def slots_of(wildcards):
     return int(not is_on_gpu(wildcards))
 
 
+def is_on_cluster():
+    """Say whether jobs run on other machines, whose GPUs and cores are not known here."""
+    return workflow.remote_exec or workflow.non_local_exec
+
+
 def threads_of(wildcards):
     """Let nothing run beside a measurement but those on other GPUs, or in other slots."""
+    if is_on_cluster():
+        return workflow.cores
     beside = GPUS if is_on_gpu(wildcards) else CPU_SLOTS
     return job_resources.share_of_cores(workflow.cores, beside)
 
@@ -153,7 +159,7 @@ def device_options(wildcards, threads):
     On this machine's own processor --cores says only what Snakemake may use, and the results are to
     be the same whatever it says.
     """
-    if workflow.exec_mode == ExecMode.REMOTE or is_on_gpu(wildcards):
+    if is_on_cluster() or is_on_gpu(wildcards):
         return f"--threads {threads}"
     return f"--cpu-slots {CPU_SLOTS}" if CPU_SLOTS > 1 else ""
 
@@ -249,7 +255,7 @@ def start_progress():
         return
     due = list(workflow.dag.needrun_jobs())
     parts = Counter(RUNS.get(job.rule.name, job.rule.name) for job in due)
-    problem = None if IS_DEPLOYED or workflow.remote_exec else why_jobs_cannot_run()
+    problem = None if IS_DEPLOYED or is_on_cluster() else why_jobs_cannot_run()
     if problem and parts.keys() & {*RUNS.values(), "verify", "ceilings"}:
         raise WorkflowError(problem)
     for line in tell_to_do(parts, workflow.cores):
