@@ -1,6 +1,7 @@
 import copy
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 
@@ -138,6 +139,21 @@ def reported(folder) -> Path:
     tables.write_text(plan.manifest.path.name + "\n")
     write_plan(plan)
     return folder
+
+
+def test_results_copied_beside_their_plan_count_by_the_digest_they_carry(
+    reported,
+) -> None:
+    """Copying keeps ages, by which Snakemake would make what is older than its code again."""
+    one, other = plan_of(CONFIG).artifacts[:2]
+    assert one.code.name == other.code.name
+    for artifact, digest in ((one, one.code.digest()), (other, "0" * 64)):
+        artifact.path.write_text(json.dumps({"code_digest": digest}))
+        os.utime(artifact.path, (1, 1))
+    write_plan(plan_of(CONFIG))
+
+    assert one.path.stat().st_mtime_ns > one.code.path.stat().st_mtime_ns
+    assert other.path.stat().st_mtime == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff{", b"[" * 100_000, None])

@@ -252,18 +252,28 @@ def _write_once(path: Path, text: str) -> None:
 def _write_code(artifacts: Sequence[Artifact]) -> None:
     """Write the digest of the code that records rest on, if it is not the one on disk.
 
-    Snakemake compares ages, and would make all of these records again. Those that carry the
-    digest are current, whatever was planned before: they become newer than the file.
+    Snakemake makes again what is older than this file. Records that carry the digest are current
+    all the same, whatever was planned before and whenever they were copied here: they become
+    newer than the file.
 
     Raises:
         OSError: The file, or the age of a record, cannot be written.
     """
     code = artifacts[0].code
     digest = code.digest()
-    if write_if_changed(code.path, digest + "\n"):
-        for one in artifacts:
-            if _carried_digest(one.path) == digest:
-                os.utime(one.path)
+    write_if_changed(code.path, digest + "\n")
+    planned_ns = code.path.stat().st_mtime_ns
+    for one in artifacts:
+        if _is_older(one.path, planned_ns) and _carried_digest(one.path) == digest:
+            os.utime(one.path)
+
+
+def _is_older(path: Path, time_ns: int) -> bool:
+    """Return whether a file is there, and was not changed after a time."""
+    try:
+        return path.stat().st_mtime_ns <= time_ns
+    except OSError:
+        return False
 
 
 def _carried_digest(path: Path) -> str | None:
