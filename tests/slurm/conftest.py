@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from checkout import Checkout, quick_checkout
+from fake_gpus import environment
 from slurm.cluster import MISSING, Cluster
 
 HERE = Path(__file__).parent
 
 PROFILE = ("--workflow-profile", "profiles/slurm", "--slurm-status-command", "squeue")
-
-TORCH = "__version__ = '2.13.0+cu130'\ncuda = '13.0'\n"
-"""Of torch nothing but its version is read where nothing computes."""
 
 
 class SlurmCheckout(Checkout):
@@ -76,19 +74,15 @@ def on_cluster(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Sl
     folder = tmp_path_factory.mktemp("head")
     target = quick_checkout(folder / "checkout").path
     shutil.copy(HERE / "paced_clean.py", target / "src" / "dpprof" / "instruments" / "clean.py")
-    torch = folder / "torch"
-    torch.mkdir()
-    (torch / "__init__.py").write_text("raise ImportError('nothing here is to compute')\n")
-    (torch / "version.py").write_text(TORCH)
     one = SlurmCheckout(target)
     importing = 'if registry.is_own("instruments", instrument):'
     one.edit("src/dpprof/launch/worker.py", importing, "if False:")  # a method needs torch
     one.stage.mkdir()
-    search_path = [str(HERE / "fake_nvml"), str(folder), os.environ.get("PYTHONPATH", "")]
+    gpus = environment(folder, 3, source=target / "src")
     programs = [str(cluster.programs), str(Path(sys.executable).parent), os.environ["PATH"]]
-    one.environment = cluster.environment | {
-        "PATH": os.pathsep.join(programs),
-        "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
-        "DPPROF_TEST_STAGE": str(one.stage),
-    }
+    one.environment = (
+        cluster.environment
+        | {name: gpus[name] for name in ("DPPROF_FAKE_GPUS", "DPPROF_LOCK_DIR", "PYTHONPATH")}
+        | {"PATH": os.pathsep.join(programs), "DPPROF_TEST_STAGE": str(one.stage)}
+    )
     return one
