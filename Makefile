@@ -50,6 +50,7 @@ lint: install
 perf: install
 	python perf/overhead.py --output perf/overhead.md
 	taskset -c 1 python perf/cheap_runs.py --output perf/cheap_runs.md
+	python perf/ranks.py --output perf/ranks.md
 	python perf/recording.py --output perf/recording.md
 	python perf/accuracy.py --output perf/accuracy.md
 	python perf/methods.py --output perf/methods.md --figure docs/images/methods.png

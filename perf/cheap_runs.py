@@ -80,13 +80,12 @@ def compare(methods: list[str], rounds: int) -> list[Comparison]:
     return [Comparison(f"{name} / bare", tuple(v), tuple(bare)) for name, v in runs.items()]
 
 
-def describe_machine() -> str:
-    """Say where and with what a table was measured."""
+def describe_place() -> str:
+    """Say when, where and with what a table was measured."""
     versions = package_versions(("torch", "opacus"))
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     cpu = f"{cpu_name()}, {available_cores()} core(s)"
-    steps = f"{STEPS} steps of tiny, B = 2, T = 16, instrument clean"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; {steps}."
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}"
 
 
 def main() -> None:
@@ -102,7 +101,8 @@ def main() -> None:
     table = tabulate(rows, "s")
     print(table)
     if arguments.output:
-        text = f"{__doc__}\n{describe_machine()}\n\n{table}\n"
+        steps = f"{STEPS} steps of tiny, B = 2, T = 16, instrument clean"
+        text = f"{__doc__}\n{describe_place()}; {steps}.\n\n{table}\n"
         arguments.output.write_text(text, encoding="utf-8")
     beyond = [row.name for row in rows[1:] if row.interval.high >= CLAIM]
     if beyond:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.data import TensorDataset
 
+from dpprof.clipping import shards
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.ranks import distinct_part
@@ -89,12 +90,12 @@ def count_collectives(case: Case, parts: Parts) -> tuple[Counter[str], int]:
     counts: Counter[str] = Counter()
     sums: list[weakref.ref[Tensor]] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        original = getattr(distributed, name)
+    def counted(owner: Any, function: str, name: str) -> Callable[..., Any]:
+        original = getattr(owner, function)
 
         def count(*arguments: Any, **named: Any) -> Any:
             counts[name] += 1
-            if name == "reduce_scatter_tensor":
+            if name == "reduce-scatter":
                 assert not any(one() is not None for one in sums), "a whole sum was not freed"
                 sums.append(weakref.ref(arguments[1]))
             return original(*arguments, **named)
@@ -102,9 +103,10 @@ def count_collectives(case: Case, parts: Parts) -> tuple[Counter[str], int]:
         return count
 
     model, clipping, optimizer = prepare(case)
+    scatter = "_reduce_scatter"
     with (
-        substitute(distributed, "all_reduce", counted("all_reduce")),
-        substitute(distributed, "reduce_scatter_tensor", counted("reduce_scatter_tensor")),
+        substitute(distributed, "all_reduce", counted(distributed, "all_reduce", "all-reduce")),
+        substitute(shards, scatter, counted(shards, scatter, "reduce-scatter")),
     ):
         for at, samples in enumerate(parts):
             optimizer.signal_skip_step(at < len(parts) - 1)

@@ -324,6 +324,18 @@ def test_components_say_where_the_peak_moved_to(tmp_path) -> None:
     assert judged["workspace"].reason == "the peak is in step, and was in backward"
 
 
+def test_a_byte_more_that_ranks_send_is_a_regression_of_its_collective(tmp_path) -> None:
+    experiment = make_experiment(method="flash", parallel="kind=fsdp,world_size=2")
+    sent = {"collective": "all-gather", "phase": "clip", "calls": 1, "payload_bytes": 16}
+    for side, size in zip(SIDES, (8, 9), strict=True):
+        recorded = make_memory({"noise": 1}) | {"communication": [sent | {"bytes_each_way": size}]}
+        write_synthetic(tmp_path / side, experiment, instrument="estimate", recorded=recorded)
+    (figure,) = compare(tmp_path, metrics=["flops"]).figures
+
+    told = (figure.figure, figure.part, figure.phase, figure.judgement)
+    assert told == ("bytes sent", "all-gather", "clip", "worse")
+
+
 def test_a_figure_that_one_side_lacks_is_not_decided(tmp_path) -> None:
     for side in SIDES:
         recorded = make_memory({"noise": 1})

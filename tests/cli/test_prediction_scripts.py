@@ -64,6 +64,36 @@ def test_advice_rests_on_the_same_results(folder) -> None:
     assert "\N{DAGGER} Not verified here to compute the right gradient" in told
 
 
+def test_the_smallest_number_of_gpus_is_told(tmp_path) -> None:
+    # Weights, gradients and AdamW's state take 97 MiB, and on each of four ranks 24 MiB.
+    model = "{vocab_size: 16, d_model: 256, layers: 8, heads: 1}"
+    fields = ["--model", model, "--seq-len", "2", "--target", "cpu"]
+    options = ["--memory-limit-bytes", "60MiB", "--methods", "standard", "microbatch"]
+    ranks = ["--world-sizes", "4", "1", "--json", "ranks.json"]
+    done = run("capacity.py", *fields, *options, *ranks, cwd=tmp_path)
+    found = json.loads((tmp_path / "ranks.json").read_text())
+
+    assert [(one["method"], one["outcome"]) for one in found] == [
+        *(("standard", "oom"), ("standard", "ok")),
+        *(("microbatch", "oom"), ("microbatch", "unsupported")),
+    ]
+    ranks = {"kind": "fsdp", "world_size": 4, "reshard_after_forward": None}
+    assert found[1]["parallel"] == ranks
+    assert "smallest number of GPUs: standard 4\non none of 1, 4: microbatch" in done.stdout
+    assert "standard, fsdp x4" in done.stdout
+
+
+def test_world_sizes_are_said_once(tmp_path) -> None:
+    ranks = ["--world-sizes", "2", "--parallel", "kind=ddp,world_size=4"]
+    done = run("capacity.py", *ASKED, "--target", "l4", *ranks, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: --parallel: 'kind=ddp,world_size=4' is not allowed; --world-sizes says how many "
+        "ranks; leave world_size out\n"
+    )
+
+
 def test_another_mechanism_is_marked_in_the_advice(folder) -> None:
     path = folder / "results" / "verify" / "built-in-opacus-hooks.json"
     digest = verdict_digest("built-in", "opacus-hooks")

@@ -158,9 +158,7 @@ def test_seeds_of_ranks_differ_where_a_generator_of_the_cpu_looks() -> None:
 
 
 @pytest.mark.parametrize("way", ["flash", "flash-bk"])
-@pytest.mark.parametrize(
-    ("kind", "what"), [("ddp", "all_reduce"), ("fsdp", "reduce_scatter_tensor")]
-)
+@pytest.mark.parametrize(("kind", "what"), [("ddp", "all-reduce"), ("fsdp", "reduce-scatter")])
 def test_a_batch_in_parts_is_reduced_once(pools, kind, what, way) -> None:
     case = Case("gpt2", way, kind, tied=True)
     for counts, parameters in pools[2].compute(

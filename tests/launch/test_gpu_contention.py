@@ -93,6 +93,17 @@ def run(gpus, monkeypatch, tmp_path):
     return supervised
 
 
+def test_neighbours_of_one_kind_are_one_slot_for_several_ranks(gpus) -> None:
+    gpus.held["GPU-c"] = 3 * GIB
+    [slot] = gpu_slots(4, 2)
+
+    assert set(slot.locks) == {"cuda-GPU-a", "cuda-GPU-c"}
+    assert slot.environment["CUDA_VISIBLE_DEVICES"] == slot.uuid == "GPU-a,GPU-c"
+    assert slot.describe()["gpus"] == 2
+    assert gpu_contention.look_at(slot.uuid).memory_bytes == 3 * GIB
+    assert gpu_slots(4, 3) == []  # the others are of other kinds
+
+
 def test_others_on_the_gpu_are_recorded_before_and_after_a_run(gpus, run) -> None:
     gpus.held["GPU-a"], gpus.load = 5 * GIB, 37
     attempt = run().attempts[-1]
@@ -228,6 +239,7 @@ def test_only_gpus_like_the_first_are_interchangeable(gpus, monkeypatch) -> None
 def test_not_to_wait_and_not_to_refuse_leave_ids_what_they_were() -> None:
     usual = make_experiment()
     later = {"wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"}
+    later |= {"parallel"}
     spelled = usual.model_dump(mode="json", exclude=later)
 
     assert usual.canonical == canonical_json(spelled)

@@ -50,6 +50,20 @@ def test_a_storage_dies_with_its_last_view() -> None:
     assert alive(recorder) == 0
 
 
+def test_a_storage_that_is_emptied_dies_and_one_that_is_filled_is_born() -> None:
+    with make_recorder() as recorder:
+        x = torch.ones(8)
+        x.untyped_storage().resize_(0)
+        assert (alive(recorder), recorder.find(x)) == (0, None)
+        x.untyped_storage().resize_(32)
+        assert (alive(recorder), recorder.find(x)) == (32, 1)
+        x.untyped_storage().resize_(16)
+        assert alive(recorder) == 16
+        del x
+
+    assert (births(recorder), alive(recorder)) == ([32, 32, 16], 0)
+
+
 @pytest.mark.parametrize("counting", [False, True])
 def test_no_tensor_is_kept_alive(counting) -> None:
     with make_recorder() as recorder:

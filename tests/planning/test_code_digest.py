@@ -21,7 +21,7 @@ LOADED = """
 import json, sys
 from dpprof.spec.experiment import Experiment
 from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.worker import run
+from dpprof.launch.measuring import run
 import tempfile
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
@@ -136,7 +136,7 @@ def test_digests_differ_between_methods_and_not_between_our_models() -> None:
 def test_what_parses_options_or_tells_progress_does_not_matter() -> None:
     names = {file.name for file in measuring_files("clean", "standard")}
 
-    assert {"worker.py", "supervisor.py", "clean.py"} <= names
+    assert {"worker.py", "rank.py", "supervisor.py", "clean.py"} <= names
     assert not names & {"options.py", "profile.py", "progress.py", "planner.py"}
 
 

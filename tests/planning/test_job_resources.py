@@ -17,6 +17,8 @@ def experiment(**keys) -> Experiment:
         ({"device": "cuda"}, 32_000),
         ({"memory_limit_bytes": 2**30}, 16_000),
         ({"memory_limit_bytes": 64 * 2**30}, 69_536),
+        ({"parallel": "kind=ddp,world_size=4"}, 28_000),
+        ({"memory_limit_bytes": 2**33, "parallel": "kind=ddp,world_size=4"}, 48_768),
     ],
 )
 def test_a_measurement_is_given_its_limit_and_room_for_libraries(keys, megabytes: int) -> None:

@@ -113,7 +113,7 @@ def test_specs_are_canonical_and_named_by_content(folder) -> None:
     for experiment in plan.experiments.values():
         spec = json.loads((folder / spec_path(experiment.id)).read_text())
         later = {"wait_for_idle_gpu_s": 0.0, "lora": None, "trainable": None, "padding": None}
-        later |= {"parameters_dtype": "float32", "busy_gpu": "run"}
+        later |= {"parameters_dtype": "float32", "busy_gpu": "run", "parallel": None}
         assert spec | later == experiment.model_dump(mode="json")
 
 

@@ -158,3 +158,36 @@ def wait_beside_somebody(_experiment, _enter):
         os.setsid()
         Path(os.environ["DPPROF_TEST_MARKER"]).write_text(str(os.getpid()))
     time.sleep(3600)
+
+
+def _on_rank_1(experiment, enter, act):
+    """Act on rank 1, in the phase clip, while other ranks wait for it in forward."""
+    from torch import distributed  # noqa: PLC0415
+
+    if distributed.get_rank() == 1:
+        enter("clip")
+        act()
+    enter("forward")
+    distributed.barrier()
+    return measure(experiment, enter)
+
+
+def die_on_rank_1(experiment, enter):
+    return _on_rank_1(experiment, enter, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def run_out_of_memory_on_rank_1(experiment, enter):
+    def run_out():
+        raise MemoryError("no room for a shard")
+
+    return _on_rank_1(experiment, enter, run_out)
+
+
+def wait_on_rank_1(experiment, enter):
+    """Tell the process of rank 1, and wait there."""
+
+    def wait():
+        Path(os.environ["DPPROF_TEST_MARKER"]).write_text(str(os.getpid()))
+        time.sleep(3600)
+
+    return _on_rank_1(experiment, enter, wait)

@@ -5,7 +5,7 @@ import pandas as pd
 from dpprof.report.advice_section import tell_advice, tell_capacity
 
 SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
-SETTING |= {"lora": None, "trainable": None}
+SETTING |= {"lora": None, "trainable": None, "parallel": None}
 
 
 def make(*options: dict[str, object], **setting) -> pd.DataFrame:

@@ -131,8 +131,11 @@ def is_on_gpu(wildcards):
 
 
 def gpus_of(wildcards):
-    """Ask for a GPU where the experiment runs on one."""
-    return int(is_on_gpu(wildcards))
+    """Ask for a GPU for each rank where the experiment runs on GPUs; here for those there are."""
+    if not is_on_gpu(wildcards):
+        return 0
+    ranks = experiment_of(wildcards.id).world_size
+    return ranks if is_on_cluster() else min(ranks, GPUS)
 
 
 def slots_of(wildcards):
@@ -149,8 +152,9 @@ def threads_of(wildcards):
     """Let nothing run beside a measurement but those on other GPUs, or in other slots."""
     if is_on_cluster():
         return workflow.cores
-    beside = GPUS if is_on_gpu(wildcards) else CPU_SLOTS
-    return job_resources.share_of_cores(workflow.cores, beside)
+    if is_on_gpu(wildcards):
+        return gpus_of(wildcards) * job_resources.share_of_cores(workflow.cores, GPUS)
+    return job_resources.share_of_cores(workflow.cores, CPU_SLOTS)
 
 
 def device_options(wildcards, threads):

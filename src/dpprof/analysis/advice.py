@@ -59,6 +59,9 @@ class Advice(_Frozen):
     lora: str | None = None
     """The adapters that are trained; None where the model has none."""
 
+    parallel: str | None = None
+    """The ranks, as ``fsdp x8``; batches are those of each. None for one process."""
+
     seq_len: int
     dtype: str
     target: str
@@ -95,6 +98,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     return Advice(
         model=experiment.model_name,
         lora=None if experiment.lora is None else experiment.lora.text,
+        parallel=None if experiment.parallel is None else experiment.parallel.text,
         seq_len=experiment.seq_len,
         dtype=experiment.dtype,
         target=target,
@@ -142,7 +146,7 @@ def _describe(result: Result, standing: Standing) -> Option:
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
     step = None if tight or result.time is None else result.time.predicted_step_s
-    tokens = experiment.tokens_in(capacity.stated_batch_size)
+    tokens = experiment.world_size * experiment.tokens_in(capacity.stated_batch_size)
     verdict: Verdict = "unranked" if private else "baseline"
     message = None
     if tight:
@@ -193,6 +197,8 @@ def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
         for r in results
         if r.time is not None and r.time.predicted_step_s is not None
     }
+    if not predicted and any(result.experiment.parallel for result in results):
+        return "not predicted: how long ranks take to communicate is not known"
     if not predicted:
         return "not predicted: no speeds of this device are known"
     step = predicted.get(first or "") or next(iter(predicted.values()))

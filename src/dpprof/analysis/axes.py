@@ -6,6 +6,7 @@ from typing import Any
 from dpprof.planning.planner import PlannedRun
 from dpprof.spec.architecture import PREFIX, Architecture
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.parallel import read_world_size
 
 RUN_KEY = ["experiment_id", "instrument", "replicate"]
 _PATIENCE = {"timeout_s", "wait_for_idle_gpu_s", "busy_gpu"}
@@ -34,20 +35,24 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
         "target": target_text(experiment),
         "lora": None if experiment.lora is None else experiment.lora.text,
         "padding": None if padding is None else padding.fraction,
+        "parallel": None if experiment.parallel is None else experiment.parallel.text,
     }
     return {name: fields[name] for name in AXES} | spelled
 
 
 def name_model(row: Any) -> str:
-    """Return the model of a row of axes, and whether it has adapters."""
-    return str(row["model"]) + (" with LoRA" if isinstance(row.get("lora"), str) else "")
+    """Return the model of a row of axes, whether it has adapters, and on how many ranks it is."""
+    adapters = " with LoRA" if isinstance(row.get("lora"), str) else ""
+    ranks = row.get("parallel")
+    return f"{row['model']}{adapters}" + (f", {ranks}" if isinstance(ranks, str) else "")
 
 
 def count_tokens(row: Any) -> float:
-    """Return the tokens in a batch of a row of axes, without padding."""
+    """Return the tokens in the batches of all ranks of a row of axes, without padding."""
     padding = row.get("padding")
     share = float(padding) if isinstance(padding, float) and not math.isnan(padding) else 0.0
-    return float(row["batch_size"] * row["seq_len"] * (1 - share))
+    samples = row["batch_size"] * read_world_size(row.get("parallel"))
+    return float(samples * row["seq_len"] * (1 - share))
 
 
 def target_text(experiment: Experiment) -> str | None:

@@ -1,11 +1,11 @@
 """The figures of a result that are exact: equal runs have equal ones, without noise."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from dpprof.records.comparison import FigureName, Metric
 from dpprof.records.result import Result
-from dpprof.records.step_costs import Compute, Io, Memory
+from dpprof.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.spec.experiment import device_of
 
 Unit = Literal["bytes", "FLOPs", "samples", "seconds"]
@@ -54,6 +54,7 @@ def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey,
             families[FamilyKey("FLOPs", of)] = _flops(result.compute)
         if result.io is not None:
             families[FamilyKey("operators", of)] = _operators(result.io)
+        families[FamilyKey("communication", of)] = _exchanges(result.communication or ())
     if "time" in metrics:
         families[FamilyKey("predicted step time", of)] = _predicted_time(result)
     return {key: family for key, family in families.items() if family}
@@ -107,6 +108,13 @@ def _operators(io: Io) -> Family:
         moved = work.read + work.written
         found[Figure("flops", "bytes moved", "bytes", work.op_kind, work.phase)] = moved
     return found
+
+
+def _exchanges(communication: Iterable[Exchange]) -> Family:
+    return {
+        Figure("flops", "bytes sent", "bytes", one.collective, one.phase): one.bytes_each_way
+        for one in communication
+    }
 
 
 def _predicted_time(result: Result) -> Family:

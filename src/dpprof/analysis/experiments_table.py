@@ -48,6 +48,8 @@ def tabulate_experiments(
         if base := bases.get(group.setting):
             row |= _compare_steps(group, base, found.get(group.experiment.id))
             row |= _compare_peaks(group, base)
+            if group.sent_bytes is not None and base.sent_bytes is not None:
+                row["sent_beyond_bytes"] = group.sent_bytes - base.sent_bytes
         rows.append(row)
     return make_frame("experiments", rows)
 
@@ -69,12 +71,13 @@ def _describe(group: Group, interval: Interval | None) -> dict[str, Any]:
             "median_step_s": step_s,
             "step_low_s": interval and interval.low,
             "step_high_s": interval and interval.high,
-            "tokens_per_s": step_s and experiment.tokens_in(experiment.batch_size) / step_s,
+            "tokens_per_s": step_s and experiment.tokens_in_step / step_s,
             "peak_kind": group.peaks.kind,
             "peak_processes": len(peaks),
             "peak_bytes": _median(peaks),
             "peak_min_bytes": float(min(peaks)) if peaks else None,
             "peak_max_bytes": float(max(peaks)) if peaks else None,
+            "sent_bytes": group.sent_bytes,
         }
         | _spread("reserved", group.peaks_of("clean", "peak_reserved_bytes"))
         | _spread("rss", group.peaks_of("clean", "peak_rss_bytes"))

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from dpprof.analysis.axes import NOT_IN_BASELINE, model_text
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.machines import find_usual_machines, machine_of
+from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.analysis.rank_tables import sent_bytes
 from dpprof.analysis.statistics import Comparison, Sides, compare_all, noise_floor
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
@@ -59,6 +61,13 @@ class Group:
             if values:
                 return Peaks(kind, values)
         return Peaks(None, [])
+
+    @cached_property
+    def sent_bytes(self) -> int | None:
+        """What one of several ranks sends in a step; None if no recorded step tells."""
+        results = [r for name in RECORDERS for r in self._ok(name)]
+        known = (sent_bytes(r.communication) for r in results)
+        return next((one for one in known if one is not None), None)
 
     @cached_property
     def setting(self) -> str:

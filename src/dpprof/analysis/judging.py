@@ -83,7 +83,8 @@ def find_threshold(figure: Figure, thresholds: Thresholds) -> float:
         return thresholds.components.get(figure.part or "", fallback)
     if figure.metric == "time":
         return thresholds.time
-    return thresholds.bytes_moved if figure.name == "bytes moved" else thresholds.flops
+    is_bytes = figure.name in ("bytes moved", "bytes sent")
+    return thresholds.bytes_moved if is_bytes else thresholds.flops
 
 
 def _is_within(was: Number, now: Number, threshold: float) -> bool:

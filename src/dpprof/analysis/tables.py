@@ -19,6 +19,7 @@ from dpprof.analysis.instrument_overhead import tabulate_instrument_overhead
 from dpprof.analysis.kernel_tables import tabulate_kernels
 from dpprof.analysis.memory_tables import tabulate_memory
 from dpprof.analysis.methods_table import tabulate_methods
+from dpprof.analysis.rank_tables import list_exchanges, list_ranks
 from dpprof.analysis.settings_table import tabulate_settings
 from dpprof.analysis.standings import tabulate_verification
 from dpprof.analysis.table_columns import TABLES
@@ -49,6 +50,8 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
         "snapshots": _snapshot_rows(collected),
         "components": _component_rows(collected),
         "samplers": _sampler_rows(collected),
+        "ranks": list_ranks(collected),
+        "communication": list_exchanges(collected),
         "timeline": (row for found in collected.found for row in list_instants(*found)),
         "missing": (
             key_of(run) | {"method": run.method, "reason": reason}

@@ -1,15 +1,18 @@
 """Say which private method to use on a GPU that need not be here, and what that rests on."""
 
+import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dpprof.analysis.advice import Advice, Option, advise
 from dpprof.analysis.axes import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.cli.capacities import answer, make_parser
+from dpprof.cli.capacities import answer, make_parser, tell_smallest
 from dpprof.cli.common import lay_out
 from dpprof.planning.code_digest import verdict_digest
 from dpprof.records.result import Result
+from dpprof.records.verdict import Standing
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import is_other_mechanism
 
@@ -22,7 +25,8 @@ def _recommend(advice: Advice) -> list[str]:
     """Say which method to use, in a sentence or two."""
     best = advice.best
     trained = "" if advice.lora is None else f" with LoRA ({advice.lora})"
-    where = f"{advice.model}{trained}, {advice.seq_len:,} tokens, {advice.dtype}"
+    ranks = "" if advice.parallel is None else f", {advice.parallel}"
+    where = f"{advice.model}{trained}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
         return [f"No time is predicted, so methods that fit are not ranked: {where}."]
@@ -110,14 +114,27 @@ def tell(advice: Advice) -> str:
 def judge(experiments: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:
     """Return the methods in order, as far as their verdicts are known here."""
     standings = read_standings(Path(), experiments, verdict_digest)
-    target = target_text(experiments[0]) or "this machine"
-    asked = [one for one in results if one.experiment.lora == experiments[0].lora]
-    whole = [one for one in results if one.experiment.lora != experiments[0].lora]
+    by_ranks: dict[int, list[Result]] = defaultdict(list)
+    for result in results:
+        by_ranks[result.experiment.world_size].append(result)
+    found = [_advise(experiments[0], alike, standings) for alike in by_ranks.values()]
+    fits = any(option.safe_batch_size for advice in found for option in advice.options)
+    told = [*map(tell, found), *tell_smallest(results)]
+    dumped = [advice.model_dump(mode="json") for advice in found]
+    return json.dumps(dumped[0] if len(found) == 1 else dumped, indent=1), "\n".join(told), fits
+
+
+def _advise(
+    asked_first: Experiment, results: Sequence[Result], standings: Mapping[str, Standing]
+) -> Advice:
+    """Rank the methods on one number of ranks, with adapters and without."""
+    target = target_text(asked_first) or "this machine"
+    asked = [one for one in results if one.experiment.lora == asked_first.lora]
+    whole = [one for one in results if one.experiment.lora != asked_first.lora]
     advice = advise(asked, target, standings)
     if whole:
         advice = advice.model_copy(update={"whole": advise(whole, target, standings)})
-    fits = any(option.safe_batch_size for option in advice.options)
-    return advice.model_dump_json(indent=1), tell(advice), fits
+    return advice
 
 
 def main(argv: Sequence[str] | None = None) -> None:

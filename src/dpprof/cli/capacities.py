@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiments
 from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
@@ -16,7 +17,7 @@ from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_run, result_path
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.validation import InputError
+from dpprof.spec.validation import InputError, refuse
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 from dpprof.system.hardware import available_cores
@@ -40,6 +41,14 @@ def make_parser(command: str, about: str | None, example: str = "") -> Parser:
         f"--seq-len 1024{example}. --memory-limit-bytes replaces the target's memory.",
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
+    parser.add_argument(
+        "--world-sizes",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="the numbers of ranks to compare; 1 is one process. --parallel says their kind, "
+        "without world_size (default: kind=fsdp)",
+    )
     parser.add_argument(
         "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
     )
@@ -91,7 +100,41 @@ def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
             f"--target: missing; a target's name ({', '.join(registry.names('targets'))}) or a "
             "mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s"
         )
-    return read_experiments(arguments, method=list(dict.fromkeys(methods)), batch_size=[1])
+    axes: dict[str, list[Any]] = {"method": list(dict.fromkeys(methods)), "batch_size": [1]}
+    if arguments.world_sizes is not None:
+        axes["parallel"] = _spell_ranks(arguments.parallel or "kind=fsdp", arguments.world_sizes)
+    return read_experiments(arguments, **axes)
+
+
+def _spell_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
+    """Return ``parallel`` for each number of ranks; None for one process.
+
+    Raises:
+        InputError: ``kind`` says how many ranks there are, too.
+    """
+    if "world_size" in kind:
+        raise refuse("--parallel", kind, "--world-sizes says how many ranks; leave world_size out")
+    sizes = sorted(set(world_sizes))
+    return [None if size == 1 else f"{kind},world_size={size}" for size in sizes]
+
+
+def tell_smallest(results: Sequence[Result]) -> list[str]:
+    """Say on how many ranks each method trains at all; nothing for one number of ranks."""
+    sizes = sorted({result.experiment.world_size for result in results})
+    if len(sizes) == 1:
+        return []
+    methods = dict.fromkeys(result.experiment.method for result in results)
+    fits = {
+        method: [r.experiment.world_size for r in results if _fits(r, method)] for method in methods
+    }
+    said = [f"{method} {min(fits[method])}" for method in methods if fits[method]]
+    none = [method for method in methods if not fits[method]]
+    lines = [f"smallest number of GPUs: {', '.join(said)}"] if said else []
+    return lines + ([f"on none of {', '.join(map(str, sizes))}: {', '.join(none)}"] if none else [])
+
+
+def _fits(result: Result, method: str) -> bool:
+    return result.experiment.method == method and result.capacity is not None
 
 
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from dpprof.cli.capacities import answer, make_parser
+from dpprof.cli.capacities import answer, make_parser, tell_smallest
 from dpprof.records.result import Capacity, Result
 from dpprof.spec.experiment import Experiment
 
@@ -13,17 +13,20 @@ _MIB = 2**20
 def describe(result: Result) -> dict[str, object]:
     """Spell what was found for a method, for programs."""
     message = result.error.message if result.error else None
-    found = result.capacity.model_dump(mode="json") if result.capacity else None
+    found: object = result.capacity.model_dump(mode="json") if result.capacity else None
     method, outcome = result.experiment.method, result.outcome
-    return {"method": method, "outcome": outcome, "message": message, "capacity": found}
+    told = {"method": method, "outcome": outcome, "message": message, "capacity": found}
+    parallel = result.experiment.parallel
+    return told if parallel is None else {**told, "parallel": parallel.model_dump()}
 
 
 def tabulate(results: Sequence[Result]) -> str:
     """Lay out what was found, for people."""
-    width = max(len(result.experiment.method) for result in results)
+    names = [_name(result.experiment) for result in results]
+    width = max(map(len, names))
     lines = [f"{'method':{width}}  largest batch  predicted peak  safe batch"]
-    for result in results:
-        capacity, method = result.capacity, result.experiment.method
+    for method, result in zip(names, results, strict=True):
+        capacity = result.capacity
         if capacity is None:
             why = result.error.message if result.error else "no reason is known"
             lines.append(f"{method:{width}}  {result.outcome}: {why}")
@@ -39,12 +42,19 @@ def tabulate(results: Sequence[Result]) -> str:
         lines.append("safe: a tenth of the memory is left")
     if any(capacity.safe_share is None for capacity in found):
         lines.append("safe: the allocator never has to release its cache to find room")
+    if any(result.experiment.parallel for result in results):
+        lines.append("batches and peaks are those of each rank")
     lines += [
-        f"{result.experiment.method}: {_explain_fragmentation(result.capacity)}"
-        for result in results
+        f"{name}: {_explain_fragmentation(result.capacity)}"
+        for name, result in zip(names, results, strict=True)
         if result.capacity and result.capacity.limited_by == "fragmentation"
     ]
-    return "\n".join(lines)
+    return "\n".join(lines + tell_smallest(results))
+
+
+def _name(experiment: Experiment) -> str:
+    ranks = experiment.parallel
+    return experiment.method if ranks is None else f"{experiment.method}, {ranks.text}"
 
 
 def _explain_fragmentation(capacity: Capacity) -> str:

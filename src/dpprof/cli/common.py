@@ -23,6 +23,20 @@ class Parser(argparse.ArgumentParser):
         super().error(shorten_lines(printable(message)))
 
 
+def natural(text: str) -> int:
+    """Read a number from 0 up."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Read a number from 1 up."""
+    if not natural(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be 1, 2, 3 ...")
+    return int(text)
+
+
 def path(text: str) -> Path:
     """Return a path; refuse an empty one, which would be the working folder."""
     if not text:

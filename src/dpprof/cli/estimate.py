@@ -66,8 +66,21 @@ def describe(result: Result) -> str:
                 interval = f"{step.low * 1e3:,.1f} to {step.high * 1e3:,.1f}"
                 bound = f"{step.median * 1e3:,.1f} ms a step (90 % interval {interval}); {bound}"
             lines.append(f"time    {bound}")
+    lines += _describe_exchange(result)
     where = f"{experiment.batch_size:,} x {experiment.seq_len:,} tokens, {experiment.dtype}"
+    if experiment.parallel is not None:
+        where += f", {experiment.parallel.text}; all of this is rank 0's"
     return "\n".join([f"{experiment.method}, {where}", *lines])
+
+
+def _describe_exchange(result: Result) -> list[str]:
+    """Say what one of several ranks sends, by collective."""
+    sent: dict[str, int] = {}
+    for one in result.communication or []:
+        sent[one.collective] = sent.get(one.collective, 0) + one.bytes_each_way
+    total = sum(sent.values()) / _GIB
+    lines = [f"sends   {total:.2f} GiB a step, and receives as much"] if sent else []
+    return lines + [f"        {size / _GIB:8.2f} GiB  {name}" for name, size in sent.items()]
 
 
 def _describe_allocator(allocator: Allocator) -> list[str]:

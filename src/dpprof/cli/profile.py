@@ -6,10 +6,9 @@ written, out of memory and crashes included: what came of the experiment is in i
 75 where the wait for a device was too long, and 1 after any other error.
 """
 
-import argparse
 from collections.abc import Sequence
 
-from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, natural, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiment
 from dpprof.launch.cpu_slots import count_cpu_slots
 from dpprof.launch.progress import Progress, run_name, tell_result
@@ -19,20 +18,6 @@ from dpprof.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
 from dpprof.spec import registry
 from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable
-
-
-def natural(text: str) -> int:
-    """Read a number from 0 up."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):  # noqa: PLR2004 (digits)
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; it must be 0, 1, 2 ...")
-    return int(text)
-
-
-def positive(text: str) -> int:
-    """Read a number from 1 up."""
-    if not natural(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; it must be 1, 2, 3 ...")
-    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

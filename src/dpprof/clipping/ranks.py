@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpprof.spec.registry import UnsupportedError
@@ -108,6 +109,8 @@ class SeveralRanks(Ranks):
         mine = torch.tensor(own, dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         distributed.all_gather(gathered, mine, group=self.group)
+        if isinstance(mine, FakeTensor):  # of a prediction, which has one rank and no elements
+            return
         *columns, seeds = zip(*(one.tolist() for one in gathered), strict=True)
         for (name, setting), values in zip(settings.items(), columns, strict=True):
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
@@ -127,6 +130,8 @@ class SeveralRanks(Ranks):
         origin = torch.device("cpu") if source is None else source.device
         base = torch.randint(2**63 - 1, (1,), generator=source, device=origin).to(self.device)
         distributed.broadcast(base, group=self.group, group_src=0)
+        if isinstance(base, FakeTensor):
+            return torch.Generator(self.device)
         seed = seed_of_rank(int(base), self.rank)
         return torch.Generator(self.device).manual_seed(seed)
 

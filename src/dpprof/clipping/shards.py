@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
@@ -22,6 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from dpprof.clipping.ranks import AddNoise, SeveralRanks
 from dpprof.clipping.sums import UNCLIPPED, bound_of, mark, own_part
 from dpprof.spec.registry import UnsupportedError
+
+_reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+"""The name is new in PyTorch 2.13, which warns of the old one."""
 
 
 class Shards(SeveralRanks):
@@ -136,7 +140,7 @@ class Shards(SeveralRanks):
         shape = list(parameter.shape)
         shape[axis] = length
         shard = total.new_empty(shape)
-        distributed.reduce_scatter_tensor(shard, total.contiguous(), group=self.group)
+        _reduce_scatter(shard, total.contiguous(), group=self.group)
         return shard.narrow(axis, 0, own.shape[axis])
 
     def _groups(self) -> Iterator[Any]:
@@ -165,5 +169,5 @@ def _refuse_policies(group: Any) -> None:
 def _refuse_parameter(one: Any) -> None:
     if one.is_dtensor:
         raise UnsupportedError("tensor-parallel parameters do not work with clipping yet")
-    if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter):
+    if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter, FakeTensor):
         raise UnsupportedError("fully_shard of a tensor subclass does not work with clipping yet")

@@ -7,7 +7,7 @@ exists.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dpprof.devices.device import Counters, Peaks, Recorded, Recorder
+from dpprof.devices.gloo_threads import settled_collectives
 
 _WINDOW = "dpprof window:"
 _MARK = "dpprof mark:"
@@ -34,6 +35,8 @@ class CpuRecorder(Recorder):
         # With shapes or stacks the profiler itself would keep tensors alive.
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.start()
+        self._settling = ExitStack()
+        self._settling.enter_context(settled_collectives())
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
@@ -48,6 +51,7 @@ class CpuRecorder(Recorder):
 
     def close(self) -> Recorded:
         """End the recording and return its peaks and counters."""
+        self._settling.close()
         self._profile.stop()
         assert self._profile.profiler is not None
         assert self._profile.profiler.kineto_results is not None

@@ -44,7 +44,7 @@ def _draw_method(axis: Axes, method: str, rows: pd.DataFrame) -> None:
 
 
 def _draw_baseline(axis: Axes, known: pd.DataFrame, shown: pd.DataFrame) -> None:
-    setting = ["model", "lora", "seq_len", "dtype", "target"]
+    setting = ["model", "lora", "parallel", "seq_len", "dtype", "target"]
     plain = known[known["method"] == BASELINE].merge(shown[setting].drop_duplicates(), on=setting)
     for hours in plain["gpu_hours"]:
         axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])

@@ -54,6 +54,9 @@ COMPONENT_COLOURS: dict[str, str] = {
     "gram_matrices": "#882255",
     "summed_gradients": _PALETTE[1],
     "noise": _PALETTE[3],
+    "unsharded_parameters": "#0000EE",
+    "unsharded_gradients": "#000033",
+    "communication_buffers": "#BB44FF",
     "inputs": _BLACK,
     "logits_and_loss": "#FAC9B8",
     "workspace": "#8B5A2B",
@@ -61,8 +64,9 @@ COMPONENT_COLOURS: dict[str, str] = {
 }
 """Colours of components, in stacking order.
 
-Blue components exist in any training, green ones are activations, and red to yellow ones exist per
-sample. A test checks that deuteranopes and protanopes can distinguish them.
+Blue components exist in any training, green ones are activations, red to yellow ones exist per
+sample, and the darkest blue ones and violet with several ranks. A test checks that deuteranopes and
+protanopes can distinguish them.
 """
 
 HATCHES = {"unattributed": "//////", "other": "//////", "idle": "......", "unknown": "//////"}

@@ -26,6 +26,7 @@ from dpprof.instruments.memory import (
 from dpprof.instruments.setup import import_method, make_batch
 from dpprof.memory.allocator_replay import Placement, place
 from dpprof.memory.caching_allocator import DEFAULT, EXPANDABLE, OutOfMemoryError, Settings
+from dpprof.memory.fake_ranks import fake_ranks
 from dpprof.methods.training_step import Enter
 from dpprof.records.result import Capacity, Measurement
 from dpprof.spec.experiment import Experiment
@@ -172,7 +173,8 @@ class _Batches:
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
         method = import_method(self._experiment)
-        with tracing(self._target) as recorder:
+        ranks = fake_ranks(self._experiment.world_size)
+        with ranks, tracing(self._target) as recorder:
             training = set_up_fake(self._experiment, method, recorder, self._target)
             timeline_recorder = TimelineRecorder(recorder, training.step, self._enter)
 
@@ -352,7 +354,9 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
     """Return the experiment's limit, else the target's memory, else this machine's."""
     if experiment.memory_limit_bytes is not None:
         return int(experiment.memory_limit_bytes)
-    return psutil.virtual_memory().total if target is None else int(target.memory_bytes)
+    if target is None:  # ranks share it
+        return psutil.virtual_memory().total // experiment.world_size
+    return int(target.memory_bytes)
 
 
 def _explain(experiment: Experiment, needed: int, budget: int) -> str:

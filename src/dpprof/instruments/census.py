@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpprof.clipping.sums import own_part
 from dpprof.methods.tensors import tensors_in
 from dpprof.methods.training_step import Batch
 from dpprof.records.terms import Component
@@ -38,7 +39,8 @@ def take_census(holdings: Holdings) -> dict[str, int]:
         ``optimizer_state``, ``per_sample_gradients``, ``norm_samples``,
         ``summed_gradients`` and ``dp_activations`` (what Opacus's hooks keep of the forward
         pass, which autograd may hold too). A storage counts once, whole, for the first of
-        these that it belongs to, and only on the device of the parameters.
+        these that it belongs to, and only on the device of the parameters. Of what is sharded,
+        it is this rank's shard.
     """
     parameters = list(holdings.module.parameters())
     groups: dict[str, Iterable[Tensor]] = {
@@ -57,7 +59,7 @@ def take_census(holdings: Holdings) -> dict[str, int]:
     seen: set[int] = set()
     census = dict.fromkeys(groups, 0)
     for component, tensors in groups.items():
-        for tensor in tensors:
+        for tensor in map(own_part, tensors):
             storage = tensor.untyped_storage()
             if tensor.device == device and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

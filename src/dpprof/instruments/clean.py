@@ -63,7 +63,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     paths = SamplerPaths()
     with training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
-    energy, why_no_energy = _energy(device, run, statistics.median(step_s))
+    energy, why_no_energy = _energy(experiment, device, run, statistics.median(step_s))
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -97,9 +97,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def _energy(
-    device: Device, run: Callable[[], None], step_s: float
+    experiment: Experiment, device: Device, run: Callable[[], None], step_s: float
 ) -> tuple[Energy | None, dict[str, str]]:
     """Measure the energy of a step after the timed ones; returns it, or why it is unknown."""
+    if experiment.parallel is not None:
+        why = "each rank would run as many steps as fit in a window, and all must run as many"
+        return None, {"energy": why}
     try:
         return device.energy(run, step_s), {}
     except NoEnergyError as error:
@@ -107,9 +110,9 @@ def _energy(
 
 
 def _throughput(experiment: Experiment, step_s: float) -> Throughput:
-    samples_per_s = experiment.batch_size / step_s
+    samples_per_s = experiment.world_size * experiment.batch_size / step_s
     return Throughput(
-        tokens_per_s=experiment.tokens_in(experiment.batch_size) / step_s,
+        tokens_per_s=experiment.tokens_in_step / step_s,
         samples_per_s=samples_per_s,
         steps_per_s=1 / step_s,
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpprof.devices.cpu import Cpu
+from dpprof.devices.gloo_threads import settled_collectives
 from dpprof.instruments.census import Holdings
 from dpprof.instruments.resident import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
@@ -20,10 +21,17 @@ from dpprof.memory import simulated_cuda
 from dpprof.memory.attribution import StepObserver
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.cuda_workspaces import cuda_workspaces
+from dpprof.memory.fake_ranks import fake_ranks
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.reduction_buffers import Processors
-from dpprof.memory.summary import simulate_allocator, state_compute, state_io, state_memory
+from dpprof.memory.summary import (
+    simulate_allocator,
+    state_communication,
+    state_compute,
+    state_io,
+    state_memory,
+)
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
@@ -115,7 +123,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     on_cuda = device.torch_device.type == "cuda"
     recorder = _record_cuda() if on_cuda else _record_cpu()
     # On CUDA backward has its own thread, whose Python stack does not show the caller.
-    with torch.autograd.set_multithreading_enabled(False), recorder:
+    with torch.autograd.set_multithreading_enabled(False), settled_collectives(), recorder:
         training = set_up(experiment, method, device, lambda *_: None)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         steps = experiment.warmup_steps + 1
@@ -199,7 +207,7 @@ def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
     """
     method = import_method(experiment)
     target = find_target(experiment)
-    with tracing(target) as recorder:
+    with fake_ranks(experiment.world_size), tracing(target) as recorder:
         training = set_up_fake(experiment, method, recorder, target)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
@@ -317,7 +325,11 @@ def state(
     time = None
     if not_run:
         del unknown["time"]
-        time, why_not = predict_time(steady.ops, experiment, ceilings)
+        time, why_not = (
+            predict_time(steady.ops, experiment, ceilings)
+            if experiment.parallel is None
+            else (None, {"time": "how long ranks take to communicate is not predicted"})
+        )
         unknown |= why_not
     return Measurement(
         model=training.model,
@@ -328,5 +340,6 @@ def state(
         compute=compute,
         time=time,
         io=state_io(steady, compute.executed_flops),
+        communication=state_communication(steady, experiment.world_size),
         reasons=unknown | not_run | paths.reasons | training.step.reasons,
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof.devices.device import Device
@@ -67,6 +67,8 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
     if isinstance(experiment.model, Architecture):
         importlib.import_module("dpprof.models.hugging_face").import_architecture(experiment)
     find_attention(experiment.attention)
+    if experiment.parallel is not None and experiment.parallel.kind == "fsdp":
+        importlib.import_module("torch.distributed.fsdp")
     # The first optimizer of a process imports torch._dynamo: 800 modules, 70 MiB.
     SGD([torch.zeros(1)], lr=1.0)
     return method
@@ -87,11 +89,14 @@ def set_up(
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()
     facts = _count(model)
+    model = method.distribute(model, experiment, device.torch_device)
     moment("model_loaded", Holdings(model))
     step = method(model, experiment)
     moment("wrapped_with_dp", Holdings(step.module, attributes=step.attributes))
     step.attach_optimizer(_build_optimizer(step.module, experiment))
     moment("optimizer_created", Holdings(step.module, step.optimizer, attributes=step.attributes))
+    if distributed.is_initialized() and distributed.get_rank():
+        torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
 

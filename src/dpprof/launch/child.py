@@ -27,7 +27,9 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     arguments: list[str | int]
     parent_pid: int
     lock_fds: list[int]
-    lifeline_fd: int
+    lifeline_fd: int | None = None
+    """A pipe that closes when the parent dies; None where the parent's own group ends with it."""
+
     answer_fd: int
     cores: tuple[int, ...] = ()
     """The cores to stay on; none for all."""
@@ -38,7 +40,8 @@ def main() -> None:
     faulthandler.enable()
     assignment = Assignment.model_validate_json(sys.argv[1])
     die_with(assignment.parent_pid)
-    end_group_with(assignment.lifeline_fd)
+    if assignment.lifeline_fd is not None:
+        end_group_with(assignment.lifeline_fd)
     keep_to_this_process(assignment.lock_fds)
     if assignment.cores:
         os.sched_setaffinity(0, assignment.cores)

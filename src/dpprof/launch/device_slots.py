@@ -1,11 +1,11 @@
 """Devices that a measurement can run on, each with its locks, description and environment."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from dpprof.launch.device_lock import Hold, Locks
-from dpprof.system.hardware import describe_cpu, describe_gpu, interchangeable_gpus
+from dpprof.system.hardware import Gpu, describe_cpu, describe_gpu, interchangeable_gpus
 
 PREDICTING, SLOTTED = "cpu-predictions", "cpu-slots"
 """Locks of the two ways to share the processor; who shares it in one way keeps the other out."""
@@ -20,7 +20,7 @@ class DeviceSlot(NamedTuple):
     """Environment variables that restrict the measuring process to this device."""
 
     uuid: str | None = None
-    """The UUID of a GPU."""
+    """The UUID of a GPU; those of several, with commas."""
 
     cores: tuple[int, ...] = ()
     """The cores that the measuring process is held to; none, if it may use all."""
@@ -37,18 +37,29 @@ def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:
     return DeviceSlot(locks, partial(describe_cpu, threads), limit_threads(threads))
 
 
-def gpu_slots(threads: int) -> list[DeviceSlot]:
-    """Return the visible GPUs that are interchangeable, with a number of threads on the host."""
-    return [
-        DeviceSlot(
-            {f"cuda-{gpu.uuid}": Hold.ALONE},
-            partial(describe_gpu, gpu),
-            limit_threads(threads)
-            | {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-            gpu.uuid,
-        )
-        for gpu in interchangeable_gpus()
-    ]
+def gpu_slots(threads: int, number: int = 1) -> list[DeviceSlot]:
+    """Return the visible GPUs that are interchangeable, with a number of threads on the host.
+
+    ``number`` neighbours together are one slot.
+    """
+    gpus = interchangeable_gpus()
+    return [_slot(gpus[at : at + number], threads) for at in range(len(gpus) - number + 1)]
+
+
+def _slot(gpus: Sequence[Gpu], threads: int) -> DeviceSlot:
+    uuids = ",".join(gpu.uuid for gpu in gpus)
+    return DeviceSlot(
+        {f"cuda-{gpu.uuid}": Hold.ALONE for gpu in gpus},
+        partial(_describe, gpus),
+        limit_threads(threads) | {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        uuids,
+    )
+
+
+def _describe(gpus: Sequence[Gpu]) -> dict[str, Any]:
+    """Describe the first GPU; of several, say how many there are."""
+    facts = describe_gpu(gpus[0])
+    return facts if len(gpus) == 1 else facts | {"gpus": len(gpus)}
 
 
 def limit_threads(threads: int) -> dict[str, str]:

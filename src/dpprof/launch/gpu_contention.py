@@ -20,9 +20,15 @@ BusyGpu = Literal["run", "refuse"]
 
 
 def look_at(uuid: str | None) -> Others:
-    """Return the driver's figures on a GPU whose lock this process holds; None is the CPU."""
+    """Return the driver's figures on a GPU whose lock this process holds; None is the CPU.
+
+    Of several GPUs, whose UUIDs have commas between them, it is the one that others use most.
+    """
     if uuid is None:
         return Others(reason="not on a GPU; see others_busy_cores for the processor")
+    if "," in uuid:
+        each = [look_at(one) for one in uuid.split(",")]
+        return max(each, key=lambda one: (one.matter, one.memory_bytes or 0, one.load or 0.0))
     with nvml() as available:
         if not available:
             return Others(reason="NVML is not available")

@@ -60,18 +60,19 @@ def _slots(
     """Return the interchangeable devices that this experiment can run on.
 
     Predictions run on the CPU, whatever device they are for, with the threads of a measurement
-    that has the machine to itself. An experiment that asks for more threads than a slot of the
-    processor has cores has the machine to itself too.
+    that has the machine to itself, of one rank of several. An experiment that asks for more threads
+    than a slot of the processor has cores has the machine to itself too.
     """
     cores = available_cores()
     if instrument in PREDICTIONS:
-        return [cpu_slot(experiment.cpu_threads or cores, shared=True)]
+        number = max(1, (experiment.cpu_threads or cores) // experiment.world_size)
+        return [cpu_slot(number, shared=True)]
     number = experiment.cpu_threads or min(threads or cores, cores)
     cpu = cpu_slot(number)
     if experiment.device == "cpu":
         stated = experiment.cpu_threads
         return (cpu_slots(number_of_slots, stated, threads) if number_of_slots > 1 else []) or [cpu]
-    return gpu_slots(number) or [cpu]  # no GPU: the worker records why
+    return gpu_slots(number, experiment.world_size) or [cpu]  # too few GPUs: the worker says it
 
 
 class _Tried(NamedTuple):

@@ -19,8 +19,8 @@ from dpprof.norms.code_paths import CodePath
 from dpprof.records.terms import Phase
 
 _NAME_OF_MODEL = "(model)"
-_WRAPPER = "_module."
-"""The prefix that Opacus's wrappers add to the name of every module."""
+_WRAPPED = ("_module", "module")
+"""The only children of the wrappers of Opacus and of DDP."""
 
 
 class _Saved:
@@ -53,18 +53,17 @@ class StepObserver:
         self._watch = watch
         self._step = step
         self._enter = enter
+        *wrappers, model = _unwrap(step.module)
         self._layers: dict[Tensor, str] = {
-            parameter: _name_layer(name) for name, parameter in step.module.named_parameters()
+            parameter: _name_layer(name) for name, parameter in model.named_parameters()
         }
-        self._names = {
-            module: name.replace(_WRAPPER, "") for name, module in step.module.named_modules()
-        }
-        self._roots = {module for module, name in self._names.items() if name in ("", "_module")}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._roots = {*wrappers, model}
         self._names |= dict.fromkeys(self._roots, _NAME_OF_MODEL)
         self._saving: ExitStack | None = None
         for parameter, layer in self._layers.items():
             recorder.give_role(parameter, "parameters", layer)
-        for name, buffer in step.module.named_buffers():
+        for name, buffer in model.named_buffers():
             recorder.give_role(buffer, "parameters", _name_layer(name))
 
     @contextmanager
@@ -182,7 +181,15 @@ class StepObserver:
 
 def _name_layer(parameter: str) -> str:
     """Return the module of a parameter or buffer, both by name."""
-    return parameter.replace(_WRAPPER, "").rpartition(".")[0] or _NAME_OF_MODEL
+    return parameter.rpartition(".")[0] or _NAME_OF_MODEL
+
+
+def _unwrap(module: nn.Module) -> list[nn.Module]:
+    """List a model's wrappers, the outermost first, and the model."""
+    found = [module]
+    while len(children := list(found[-1].named_children())) == 1 and children[0][0] in _WRAPPED:
+        found.append(children[0][1])
+    return found
 
 
 def _role_by_shape(tensor: Tensor, parameter: Tensor) -> str:

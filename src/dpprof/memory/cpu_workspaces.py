@@ -2,7 +2,8 @@
 
 The allocator counts it and the dispatcher does not see it, so it is needed where such an operator
 makes the peak. Source: aten/src/ATen/native/cpu (FlashAttentionKernel.cpp, layer_norm_kernel.cpp,
-ScatterGatherKernel.cpp) of PyTorch; tests/memory compares with the allocator's events.
+ScatterGatherKernel.cpp) and ProcessGroupGloo.cpp of PyTorch; tests/memory compares with the
+allocator's events.
 
 Left out, because it depends on the processor's instructions: what oneDNN allocates for a bfloat16
 product, up to a few hundred KiB.
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from dpprof.memory.recorder import Workspace
 
@@ -63,10 +64,24 @@ def _scatter_add(target: Tensor, *_: Any, **__: Any) -> Sequence[int]:
     return (4 * target.numel(),) if target.dtype in _REDUCED else ()
 
 
+def _reduce_scatter(_out: Tensor, given: Tensor, *_: Any, **__: Any) -> Sequence[int]:
+    """Return the copy of the input that gloo reduces on all ranks, before it takes a part of it."""
+    return (given.nbytes,)
+
+
+def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
+    """Return the flat buffer into which gloo gathers, before it copies the parts out."""
+    own = given if isinstance(given, Tensor) else given[0]
+    return (distributed.get_world_size() * own.nbytes,)
+
+
 CPU_WORKSPACES: Mapping[Any, Workspace] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
     aten.native_layer_norm_backward: _layer_norm_backward,
     aten.scatter_add_: _scatter_add,
+    torch.ops.c10d._allgather_base_: _all_gather,
+    torch.ops.c10d.allgather_: _all_gather,
+    torch.ops.c10d._reduce_scatter_base_: _reduce_scatter,
 }
 """By overload packet, from an operator's arguments to bytes."""

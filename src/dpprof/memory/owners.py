@@ -29,6 +29,9 @@ _FIRST: tuple[Component, ...] = (
     "gradients",
     "gram_matrices",
     "noise",
+    "communication_buffers",
+    "unsharded_parameters",
+    "unsharded_gradients",
     "workspace",
 )
 """Roles that decide the component alone, the strongest first."""

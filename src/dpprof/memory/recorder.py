@@ -8,25 +8,29 @@ counts twice. The recorder keeps sizes and names, never a tensor.
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpprof.clipping.sums import own_part
 from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
 from dpprof.flops.op_costs import Rule, learn_rule
 from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
+from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_roles, takes_dtensors
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
 from dpprof.records.terms import OpKind, Phase
+from dpprof.system.substitutes import substitute
 
 _USES_HANDLE = {
     getattr(torch.ops.aten, name)
@@ -42,8 +46,12 @@ _next_sequence_nr = torch._C._autograd._get_sequence_nr  # noqa: SLF001 (no publ
 _current_node = torch._C._current_autograd_node  # noqa: SLF001
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
-_NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/")
+_NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/", "/nn/parallel/")
 """Parts of torch whose functions are named; all other functions of torch are skipped."""
+
+_resize = torch.UntypedStorage.resize_
+_EMPTY = -1
+"""Stands for the number of a storage that has no bytes at present."""
 
 _EINSUMS = {getattr(torch.functional, name).__code__ for name in EINSUMS}
 _OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
@@ -188,10 +196,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_there = is_there
         self._instead = dict(instead or {})
         self._workspaces = dict(workspaces or {})
+        self._roles = find_roles()
         self._alive: dict[int, _Finalizer] = {}
         self._module_of_node: dict[int, str | None] = {}
         self._names: dict[CodeType, str | None] = {}
         count_engines_references()  # before this mode is active
+
+    def __enter__(self) -> Self:
+        """Begin to record."""
+        recorder = self  # a storage is bound as the first argument
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            return recorder._resize(storage, size)
+
+        self._within = ExitStack()
+        self._within.enter_context(substitute(torch.UntypedStorage, "resize_", resize))
+        self._within.enter_context(around_propagation(self._pause))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Record nothing within."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+    def __exit__(self, *exception: object) -> None:
+        """End recording."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._within.close()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,7 +244,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.load(child)
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         for tensor in own:
-            self._note_allocation(tensor, "_to_copy")
+            self._note_allocation(own_part(tensor), "_to_copy")
 
     def enter(self, phase: Phase) -> None:
         """Record that a phase begins."""
@@ -216,12 +252,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(Entered(phase))
 
     def find(self, tensor: Tensor) -> int | None:
-        """Return the number of the storage under a tensor, or None if it is not known."""
+        """Return the number of the storage under a tensor, or None if it is not known.
+
+        Of a ``DTensor`` it is the storage of this rank's shard.
+        """
         try:
-            finalizer = self._alive.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+            finalizer = self._alive.get(own_part(tensor).untyped_storage()._cdata)  # noqa: SLF001
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
             return None
-        return None if finalizer is None else finalizer.number
+        return None if finalizer is None or finalizer.number == _EMPTY else finalizer.number
 
     def give_role(self, tensor: Tensor, role: str, layer: str | None = None) -> None:
         """Record that a tensor was seen in a role, and with which module's parameter."""
@@ -245,11 +284,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(Saved(number) if saved else Unsaved(number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and record it."""
+        """Run an operator and record it; a ``DTensor`` runs it on its shard, within this again."""
         if func is _DEVICE_OF:  # half of all calls under fake tensors
             device = getattr(args[0], "fake_device", None)
             return func(*args) if device is None else device
-        kwargs = kwargs or {}
+        if takes_dtensors(types):
+            return NotImplemented
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording:
             return self._instead.get(func, func)(*args, **kwargs)
         rule = learn_rule(func)
@@ -263,6 +306,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not rule.is_view:
             for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
                 self._note_allocation(tensor, rule.name)
+        if rule.packet in self._roles:
+            self._note_roles(self._roles[rule.packet], args, kwargs)
         if self.handles and rule.packet in _USES_HANDLE:
             self._note_handles(has_bias=rule.packet is _ADDMM and args[0].dim() == 1)
         if rule.packet in self._workspaces:
@@ -271,6 +316,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = describe_call(in_place or func, args, kwargs) if self.describing else ""
             self._note_cost(rule, args, kwargs, out, call)
         return out
+
+    def _note_roles(self, roles: Roles, args: Any, kwargs: Any) -> None:
+        for key, role in roles.items():
+            given = kwargs.get(key) if isinstance(key, str) else args[key]
+            for tensor in tensors_in(given):
+                self.give_role(tensor, role)
 
     def _note_cost(self, rule: Rule, args: Any, kwargs: Any, out: Any, call: str) -> None:
         cost, reads, writes = rule.price(args, kwargs, out)
@@ -343,7 +394,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert isinstance(finalizer, _Finalizer)
         if self._alive.get(finalizer.key) is finalizer:
             del self._alive[finalizer.key]
-        self.events.append(Freed(finalizer.number))
+        if finalizer.number != _EMPTY:
+            self.events.append(Freed(finalizer.number))
+
+    def _resize(self, storage: torch.UntypedStorage, size: int) -> Any:
+        """Resize a storage and record it; no operator does it where FSDP frees what it gathered."""
+        resized = _resize(storage, size)
+        finalizer = self._alive.get(storage._cdata)  # noqa: SLF001 (as above)
+        if finalizer is None:
+            return resized
+        before, nbytes = finalizer.number, storage.nbytes()
+        finalizer.number = _EMPTY
+        if nbytes:
+            finalizer.number = len(self.storages)
+            new = self._allocate("resize_", nbytes, self._module())
+            new.code, new.function = self._function()
+            node = _current_node()
+            new.recomputed = self._is_recomputing(node)
+        if before != _EMPTY:
+            self.events.append(Freed(before))
+        return resized
 
     def _note_workspace(self, op: str, sizes: Sequence[int]) -> None:
         before, module = len(self.storages), self._module()

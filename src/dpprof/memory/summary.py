@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from dpprof.flops.collectives import NAMES, Call, payload_bytes, sum_exchanges
 from dpprof.flops.cost import COUNTED
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.memory.allocator_replay import place, summarise_allocator
@@ -20,6 +21,7 @@ from dpprof.records.step_costs import (
     Allocator,
     AtPeak,
     Compute,
+    Exchange,
     Holdings,
     Io,
     LiveAllocation,
@@ -82,13 +84,24 @@ def state_memory(
             peak - steady.peak_bytes,
         ),
         allocator=allocator,
-        assumed=_list_assumptions(steady),
+        assumed=_list_assumptions(steady) | (_of_ranks(experiment) if not real else {}),
     )
 
 
 def simulate_allocator(steady: MemoryTimeline, limit_bytes: int | None) -> Allocator:
     """Play the training up to a step in the steady state, and that step, into the allocator."""
     return summarise_allocator(steady.before, steady.events, steady.requested_bytes, limit_bytes)
+
+
+def _of_ranks(experiment: Experiment) -> dict[str, str]:
+    """Return what is assumed of several ranks on GPUs."""
+    if experiment.parallel is None or experiment.device != "cuda":
+        return {}
+    return {
+        "buffers of NCCL": "0 bytes: PyTorch's allocator does not know them",
+        "streams of ranks": "one: FSDP's own streams have pools of their own, so more may be "
+        "reserved",
+    }
 
 
 def _list_assumptions(step: MemoryTimeline) -> dict[str, str]:
@@ -335,3 +348,16 @@ def _work(step: MemoryTimeline) -> list[Work]:
         )
         for (phase, op_kind), ops in groups.items()
     ]
+
+
+def state_communication(step: MemoryTimeline, world_size: int) -> list[Exchange] | None:
+    """Summarise what a rank exchanged in a step; None where there is one rank."""
+    if world_size == 1:
+        return None
+    calls = []
+    for op in step.ops:
+        collective = NAMES.get(op.name.removeprefix("c10d."))
+        if collective is not None:
+            sizes = [size for _, size in op.reads]
+            calls.append(Call(collective, op.phase, payload_bytes(collective, sizes, world_size)))
+    return sum_exchanges(calls, world_size)

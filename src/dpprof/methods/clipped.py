@@ -3,7 +3,7 @@
 Shape legend: B batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from dpprof.system.substitutes import substitute
 class ClippedStep(TrainingStep):
     """A step whose gradient a ``Clipping`` clips."""
 
+    parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp")
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
@@ -41,7 +42,7 @@ class ClippedStep(TrainingStep):
             optimizer,
             self.clipping,
             noise_multiplier=self.experiment.noise_multiplier,
-            expected_batch_size=self.experiment.batch_size,
+            expected_batch_size=self.experiment.world_size * self.experiment.batch_size,
         )
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:

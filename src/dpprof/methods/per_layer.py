@@ -19,6 +19,7 @@ class PerLayer(ClippedStep):
     """
 
     mechanism: ClassVar[str] = "per-layer clipping"
+    parallel_kinds = ()
     clipping_type = PerLayerClipping
     clipping: PerLayerClipping
 

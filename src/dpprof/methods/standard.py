@@ -11,6 +11,7 @@ class Standard(TrainingStep):
     """Plain SGD or AdamW on the mean loss, without clipping and noise."""
 
     mechanism: ClassVar[str] = NO_CLIPPING
+    parallel_kinds = ("ddp", "fsdp")
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""

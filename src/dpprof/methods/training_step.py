@@ -10,21 +10,24 @@ Shape legend: B batch, T tokens, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from dpprof.models.distribute import distribute
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
 from dpprof.records.terms import Component, Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT
+from dpprof.spec.registry import UnsupportedError
 
 UNLABELLED = -100
 """The label of a token that the loss ignores, as in PyTorch's cross-entropy."""
@@ -106,9 +109,28 @@ class TrainingStep(ABC):
     """Whether samples are processed one after another, so a larger batch needs memory only for its
     tokens."""
 
+    parallel_kinds: ClassVar[Collection[str]] = ()
+    """The kinds of ``parallel`` with which the step of all ranks together is the method's."""
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment
+
+    @classmethod
+    def distribute(
+        cls, model: nn.Module, experiment: Experiment, device: torch.device
+    ) -> nn.Module:
+        """Return a model for this rank, before the method is applied to it.
+
+        Raises:
+            UnsupportedError: The method does not support this kind of ``parallel``.
+        """
+        parallel = experiment.parallel
+        if parallel is not None and parallel.kind not in cls.parallel_kinds:
+            raise UnsupportedError(
+                f"{experiment.method} does not train on several ranks with {parallel.kind}"
+            )
+        return distribute(model, experiment, device)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Set the optimizer of ``self.module``'s parameters, wrapped if the method needs it."""

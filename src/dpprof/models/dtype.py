@@ -12,11 +12,13 @@ def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) 
     float64 converts parameters. bfloat16 is autocast of the forward pass: parameters, gradients and
     optimizer state stay float32, and the backward pass uses the forward pass's dtypes. Logits are
     converted to float32, so the loss is float32. float32 and tf32 change nothing here; tf32 is a
-    setting of the device. ``parameters_dtype`` is applied where the model is built.
+    setting of the device. ``parameters_dtype`` is applied where the model is built. Of FSDP it is a
+    policy in place of autocast (``distribute``).
     """
     if experiment.dtype == "float64":
         return model.double()
-    if experiment.dtype == "bfloat16":
+    is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
+    if experiment.dtype == "bfloat16" and not is_sharded:
         forward = model.forward
 
         def forward_in_bfloat16(*inputs: Tensor) -> Tensor:

@@ -122,10 +122,10 @@ def read_anew() -> None:
 def measuring_files(instrument: str, method: str) -> list[Path]:
     """Return dpprof's own files that affect what an instrument measures of a method.
 
-    These are the files that the worker loads, and the supervisor with its limits and judgements;
-    but not the code that parses options or prints progress.
+    These are the files that the worker and its ranks load, and the supervisor with its limits and
+    judgements; but not the code that parses options or prints progress.
     """
-    entries = [PACKAGE / "launch" / "worker.py", PACKAGE / "launch" / "supervisor.py"]
+    entries = [PACKAGE / "launch" / name for name in ("worker.py", "rank.py", "supervisor.py")]
     entries += (PACKAGE / "models").glob("*.py")
     return closure([*entries, *_files_of(("instruments", instrument), ("methods", method))])
 

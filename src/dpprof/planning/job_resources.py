@@ -10,7 +10,7 @@ _HOST_MB = {"cpu": 16_000, "cuda": 32_000}
 """MiB of memory that a measurement may need on its host, by device, where no limit says more."""
 
 _BESIDE_LIMIT_MB = 4_000
-"""MiB of libraries and code, which ``memory_limit_bytes`` does not cover."""
+"""MiB of libraries and code, which ``memory_limit_bytes`` does not cover, of each rank."""
 
 PREDICTION_MB = 8_000
 """MiB of memory that a prediction may need: it holds no model, but every operator of a step."""
@@ -26,9 +26,11 @@ WAIT_UNDER_A_SCHEDULER_S = 600.0
 
 def host_memory_mb(experiment: Experiment) -> int:
     """Return the host memory, in MiB, that a measurement should be given."""
-    limit = experiment.memory_limit_bytes
-    own = _HOST_MB[experiment.device]
-    return own if limit is None else max(own, math.ceil(limit / _MIB) + _BESIDE_LIMIT_MB)
+    limit, ranks = experiment.memory_limit_bytes, experiment.world_size
+    own = _HOST_MB[experiment.device] + (ranks - 1) * _BESIDE_LIMIT_MB
+    if limit is None:
+        return own
+    return max(own, ranks * (math.ceil(limit / _MIB) + _BESIDE_LIMIT_MB))
 
 
 def runtime_minutes(experiment: Experiment) -> int:

@@ -39,6 +39,7 @@ FigureName = Literal[
     "model FLOPs",
     "FLOPs",
     "bytes moved",
+    "bytes sent",
     "step time",
     "predicted step time",
 ]

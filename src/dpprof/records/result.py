@@ -14,7 +14,7 @@ from dpprof.records.record import (
     ResultError,
     read_record,
 )
-from dpprof.records.step_costs import Compute, Io, Memory
+from dpprof.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.records.terms import Basis, OpKind, Outcome, Phase
 from dpprof.spec.experiment import Experiment
 
@@ -46,6 +46,7 @@ class Failure(Part):
         description="device memory that other processes held before or after, the larger value",
     )
     log: str | None = Field(None, description="the log file of the run")
+    rank: int | None = Field(None, description="the rank that failed first, of several")
 
 
 class Others(Part):
@@ -272,6 +273,17 @@ class NormChoice(Part):
     )
 
 
+class RankPart(Part):
+    """What one of several ranks measured of itself."""
+
+    rank: int
+    memory: Memory | None
+    time: Time | None
+    communication: list[Exchange] | None
+    observed: Observed | None
+    nonfinite_samples: int | None
+
+
 class Measurement(Part):
     """What an instrument returns from inside the process; the supervisor adds the rest."""
 
@@ -295,6 +307,14 @@ class Measurement(Part):
     observed: Observed | None = None
     verification: None = None
     privacy: None = None
+    communication: list[Exchange] | None = Field(
+        None, description="what a rank exchanges with others in a step; null without parallel"
+    )
+    ranks: list[RankPart] | None = Field(
+        None,
+        description="every rank's part, where several ranks ran; what is above is rank 0's, whose "
+        "shards are the largest, and throughput is that of all",
+    )
     reasons: dict[str, str] = Field(
         default_factory=dict,
         description="why a figure that this instrument should produce is null, by dotted key",

@@ -198,6 +198,20 @@ class Io(Part):
     arithmetic_intensity: float | None = Field(description="executed FLOPs over bytes moved")
 
 
+class Exchange(Part):
+    """Calls of one collective in one phase of a steady-state step, by one rank.
+
+    Bytes are those of the ring algorithm, which sends the least: of S bytes on N ranks, an
+    all-gather and a reduce-scatter send and receive S (N - 1) / N, an all-reduce twice that.
+    """
+
+    collective: str
+    phase: Phase
+    calls: int
+    payload_bytes: int = Field(description="S, summed over calls")
+    bytes_each_way: int = Field(description="what a rank sends, and as much as it receives")
+
+
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where it differs."""
 

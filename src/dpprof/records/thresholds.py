@@ -55,6 +55,8 @@ class Thresholds(Part):
     )
     flops: Share = Field(0.0, description="FLOPs, in total and of each op kind in each phase")
     bytes_moved: Share = Field(
-        0.0, description="bytes moved, in total and by each op kind in each phase"
+        0.0,
+        description="bytes moved, in total and by each op kind in each phase, and bytes that ranks "
+        "send",
     )
     time: Share = Field(0.05, description="step times, measured and predicted")

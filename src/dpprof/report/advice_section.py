@@ -11,7 +11,7 @@ from dpprof.report.document import Bullets, Paragraph, Table
 from dpprof.report.wording import THIS_MACHINE, name_training, span_of
 
 _GIB = 2**30
-_SETTING = ["model", "lora", "trainable", "seq_len", "dtype", "target"]
+_SETTING = ["model", "lora", "trainable", "parallel", "seq_len", "dtype", "target"]
 
 
 _NAMING: dict[str, Cell] = {

@@ -24,6 +24,7 @@ from dpprof.report.document import (
 from dpprof.report.leads import tell_growth, tell_kernels, tell_price
 from dpprof.report.page_one import build_first_section
 from dpprof.report.question import ask
+from dpprof.report.rank_section import tell_exchange
 from dpprof.report.sentences import tell_findings, tell_fits, tell_memory
 from dpprof.report.trust import TITLE as TRUST
 from dpprof.report.trust import build_trust_section
@@ -135,6 +136,7 @@ def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
             *kernel_sections.ceilings(tables["ceilings"]),
         ],
         "Cost": [*memory_sections.costs(costs)],
+        "Communication": [*tell_exchange(experiments)],
         VERIFICATION: [*tell_verification(tables["verification"])],
         "What measuring costs": [
             *kernel_sections.instrument_overhead(tables["instrument_overhead"])

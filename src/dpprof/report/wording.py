@@ -20,6 +20,8 @@ def name_training(row: Any) -> str:
     """Return the model, and what of it is trained where that is not everything."""
     lora, trainable = text_of(row["lora"]), text_of(row["trainable"])
     name = str(row["model"]) + ("" if lora == "-" else f" with LoRA ({lora})")
+    if isinstance(row.get("parallel"), str):
+        name += f", {row['parallel']}"
     return name + ("" if trainable == "-" else f", training {trainable}")
 
 

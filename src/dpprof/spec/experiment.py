@@ -17,6 +17,7 @@ from pydantic import (
 
 from dpprof.spec.architecture import PREFIX, Architecture, resolve
 from dpprof.spec.fine_tuning import AsLora, AsPadding, Trainable
+from dpprof.spec.parallel import AsParallel
 from dpprof.spec.quantities import Count, NotNegative, Positive, Seed, Size, refuse_bool
 from dpprof.spec.target import Dtype, Target
 from dpprof.spec.validation import (
@@ -101,7 +102,10 @@ For = Annotated[
         "flops_per_s and bandwidth_bytes_per_s",
     ),
 ]
-_LATER = ("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype")
+_LATER = (
+    *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
+    "parallel",
+)
 """Keys that came after the first results."""
 
 CPU_TARGET = "cpu"
@@ -126,7 +130,9 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         "the keys of its config that differ"
     )
     method: Name = Field(description="how the clipped, noised gradient is computed")
-    batch_size: Count = Field(description="samples (sequences) in a batch")
+    batch_size: Count = Field(
+        description="samples (sequences) in a batch; where parallel is given, in each rank's"
+    )
     seq_len: Count = Field(description="tokens in a sample")
     dtype: Dtype = Field(
         "float32",
@@ -203,6 +209,11 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         "float32",
         description="dtype of parameters that are not trained; those that are trained are float32",
     )
+    parallel: AsParallel | None = Field(
+        None,
+        description="several ranks that train one model: a mapping of kind (ddp or fsdp) and "
+        "world_size, or kind=fsdp,world_size=8; null: one process",
+    )
 
     @model_validator(mode="after")
     def _refuse_other_device(self) -> Self:
@@ -245,8 +256,10 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     @cached_property
     def id(self) -> str:
         """The name in files: ``small-opacus-ghost-b4-t256-3f9a1c02``."""
+        ranks = "" if self.parallel is None else f"-{self.parallel.slug}"
         return (
-            f"{self.model_name}-{self.method}-b{self.batch_size}-t{self.seq_len}-{self.digest[:8]}"
+            f"{self.model_name}-{self.method}-b{self.batch_size}-t{self.seq_len}{ranks}"
+            f"-{self.digest[:8]}"
         )
 
     @property
@@ -267,9 +280,19 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         return sum(self.lengths(batch_size))
 
     @property
+    def tokens_in_step(self) -> int:
+        """The tokens in the batches of all ranks, without padding."""
+        return self.world_size * self.tokens_in(self.batch_size)
+
+    @property
     def tokens_per_sample(self) -> float:
         """The tokens of a sample, without padding, on average."""
         return self.seq_len * (1.0 if self.padding is None else 1 - self.padding.fraction)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that train the model."""
+        return 1 if self.parallel is None else self.parallel.world_size
 
     @property
     def trained(self) -> str:

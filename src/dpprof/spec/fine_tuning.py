@@ -6,23 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from dpprof.spec.quantities import Count, Positive, refuse_bool
+from dpprof.spec.quantities import Count, Positive, read_pairs, refuse_bool
 
 PARTS = ("all", "lora", "bias", "head")
 """The parts of a model that ``trainable`` knows by name; any other text is a regular expression."""
 
-
-def _read_pairs(value: Any) -> Any:
-    """Return the mapping that a text such as ``rank=16,target_modules=q_proj+v_proj`` spells."""
-    if not isinstance(value, str):
-        return value
-    pairs: dict[str, Any] = {}
-    for part in value.split(","):
-        key, equals, given = part.partition("=")
-        if not equals:
-            raise ValueError("it must be a mapping, or pairs such as rank=16,alpha=32")
-        pairs[key.strip()] = given.strip()
-    return pairs
+_read_pairs = read_pairs("rank=16,alpha=32")
 
 
 def _read_modules(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The kinds of numbers in a config, with their allowed ranges."""
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Annotated, Any
 
@@ -23,6 +24,23 @@ def refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("it must be a number, not true or false")  # noqa: TRY004 (pydantic's way)
     return value
+
+
+def read_pairs(example: str) -> Callable[[Any], Any]:
+    """Return a function from a text such as the example to the mapping that it spells."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        pairs: dict[str, Any] = {}
+        for part in value.split(","):
+            key, equals, given = part.partition("=")
+            if not equals:
+                raise ValueError(f"it must be a mapping, or pairs such as {example}")
+            pairs[key.strip()] = given.strip()
+        return pairs
+
+    return read
 
 
 class _OneOrMany:

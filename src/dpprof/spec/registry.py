@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.validation import one_of, refuse
-from dpprof.system.hardware import why_no_cuda
+from dpprof.system.hardware import available_cores, interchangeable_gpus, why_no_cuda
 from dpprof.system.paths import find_checkout
 
 PREDICTIONS = ("estimate", "capacity")
@@ -175,7 +175,14 @@ def distribution_of(group: Group, name: str) -> str:
     return f"{distribution.name} {distribution.version}" if distribution else "dpprof"
 
 
-def why_unsupported(experiment: Experiment) -> str | None:
+_RANKS_OF_A_CORE = 8
+"""Each rank is a process with its own libraries; more would only wait for each other."""
+
+ON_RANKS = ("clean", "phases", "memory", *PREDICTIONS)
+"""Instruments that several ranks have; each rank runs them."""
+
+
+def why_unsupported(experiment: Experiment, instrument: str) -> str | None:
     """Return why a combination of valid values cannot run; None where it can.
 
     This checks what holds for every method. A method with limits of its own raises
@@ -185,4 +192,19 @@ def why_unsupported(experiment: Experiment) -> str | None:
         return "dtype tf32 is a mode of CUDA matrix products and does not exist on cpu"
     if experiment.target is None and experiment.device == "cuda" and (reason := why_no_cuda()):
         return f"device cuda cannot be used here: {reason}"
+    return None if experiment.parallel is None else _why_no_ranks(experiment, instrument)
+
+
+def _why_no_ranks(experiment: Experiment, instrument: str) -> str | None:
+    if is_own("instruments", instrument) and instrument not in ON_RANKS:
+        names = ", ".join(ON_RANKS)
+        return f"the instrument {instrument} runs on one process; several ranks have {names}"
+    number, gpus = experiment.world_size, len(interchangeable_gpus())
+    if instrument in PREDICTIONS:
+        return None
+    if experiment.device == "cuda" and gpus < number:
+        return f"{number} ranks need {number} GPUs of one kind, and there are {gpus}"
+    most = _RANKS_OF_A_CORE * available_cores()
+    if experiment.device == "cpu" and number > most:
+        return f"{number} ranks are too many for this processor, which takes {most}"
     return None

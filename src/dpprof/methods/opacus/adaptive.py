@@ -28,6 +28,14 @@ from dpprof.methods.training_step import Batch, ClipGroup, Enter
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
+_BOUNDS_DIFFER = (
+    "with Opacus's adaptive clipping each rank moves a bound of its own, and noise that is scaled "
+    "by rank 0's does not cover a larger one"
+)
+"""Opacus 1.6.0 sums the counts of all ranks only if the module is DDP's, but it is Opacus's wrapper
+of that. A test fails once Opacus is fixed.
+"""
+
 
 class _AdaptiveLoss(DPTensorFastGradientAdaptiveClipping):
     """Opacus's loss, made to work under fake tensors too."""
@@ -71,6 +79,8 @@ class OpacusAdaptive(OpacusTwoPass):
     """
 
     mechanism: ClassVar[str] = "adaptive flat clipping"
+    parallel_kinds = ()
+    unsupported_ranks: ClassVar = dict.fromkeys(("ddp", "fsdp"), _BOUNDS_DIFFER)
     use_ghost_clipping = True
     criterion_type = _AdaptiveCriterion
 

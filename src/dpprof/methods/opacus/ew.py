@@ -25,6 +25,8 @@ class OpacusEw(OpacusPerSample):
             expanded weights.
     """
 
+    grad_sample_mode = "ew"
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if experiment.dtype == "bfloat16":
             raise UnsupportedError("PyTorch's expanded weights do not work under autocast")

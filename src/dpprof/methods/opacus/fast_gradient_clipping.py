@@ -4,6 +4,8 @@ Each layer's per-sample gradients are computed, reduced to their norms and freed
 layer of d x p: 12 B T d p FLOPs. Memory: B d p elements for one layer at a time.
 """
 
+from typing import ClassVar
+
 from dpprof.methods.opacus.two_pass import OpacusTwoPass
 
 
@@ -11,3 +13,7 @@ class OpacusFastGradientClipping(OpacusTwoPass):
     """``GradSampleModuleFastGradientClipping`` with ``use_ghost_clipping=False``."""
 
     use_ghost_clipping = False
+    unsupported_ranks: ClassVar = {
+        "fsdp": "Opacus's module for FSDP ignores use_ghost_clipping=False and computes ghost "
+        "norms, as the method opacus-ghost does"
+    }

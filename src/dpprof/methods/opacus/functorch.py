@@ -13,6 +13,8 @@ from dpprof.methods.opacus.per_sample import OpacusPerSample
 class OpacusFunctorch(OpacusPerSample):
     """``grad_sample_mode="functorch"``."""
 
+    grad_sample_mode = "functorch"
+
     @staticmethod
     def wrap(model: nn.Module) -> GradSampleModule:
         """Attach Opacus's hooks without its rules for layer types."""

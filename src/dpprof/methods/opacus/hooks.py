@@ -13,6 +13,8 @@ from dpprof.methods.opacus.per_sample import OpacusPerSample
 class OpacusHooks(OpacusPerSample):
     """``grad_sample_mode="hooks"``."""
 
+    grad_sample_mode = "hooks"
+
     @staticmethod
     def wrap(model: nn.Module) -> GradSampleModule:
         """Attach Opacus's hooks."""

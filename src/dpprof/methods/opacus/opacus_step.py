@@ -1,10 +1,12 @@
 """The base of Opacus's methods: their optimizer, and where it keeps tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import create_or_accumulate_grad_sample
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +25,18 @@ class OpacusStep(TrainingStep):
         UnsupportedError: ``non-reentrant`` checkpointing: hooks count a layer's forward pass twice
             when it is recomputed, and then assign gradients wrongly.
     """
+
+    grad_sample_mode: str
+    """Opacus's name of the way to per-sample gradients or norms, by which it picks an optimizer."""
+
+    clipping: ClassVar[str] = "flat"
+    """Opacus's name of the mechanism."""
+
+    parallel_kinds: ClassVar[Collection[str]] = ("ddp",)
+    unsupported_ranks: ClassVar[Mapping[str, str]] = {
+        "fsdp": "Opacus trains under FSDP with ghost clipping alone, the method opacus-ghost"
+    }
+    """Why a kind of ``parallel`` is none of ``parallel_kinds``."""
 
     optimizer: DPOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {
@@ -43,13 +57,43 @@ class OpacusStep(TrainingStep):
             )
         super().__init__(model, experiment)
 
-    def wrap_optimizer(
-        self, wrapper: type[DPOptimizer], optimizer: Optimizer, **others: Any
-    ) -> None:
+    @classmethod
+    def distribute(
+        cls, model: nn.Module, experiment: Experiment, device: torch.device
+    ) -> nn.Module:
+        """Return a model for this rank, wrapped as Opacus wants it.
+
+        Raises:
+            UnsupportedError: Opacus does not train so on several ranks.
+        """
+        parallel = experiment.parallel
+        if parallel is None:
+            return model
+        if parallel.kind not in cls.parallel_kinds:
+            raise UnsupportedError(cls.unsupported_ranks[parallel.kind])
+        return cls.wrap_for_ranks(model, experiment, device)
+
+    @staticmethod
+    def wrap_for_ranks(
+        model: nn.Module,
+        experiment: Experiment,  # noqa: ARG004 (of other methods)
+        device: torch.device,  # noqa: ARG004
+    ) -> nn.Module:
+        """Wrap a model; by default in Opacus's replacement of DDP, which leaves gradients alone."""
+        replica: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)
+        return replica
+
+    def wrap_optimizer(self, optimizer: Optimizer, **others: Any) -> None:
         """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size.
 
+        Several ranks each give the batch size of one; Opacus divides by their number itself.
         ``others`` are settings that differ from the experiment's.
         """
+        wrapper = get_optimizer_class(
+            clipping=self.clipping,
+            distributed=self.experiment.parallel is not None,
+            grad_sample_mode=self.grad_sample_mode,
+        )
         settings: dict[str, Any] = {
             "noise_multiplier": self.experiment.noise_multiplier,
             "max_grad_norm": self.experiment.max_grad_norm,
@@ -57,6 +101,13 @@ class OpacusStep(TrainingStep):
             "loss_reduction": "mean",
         }
         self.optimizer = wrapper(optimizer, **settings | others)
+
+    def add_noise(self) -> None:
+        """Make ``.grad`` of the clipped sum, by the calls of the optimizer's ``step``."""
+        self.optimizer.add_noise()
+        self.optimizer.scale_grad()
+        if self.experiment.parallel is not None:
+            self.optimizer.reduce_gradients()
 
     def apply_gradient(self) -> None:
         """Step the wrapped optimizer."""

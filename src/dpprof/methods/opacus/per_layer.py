@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from opacus.optimizers import DPPerLayerOptimizer
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
@@ -35,6 +34,7 @@ class OpacusPerLayer(OpacusHooks):
     """
 
     mechanism: ClassVar[str] = "per-parameter clipping"
+    clipping = "per_layer"
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         if experiment.dtype == "bfloat16":
@@ -42,12 +42,12 @@ class OpacusPerLayer(OpacusHooks):
         super().__init__(model, experiment)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Wrap the optimizer in Opacus's ``DPPerLayerOptimizer``."""
+        """Wrap the optimizer in Opacus's, with a bound for each parameter."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         bounds = [self.experiment.max_grad_norm / math.sqrt(count)] * count
         # Opacus computes C with tensors, which must be real even if the model's are fake.
         with unset_fake_temporarily():
-            self.wrap_optimizer(DPPerLayerOptimizer, optimizer, max_grad_norm=bounds)
+            self.wrap_optimizer(optimizer, max_grad_norm=bounds)
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return one group for each parameter."""

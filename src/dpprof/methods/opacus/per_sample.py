@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule, GradSampleModule
-from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,8 +30,6 @@ class OpacusPerSample(OpacusStep):
         UnsupportedError: Opacus refuses the model, here or in its first step.
     """
 
-    optimizer: DPOptimizer
-
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
         with tell_refusals():
@@ -44,14 +41,14 @@ class OpacusPerSample(OpacusStep):
         """Wrap the model so that its backward pass leaves ``grad_sample``."""
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Wrap the optimizer in Opacus's ``DPOptimizer``."""
-        self.wrap_optimizer(DPOptimizer, optimizer)
+        """Wrap the optimizer in Opacus's."""
+        self.wrap_optimizer(optimizer)
 
     @tell_refusals()
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        After "clip" follow the calls of ``DPOptimizer.pre_step``, in its order.
+        After "clip" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
         loss = mean_loss(self.module(*batch.inputs), batch.labels_BT)
@@ -60,8 +57,7 @@ class OpacusPerSample(OpacusStep):
         enter("clip")
         self.optimizer.clip_and_accumulate()
         enter("noise")
-        self.optimizer.add_noise()
-        self.optimizer.scale_grad()
+        self.add_noise()
 
     def sample_norms(self) -> Tensor:
         """Return the norms of the per-sample gradients; (B,)."""

@@ -13,7 +13,7 @@ from dpprof.spec.registry import UnsupportedError
 
 _EXPANDED_WEIGHTS = "torch.nn.utils._expanded_weights"
 _HOOKS = "opacus.grad_sample.grad_sample_module"  # and those whose names begin so
-_UNTIE = (
+UNTIE = (
     "; Opacus's users untie the weights: {hf: NAME, tie_word_embeddings: false}, which is another "
     "model"
 )
@@ -35,7 +35,7 @@ def tell_refusals() -> Iterator[None]:
         words = _spell(error)
         if not _is_refusal(error, words):
             raise
-        tied = _UNTIE if "tying" in words else ""
+        tied = UNTIE if "tying" in words else ""
         raise UnsupportedError(f"Opacus: {words}{tied}") from error
 
 

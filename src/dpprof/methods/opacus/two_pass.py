@@ -4,7 +4,7 @@ The first pass computes each sample's norm. The second differentiates the loss w
 weighted by its clip factor. The graph is kept between them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,8 +28,8 @@ _BIRTHS: Mapping[Function, Component] = {
 }
 
 
-class _PhasedModule(GradSampleModuleFastGradientClipping):
-    """Opacus's module that reports phases.
+class ReportsPhases:
+    """Makes Opacus's modules report phases.
 
     ``DPTensorFastGradientClipping.backward`` calls these methods between its two passes.
     """
@@ -37,13 +37,19 @@ class _PhasedModule(GradSampleModuleFastGradientClipping):
     enter: Enter
 
     def get_norm_sample(self) -> Tensor:
+        """Return the norms of samples' gradients; (B,)."""
         self.enter("clip")
-        norms_B: Tensor = super().get_norm_sample()
+        norms_B: Tensor = super().get_norm_sample()  # type: ignore[misc] # of the other base
         return norms_B
 
     def disable_hooks(self) -> None:
+        """Begin the second pass, which computes no norms."""
         self.enter("second_backward")
-        super().disable_hooks()
+        super().disable_hooks()  # type: ignore[misc]
+
+
+class _PhasedModule(ReportsPhases, GradSampleModuleFastGradientClipping):
+    pass
 
 
 class OpacusTwoPass(OpacusStep):
@@ -62,14 +68,15 @@ class OpacusTwoPass(OpacusStep):
     criterion_type: type[DPLossFastGradientClipping] = DPLossFastGradientClipping
     """The wrapper of the loss, whose ``backward`` makes both passes."""
 
-    module: _PhasedModule
+    grad_sample_mode = "ghost"
+    module: Any
     optimizer: DPOptimizerFastGradientClipping
     births = _BIRTHS
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
         with tell_refusals():
-            self.module = _PhasedModule(
+            self.module = self.module_type()(
                 model,
                 batch_first=True,
                 loss_reduction="mean",
@@ -77,9 +84,13 @@ class OpacusTwoPass(OpacusStep):
                 use_ghost_clipping=self.use_ghost_clipping,
             )
 
+    def module_type(self) -> Callable[..., nn.Module]:
+        """Return the wrapper of the model, of Opacus's that compute norms."""
+        return _PhasedModule
+
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer and the loss as ``PrivacyEngine.make_private`` does."""
-        self.wrap_optimizer(DPOptimizerFastGradientClipping, optimizer)
+        self.wrap_optimizer(optimizer)
         self.criterion: Any = self.criterion_type(
             self.module, self.optimizer, nn.CrossEntropyLoss(reduction="mean"), "mean"
         )
@@ -88,7 +99,7 @@ class OpacusTwoPass(OpacusStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``.
 
-        After "noise" follow the calls of the optimizer's ``pre_step``, in its order.
+        After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
         self.module.enter = enter
         enter("forward")
@@ -100,8 +111,7 @@ class OpacusTwoPass(OpacusStep):
         loss.backward()
         enter("noise")
         self.optimizer.accumulate()
-        self.optimizer.add_noise()
-        self.optimizer.scale_grad()
+        self.add_noise()
 
     def sample_norms(self) -> Tensor:
         """Return the norms of the first pass; (B,)."""

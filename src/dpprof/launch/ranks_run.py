@@ -1,0 +1,160 @@
+"""Runs an experiment on several ranks, a process each, and makes one report of theirs.
+
+The worker becomes their parent and runs none itself. Ranks belong to its process group, so they end
+with it. Where one rank fails, the others would wait for it: they are ended, and the report says
+which rank failed, and how.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from pydantic import ValidationError
+
+from dpprof.launch import child
+from dpprof.launch.exit_status import judge_death
+from dpprof.launch.protocol import PhaseMark, Report
+from dpprof.records.result import Measurement, RankPart
+from dpprof.spec.experiment import Experiment
+from dpprof.system.child_output import Output, Sink
+
+_WORK = "dpprof.launch.rank:work"
+_POLL_S = 0.02
+
+
+class _Rank(NamedTuple):
+    """A process of a rank, and the files that it shares with this one."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    output: Output
+    phase_fd: int
+    answer: IO[bytes]
+
+
+def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> Report:
+    """Run an experiment on all its ranks; rank 0 marks its phases in the file of ``phase_fd``.
+
+    Returns:
+        A report whose measurement is rank 0's, with every rank's part; or of the rank that failed.
+    """
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        store = str(Path(folder) / "store")
+        try:
+            for number in range(experiment.world_size):
+                answer = files.enter_context(tempfile.TemporaryFile())
+                phase = files.enter_context(tempfile.TemporaryFile()).fileno()
+                own = phase_fd if number == 0 else phase
+                ranks.append(_start(experiment, instrument, number, store, own, answer))
+            failed = _wait(ranks)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.wait()
+        tails = [rank.output.finish() for rank in ranks]
+        if failed is not None:
+            return _tell_failure(failed, tails[failed.number], experiment)
+        return _merge([_read(rank) for rank in ranks])
+
+
+def _start(  # noqa: PLR0917 (they have their own names)
+    experiment: Experiment,
+    instrument: str,
+    number: int,
+    store: str,
+    phase_fd: int,
+    answer: IO[bytes],
+) -> _Rank:
+    assignment = child.Assignment(
+        function=_WORK,
+        arguments=[experiment.model_dump_json(), instrument, phase_fd, number, store],
+        parent_pid=os.getpid(),
+        lock_fds=[],
+        answer_fd=answer.fileno(),
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(phase_fd, answer.fileno()),
+        env=os.environ | _share_cores(experiment),
+    )
+    assert process.stdout is not None
+    return _Rank(number, process, Output(process.stdout, Sink(None)), phase_fd, answer)
+
+
+def _share_cores(experiment: Experiment) -> dict[str, str]:
+    """Divide the threads that this process may use among the ranks."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    return {name: str(max(1, int(n) // experiment.world_size)) for name, n in given.items()}
+
+
+def _wait(ranks: list[_Rank]) -> _Rank | None:
+    """Wait until all ranks have reported ok, or one has failed; returns that one.
+
+    A rank that waits for a dead one fails too, with an error of communication. So a rank that died
+    without a report comes first, then the one that reported first.
+    """
+    waiting = list(ranks)
+    while waiting:
+        time.sleep(_POLL_S)
+        ended = [rank for rank in waiting if rank.process.poll() is not None]
+        waiting = [rank for rank in waiting if rank not in ended]
+        failed = [rank for rank in ended if not _has_measured(rank)]
+        if failed:
+            return min(failed, key=_reported_at)
+    return None
+
+
+def _has_measured(rank: _Rank) -> bool:
+    report = _report(rank)
+    return report is not None and report.outcome == "ok"
+
+
+def _reported_at(rank: _Rank) -> float:
+    return os.fstat(rank.answer.fileno()).st_mtime if _report(rank) else 0.0
+
+
+def _report(rank: _Rank) -> Report | None:
+    """Read a rank's report; None if it died before the report was complete."""
+    rank.answer.seek(0)
+    try:
+        return Report.model_validate_json(rank.answer.read())
+    except ValidationError:
+        return None
+
+
+def _read(rank: _Rank) -> Measurement:
+    report = _report(rank)
+    assert report is not None
+    assert report.measurement is not None
+    return report.measurement
+
+
+def _tell_failure(rank: _Rank, tail: str, experiment: Experiment) -> Report:
+    report = _report(rank)
+    if report is None:
+        limited = experiment.memory_limit_bytes is not None
+        phase = PhaseMark(rank.phase_fd).read()
+        outcome, error = judge_death(rank.process.returncode, phase, tail, limited=limited)
+        report = Report(outcome=outcome, error=error)
+    assert report.error is not None
+    told = {"rank": rank.number, "message": f"rank {rank.number}: {report.error.message}"}
+    return report.model_copy(update={"error": report.error.model_copy(update=told)})
+
+
+def _merge(measured: list[Measurement]) -> Report:
+    names = [name for name in RankPart.model_fields if name != "rank"]
+    parts = [
+        RankPart(rank=rank, **{name: getattr(one, name) for name in names})
+        for rank, one in enumerate(measured)
+    ]
+    return Report(outcome="ok", measurement=measured[0].model_copy(update={"ranks": parts}))

@@ -1,0 +1,68 @@
+"""What a recorder must know of ranks: roles of tensors that they exchange, and sharded tensors.
+
+FSDP copies shards into the buffer of an all-gather, and its output into the gathered parameters. It
+copies gradients into the buffer of a reduce-scatter, whose output is the shard's gradient. A sum of
+clipped gradients is itself the input of its reduce-scatter.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import distributed
+
+from dpprof.records.terms import Component
+from dpprof.system.substitutes import substitute
+
+Roles = Mapping[int | str, Component]
+"""Components by the position or name of an argument."""
+
+
+def find_roles() -> dict[Any, Roles]:
+    """Find the operators that this process has, with the roles of their arguments.
+
+    Those of FSDP exist once it was imported.
+    """
+    if not distributed.is_available():
+        return {}
+    c10d, fsdp = torch.ops.c10d, torch.ops.fsdp
+    roles: dict[Any, Roles] = {
+        c10d._allgather_base_: {0: "communication_buffers", 1: "communication_buffers"},
+        c10d._reduce_scatter_base_: {1: "unsharded_gradients"},
+        c10d.allreduce_: {0: "communication_buffers"},
+    }
+    if hasattr(fsdp, "chunk_cat"):
+        roles |= {
+            fsdp.all_gather_copy_in: {0: "communication_buffers", 1: "communication_buffers"},
+            fsdp.split_with_sizes_copy: {"out": "unsharded_parameters"},
+            fsdp.chunk_cat: {0: "unsharded_gradients", "out": "communication_buffers"},
+        }
+    return roles
+
+
+def takes_dtensors(types: Iterable[type]) -> bool:
+    """Tell from a dispatcher's ``types`` whether an operator is called on a ``DTensor``."""
+    return any(kind.__name__ == "DTensor" for kind in types)
+
+
+@contextmanager
+def around_propagation(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter a context wherever a ``DTensor`` finds out the whole shape of a result, within this.
+
+    It runs the operator on fake tensors of the whole size, which no device ever holds.
+    """
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if module is None:
+        yield
+        return
+    name = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(module.ShardingPropagator, name)
+
+    def propagate_within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return propagate(*args, **kwargs)
+
+    with substitute(module.ShardingPropagator, name, propagate_within):
+        yield
