@@ -13,7 +13,7 @@ import yaml
 
 from dpprof.cli.options import make_experiment
 from dpprof.instruments.memory import trace_steps
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.records.result import PredictedTime
 from dpprof.records.terms import Phase
 from dpprof.spec import registry

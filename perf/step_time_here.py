@@ -32,7 +32,7 @@ from dpprof.instruments.beside_operators import (
     time_beside_operators,
 )
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorTable
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment

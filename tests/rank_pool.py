@@ -64,6 +64,19 @@ class RankPool:
         self._folder.cleanup()
 
 
+class RankPools(dict[int, RankPool]):
+    """A pool of each size that is asked for, made when it is asked for first."""
+
+    def __missing__(self, size: int) -> RankPool:
+        self[size] = RankPool(size)
+        return self[size]
+
+    def close(self) -> None:
+        """End the ranks of all pools."""
+        for pool in self.values():
+            pool.close()
+
+
 def _serve(rank: int, size: int, store: str, end: Any) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(

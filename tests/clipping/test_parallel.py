@@ -9,7 +9,7 @@ import parallel_cases
 import pytest
 import torch
 from parallel_training import Case, Trained, train_alone, train_ranks
-from rank_pool import RankPool
+from rank_pool import RankPools
 from small_models import KINDS
 
 from dpprof.clipping.ranks import seed_of_rank
@@ -54,17 +54,10 @@ EVERY = [
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    made: dict[int, RankPool] = {}
-
-    class Pools(dict):
-        def __missing__(self, size: int) -> RankPool:
-            self[size] = made[size] = RankPool(size)
-            return self[size]
-
-    yield Pools()
-    for pool in made.values():
-        pool.close()
+def pools() -> Iterator[RankPools]:
+    made = RankPools()
+    yield made
+    made.close()
 
 
 def assert_same(ranks: list[Trained], alone: Trained, tolerance: float = 1e-9) -> None:

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpprof.flops.cost import COUNTED
 from dpprof.instruments.memory import TimelineRecorder
-from dpprof.memory.recorder import Op, Recorder
+from dpprof.memory.events import Op
+from dpprof.memory.recorder import Recorder
 from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.spec import registry
 

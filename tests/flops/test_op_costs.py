@@ -13,7 +13,8 @@ from dpprof.flops.cost import COUNTED
 from dpprof.flops.op_costs import family_of, learn_rule
 from dpprof.instruments.memory import TimelineRecorder, estimate, find_target, tracing
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.memory.recorder import Op, Recorder
+from dpprof.memory.events import Op
+from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch

@@ -10,7 +10,7 @@ from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
 from dpprof.instruments import operator_timer
 from dpprof.instruments.operator_timer import OperatorTimer
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 
 CALLS = {n: describe_call(torch.ops.aten.neg.default, (torch.ones(n),), {}) for n in (1, 2, 3)}
 

@@ -4,7 +4,7 @@ import pytest
 
 from dpprof.memory.allocator_replay import MOST_STEPS, place
 from dpprof.memory.caching_allocator import EXPANDABLE, MIB, OutOfMemoryError
-from dpprof.memory.recorder import Allocated, Freed
+from dpprof.memory.events import Allocated, Freed
 
 SIZES = {0: 100 * MIB, 1: 30 * MIB, 2: 40 * MIB, 3: 30 * MIB, 4: 40 * MIB, 5: 30 * MIB}
 WEIGHTS, GRADIENT, ACTIVATION = 0, 1, 2

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpprof.instruments.memory import estimate, tracing
 from dpprof.memory.attention_backends import AttentionCall, Gpu, choose_backend
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.spec import registry
 
 BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64

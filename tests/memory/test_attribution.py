@@ -7,8 +7,8 @@ import torch
 from memory_steps import B, P, at_end_of, at_peak, keep
 from torch import nn
 
+from dpprof.memory.events import Storage
 from dpprof.memory.owners import Owner, find_owner
-from dpprof.memory.recorder import Storage
 from dpprof.methods.opacus.hooks import OpacusHooks
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.births import components_by_code

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dpprof.devices.allocations import CpuRecorder
 from dpprof.instruments.memory import tracing
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.recorder import Allocated, Event, Freed, Recorder
+from dpprof.memory.events import Allocated, Event, Freed
+from dpprof.memory.recorder import Recorder
 
 ROWS, WIDTH, TOKENS = 700, 96, 50
 

@@ -12,8 +12,8 @@ from dpprof.instruments import memory
 from dpprof.instruments.memory import estimate, measure, tracing
 from dpprof.instruments.setup import set_up
 from dpprof.memory import simulated_cuda, summary
+from dpprof.memory.events import Op
 from dpprof.memory.fake_tensors import fake_tensors
-from dpprof.memory.recorder import Op
 from dpprof.methods.standard import Standard
 from dpprof.records.result import Measurement, Memory
 from dpprof.spec import registry

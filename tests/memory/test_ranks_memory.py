@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from factory import make_experiment
-from rank_pool import RankPool
+from rank_pool import RankPools
 
 from dpprof.instruments import memory, phases
 from dpprof.records.reconciliation import bound_bytes
@@ -44,17 +44,10 @@ EVERY = [
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    made: dict[int, RankPool] = {}
-
-    class Pools(dict[int, RankPool]):
-        def __missing__(self, size: int) -> RankPool:
-            made[size] = self[size] = RankPool(size)
-            return made[size]
-
-    yield Pools()
-    for pool in made.values():
-        pool.close()
+def pools() -> Iterator[RankPools]:
+    made = RankPools()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.memory.recorder import Allocated, Freed, Op, Recorder
+from dpprof.memory.events import Allocated, Freed, Op
+from dpprof.memory.recorder import Recorder
 from dpprof.memory.simulated_cuda import library_workspaces
 
 

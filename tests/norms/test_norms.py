@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.memory.recorder import Allocated, Recorder
+from dpprof.memory.events import Allocated
+from dpprof.memory.recorder import Recorder
 from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import WAYS, gram_tile
 from dpprof.norms.plan import choose, price_gram, price_product

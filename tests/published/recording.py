@@ -9,7 +9,8 @@ import numpy as np
 
 from dpprof.instruments.memory import tracing
 from dpprof.memory.caching_allocator import CachingAllocator
-from dpprof.memory.recorder import Allocated, Freed, Op, Recorder
+from dpprof.memory.events import Allocated, Freed, Op
+from dpprof.memory.recorder import Recorder
 from dpprof.records.result import Phase
 from dpprof.spec.target import Target
 

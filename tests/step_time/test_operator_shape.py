@@ -5,7 +5,7 @@ import torch
 
 from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.step_time.operator_shape import outline, shape_of
 
 aten = torch.ops.aten

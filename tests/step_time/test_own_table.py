@@ -9,7 +9,7 @@ from factory import write_synthetic_ceilings
 
 from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
 from dpprof.step_time.operator_shape import shape_of
 from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from dpprof.instruments.clean import time_steps
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, ignore, list_ops
 from dpprof.instruments.setup import begin, set_up
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.spec.experiment import Experiment
 
 _TINY = {

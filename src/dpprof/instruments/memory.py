@@ -325,11 +325,7 @@ def state(
     time = None
     if not_run:
         del unknown["time"]
-        time, why_not = (
-            predict_time(steady.ops, experiment, ceilings)
-            if experiment.parallel is None
-            else (None, {"time": "how long ranks take to communicate is not predicted"})
-        )
+        time, why_not = predict_time(steady.ops, experiment, ceilings)
         unknown |= why_not
     return Measurement(
         model=training.model,

@@ -10,7 +10,7 @@ import statistics
 
 from dpprof.devices.device import Device
 from dpprof.instruments.memory import trace_steps
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorShape, OperatorTime
 from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment

@@ -16,7 +16,7 @@ from dpprof.memory.caching_allocator import (
     Peaks,
     Settings,
 )
-from dpprof.memory.recorder import Allocated, Event, Freed
+from dpprof.memory.events import Allocated, Event, Freed
 from dpprof.records.step_costs import Allocator
 
 MOST_STEPS = 10

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import distributed
 
 from dpprof.records.terms import Component
 from dpprof.system.substitutes import substitute
@@ -25,8 +24,6 @@ def find_roles() -> dict[Any, Roles]:
 
     Those of FSDP exist once it was imported.
     """
-    if not distributed.is_available():
-        return {}
     c10d, fsdp = torch.ops.c10d, torch.ops.fsdp
     roles: dict[Any, Roles] = {
         c10d._allgather_base_: {0: "communication_buffers", 1: "communication_buffers"},

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import CodeType
 from typing import NamedTuple
 
-from dpprof.memory.recorder import Storage
+from dpprof.memory.events import Storage
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.terms import Component, Evidence
 

@@ -10,26 +10,25 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping.sums import own_part
-from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
 from dpprof.flops.op_costs import Rule, learn_rule
 from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
+from dpprof.memory.events import Allocated, Entered, Event, Freed, Op, Saved, Storage, Unsaved
 from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_roles, takes_dtensors
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
 from dpprof.methods.tensors import tensors_in
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.births import HELPERS
-from dpprof.records.terms import OpKind, Phase
+from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
 
 _USES_HANDLE = {
@@ -56,84 +55,6 @@ _EMPTY = -1
 _EINSUMS = {getattr(torch.functional, name).__code__ for name in EINSUMS}
 _OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
 """The operators that einsum calls. Only for these is the stack searched, which is slow."""
-
-
-@dataclass(slots=True, eq=False)
-class Storage:
-    """A storage: where it was allocated, and in which roles its tensors were seen."""
-
-    nbytes: int
-    """Rounded up to the allocator's blocks."""
-
-    op: str
-    phase: Phase
-    module: str | None
-    requested: int = 0
-    """As the allocator was asked."""
-
-    shape: tuple[int, ...] = ()
-    code: CodeType | None = None
-    function: str | None = None
-    node: str | None = None
-    sampler: CodePath | None = None
-    node_number: int | None = None
-    recomputed: bool = False
-    roles: set[str] = field(default_factory=set)
-    layer: str | None = None
-    """The module whose parameter it belongs to, where it was seen in such a role."""
-
-
-class Op(NamedTuple):
-    """An operator that ran, with what it cost."""
-
-    phase: Phase
-    module: str | None
-    op_kind: OpKind
-    cost: Cost
-    reads: Sequence[tuple[int, int]]
-    """Storage and bytes, one for each tensor; -1 for a storage that was not recorded."""
-
-    writes: Sequence[tuple[int, int]]
-    at_s: float
-    call: str = ""
-    """As ``flops.op_call`` describes it; empty where calls are not described."""
-
-    name: str = ""
-    """As storages name the operator that allocated them."""
-
-
-class Allocated(NamedTuple):
-    """A storage was allocated."""
-
-    number: int
-    """Its index in ``Recorder.storages``, as for the events below."""
-
-
-class Freed(NamedTuple):
-    """A storage was freed."""
-
-    number: int
-
-
-class Saved(NamedTuple):
-    """Autograd keeps a storage for backward."""
-
-    number: int
-
-
-class Unsaved(NamedTuple):
-    """Autograd releases one of the tensors of a storage that it kept."""
-
-    number: int
-
-
-class Entered(NamedTuple):
-    """A phase began."""
-
-    phase: Phase
-
-
-Event = Allocated | Freed | Saved | Unsaved | Entered | Op
 
 
 class _Finalizer(weakref.ref[torch.UntypedStorage]):

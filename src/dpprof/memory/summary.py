@@ -13,7 +13,7 @@ from dpprof.flops.cost import COUNTED
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.memory.allocator_replay import place, summarise_allocator
 from dpprof.memory.attention_backends import LOWER_BOUNDS
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.models.build import find_attention_size
 from dpprof.records.reconciliation import reconcile

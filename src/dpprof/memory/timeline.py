@@ -9,18 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dpprof.memory.events import Allocated, Entered, Event, Freed, Op, Saved, Storage, Unsaved
 from dpprof.memory.owners import Owner, find_owner
-from dpprof.memory.recorder import (
-    Allocated,
-    Entered,
-    Event,
-    Freed,
-    Op,
-    Recorder,
-    Saved,
-    Storage,
-    Unsaved,
-)
+from dpprof.memory.recorder import Recorder
 from dpprof.records.terms import COMPONENTS, Component, Phase
 
 _COLUMN = {component: column for column, component in enumerate(COMPONENTS)}

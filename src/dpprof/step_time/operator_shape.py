@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorShape
 
 _LOOKUPS = ("embedding", "gather", "index", "index_select")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from dpprof.memory.recorder import Op
+from dpprof.memory.events import Op
 from dpprof.records.record import ResultError
 from dpprof.records.result import PredictedTime, Time
 from dpprof.spec.experiment import Experiment
@@ -36,6 +36,8 @@ def predict_time(
     Returns:
         The time, None where it is not predicted; and why what it lacks is unknown.
     """
+    if experiment.parallel is not None:
+        return None, {"time": "how long ranks take to communicate is not predicted"}
     try:
         step = _predict(ops, experiment, target)
     except (NoPeakError, NoTableError, ResultError) as error:
