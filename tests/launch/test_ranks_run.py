@@ -14,22 +14,22 @@ from factory import make_experiment
 
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
-from dpprof.spec import registry
 from dpprof.system.hardware import available_cores
 
 ROOT = Path(__file__).parents[2]
-PLUGIN = ROOT / "tests" / "plugin"
 NAMES = "clean, phases, memory, estimate, capacity"
 TWO = "kind=ddp,world_size=2"
 
+pytestmark = pytest.mark.usefixtures("plugin")
+
 
 @pytest.fixture(autouse=True)
-def plugin(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
-    monkeypatch.syspath_prepend(PLUGIN)
-    registry._entries.cache_clear()
-    yield
-    registry._entries.cache_clear()
+def temporary(tmp_path, monkeypatch) -> Path:
+    """Where processes put temporary files; none may stay."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
 
 
 def supervised(tmp_path: Path, instrument: str, **fields):
@@ -39,6 +39,8 @@ def supervised(tmp_path: Path, instrument: str, **fields):
     result = supervise(experiment, instrument, 0, output, tmp_path / "run.log")
     assert read_result(output) == result
     assert set(psutil.Process().children(recursive=True)) <= others
+    left = {path.name for path in (tmp_path / "temporary").iterdir()}
+    assert not {name for name in left if not name.startswith("torchinductor_")}  # torch's own
     return result
 
 
@@ -54,6 +56,7 @@ def test_every_rank_has_a_part(tmp_path) -> None:
     assert result.throughput.samples_per_s == pytest.approx(4 / step_s)
     assert result.throughput.tokens_per_s == pytest.approx(16 / step_s)
     assert result.reasons["energy"].startswith("each rank")
+    assert result.reasons["communication"] == "the instruments memory and estimate count it"
     schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
     jsonschema.validate(json.loads((tmp_path / "result.json").read_text()), schema)
 

@@ -18,20 +18,11 @@ from fresh_process import run_fresh
 from dpprof.launch.device_lock import hold_one
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
-from dpprof.spec import registry
 
 ROOT = Path(__file__).parents[2]
-PLUGIN = ROOT / "tests" / "plugin"
 SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
 
-
-@pytest.fixture(autouse=True)
-def plugin(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
-    monkeypatch.syspath_prepend(PLUGIN)
-    registry._entries.cache_clear()
-    yield
-    registry._entries.cache_clear()
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
 def supervised(tmp_path: Path, instrument: str = "clean", **fields):

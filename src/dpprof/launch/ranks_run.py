@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import IO, NamedTuple
 
 from pydantic import ValidationError
@@ -25,6 +24,7 @@ from dpprof.system.child_output import Output, Sink
 
 _WORK = "dpprof.launch.rank:work"
 _POLL_S = 0.02
+_COUNTED_ELSEWHERE = "the instruments memory and estimate count it"
 
 
 class _Rank(NamedTuple):
@@ -44,14 +44,18 @@ def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> Report:
         A report whose measurement is rank 0's, with every rank's part; or of the rank that failed.
     """
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
-        store = str(Path(folder) / "store")
+    with ExitStack() as files:
+
+        def make_file() -> IO[bytes]:
+            """Make a file without a name, which disappears even if this process is killed."""
+            return files.enter_context(tempfile.TemporaryFile())
+
+        store_fd = make_file().fileno()
         try:
             for number in range(experiment.world_size):
-                answer = files.enter_context(tempfile.TemporaryFile())
-                phase = files.enter_context(tempfile.TemporaryFile()).fileno()
-                own = phase_fd if number == 0 else phase
-                ranks.append(_start(experiment, instrument, number, store, own, answer))
+                own_fd = make_file().fileno() if number else phase_fd
+                given = (experiment, instrument, number)
+                ranks.append(_start(*given, store_fd=store_fd, phase_fd=own_fd, answer=make_file()))
             failed = _wait(ranks)
         finally:
             for rank in ranks:
@@ -63,17 +67,18 @@ def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> Report:
         return _merge([_read(rank) for rank in ranks])
 
 
-def _start(  # noqa: PLR0917 (they have their own names)
+def _start(
     experiment: Experiment,
     instrument: str,
     number: int,
-    store: str,
+    *,
+    store_fd: int,
     phase_fd: int,
     answer: IO[bytes],
 ) -> _Rank:
     assignment = child.Assignment(
         function=_WORK,
-        arguments=[experiment.model_dump_json(), instrument, phase_fd, number, store],
+        arguments=[experiment.model_dump_json(), instrument, phase_fd, number, store_fd],
         parent_pid=os.getpid(),
         lock_fds=[],
         answer_fd=answer.fileno(),
@@ -83,7 +88,7 @@ def _start(  # noqa: PLR0917 (they have their own names)
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(phase_fd, answer.fileno()),
+        pass_fds=(phase_fd, store_fd, answer.fileno()),
         env=os.environ | _share_cores(experiment),
     )
     assert process.stdout is not None
@@ -106,12 +111,17 @@ def _wait(ranks: list[_Rank]) -> _Rank | None:
     waiting = list(ranks)
     while waiting:
         time.sleep(_POLL_S)
-        ended = [rank for rank in waiting if rank.process.poll() is not None]
-        waiting = [rank for rank in waiting if rank not in ended]
-        failed = [rank for rank in ended if not _has_measured(rank)]
-        if failed:
+        ended = _list_ended(waiting)
+        if not all(map(_has_measured, ended)):
+            # Looked at once more: the first one may have died after its turn and before another's.
+            failed = [rank for rank in _list_ended(waiting) if not _has_measured(rank)]
             return min(failed, key=_reported_at)
+        waiting = [rank for rank in waiting if rank not in ended]
     return None
+
+
+def _list_ended(ranks: list[_Rank]) -> list[_Rank]:
+    return [rank for rank in ranks if rank.process.poll() is not None]
 
 
 def _has_measured(rank: _Rank) -> bool:
@@ -157,4 +167,9 @@ def _merge(measured: list[Measurement]) -> Report:
         RankPart(rank=rank, **{name: getattr(one, name) for name in names})
         for rank, one in enumerate(measured)
     ]
-    return Report(outcome="ok", measurement=measured[0].model_copy(update={"ranks": parts}))
+    first = measured[0]
+    reasons = dict(first.reasons)
+    if first.communication is None:
+        reasons["communication"] = _COUNTED_ELSEWHERE
+    whole = first.model_copy(update={"ranks": parts, "reasons": reasons})
+    return Report(outcome="ok", measurement=whole)

@@ -14,8 +14,8 @@ from dpprof.spec.registry import PREDICTIONS, why_unsupported
 def work(spec: str, instrument: str, phase_fd: int) -> Report:
     """Run an experiment, given as JSON, and return its report to the supervisor."""
     experiment = Experiment.model_validate_json(spec)
-    is_refused = why_unsupported(experiment, instrument) is not None
-    if experiment.parallel is not None and not is_refused and instrument not in PREDICTIONS:
+    needs_ranks = experiment.parallel is not None and instrument not in PREDICTIONS
+    if needs_ranks and why_unsupported(experiment, instrument) is None:
         return run_ranks(experiment, instrument, phase_fd)
     report = run(experiment, instrument, PhaseMark(phase_fd))
     lift_memory_limit()

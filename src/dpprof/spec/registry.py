@@ -199,12 +199,13 @@ def _why_no_ranks(experiment: Experiment, instrument: str) -> str | None:
     if is_own("instruments", instrument) and instrument not in ON_RANKS:
         names = ", ".join(ON_RANKS)
         return f"the instrument {instrument} runs on one process; several ranks have {names}"
-    number, gpus = experiment.world_size, len(interchangeable_gpus())
     if instrument in PREDICTIONS:
         return None
-    if experiment.device == "cuda" and gpus < number:
-        return f"{number} ranks need {number} GPUs of one kind, and there are {gpus}"
+    number = experiment.world_size
+    if experiment.device == "cuda":
+        gpus = len(interchangeable_gpus())
+        few = f"{number} ranks need {number} GPUs of one kind, and there are {gpus}"
+        return few if gpus < number else None
     most = _RANKS_OF_A_CORE * available_cores()
-    if experiment.device == "cpu" and number > most:
-        return f"{number} ranks are too many for this processor, which takes {most}"
-    return None
+    many = f"{number} ranks are too many for this processor, which takes {most}"
+    return many if number > most else None
