@@ -13,6 +13,7 @@ ordinary step holds until its backward.
 """
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ class BookKeeping(Clipping):
 
     keeps = True
 
-    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
-        super().__init__(model, max_grad_norm)
+    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
+        super().__init__(model, max_grad_norm, **options)
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
 
     def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:

@@ -4,7 +4,9 @@ Privacy unit: a sample is the inputs at one index of their first axis, and one e
 losses.
 """
 
+import functools
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,20 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.check import Checked, Losses, check
 from dpprof.clipping.contributions import Contribution, zero_samples
 from dpprof.clipping.coverage import Coverage, refuse_wrapper, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
-from dpprof.clipping.layers import Contributions, Receive, count_uses
+from dpprof.clipping.first_batch import FIRST_BATCH, FirstBatch, random_state_kept
+from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
+from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Found, Rule, find_rule, refuse_mixing
 from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 from dpprof.clipping.shard_sums import ShardSums, Waiting, reduce_all
 from dpprof.clipping.sums import add_clipped_sum, bound_of, own_part, sum_clipped
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.births import allocates
+from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
@@ -57,20 +63,27 @@ class Clipping(ABC):
             parameter may be frozen at any time; one that is thawed, added, replaced or tied
             later needs a new ``Clipping``, and until then ``backward`` refuses the step.
         max_grad_norm: Bound C, positive and finite.
+        first_batch: ``verified`` spends one more backward on the first batch of two samples or
+            more, and refuses it where samples are mixed between layers (the module
+            ``first_batch`` says what that proves); ``trusted`` does not.
+        public_buffers: Names of buffers, as in ``state_dict()``, that may change because they hold
+            nothing of the samples.
 
     Raises:
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
             distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
             group of ranks.
-        ValueError: C is not positive and finite.
+        ValueError: C is not positive and finite, or another argument is not what it may be.
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
     (add/remove neighbouring batches): each sample contributes at most C, for any input, whatever is
     frozen; ``norms.rounding`` says what rounding adds to C. A sample whose loss or gradient is
     NaN or infinite contributes nothing, and is counted in ``nonfinite_samples``; one whose gradient
-    is zero contributes zero; a batch without samples leaves no gradient. Not guaranteed: that the
-    model handles each sample independently. Code between layers that mixes samples, or puts another
-    axis first, cannot be seen here; ``check`` finds it.
+    is zero contributes zero; a batch without samples leaves no gradient. The gradient is that of
+    the forward that ran: a layer that changed since is refused. Buffers and frozen parameters that
+    change are refused, because ``state_dict()`` would release them without noise. Samples must be
+    handled independently of each other: the first batch shows most code that does not
+    (``first_batch``), and ``check`` shows more.
 
     Example:
         >>> import torch
@@ -89,7 +102,16 @@ class Clipping(ABC):
     keeps = False
     """Whether contributions are kept until the norms are known."""
 
-    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float,
+        *,
+        first_batch: str = "verified",
+        public_buffers: Collection[str] = (),
+    ) -> None:
+        if first_batch not in FIRST_BATCH:
+            raise ValueError(f"first_batch must be one of {FIRST_BATCH}, and is {first_batch!r}")
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.sample_norms: Tensor | None = None
@@ -119,7 +141,12 @@ class Clipping(ABC):
         self.continues: Callable[[], bool] = lambda: False
         """Whether the coming batch is a part of one, and other parts follow."""
 
+        self.first_batch_verified = first_batch == "trusted"
+        """Whether no first batch is to be verified any more."""
+
         self._handler: Handler | None = None
+        self._is_running = threading.Lock()
+        self._changed: list[tuple[nn.Module, Tensor]] = []
         self._disabled = False
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
@@ -130,19 +157,16 @@ class Clipping(ABC):
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
 
-        rules: dict[nn.Module, Found] = {}
-        for layer in model.modules():
-            if layer is not self.ranks.wrapper:
-                refuse_wrapper(layer)
-            refuse_mixing(layer)
-            if trained_in(layer):
-                rules[layer] = find_rule(layer)
+        rules = _find_rules(model, self.ranks)
         self._layers = list(rules)
         own = {layer: self._own_trained(layer) for layer in rules}
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
+        self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
         for layer, (rule, replaced) in rules.items():
-            run = partial(_run, self.ranks, rule, layer, partial(self._receive, layer))
+            run = partial(
+                _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
+            )
             patch_layer(layer, run, replaced)
         self._hooks: dict[nn.Parameter, Any] = {}
         self._hook_leaves()
@@ -212,14 +236,19 @@ class Clipping(ABC):
             ValueError: The losses are not one for each sample, in float32 or float64.
             RuntimeError: A trained parameter would not be clipped: it was used outside of its
                 layer, or was not trained when this was made. Or a ``.grad`` is not a clipped sum
-                of this batch, such as the last step's gradient. Or ranks disagree.
+                of this batch, such as the last step's gradient. Or a layer, a buffer or a frozen
+                parameter changed. Or ranks disagree, or another ``backward`` is under way.
+            UnsupportedError: Samples are mixed.
         """
-        if losses.dim() != 1:
-            shape = tuple(losses.shape)
-            raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
-        if losses.dtype not in (torch.float32, torch.float64):
-            # A clipping factor that is rounded up would let a sample exceed the bound.
-            raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
+        if not self._is_running.acquire(blocking=False):
+            raise RuntimeError("another backward of this clipping is under way")
+        try:
+            self._backward(losses, enter)
+        finally:
+            self._is_running.release()
+
+    def _backward(self, losses: Tensor, enter: Enter) -> None:
+        _refuse_losses(losses)
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
@@ -230,6 +259,8 @@ class Clipping(ABC):
         self.computes_in_16_bits = False
         self.plan = {}
         try:
+            if not self.first_batch_verified and losses.requires_grad:
+                self._verify_first_batch(losses)
             if self.ranks.is_sharded:
                 self._expect_shards(losses)
             if len(losses):
@@ -243,9 +274,11 @@ class Clipping(ABC):
                 self._clip(losses, NoSamples(losses), enter)
             else:
                 self.sample_norms = losses.detach()
+            self._refuse_changed_outputs()
             if self._sums is not None:
                 self._sums.finish()
             self._refuse_unclipped_sums()
+            self._released.verify()
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
@@ -253,6 +286,7 @@ class Clipping(ABC):
             raise
         finally:
             self._losses = self._excluded = self._nonfinite = self._sums = None
+            self._changed.clear()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
@@ -295,12 +329,41 @@ class Clipping(ABC):
         uses = count_uses(losses)
         return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
 
-    def _receive(self, layer: nn.Module, contributions: Contributions) -> None:
+    def _verify_first_batch(self, losses: Tensor) -> None:
+        """Refuse a batch whose samples are mixed; one with fewer than two samples shows nothing."""
+        if isinstance(losses, FakeTensor):
+            return
+        first, ranks = FirstBatch(losses, self._name_of_layer), self.ranks
+        if first.sample is None and not ranks.is_sharded:  # of several ranks each must run
+            return
+        with random_state_kept(self._coverage), self._handling(first.look):
+            torch.autograd.backward(losses, first.weigh(losses), retain_graph=True)
+        self._changed.clear()
+        if ranks.any(first.problem is not None):
+            raise UnsupportedError(first.problem or "another rank found that samples are mixed")
+        self.first_batch_verified = not ranks.any(first.sample is None)
+
+    def _name_of_layer(self, layer: nn.Module) -> str:
+        names = (name for name, one in self.model.named_modules() if one is layer)
+        return next(names, "") or type(layer).__name__
+
+    def _receive(
+        self,
+        layer: nn.Module,
+        call: LayerCall,
+        contributions: Contributions,
+        changed_B: Tensor | None = None,
+    ) -> None:
+        call.verify(self._name_of_layer)
+        if not contributions:
+            return
         if self._handler is None:
             raise RuntimeError(
                 "this model's gradients are clipped: call backward(losses) of its Clipping in "
                 "place of loss.backward()"
             )
+        if changed_B is not None:
+            self._changed.append((layer, changed_B))
         owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
         # A parameter may have been frozen after forward.
         trained = [pair for pair in owned if pair[0].requires_grad]
@@ -383,11 +446,23 @@ class Clipping(ABC):
     @torch.no_grad()
     def _finish(self, norms: SampleNorms | NoSamples) -> Tensor:
         """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
+        self._refuse_changed_outputs()
         norms.add_reused()
         self.sample_norms = norms.compute()
         if self._sums is not None:
             self._sums.agree(self._coverage.names)
         return self._compute_factors(self.sample_norms, self.max_grad_norm)
+
+    def _refuse_changed_outputs(self) -> None:
+        """Refuse layers whose outputs were others when they ran again in backward."""
+        for layer, changed_B in self._changed:
+            if not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
+                raise RuntimeError(
+                    f"{self._name_of_layer(layer)} gave another output when it ran again for "
+                    "per-sample gradients: it has no rule, and draws numbers, counts its calls or "
+                    "reads what changed; move that out of the layer, or freeze its parameters"
+                )
+        self._changed.clear()
 
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
         """Compute clipping factors; samples that are not finite get 0, and are excluded."""
@@ -414,6 +489,27 @@ class Clipping(ABC):
             self._sums.add(parameter, sum_clipped(parameter, contribution, factors_B))
 
 
+def _find_rules(model: nn.Module, ranks: Ranks) -> dict[nn.Module, Found]:
+    """Find the rule of each layer that is trained."""
+    rules: dict[nn.Module, Found] = {}
+    for layer in model.modules():
+        if layer is not ranks.wrapper:
+            refuse_wrapper(layer)
+        refuse_mixing(layer)
+        if trained_in(layer):
+            rules[layer] = find_rule(layer)
+    return rules
+
+
+def _refuse_losses(losses: Tensor) -> None:
+    if losses.dim() != 1:
+        shape = tuple(losses.shape)
+        raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
+    if losses.dtype not in (torch.float32, torch.float64):
+        # A clipping factor that is rounded up would let a sample exceed the bound.
+        raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
+
+
 def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
     """Find samples that are not finite; None if all are. This waits for the device."""
     nonfinite_B = ~(norms_B.isfinite() & losses_B.to(norms_B.device).isfinite())
@@ -426,12 +522,23 @@ def _run(
     ranks: Ranks,
     rule: Rule,
     layer: nn.Module,
-    receive: Receive,
+    receive: Callable[..., None],
     *inputs: Any,
     **named: Any,
 ) -> Tensor:
     refuse_other_wrapper(ranks)
-    return rule(layer, receive, *inputs, **named)
+    call = LayerCall(layer)
+    y = rule(layer, partial(receive, call), *inputs, **named)
+    call.end()
+    return y
+
+
+@functools.cache
+def _make_uncompiled() -> Callable[..., Tensor]:
+    """Return ``_run`` as ``torch.compile`` leaves it alone; what that needs is imported late."""
+    reason = "a layer that is clipped cannot be compiled; leave out fullgraph=True"
+    uncompiled: Callable[..., Tensor] = torch.compiler.disable(_run, reason=reason)  # type: ignore[no-untyped-call]
+    return uncompiled
 
 
 @allocates("norm_samples")

@@ -10,8 +10,8 @@ input, p width of an output.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,13 @@ from dpprof.clipping.graph import nodes_behind
 from dpprof.norms import placement
 
 Contributions = Sequence[tuple[nn.Parameter, Contribution]]
-Receive = Callable[[Contributions], None]
-"""Takes the contributions of one use of a layer, in backward."""
+
+
+class Receive(Protocol):
+    """Takes what one use of a layer contributes, in each backward, even if that is nothing."""
+
+    def __call__(self, contributions: Contributions, changed_B: Tensor | None = None) -> None:
+        """Take contributions, and which samples' outputs are others when computed again; (B,)."""
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -64,6 +69,15 @@ def apply(function: Any, *arguments: Any) -> Tensor:
     return y
 
 
+def as_own(y: Tensor) -> Tensor:
+    """Return the output of a function of autograd as no view, so that code may change it in place.
+
+    Nothing else may hold the tensor that it is a view of.
+    """
+    owned: Tensor = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # noqa: SLF001
+    return owned
+
+
 class _Linear(torch.autograd.Function):
     """``x W^T + b``, or ``x W + b`` where the weight is (d, p)."""
 
@@ -75,9 +89,10 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.transposed, ctx.receive = weight, bias, transposed, receive
         ctx.clipped = [weight] if bias is None else [weight, bias]
         matrix = weight.to(x.dtype)
-        return functional.linear(
+        y = functional.linear(
             x, matrix.t() if transposed else matrix, None if bias is None else bias.to(x.dtype)
         )
+        return as_own(y)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -208,10 +223,12 @@ class _RMSNorm(torch.autograd.Function):
             normal = x * rstd
             common = (scaled * normal).mean(formula.axes, keepdim=True)
             input_gradient = scaled.addcmul_(normal, common, value=-1).mul_(rstd).to(x.dtype)
+        contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
             axes = len(formula.axes)
             flat_x, flat_rstd, flat_g = (_flatten(t.flatten(-axes)) for t in (x.detach(), rstd, g))
-            ctx.receive([(ctx.weight, Scale(flat_x, None, flat_rstd, flat_g))])
+            contributions.append((ctx.weight, Scale(flat_x, None, flat_rstd, flat_g)))
+        ctx.receive(contributions)
         return input_gradient, None, None, None
 
 

@@ -16,6 +16,7 @@ elements than the activations and output gradients.
 import math
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +56,8 @@ class PerLayerClipping(Clipping):
     keeps = True
     why_once = "and per-layer clipping clips each use by itself"
 
-    def __init__(self, model: nn.Module, max_grad_norm: float) -> None:
-        super().__init__(model, max_grad_norm)
+    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
+        super().__init__(model, max_grad_norm, **options)
         if self._shared:
             name = self.name_of(next(iter(self._shared)))
             self.remove()

@@ -77,6 +77,10 @@ class Ranks:
             RuntimeError: They differ; every rank raises it.
         """
 
+    def any(self, holds: bool) -> bool:
+        """Tell whether something holds on this rank; where it is sharded, on any, and all ask."""
+        return holds
+
     def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
         """Reduce a sum onto the shards of all ranks, of those that are sharded."""
         raise NotImplementedError

@@ -94,6 +94,12 @@ class Shards(SeveralRanks):
                         "backward(losses) of the Clipping alone"
                     )
 
+    def any(self, holds: bool) -> bool:
+        """Tell whether something holds on any rank."""
+        told = torch.tensor([float(holds)], device=self.device)
+        distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self.group)
+        return bool(told)
+
     def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
         """Add noise to this rank's shard of the sum over all ranks."""
         add_noise(own_part(summed))

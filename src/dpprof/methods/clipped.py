@@ -34,7 +34,7 @@ class ClippedStep(TrainingStep):
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         super().__init__(model, experiment)
-        self.clipping = self.clipping_type(model, experiment.max_grad_norm)
+        self.clipping = self.clipping_type(model, experiment.max_grad_norm, first_batch="trusted")
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Wrap the optimizer in one that adds noise."""

@@ -268,7 +268,8 @@ class Loop:
     @torch.no_grad()
     def _write(self, values: Mapping[Tensor, Tensor]) -> None:
         for one, value in values.items():
-            one.copy_(value)
+            if not torch.equal(one, value):  # a clipping refuses what is frozen and was written
+                one.copy_(value)
 
     @contextmanager
     def _restored(self) -> Iterator[dict[Tensor, Tensor]]:

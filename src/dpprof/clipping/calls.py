@@ -1,0 +1,72 @@
+"""Records what a layer was when it ran, so that backward differentiates the forward that ran.
+
+A rule's backward reads the layer's weights, and a layer without a rule runs again. If either
+changed since forward, the gradient would be that of a forward that never ran. Autograd refuses a
+changed tensor that it saved; checkpointing hides even that.
+"""
+
+from collections.abc import Callable
+
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class LayerCall:
+    """One call of a layer: its settings and the versions of its parameters.
+
+    Settings are ``training`` and other plain attributes. One that forward itself changed, such as a
+    counter, is none.
+
+    Args:
+        layer: It is about to run.
+    """
+
+    __slots__ = ("_layer", "_settings", "_versions")
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._settings = _read_settings(layer)
+        own = layer._parameters.values()  # noqa: SLF001 (named_parameters lists no parameter twice)
+        # By storage too: layer.to(dtype) gives a parameter other data, in the same version.
+        self._versions = [(p, p._version, _storage_of(p)) for p in own if p is not None]  # noqa: SLF001
+
+    def end(self) -> None:
+        """Forget the settings that the call changed."""
+        after = _read_settings(self._layer)
+        if after != self._settings:
+            self._settings = {k: v for k, v in self._settings.items() if after.get(k) == v}
+
+    def verify(self, name_of: Callable[[nn.Module], str]) -> None:
+        """Refuse a backward after a change.
+
+        Args:
+            name_of: Names a layer, for the message.
+
+        Raises:
+            RuntimeError: A setting or a parameter changed since the call.
+        """
+        present = vars(self._layer)
+        for name, value in self._settings.items():
+            if name not in present or present[name] != value:
+                self._refuse(name_of, f"{name} was {value!r}, and is {present.get(name)!r}")
+        for parameter, version, storage in self._versions:
+            if parameter._version != version or _storage_of(parameter) != storage:  # noqa: SLF001
+                own = self._layer._parameters.items()  # noqa: SLF001
+                name = next((name for name, one in own if one is parameter), "a parameter")
+                self._refuse(name_of, f"{name} was changed in place")
+
+    def _refuse(self, name_of: Callable[[nn.Module], str], what: str) -> None:
+        raise RuntimeError(
+            f"{name_of(self._layer)} changed between forward and backward ({what}), so the "
+            "gradient would not be that of the forward that ran; run forward again"
+        )
+
+
+def _read_settings(layer: nn.Module) -> dict[str, object]:
+    return {name: value for name, value in vars(layer).items() if type(value) in _PLAIN}
+
+
+def _storage_of(parameter: nn.Parameter) -> int:
+    storage: int = parameter.untyped_storage()._cdata  # noqa: SLF001 (data_ptr changes under FSDP)
+    return storage

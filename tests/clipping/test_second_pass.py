@@ -1,0 +1,309 @@
+"""FlashClipping sums what it measured, or refuses: whatever differs between its two passes."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from small_models import FLAT
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dpprof.clipping import pass_comparison
+from dpprof.clipping.contributions import Lookup, Product, SampleGradients
+from dpprof.clipping.pass_comparison import PassComparison
+from dpprof.clipping.two_pass import FlashClipping
+
+C, D, T = 0.1, 8, 6
+REFUSED = (
+    r"the second backward pass found other gradients of \d.*than the first|gave another output when"
+)
+
+
+class Source:
+    """Numbers that a model draws where PyTorch's checkpointing does not restore them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.calls = seed, 0
+        self.numpy, self.python = np.random.default_rng(seed), random.Random(seed)  # noqa: S311
+
+
+class Body(nn.Module):
+    """Runs a function of a source and its input between two layers, checkpointed or not."""
+
+    def __init__(self, function, source: Source, **checkpointing) -> None:
+        super().__init__()
+        self.function, self.source, self.checkpointing = function, source, checkpointing
+
+    def forward(self, x):
+        if not self.checkpointing:
+            return self.function(self.source, x)
+        return checkpoint(lambda x: self.function(self.source, x), x, **self.checkpointing)
+
+
+class Leaf(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self, function, source: Source) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+        self.function, self.source = function, source
+
+    def forward(self, x):
+        return self.function(self.source, x * self.weight)
+
+
+class Backward(torch.autograd.Function):
+    """Another backward each time."""
+
+    @staticmethod
+    def forward(ctx, x, source):
+        ctx.source = source
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.source.calls += 1
+        return g * ctx.source.calls, None
+
+
+def drop(_, x):
+    return functional.dropout(x, 0.5)
+
+
+def draw_of_numpy(source, x):
+    return x * torch.from_numpy(source.numpy.standard_normal(x.shape)).to(x)
+
+
+def draw_of_python(source, x):
+    return x * torch.full((), source.python.choice([0.2, 1.0, 5.0]))  # which is saved
+
+
+def count(source, x):
+    source.calls += 1
+    return x * torch.full((), 1.0 + source.calls % 3)
+
+
+def turn_tokens(source, x):
+    """The sizes of inputs and of gradients stay the same."""
+    source.calls += 1
+    return x.roll(source.calls, 1).tanh()
+
+
+def flip_signs(source, x):
+    return x * (1 - 2 * torch.from_numpy(source.numpy.integers(0, 2, x.shape)).to(x))
+
+
+def read_what_changes(source, x):
+    source.calls += 1
+    return (x + source.calls).tanh()
+
+
+def hook_a_draw(source, x):
+    x = x * 1
+    x.register_hook(lambda g: g * torch.from_numpy(source.numpy.standard_normal(g.shape)).to(g))
+    return x
+
+
+def hook_a_write(source, x):
+    """A hook that changes a saved activation where autograd does not see it."""
+
+    y = x * 1
+
+    def write(_):
+        y.data.mul_(3)
+
+    y.register_hook(write)
+    return y
+
+
+def own_backward(source, x):
+    return Backward.apply(x, source)
+
+
+NON_REENTRANT = {"use_reentrant": False, "preserve_rng_state": False}
+REENTRANT = {"use_reentrant": True, "preserve_rng_state": False}
+ATTACKS = {
+    "dropout": lambda s: Body(drop, s, **NON_REENTRANT),
+    "dropout, reentrant": lambda s: Body(drop, s, **REENTRANT),
+    "numpy": lambda s: Body(draw_of_numpy, s, use_reentrant=False),
+    "python": lambda s: Body(draw_of_python, s, use_reentrant=False),
+    "a counter": lambda s: Body(count, s, use_reentrant=False),
+    "turned tokens": lambda s: Body(turn_tokens, s, use_reentrant=False),
+    "signs": lambda s: Body(flip_signs, s, use_reentrant=False),
+    "a sum that changes": lambda s: Body(read_what_changes, s, use_reentrant=False),
+    "a hook that draws": lambda s: Body(hook_a_draw, s),
+    "a hook that writes": lambda s: Body(hook_a_write, s),
+    "a backward of its own": lambda s: Body(own_backward, s),
+    "numpy in a leaf": lambda s: Leaf(draw_of_numpy, s),
+    "a counter in a leaf": lambda s: Leaf(count, s),
+    "turned tokens in a leaf": lambda s: Leaf(turn_tokens, s),
+}
+
+
+def contribution(way, attack: str, seed: int, *, batch: int) -> float:
+    """The norm of the clipped sum over C, where sample 0 alone has a loss."""
+    torch.manual_seed(seed)
+    source = Source(seed)
+    model = nn.Sequential(nn.Linear(D, D), ATTACKS[attack](source), nn.Linear(D, D), nn.Tanh())
+    clipping = way(model, C, first_batch="trusted")
+    losses = model(torch.randn(batch, T, D)).square().sum((1, 2))
+    weights = torch.zeros(batch)
+    weights[0] = 100
+    clipping.backward(losses * weights)
+    return float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) / C
+
+
+def assert_bounded(attack: str, seeds: range) -> None:
+    refused = 0
+    for seed in seeds:
+        try:
+            found = contribution(FlashClipping, attack, seed, batch=1 + seed % 3)
+        except RuntimeError as error:
+            refused += re.search(REFUSED, str(error)) is not None
+            found = 0.0 if re.search(REFUSED, str(error)) else float("inf")
+        assert found <= 1 + 2**-8, f"seed {seed}"
+    assert refused >= len(seeds) / 2  # some draws are the same twice
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_passes_that_differ_are_refused_by_name(attack) -> None:
+    assert_bounded(attack, range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_passes_that_differ_are_refused_over_a_hundred_seeds(attack) -> None:
+    assert_bounded(attack, range(100))
+
+
+def llama(**checkpointing):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20,
+        hidden_size=D,
+        intermediate_size=2 * D,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_dropout=0.5,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    return model
+
+
+@pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_llama_with_attention_dropout_and_checkpointing_is_bounded_or_refused(seeds) -> None:
+    for seed in range(seeds):
+        for checkpointing in (NON_REENTRANT, {"use_reentrant": False}):
+            torch.manual_seed(seed)
+            model = llama(**checkpointing)
+            clipping = FlashClipping(model, C)
+            ids = torch.randint(20, (2, T))
+            logits = model(input_ids=ids, use_cache=False).logits
+            losses = 100 * logits.float().log_softmax(2)[:, :, 0].mean(1)
+            losses = losses * torch.tensor([1.0, 0.0])
+            if checkpointing is NON_REENTRANT:
+                with pytest.raises(RuntimeError, match="preserve_rng_state=True"):
+                    clipping.backward(losses)
+                continue
+            clipping.backward(losses)
+            found = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+            assert float(found) <= C * (1 + 2**-8)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_batch_draws_nothing_from_the_global_generator(way) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    clipping = way(model, C)
+    losses = model(torch.randn(3, T, D)).square().sum((1, 2))
+    before = torch.get_rng_state()
+    clipping.backward(losses)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def draw_contributions() -> dict[str, tuple]:
+    """Contributions, each with the per-sample gradients that it stands for."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    ids = torch.randint(9, (3, 5), generator=generator)
+    one_hot = functional.one_hot(ids, 9).double()
+    found = {}
+    for name, (d, p) in {"wide": (4, 7), "narrow": (7, 4)}.items():
+        x, g = normal(3, 5, d), normal(3, 5, p)
+        found[f"{name} product"] = (Product(x, g), g.transpose(1, 2) @ x)
+        found[f"{name} transposed"] = (Product(x, g, transposed=True), x.transpose(1, 2) @ g)
+    g = normal(3, 5, 4)
+    found["lookup"] = (Lookup(ids, g, 9, -1), one_hot.transpose(1, 2) @ g)
+    padded = g.masked_fill((ids == 2)[:, :, None], 0)
+    found["padded lookup"] = (Lookup(ids, g, 9, 2), one_hot.transpose(1, 2) @ padded)
+    g = normal(3, 5, 12)
+    found["lookup in a short table"] = (Lookup(ids, g, 9, -1), one_hot.transpose(1, 2) @ g)
+    return found
+
+
+CONTRIBUTIONS = draw_contributions()
+
+
+def compare(gradients, first, second, *, norms=1.0, bound=1.0, excluded=None):
+    """What is found between the passes, for one parameter."""
+    parameter = nn.Parameter(torch.zeros(gradients.shape[1:], dtype=torch.float64))
+    losses = torch.zeros(len(gradients), dtype=torch.float64)
+    comparison = PassComparison([parameter], losses, None)
+    for contribution in first:
+        comparison.note_first(parameter, contribution)
+    for contribution in second:
+        comparison.note_second(parameter, contribution)
+    norms_B = torch.full((len(gradients),), norms, dtype=torch.float64)
+    return comparison.find_difference(norms_B, bound, excluded) is not None
+
+
+@pytest.mark.parametrize("name", CONTRIBUTIONS)
+def test_every_kind_of_contribution_counts_as_the_gradients_it_stands_for(name) -> None:
+    contribution, gradients = CONTRIBUTIONS[name]
+    parts = [SampleGradients(share * gradients) for share in (0.25, 0.75)]  # two uses
+    assert not compare(gradients, [contribution], parts)
+    assert compare(gradients, [contribution], parts[1:])
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+def test_one_sample_that_differs_is_found_unless_it_is_excluded(excluded) -> None:
+    gradients = torch.zeros(3, 4, 5, dtype=torch.float64)
+    other = gradients.clone()
+    other[1, 2, 3] = float("nan") if excluded else 1e-3
+    mask = torch.tensor([False, excluded, False])
+    found = compare(
+        gradients, [SampleGradients(gradients)], [SampleGradients(other)], excluded=mask
+    )
+    assert found is not excluded
+
+
+def test_a_difference_counts_relative_to_what_a_sample_may_contribute() -> None:
+    gradients = torch.zeros(2, 4, dtype=torch.float64)
+    first, second = [SampleGradients(gradients)], [SampleGradients(gradients + 1e-8)]
+    assert compare(gradients, first, second)
+    assert not compare(gradients, first, second, bound=1e4)
+    assert not compare(gradients, first, second, norms=1e4)
+
+
+def test_the_worst_difference_passes_as_seldom_as_is_said(monkeypatch) -> None:
+    """Of rank one, and 20 times as large as the limit: one in 20 passes."""
+    monkeypatch.setattr(pass_comparison, "LIMITS", {torch.float64: 0.05})
+    torch.manual_seed(0)
+    draws = 4000
+    rank_one = torch.zeros(draws, 6, 5, dtype=torch.float64)
+    rank_one[:, 2, 3] = 1
+    passed = sum(
+        not compare(one[None], [SampleGradients(0 * one[None])], [SampleGradients(one[None])])
+        for one in rank_one
+    )
+    assert passed / draws == pytest.approx(0.05, abs=4 * (0.05 / draws) ** 0.5)
