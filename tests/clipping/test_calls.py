@@ -1,0 +1,258 @@
+"""Backward differentiates the forward that ran, or refuses; and layers' outputs may be changed."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from small_models import EVERY, FLAT, Conv1D, Scale
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpprof.clipping.book_keeping import BookKeeping
+
+B, T, D = 3, 4, 6
+
+
+class Tempered(nn.Module):
+    """A layer without a rule that reads an attribute, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+        self.temperature = 2.0
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight / self.temperature
+
+
+class Model(nn.Module):
+    """Each kind of layer, checkpointed or not."""
+
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.table = nn.Embedding(9, D)
+        self.norm = nn.LayerNorm(D)
+        self.rms = nn.RMSNorm(D)
+        self.linear = nn.Linear(D, D)
+        self.conv1d = Conv1D(D, D)
+        self.leaf = Tempered()
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(D, D, bias=False)
+
+    def inner(self, x):
+        return self.leaf(self.conv1d(self.linear(self.rms(self.norm(x))).tanh()))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        x = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        return self.head(self.dropout(x))
+
+
+def build(way, *, checkpointed: bool = False):
+    torch.manual_seed(0)
+    model = Model(checkpointed=checkpointed)
+    clipping = way(model, 0.5)
+    return model, clipping, model(torch.randint(9, (B, T))).square().sum((1, 2))
+
+
+def write(name: str):
+    def change(model):
+        with torch.no_grad():
+            model.get_parameter(name).add_(1)
+
+    return change
+
+
+def give_other_data(model) -> None:
+    model.linear.weight.data = model.linear.weight.data.clone()
+
+
+CHANGES = {
+    "eval": (lambda model: model.eval(), "training was True, and is False"),
+    "eval of one layer": (lambda model: model.norm.eval(), "norm changed between forward and"),
+    "a table": (write("table.weight"), r"table changed .*weight was changed in place"),
+    "a linear weight": (write("linear.weight"), r"linear changed .*weight was changed in place"),
+    "a bias": (write("linear.bias"), r"linear changed .*bias was changed in place"),
+    "a norm's weight": (write("norm.weight"), r"norm changed .*weight was changed in place"),
+    "an rms norm's weight": (write("rms.weight"), r"rms changed .*weight was changed in place"),
+    "a conv1d's weight": (write("conv1d.weight"), r"conv1d changed .*weight was changed in place"),
+    "a leaf's weight": (write("leaf.weight"), r"leaf changed .*weight was changed in place"),
+    "an attribute": (
+        lambda model: setattr(model.leaf, "temperature", 1.0),
+        r"leaf changed .*temperature was 2\.0, and is 1\.0",
+    ),
+    "epsilon": (lambda model: setattr(model.norm, "eps", 1.0), r"norm changed .*eps was 1e-05"),
+    "other data": (give_other_data, r"linear changed .*weight was changed in place"),
+    "another dtype": (lambda model: model.double(), r"changed .*was changed in place"),
+    "an optimizer's step": (
+        lambda model: torch.optim.SGD([_with_gradient(model.linear.weight)], lr=0.1).step(),
+        r"linear changed .*weight was changed in place",
+    ),
+}
+
+
+def _with_gradient(parameter):
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_forward_and_backward_is_refused_by_name(change, way, checkpointed):
+    model, clipping, losses = build(way, checkpointed=checkpointed)
+    make, message = CHANGES[change]
+    make(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+
+    with pytest.raises(RuntimeError, match=message):
+        clipping.backward(losses)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_change_that_is_undone_and_a_layers_own_counter_are_none(way) -> None:
+    model, clipping, losses = build(way)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randint(9, (B, T)))  # an evaluation counts calls too
+    model.train()
+
+    clipping.backward(losses)
+    assert model.leaf.calls > 2
+
+
+def test_a_frozen_layers_weight_is_looked_at_too() -> None:
+    model, clipping, losses = build(BookKeeping)
+    model.linear.requires_grad_(False)
+    with torch.no_grad():
+        model.linear.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"linear changed .*weight was changed in place"):
+        clipping.backward(losses)
+
+
+class AsItIs(nn.Module):
+    """A layer without a rule that returns what it got, or its parameter."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(T, D))
+        self.what = what
+
+    def forward(self, x):
+        if self.what == "its parameter":
+            return self.weight.expand(len(x), T, D)
+        return x[:, :]
+
+
+IN_PLACE = {
+    "relu": lambda h, _: torch.relu_(h),
+    "added": lambda h, x: h.add_(x.sum(-1, keepdim=True)),
+    "masked": lambda h, _: h.masked_fill_(torch.ones_like(h).cumsum(-1) > 3, 0),
+    "scaled": lambda h, _: h.mul_(2),
+    "a part": lambda h, _: scale_first(h),
+}
+
+
+def scale_first(h):
+    h[..., :1] *= 3
+    return h
+
+
+PARAMETER = "no rule, its parameter"
+LAYERS = {
+    "linear": lambda: nn.Linear(D, D),
+    "linear without bias": lambda: nn.Linear(D, D, bias=False),
+    "conv1d": lambda: Conv1D(D, D),
+    "layer norm": lambda: nn.LayerNorm(D),
+    "rms norm": lambda: nn.RMSNorm(D),
+    "no rule": lambda: Scale(D),
+    "no rule, its input": lambda: AsItIs("its input"),
+    PARAMETER: lambda: AsItIs("its parameter"),
+}
+
+
+def losses_of(model, change, x):
+    first, layer, last = model
+    h = change(layer(first(x)), x)
+    return last(h).square().flatten(1).sum(1)
+
+
+def expected_sum(model, change, x, bound):
+    """By definition: out of place where autograd refuses what changes a leaf's view."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for one in x:
+        gradients = torch.autograd.grad(
+            losses_of(model, lambda h, x: change(h.clone(), x), one[None])[0],
+            list(model.parameters()),
+            allow_unused=True,
+        )
+        found = [
+            torch.zeros_like(one) if gradient is None else gradient
+            for one, gradient in zip(total, gradients, strict=True)
+        ]
+        norm = torch.cat([gradient.flatten() for gradient in found]).norm()
+        factor = min(1.0, bound / (float(norm) + 1e-6))
+        total = [one + factor * gradient for one, gradient in zip(total, found, strict=True)]
+    return total
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize(
+    ("layer", "axes"),
+    [(layer, axes) for layer in LAYERS for axes in (2, 3, 4) if axes == 3 or layer != PARAMETER],
+)
+def test_code_may_change_a_layers_output_in_place(layer, axes, change, way) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(D, D), LAYERS[layer](), nn.Linear(D, D)]).double()
+    x = torch.randn(B, *[T, 2][: axes - 2], D, dtype=torch.float64)
+    expected = expected_sum(model, IN_PLACE[change], x, 0.5)
+    weights = copy.deepcopy(model.state_dict())
+    clipping = way(model, 0.5)
+    clipping.backward(losses_of(model, IN_PLACE[change], x))
+
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        found = torch.zeros_like(gradient) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(weights[name], one) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_inplace_modules_and_residuals_work(way) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D)).double()
+    clipping = way(model, 0.5)
+
+    def run(x):
+        h = model(x)
+        h += x
+        return h.square().sum((1, 2))
+
+    found = clipping.check(run, torch.randn(B, T, D, dtype=torch.float64))
+    assert found.max_relative_error < 1e-9
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_one_backward_at_a_time(way) -> None:
+    _, clipping, losses = build(way)
+    found = []
+
+    def enter(phase):
+        if phase == "backward":
+            thread = threading.Thread(target=again)
+            thread.start()
+            thread.join()
+
+    def again():
+        with pytest.raises(RuntimeError, match="another backward of this clipping is under way"):
+            clipping.backward(losses)
+        found.append(True)
+
+    clipping.backward(losses, enter)
+    assert found == [True]
