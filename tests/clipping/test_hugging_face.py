@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import peft
 import pytest
@@ -23,8 +25,12 @@ from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import sample_losses
 from dpprof.models.build import build_model
 from dpprof.models.dtype import apply_dtype
+from dpprof.planning.stand_ins import StandIn
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.registry import UnsupportedError
+from dpprof.verification.subjects import describe, prepare
 
+ROOT = Path(__file__).parents[2]
 MODELS = ["gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]
 IN_16_BITS = {"dtype": "bfloat16", "parameters_dtype": "bfloat16"}
 VARIANTS = {
@@ -312,3 +318,20 @@ def test_norms_of_heads(kind, way) -> None:
     assert find_rule(norm).rule is not run_any_layer
     checked = way(model, 0.5).check(model, torch.randn(3, 5, 8))
     assert checked.max_relative_error < 1e-5
+
+
+ARCHITECTURES = re.findall(
+    r"^\| `(.+)` \| verified", (ROOT / "docs/numbers/architectures.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_first_batch_of_an_architecture_is_verified(kind, way) -> None:
+    experiment = describe(StandIn(model=Architecture(hf=kind, model_type=kind)), "flash", "sdpa", 4)
+    model, batch = prepare(experiment)[1:3]
+    clipping = way(model, 0.5)
+    clipping.backward(losses_of(model, batch))
+
+    assert clipping.first_batch_verified
