@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from small_models import EVERY, KINDS, batch, build, draw
+from small_models import EVERY, FLAT, KINDS, batch, build, draw
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.check import WrongGradientError
@@ -185,3 +186,56 @@ def test_autocast_passes_within_its_precision() -> None:
 
     checked = BookKeeping(model, 0.3).check(losses_of, ids, labels, weights)
     assert 1e-4 < checked.max_relative_error < 0.05
+
+
+class Dropping(nn.Module):
+    """Dropout under checkpointing, which may draw it again."""
+
+    def __init__(self, *, preserves: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.dropout, self.preserves = nn.Dropout(0.5), preserves
+
+    def forward(self, x):
+        h = checkpoint(
+            lambda x: self.dropout(self.first(x).tanh()),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=self.preserves,
+        )
+        return self.second(h)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_dropout_stays_as_it_is(way) -> None:
+    model = Dropping(preserves=True).double()
+    clipping, masks = way(model, 0.1), []
+    model.dropout.register_forward_hook(lambda *given: masks.append((given[2] == 0).any()))
+    checked = clipping.check(lambda x: model(x).square().sum((1, 2)), torch.randn(3, 4, 5).double())
+
+    assert any(masks)
+    assert not all(masks)
+    assert checked.max_relative_error < 1e-9
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_dropout_that_is_drawn_again_in_backward_is_found(way) -> None:
+    model = Dropping(preserves=False).double()
+    clipping = way(model, 0.1)
+    message = "preserve_rng_state=True"
+    with pytest.raises((WrongGradientError, RuntimeError), match=message):
+        clipping.check(lambda x: model(x).square().sum((1, 2)), torch.randn(3, 4, 5).double())
+
+
+def test_dropout_that_mixes_samples_is_found() -> None:
+    model = Dropping(preserves=True).double()
+    model.dropout = nn.FeatureAlphaDropout(0.5)
+
+    def losses_of(x):
+        h = model(x)
+        return (h - h.mean(0)).square().sum((1, 2))
+
+    with pytest.raises(WrongGradientError, match="mixes samples, or puts another axis first"):
+        BookKeeping(model, 0.1).check(losses_of, torch.randn(3, 4, 5).double())

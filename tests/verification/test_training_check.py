@@ -30,9 +30,10 @@ from private_loops import (
 )
 from torch import nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping import BookKeeping, FlashClipping, NoisyOptimizer, PerLayerClipping
-from dpprof.verification import Mechanism, check
+from dpprof.verification import Mechanism, WrongTrainingError, check
 
 
 def cases():
@@ -71,7 +72,7 @@ def test_what_a_fixed_bound_hides_is_told(scale, what) -> None:
 
     model = build_mlp()
     found = check_by_hand(model, loss)
-    assert set(found.unchecked) == {what, "padding"}
+    assert set(found.unchecked) == {what, "dropout", "padding"}
 
 
 @pytest.mark.parametrize(
@@ -259,3 +260,30 @@ def test_the_example_runs_and_says_what_is_guaranteed() -> None:
     assert doctest.DocTestRunner().run(test).failed == 0
     assert "Guarantee:" in check.__doc__
     assert "it does not prove that there is none" in check.__doc__
+
+
+class Dropping(nn.Module):
+    """Dropout under checkpointing, which may draw it again."""
+
+    def __init__(self, *, preserves: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.dropout, self.preserves = nn.Dropout(0.5), preserves
+
+    def forward(self, x):
+        def run(x):
+            return self.dropout(self.first(x).tanh())
+
+        keep = {"use_reentrant": False, "preserve_rng_state": self.preserves}
+        return self.second(checkpoint(run, x, **keep))
+
+
+@pytest.mark.parametrize("way", [BookKeeping, FlashClipping])
+def test_dropout_is_compared_as_training_draws_it(way) -> None:
+    torch.manual_seed(0)
+    right, wrong = (
+        with_dpprof(way, Dropping(preserves=preserves), points_loss) for preserves in (True, False)
+    )
+    assert "so it is with dropout on" in check(*right[:2], points(), right.private).checked
+    with pytest.raises(WrongTrainingError, match="preserve_rng_state=True"):
+        check(*wrong[:2], points(), wrong.private)

@@ -23,6 +23,7 @@ from dpprof.verification.training_gradients import (
     norm_of,
     read_losses,
     take_alone,
+    take_together,
 )
 from dpprof.verification.training_loop import (
     Batch,
@@ -71,10 +72,11 @@ def check(
     A step's gradient without noise is compared with the clipped gradients of single samples, each
     in a batch of its own through ordinary autograd. Then it is checked that every trained parameter
     is in the optimizer, moves, and gets noise of the right scale; that frozen ones stay; that
-    padding and an empty batch contribute nothing. Everything is restored afterwards: parameters,
-    gradients, the optimizer's state, random state; dropout is off meanwhile, and no accountant
-    counts. It costs B + 12 steps at most, and the memory of B + 6 gradients and of two copies of
-    the parameters and the optimizer's state.
+    padding and an empty batch contribute nothing. Dropout is off, but for one comparison with the
+    gradient of each sample's loss in the whole batch, with the same random numbers. Everything is
+    restored afterwards: parameters, gradients, the optimizer's state, random state; no accountant
+    counts. It costs B + 12 steps at most, and B + 2 more with dropout, and the memory of B + 6
+    gradients and of two copies of the parameters and the optimizer's state.
 
     Args:
         model: The model that is trained, as the loop has it: plain, with adapters, or wrapped by
@@ -162,6 +164,7 @@ class _Check:
         with loop.quiet():
             self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
             taken = self._compare_gradients(samples)
+            self._compare_with_dropout()
             self._find_untrained(samples, taken)
             self._try_noise(taken)
             self._compare_padding(taken, padding)
@@ -290,6 +293,32 @@ class _Check:
             f"{loop.divisor:g}; the error is {float((found - expected[first]).norm()):.2g}, and "
             f"the gradient's norm {float(expected[first].norm()):.2g}"
         )
+
+    def _compare_with_dropout(self) -> None:
+        """Compare once more as training runs, with the same random numbers on both sides."""
+        loop = self.loop
+        if not loop.dropout:
+            return
+        if self.by_hand:
+            self.unchecked["dropout"] = "a step by hand may draw its numbers in another order"
+            return
+        with loop.dropout_as_it_is():
+            samples = take_together(loop, self.loss, self.batch)
+        if samples is None:
+            self.unchecked["dropout"] = "loss does not return one loss for each sample"
+            return
+        with loop.dropout_as_it_is():
+            taken = self._take(self.batch)
+        expected = clip(samples, loop.groups, loop.divisor)
+        first, worst = find_difference(taken.given, expected, self.limit)
+        if first is not None:
+            raise WrongTrainingError(
+                f"{loop.names[first]}: with dropout on, the gradient is not that of single "
+                "samples: backward draws other numbers than forward did (checkpoint with "
+                "preserve_rng_state=True)"
+            )
+        self.worst = max(self.worst, worst)
+        self.checked.append("so it is with dropout on")
 
     def _find_untrained(self, samples: Sequence[Sample], taken: Taken) -> None:
         """Find parameters that do not move and should, and those that move and should not."""

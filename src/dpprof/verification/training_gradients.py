@@ -63,6 +63,18 @@ def take_alone(loop: Loop, loss: Callable[..., Any], batch: Batch) -> list[Sampl
     return samples
 
 
+def take_together(loop: Loop, loss: Callable[..., Any], batch: Batch) -> list[Sample] | None:
+    """Compute the gradient of each sample's loss in the whole batch; None if losses are one."""
+    with loop.plain() as model:
+        losses = read_losses(batch.call(loss, model), len(batch.parts[0]))
+        if not losses.dim():
+            return None
+        return [
+            Sample(float(one.detach()), loop.differentiate(one, retain_graph=True))
+            for one in losses
+        ]
+
+
 def clip(
     samples: Sequence[Sample], groups: Groups, divisor: float, *, scale: float = 1.0
 ) -> Gradients:

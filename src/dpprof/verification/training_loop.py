@@ -132,6 +132,12 @@ class Loop:
         self.names = {p: name for name, p in model.named_parameters()}
         self.trained = [p for p in self.names if p.requires_grad]
         self.hooks = _find_hooks(self.wrapped)
+        kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
+        self.dropout = {
+            one: one.p for one in self.model.modules() if isinstance(one, kind) and one.p
+        }
+        """Modules of dropout, and their rates."""
+
         self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
         optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
         while isinstance(optimizer, PrivateOptimizer):
@@ -197,26 +203,28 @@ class Loop:
                 stack.enter_context(self.clipping.disabled())
             yield self.model
 
-    def differentiate(self, losses: Tensor) -> Gradients:
+    def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
         """Compute the ordinary gradient of losses, for parameters on which they depend."""
-        found = torch.autograd.grad(losses.sum(), self.trained, allow_unused=True)
+        found = torch.autograd.grad(
+            losses.sum(), self.trained, allow_unused=True, retain_graph=retain_graph
+        )
         return {p: g for p, g in zip(self.trained, found, strict=True) if g is not None}
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Restore everything at the end; dropout is off and no accountant counts meanwhile.
 
+        ``dropout_as_it_is`` turns dropout on again.
+
         Trained parameters that are all zero, such as an adapter's second matrix, are moved
         meanwhile: others have no gradient behind them.
         """
-        kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
         source = getattr(self.private, "generator", None)
         with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
             if source is not None:
                 stack.callback(source.set_state, source.get_state())
-            for module in self.model.modules():
-                if isinstance(module, kind):
-                    stack.enter_context(substitute(module, "p", value=0.0))
+            for module in self.dropout:
+                stack.enter_context(substitute(module, "p", value=0.0))
             if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
@@ -226,6 +234,15 @@ class Loop:
                     if not parameter.any():
                         values = torch.randn(parameter.shape, generator=draw)
                         parameter.copy_(0.02 * values)
+            yield
+
+    @contextmanager
+    def dropout_as_it_is(self) -> Iterator[None]:
+        """Turn dropout on inside the context, with the same draws each time."""
+        with torch.random.fork_rng(), ExitStack() as stack:
+            torch.manual_seed(0)
+            for module, p in self.dropout.items():
+                stack.enter_context(substitute(module, "p", value=p))
             yield
 
     def take(self, batch: Batch, *, silent: bool, times: int = 1) -> Taken | None:
