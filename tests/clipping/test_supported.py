@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from opacus.layers import DPMultiheadAttention
 from small_models import Conv1D, Scale, Twice
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
@@ -135,6 +136,9 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "dropout beside a layer without a rule": lambda: Between(
         nn.Sequential(Scale(D), nn.Dropout(0.5))
     ),
+    "in-place code after a layer": lambda: Between(
+        nn.Linear(D, D), lambda inside, x: torch.relu_(inside(x).add_(x))
+    ),
 }
 
 
@@ -184,7 +188,46 @@ def frozen_last() -> nn.Module:
     return model
 
 
+def change_before_backward() -> None:
+    model = Between(nn.Linear(D, D))
+    clipping = BookKeeping(model, 1.0)
+    losses = model(torch.randn(B, T, D)).sum((1, 2))
+    model.eval()
+    clipping.backward(losses)
+
+
+def draw_twice() -> None:
+    def run(inside, x):
+        dropped = nn.Sequential(inside, nn.Dropout(0.5))
+        return checkpoint(dropped, x, use_reentrant=False, preserve_rng_state=False)
+
+    model = Between(nn.Linear(D, D), run)
+    FlashClipping(model, 1.0).backward(model(torch.randn(B, T, D)).square().sum((1, 2)))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x):
+        self.mean += x.detach().mean((0, 1))
+        return x
+
+
 REFUSED: dict[str, Callable[[], object]] = {
+    "samples mixed between layers": lambda: clip(
+        Between(nn.Linear(D, D), lambda inside, x: inside(x) - inside(x).mean(0))
+    ),
+    "another axis first, as long as the batch": lambda: clip(
+        Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B].transpose(0, 1)))
+    ),
+    "layer that changes between forward and backward": change_before_backward,
+    "passes of `FlashClipping` that differ": draw_twice,
+    "buffer that forward changes": lambda: clip(Between(Counts())),
+    "`DPMultiheadAttention` with `add_bias_kv`": lambda: clip(
+        Between(DPMultiheadAttention(D, 2, add_bias_kv=True), attend)
+    ),
     "samples and tokens in one axis": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x.flatten(0, 1)).view(x.shape))
     ),

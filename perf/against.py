@@ -1,0 +1,122 @@
+"""What a private step costs beside the same step of an older version of dpprof.
+
+``python perf/against.py --base REVISION`` checks that revision out beside this one. Each version
+has a process of its own, and the two take steps in turn. CPU time of one thread is compared, so
+that what else keeps the machine busy counts little.
+"""
+
+import argparse
+import datetime as dt
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from dpprof.records.provenance import package_versions
+from dpprof.system.console import say
+from dpprof.system.hardware import cpu_name
+from dpprof.system.paths import PACKAGE
+from interleave import MIN_PAIRS, Comparison, measure, tabulate
+
+METHODS = ("flash", "flash-bk")
+SHAPES = (("small", 128, 16), ("small", 1_024, 4), ("small", 4_096, 1), ("medium", 512, 2))
+CLAIM = 1.02
+"""The most that a ratio may be."""
+
+
+class Version:
+    """A process that takes steps of one version on demand."""
+
+    def __init__(self, package: Path, experiment: dict[str, object]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", json.dumps(experiment)],
+            env=os.environ | {"PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.take_step()  # the first warms up
+
+    def take_step(self) -> float:
+        """Take a step, and return the CPU seconds that it took."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def serve(experiment: str) -> None:
+    """Take a step for each line of input, and tell how long each took."""
+    from dpprof.devices.cpu import Cpu  # noqa: PLC0415 (of the version that PYTHONPATH names)
+    from dpprof.instruments.setup import import_method, set_up  # noqa: PLC0415
+    from dpprof.spec.experiment import Experiment  # noqa: PLC0415
+
+    described = Experiment.model_validate_json(experiment)
+    training = set_up(described, import_method(described), Cpu(), lambda *_: None)
+    for _ in sys.stdin:
+        start = time.process_time()
+        training.step.run(training.batch, lambda _: None)
+        print(time.process_time() - start, flush=True)
+
+
+def compare(base: Path, method: str, shape: tuple[str, int, int], pairs: int) -> Comparison:
+    """Take steps of both versions in turn."""
+    model, tokens, samples = shape
+    fields = {"model": model, "method": method, "batch_size": samples, "seq_len": tokens}
+    experiment = {**fields, "device": "cpu"}
+    this, other = (Version(package, experiment) for package in (PACKAGE, base))
+    name = f"{method}, {model}, T = {tokens}, B = {samples}"
+    try:
+        return measure(name, this.take_step, other.take_step, pairs, say)
+    finally:
+        this.end()
+        other.end()
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--base", help="the revision to compare with")
+    parser.add_argument("--pairs", type=int, default=2 * MIN_PAIRS)
+    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    git = [shutil.which("git") or "git", "-C", str(PACKAGE.parent), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "base"
+        subprocess.run([*git, "add", "--detach", base, arguments.base], check=True)
+        try:
+            found = [
+                compare(base / "src" / "dpprof", method, shape, arguments.pairs)
+                for method in METHODS
+                for shape in SHAPES
+            ]
+        finally:
+            subprocess.run([*git, "remove", "--force", base], check=True)
+    packages = ", ".join(f"{n} {v}" for n, v in package_versions(("torch",)).items())
+    text = (
+        f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu_name()}; {packages}; B is "
+        f"{arguments.base}.\n\n{tabulate(found, 'ms', 1e3)}\n"
+    )
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(f"{__doc__}\n{text}", encoding="utf-8")
+    slower = [one.name for one in found if one.ratio > CLAIM]
+    if slower:
+        sys.exit(f"more than {CLAIM} times as long as before: {'; '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Misuse in any order: the bound holds, or the step is refused; the next right step is right."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from small_models import EVERY, FLAT
+from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch.optim.swa_utils import AveragedModel
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.spec.registry import UnsupportedError
+
+B, T, D = 4, 3, 6
+C = 0.5
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double()
+
+
+def losses_of(model, x=None):
+    x = draw() if x is None else x
+    return model(x).square().sum((1, 2))
+
+
+def draw():
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def take(clipping, model):
+    """The clipped sum of the usual batch."""
+    model.zero_grad()
+    clipping.backward(losses_of(model))
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def expected(way):
+    model = build()
+    return take(way(model, C), model)
+
+
+class Interrupts(torch.autograd.Function):
+    """Raises in one of its backwards."""
+
+    @staticmethod
+    def forward(ctx, x, left, error):
+        ctx.left, ctx.error = left, error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.left.pop()
+        if not ctx.left:
+            raise ctx.error
+        return g, None, None
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), torch.OutOfMemoryError()])
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("way", FLAT)
+def test_after_an_exception_in_any_pass_the_next_step_is_right(way, at, error) -> None:
+    """The first backward verifies the batch, the second finds norms, the third adds."""
+    model = build()
+    clipping = way(model, C)
+    left = [None] * at
+    losses = model[2](Interrupts.apply(model[1](model[0](draw())), left, error)).square()
+    if way is BookKeeping and at == 3:
+        clipping.backward(losses.sum((1, 2)))  # which has two
+    else:
+        with pytest.raises(type(error)):
+            clipping.backward(losses.sum((1, 2)))
+        assert all(p.grad is None for p in model.parameters())
+
+    torch.testing.assert_close(take(clipping, model), expected(way), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_refused_batch_cannot_be_stepped_on(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    optimizer = NoisyOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        clipping,
+        noise_multiplier=1.0,
+        expected_batch_size=B,
+    )
+    losses = losses_of(model)
+    model.eval()
+    with pytest.raises(RuntimeError, match="training was True"):
+        clipping.backward(losses)
+    with pytest.raises(RuntimeError, match="no batch was clipped since the last step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_graph_is_differentiated_once(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    losses = losses_of(model)
+    clipping.backward(losses)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="second time"):
+        clipping.backward(losses)
+    torch.testing.assert_close(take(clipping, model), expected(way), rtol=1e-12, atol=0)
+
+
+CHANGED = {
+    "copied": lambda model: copy.deepcopy(model) and None,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)) and None,  # noqa: S301 (our own)
+    "averaged": lambda model: AveragedModel(model).update_parameters(model),
+    "loaded": lambda model: model.load_state_dict(model.state_dict()) and None,
+    "moved": lambda model: model.to("cpu", torch.float64) and None,
+    "evaluated": lambda model: model.eval()(draw()).sum() and model.train() and None,
+    "compiled": lambda model: torch.compile(model, backend="eager")(draw()).sum() and None,
+}
+
+
+@pytest.mark.parametrize("way", EVERY)
+@pytest.mark.parametrize("change", CHANGED)
+def test_what_leaves_the_model_as_it_is_may_come_between_steps(change, way) -> None:
+    model = build()
+    clipping = way(model, C)
+    take(clipping, model)
+    CHANGED[change](model)
+
+    torch.testing.assert_close(take(clipping, model), expected(way), rtol=1e-12, atol=0)
+
+
+def test_two_clippings_of_one_model_or_of_shared_layers_are_refused() -> None:
+    model = build()
+    first = BookKeeping(model, C)
+    for other in (model, nn.Sequential(model[2]), nn.Sequential(nn.Linear(D, D), model)):
+        with pytest.raises(UnsupportedError, match=r"already replaced.*remove\(\)"):
+            BookKeeping(other, C)
+    torch.testing.assert_close(take(first, model), expected(BookKeeping), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_weight_that_is_tied_later_is_refused(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    model[2].weight = model[0].weight
+    with pytest.raises(RuntimeError, match=r"2\.weight is trained and not clipped: it was moved"):
+        clipping.backward(losses_of(model))
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_forward_may_run_in_another_thread(way) -> None:
+    model = build()
+    clipping, found = way(model, C), []
+    thread = threading.Thread(target=lambda: found.append(losses_of(model)))
+    thread.start()
+    thread.join()
+    clipping.backward(found[0])
+    total = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(total, expected(way), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 1e8, -1.0])
+def test_a_loss_that_is_scaled_masked_or_negative_is_bounded(scale, way) -> None:
+    """Sample by sample, as each other sample's loss is masked."""
+    for at in range(B):
+        model = build()
+        clipping = way(model, C)
+        mask = torch.zeros(B, dtype=torch.float64)
+        mask[at] = scale
+        clipping.backward(losses_of(model) * mask)
+        total = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert float(total.norm()) <= C * (1 + 2**-24)
+
+
+def test_compiling_the_whole_graph_says_what_to_leave_out() -> None:
+    torch._dynamo.reset()  # of what other tests compiled
+    model = build()
+    BookKeeping(model, C)
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="cannot be compiled; leave out fullgraph=True"):
+        run(draw())
