@@ -86,20 +86,22 @@ class PassComparison:
         Returns:
             The parameter in which they differ most; None if no sample's do.
         """
-        squares = {}
-        for parameter in self._first | self._second:
-            both = [one.get(parameter) for one in (self._first, self._second)]
-            first, second = (torch.zeros(()) if one is None else one for one in both)
-            squares[parameter] = (second - first).square().mean(1).to(norms_B.device)
-        moved_B = torch.stack(list(squares.values())).sum(0).sqrt()
+        parameters = list(self._first | self._second)
+        none_BK = norms_B.new_zeros(len(norms_B), PROJECTIONS)
+        first, second = (
+            torch.stack([found.get(one, none_BK).to(norms_B.device) for one in parameters])
+            for found in (self._first, self._second)
+        )
+        squares_PB = (second - first).square_().mean(2)
+        moved_B = squares_PB.sum(0).sqrt_()
         differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=bound))
         if excluded_B is not None:
             differs_B &= ~excluded_B
         differs = [] if isinstance(differs_B, FakeTensor) else differs_B.tolist()
         if not any(differs):
             return None
-        at = differs.index(True)
-        return max(squares, key=lambda parameter: _order(float(squares[parameter][at])))
+        at = int(squares_PB[:, differs.index(True)].nan_to_num(math.inf).argmax())
+        return parameters[at]
 
     @torch.no_grad()
     def _add(
@@ -121,10 +123,6 @@ def _limit_of(contribution: Contribution) -> float:
         case Product(_, gradients) | Lookup(_, gradients) | SampleGradients(gradients):
             return LIMITS[accumulator_of(gradients.dtype)]
     raise AssertionError(contribution)
-
-
-def _order(square: float) -> float:
-    return math.inf if math.isnan(square) else square
 
 
 @allocates("norm_samples")
