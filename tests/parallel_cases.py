@@ -64,15 +64,19 @@ class Wide(nn.Module):
         return self.last(self.blocks[0](x)).square().mean(1)
 
 
+def distribute_wide(make: type[Wide], kind: str) -> nn.Module:
+    """Let all ranks train a wide model."""
+    torch.manual_seed(1)
+    model = make()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    fully_shard(model.blocks[0])
+    return fully_shard(model)
+
+
 def draw_noise(kind: str, *, seeded: bool) -> tuple[list[Tensor], int]:
     """Take two steps on batches without samples: their gradients are noise alone."""
-    torch.manual_seed(1)
-    model: nn.Module = Wide()
-    if kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        fully_shard(model.blocks[0])
-        fully_shard(model)
+    model = distribute_wide(Wide, kind)
     generator = torch.Generator().manual_seed(5) if seeded else None
     case = Case(kind=kind)
     _, clipping, optimizer = prepare(case, model, generator=generator)
@@ -83,6 +87,22 @@ def draw_noise(kind: str, *, seeded: bool) -> tuple[list[Tensor], int]:
         steps.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
         optimizer.zero_grad()
     return steps, distinct_part(optimizer.generator)
+
+
+class Mixing(Wide):
+    """Centres what it computes over the samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one loss for each sample."""
+        h = self.blocks[0](x)
+        return self.last(h - h.mean(0)).square().mean(1)
+
+
+def mix_samples(case: Case, counts: tuple[int, ...]) -> None:
+    """Clip a batch of so many samples on each rank, which the model mixes."""
+    model = distribute_wide(Mixing, case.kind)
+    _, clipping, _ = prepare(case, model)
+    clipping.backward(model(torch.randn(counts[rank()], 100)))
 
 
 def count_collectives(case: Case, parts: Parts) -> tuple[Counter[str], int]:

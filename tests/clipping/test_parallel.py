@@ -157,7 +157,8 @@ def test_a_batch_in_parts_is_reduced_once(pools, kind, what, way) -> None:
     for counts, parameters in pools[2].compute(
         parallel_cases.count_collectives, case, [[0, 1], [2], []]
     ):
-        assert counts == {what: parameters}
+        # Under FSDP ranks tell each other what they found on the first batch.
+        assert counts == {what: parameters} | ({"all-reduce": 2} if kind == "fsdp" else {})
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -176,6 +177,19 @@ def test_ranks_that_disagree_are_refused_on_all(pools, change, told, kind) -> No
         for error in pools[2].run(parallel_cases.take_a_step, Case(way=way, kind=kind), change):
             assert isinstance(error, RuntimeError)
             assert told in str(error)
+
+
+@pytest.mark.parametrize("counts", [(4, 1), (4, 4), (1, 4)])
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_samples_that_are_mixed_on_one_rank_are_refused(pools, kind, way, counts) -> None:
+    """Under FSDP on all, since they wait for each other."""
+    errors = pools[2].run(parallel_cases.mix_samples, Case(way=way, kind=kind), counts)
+    for count, error in zip(counts, errors, strict=True):
+        if count > 1:
+            assert "depends on what" in str(error)
+        else:
+            assert kind == "ddp" or "another rank found that samples are mixed" in str(error)
 
 
 def test_a_part_that_is_the_last_on_one_rank_alone_is_refused(pools) -> None:
