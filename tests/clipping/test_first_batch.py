@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.first_batch import TRIES
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.memory.events import Allocated, Freed
 from dpprof.memory.recorder import Recorder
@@ -217,6 +218,33 @@ def test_a_single_sample_waits_for_the_next_larger_batch(way) -> None:
     clipping.backward(torch.zeros(0))
     with pytest.raises(UnsupportedError, match=MIXED):
         clipping.backward(losses_of(model, torch.randn(B, T, D)))
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_what_a_matrix_of_zeros_hides_at_first_is_found_later(way) -> None:
+    torch.manual_seed(0)
+    model = Between(lambda h: h - h.mean(0))
+    nn.init.zeros_(model.second.weight)
+    clipping = way(model, 0.5)
+    x = torch.randn(B, T, D)
+    clipping.backward((model(x) - 1).square().sum((1, 2)))
+    assert not clipping.first_batch_verified
+    model.zero_grad()
+    nn.init.ones_(model.second.weight)
+    with pytest.raises(UnsupportedError, match=MIXED):
+        clipping.backward((model(x) - 1).square().sum((1, 2)))
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_layer_without_a_gradient_is_waited_for_some_batches(way) -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    nn.init.zeros_(model[1].weight)
+    clipping, looks = way(model, 0.5), []
+    for _ in range(TRIES + 1):
+        looks.append(clipping.first_batch_verified)
+        clipping.backward(losses_of(model, torch.randn(B, T, D)))
+        model.zero_grad()
+    assert looks == [False] * TRIES + [True]
 
 
 @pytest.mark.parametrize("way", EVERY)

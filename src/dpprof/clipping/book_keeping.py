@@ -51,7 +51,7 @@ class BookKeeping(Clipping):
     def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
         try:
             enter("backward")
-            with self._handling(norms.add):
+            with self.handling(norms.add):
                 torch.autograd.backward(losses, make_weights(losses))
             enter("clip")
             factors_B = self._finish(norms)

@@ -131,10 +131,10 @@ def check(
                     "each time"
                 )
             expected = _compute_alone(clipping, losses_of, batch, tolerance)
-            worst = _compare_clipped(clipping, losses_of, batch, expected, _MIXED_BEFORE)
+            worst = _compare_clipped(clipping, losses_of, batch, expected, _MIXED_BEFORE, tolerance)
         if is_random:
             expected = _compute_together(clipping, losses_of, batch, expected.limit)
-            again = _compare_clipped(clipping, losses_of, batch, expected, _DRAWN_AGAIN)
+            again = _compare_clipped(clipping, losses_of, batch, expected, _DRAWN_AGAIN, tolerance)
             worst = max(worst, again)
     return Checked(count, len(clipping.parameters), worst)
 
@@ -176,12 +176,13 @@ def _expect(clipping: "Clipping", limit: float) -> _Expected:
     return _Expected([], {p: torch.zeros_like(p) for p in clipping.parameters}, limit)
 
 
-def _compare_clipped(
+def _compare_clipped(  # noqa: PLR0917 (all are needed)
     clipping: "Clipping",
     losses_of: Losses,
     batch: Sequence[Tensor],
     expected: _Expected,
     reason: str,
+    tolerance: float | None,
 ) -> float:
     """Clip the batch, and compare norms and sums; returns the largest error."""
     for parameter in clipping.parameters:
@@ -191,7 +192,7 @@ def _compare_clipped(
         clipping.backward(_run(losses_of, batch, _count_samples(batch)))
     limit = expected.limit
     if clipping.computes_in_16_bits:
-        limit = max(limit, TOLERANCE_OF_16_BITS)
+        limit = tolerance or TOLERANCE_OF_16_BITS
     return max(
         _compare_norms(clipping, expected.norms, limit, reason),
         _compare_sums(clipping, expected.sums, limit),
@@ -354,13 +355,9 @@ def _compare_sums(clipping: "Clipping", sums: dict[nn.Parameter, Tensor], limit:
 
 @contextmanager
 def _restored(clipping: "Clipping") -> Iterator[None]:
-    """Restore gradients, counters and random state; the first batch is none of the training's."""
+    """Restore gradients, counters and random state at the end of the context."""
     gradients = {p: p.grad for p in clipping.parameters}
-    with (
-        torch.random.fork_rng(),
-        clipping.restored(),
-        substitute(clipping, "first_batch_verified", value=True),
-    ):
+    with torch.random.fork_rng(), clipping.restored():
         try:
             for parameter in gradients:
                 parameter.grad = None

@@ -20,21 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.check import Checked, Losses, check
 from dpprof.clipping.contributions import Contribution, zero_samples
-from dpprof.clipping.coverage import Coverage, refuse_wrapper, trained_in
+from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
-from dpprof.clipping.first_batch import FIRST_BATCH, FirstBatch, random_state_kept
+from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
-from dpprof.clipping.rules import Found, Rule, find_rule, refuse_mixing
+from dpprof.clipping.rules import Rule, find_rules
 from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 from dpprof.clipping.shard_sums import ShardSums, Waiting, reduce_all
 from dpprof.clipping.sums import add_clipped_sum, bound_of, own_part, sum_clipped
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.births import allocates
-from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
 Enter = Callable[[Any], None]
 Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
-Handler = Callable[[nn.Module, Contributions], None]
-"""Handles the contributions of a layer during one backward pass."""
 
 
 def _call(
@@ -110,8 +107,6 @@ class Clipping(ABC):
         first_batch: str = "verified",
         public_buffers: Collection[str] = (),
     ) -> None:
-        if first_batch not in FIRST_BATCH:
-            raise ValueError(f"first_batch must be one of {FIRST_BATCH}, and is {first_batch!r}")
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.sample_norms: Tensor | None = None
@@ -141,9 +136,6 @@ class Clipping(ABC):
         self.continues: Callable[[], bool] = lambda: False
         """Whether the coming batch is a part of one, and other parts follow."""
 
-        self.first_batch_verified = first_batch == "trusted"
-        """Whether no first batch is to be verified any more."""
-
         self._handler: Handler | None = None
         self._is_running = threading.Lock()
         self._changed: list[tuple[nn.Module, Tensor]] = []
@@ -157,7 +149,8 @@ class Clipping(ABC):
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
 
-        rules = _find_rules(model, self.ranks)
+        self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
+        rules = find_rules(model, self.ranks.wrapper)
         self._layers = list(rules)
         own = {layer: self._own_trained(layer) for layer in rules}
         self._coverage = Coverage(own, self.ranks)
@@ -191,6 +184,11 @@ class Clipping(ABC):
     def check(self, losses_of: Losses, *batch: Tensor, tolerance: float | None = None) -> Checked:
         """Compare with per-sample gradients by definition, on one batch: ``clipping.check``."""
         return check(self, losses_of, *batch, tolerance=tolerance)
+
+    @property
+    def first_batch_verified(self) -> bool:
+        """Whether no batch is to be verified any more."""
+        return self._first_batches.are_verified
 
     @property
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
@@ -259,8 +257,8 @@ class Clipping(ABC):
         self.computes_in_16_bits = False
         self.plan = {}
         try:
-            if not self.first_batch_verified and losses.requires_grad:
-                self._verify_first_batch(losses)
+            self._first_batches.verify(losses, self.handling, self._coverage)
+            self._changed.clear()
             if self.ranks.is_sharded:
                 self._expect_shards(losses)
             if len(losses):
@@ -328,20 +326,6 @@ class Clipping(ABC):
         """Find the parameters that more than one contribution of this batch may be for."""
         uses = count_uses(losses)
         return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
-
-    def _verify_first_batch(self, losses: Tensor) -> None:
-        """Refuse a batch whose samples are mixed; one with fewer than two samples shows nothing."""
-        if isinstance(losses, FakeTensor):
-            return
-        first, ranks = FirstBatch(losses, self._name_of_layer), self.ranks
-        if first.sample is None and not ranks.is_sharded:  # of several ranks each must run
-            return
-        with random_state_kept(self._coverage), self._handling(first.look):
-            torch.autograd.backward(losses, first.weigh(losses), retain_graph=True)
-        self._changed.clear()
-        if ranks.any(first.problem is not None):
-            raise UnsupportedError(first.problem or "another rank found that samples are mixed")
-        self.first_batch_verified = not ranks.any(first.sample is None)
 
     def _name_of_layer(self, layer: nn.Module) -> str:
         names = (name for name, one in self.model.named_modules() if one is layer)
@@ -423,7 +407,7 @@ class Clipping(ABC):
                 "after each step"
             )
 
-    def _handling(self, handler: Handler) -> AbstractContextManager[None]:
+    def handling(self, handler: Handler) -> AbstractContextManager[None]:
         """Let ``handler`` take the contributions of all layers inside the context."""
         return substitute(self, "_handler", handler)
 
@@ -435,11 +419,12 @@ class Clipping(ABC):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore norms, counts and plan at the end of the context."""
+        """Restore norms, counts and plan at the end of the context, which verifies no batch."""
         names = ("sample_norms", "nonfinite_samples", "nonfinite_samples_total", "batches", "plan")
         before = {name: getattr(self, name) for name in names}
         try:
-            yield
+            with substitute(self._first_batches, "are_verified", value=True):
+                yield
         finally:
             vars(self).update(before, squares=None)
 
@@ -487,18 +472,6 @@ class Clipping(ABC):
             add_clipped_sum(parameter, contribution, factors_B, self.max_grad_norm)
         elif len(factors_B):  # otherwise it belongs to no sample
             self._sums.add(parameter, sum_clipped(parameter, contribution, factors_B))
-
-
-def _find_rules(model: nn.Module, ranks: Ranks) -> dict[nn.Module, Found]:
-    """Find the rule of each layer that is trained."""
-    rules: dict[nn.Module, Found] = {}
-    for layer in model.modules():
-        if layer is not ranks.wrapper:
-            refuse_wrapper(layer)
-        refuse_mixing(layer)
-        if trained_in(layer):
-            rules[layer] = find_rule(layer)
-    return rules
 
 
 def _refuse_losses(losses: Tensor) -> None:

@@ -6,19 +6,22 @@ shows it: the gradient of a trained layer's output must be zero outside of that 
 exactly, since zeros stay zeros on their way.
 
 What it proves: on this batch, the loss of one sample does not depend on what trained layers
-computed for the others, by any path that autograd differentiates. It cannot see what reaches a loss
-without a gradient (a count of the batch's tokens, a detached mean), what mixes before the first
-trained layer, what other samples of the batch do, and what the code does on other data or in later
-steps. ``Clipping.check`` sees some of it.
+computed for the others, by any path that autograd differentiates. Where that sample's own gradient
+is zero, as below a matrix that starts at zero, nothing is proved, and the next batches are looked
+at too, ``TRIES`` at most. It cannot see what reaches a loss without a gradient (a count of the
+batch's tokens, a detached mean), what mixes before the first trained layer, layers that do not run,
+what other samples of the batch do, and what the code does on other data or in later steps.
+``Clipping.check`` sees some of it.
 
 Shape legend: B samples, T tokens, p width of an output.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import (
     Contribution,
@@ -29,18 +32,69 @@ from dpprof.clipping.contributions import (
     Shift,
 )
 from dpprof.clipping.layers import Contributions
+from dpprof.clipping.ranks import Ranks
+from dpprof.spec.registry import UnsupportedError
+
+Handler = Callable[[nn.Module, Contributions], None]
+"""Handles the contributions of a layer during one backward pass."""
 
 FIRST_BATCH = ("verified", "trusted")
 """What may become of the first batch."""
 
+TRIES = 10
+"""The most batches to look at where a layer's gradients are all zero."""
 
-class FirstBatch:
-    """Looks at one backward of one sample's loss.
+
+class FirstBatches:
+    """Verifies batches until each layer that runs was seen.
 
     Args:
-        losses: (B,)
+        what: One of ``FIRST_BATCH``.
+        ranks: Under ``fully_shard`` all run backward together, and tell each other what they found.
         name_of: Names a layer.
+
+    Raises:
+        ValueError: ``what`` is another word.
     """
+
+    def __init__(self, what: str, ranks: Ranks, name_of: Callable[[nn.Module], str]) -> None:
+        if what not in FIRST_BATCH:
+            raise ValueError(f"first_batch must be one of {FIRST_BATCH}, and is {what!r}")
+        self.are_verified = what == "trusted"
+        self._ranks, self._name_of = ranks, name_of
+        self._looked_at = 0
+
+    def verify(
+        self,
+        losses: Tensor,
+        handling: Callable[[Handler], AbstractContextManager[None]],
+        parameters: Iterable[nn.Parameter],
+    ) -> None:
+        """Verify a batch, unless that is done; one with fewer than two samples shows nothing.
+
+        Args:
+            losses: (B,), whose graph stays.
+            handling: Lets a function look at every layer's contributions.
+            parameters: Say on which devices random numbers are drawn.
+
+        Raises:
+            UnsupportedError: Samples are mixed.
+        """
+        if self.are_verified or not losses.requires_grad or isinstance(losses, FakeTensor):
+            return
+        batch, ranks = _Batch(losses, self._name_of), self._ranks
+        if batch.sample is None and not ranks.is_sharded:
+            return
+        with _random_state_kept(parameters), handling(batch.look):
+            torch.autograd.backward(losses, batch.weigh(losses), retain_graph=True)
+        if ranks.any(batch.problem is not None):
+            raise UnsupportedError(batch.problem or "another rank found that samples are mixed")
+        self._looked_at += 1
+        self.are_verified = not ranks.any(not batch.is_complete) or self._looked_at == TRIES
+
+
+class _Batch:
+    """Looks at one backward of one sample's loss."""
 
     def __init__(self, losses: Tensor, name_of: Callable[[nn.Module], str]) -> None:
         self._name_of = name_of
@@ -51,6 +105,9 @@ class FirstBatch:
 
         self.problem: str | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""
+
+        self.is_complete = self.sample is not None
+        """Whether the sample has a gradient in each layer that ran."""
 
     def weigh(self, losses: Tensor) -> Tensor:
         """Return the gradient with which the losses are differentiated; (B,)."""
@@ -68,7 +125,9 @@ class FirstBatch:
                 self.problem = self._find_problem(layer, gradients, self.sample)
 
     def _find_problem(self, layer: nn.Module, gradients: Tensor, sample: int) -> str | None:
-        others = [at for at in _find_nonzero(gradients, 0) if at != sample]
+        nonzero = _find_nonzero(gradients, 0)
+        self.is_complete &= sample in nonzero
+        others = [at for at in nonzero if at != sample]
         if not others:
             return None
         problem = f"{self._name_of(layer)} saw another axis than samples first, of the same length"
@@ -114,7 +173,7 @@ def _lies_on_another_axis(gradients: Tensor, sample: int) -> bool:
 
 
 @contextmanager
-def random_state_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _random_state_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Restore the state of PyTorch's generators at the end of the context."""
     devices = {p.device for p in parameters if p.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")

@@ -84,7 +84,7 @@ class PerLayerClipping(Clipping):
         assert isinstance(norms, SampleNorms)  # the other is for shards, which are refused
         enter("backward")
         try:
-            with self._handling(partial(self._clip_layer, norms)):
+            with self.handling(partial(self._clip_layer, norms)):
                 torch.autograd.backward(losses, make_weights(losses))
             if not self._norms:
                 raise RuntimeError("the losses depend on no trained parameter")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.layers import (
     Receive,
     run_conv1d,
@@ -45,6 +46,26 @@ class Found(NamedTuple):
 
 KNOWN = {"weight", "bias"}
 """The parameters that every rule knows."""
+
+
+def find_rules(model: nn.Module, wrapper: nn.Module | None) -> dict[nn.Module, Found]:
+    """Find the rule of each layer that is trained.
+
+    Args:
+        model: The model.
+        wrapper: Of its modules the one that may distribute it.
+
+    Raises:
+        UnsupportedError: A layer has none, or the model cannot be clipped.
+    """
+    rules: dict[nn.Module, Found] = {}
+    for layer in model.modules():
+        if layer is not wrapper:
+            refuse_wrapper(layer)
+        refuse_mixing(layer)
+        if trained_in(layer):
+            rules[layer] = find_rule(layer)
+    return rules
 
 
 def refuse_mixing(layer: nn.Module) -> None:

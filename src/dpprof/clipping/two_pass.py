@@ -58,12 +58,12 @@ class FlashClipping(Clipping):
             self._comparison = PassComparison(self._coverage, losses, generator)
         try:
             enter("backward")
-            with self._handling(norms.add):
+            with self.handling(norms.add):
                 torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
             enter("clip")
             factors_B = self._finish(norms)
             enter("second_backward")
-            with self._handling(partial(self._add_layer, factors_B)):
+            with self.handling(partial(self._add_layer, factors_B)):
                 torch.autograd.backward(losses, make_weights(losses))
             self._refuse_difference()
         finally:
