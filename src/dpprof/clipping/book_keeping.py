@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Contribution
+from dpprof.clipping.contributions import Contribution, Lookup, Product
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 from dpprof.clipping.shard_sums import ShardSums
@@ -43,6 +43,10 @@ class BookKeeping(Clipping):
     """
 
     keeps = True
+    why_different = (
+        "a hook wrote an activation or an output gradient that was kept for the sum; write to a "
+        "copy of it"
+    )
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
@@ -58,7 +62,7 @@ class BookKeeping(Clipping):
             if self._sums is not None:
                 self._reduce_kept(self._sums, factors_B)
             while self._kept:
-                self._add_to_grad(*self._kept.pop(), factors_B)
+                self._sum(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
 
@@ -70,8 +74,20 @@ class BookKeeping(Clipping):
             kept[parameter].append(contribution)
         for parameter in sums.order:
             for contribution in kept.pop(parameter, ()):
-                self._add_to_grad(parameter, contribution, factors_B)
+                self._sum(parameter, contribution, factors_B)
             sums.close(parameter)
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        if _is_exposed(contribution):
+            self.projections.note_measured(parameter, contribution)
         self._kept.append((parameter, contribution))
+
+    def _sum(self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> None:
+        if _is_exposed(contribution):
+            self.projections.note_summed(parameter, contribution)
+        self._add_to_grad(parameter, contribution, factors_B)
+
+
+def _is_exposed(contribution: Contribution) -> bool:
+    """Tell whether it holds tensors that other code has too, and may write."""
+    return isinstance(contribution, Product | Lookup)

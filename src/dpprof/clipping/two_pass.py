@@ -6,7 +6,7 @@ need neither per-sample gradients nor T x T matrices. The first pass computes no
 parameters; the second frees the graph. Other implementations differentiate weighted losses in the
 second pass. Here both passes differentiate the same losses, and each layer weights its own sum:
 the second pass sums the gradients whose norms the first pass found, and can exclude samples that
-are not finite. ``pass_comparison`` verifies that they are the same.
+are not finite. ``projections`` verifies that they are the same.
 
 Cost for a linear layer of d x p over T tokens: 2 B T d p FLOPs each for forward, inputs'
 gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.plan``).
@@ -16,16 +16,13 @@ gradients, whichever are narrower.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import Contribution, SampleGradients, Scale, Shift
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
-from dpprof.clipping.pass_comparison import PassComparison
 from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 
 
@@ -47,31 +44,24 @@ class FlashClipping(Clipping):
         1.0
     """
 
-    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
-        super().__init__(model, max_grad_norm, **options)
-        self._comparison: PassComparison | None = None
-        self._generators: dict[torch.device, torch.Generator] = {}
+    why_different = (
+        "code that the second backward runs again draws other random numbers, counts its "
+        "calls, or reads what changed; checkpoint with preserve_rng_state=True, draw with "
+        "PyTorch's generators alone, or use BookKeeping, which needs one pass"
+    )
 
     def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
-        if len(losses):
-            generator = self._find_generator(losses)
-            self._comparison = PassComparison(self._coverage, losses, generator)
-        try:
-            enter("backward")
-            with self.handling(norms.add):
-                torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
-            enter("clip")
-            factors_B = self._finish(norms)
-            enter("second_backward")
-            with self.handling(partial(self._add_layer, factors_B)):
-                torch.autograd.backward(losses, make_weights(losses))
-            self._refuse_difference()
-        finally:
-            self._comparison = None
+        enter("backward")
+        with self.handling(norms.add):
+            torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
+        enter("clip")
+        factors_B = self._finish(norms)
+        enter("second_backward")
+        with self.handling(partial(self._add_layer, factors_B)):
+            torch.autograd.backward(losses, make_weights(losses))
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        assert self._comparison is not None
-        self._comparison.note_first(parameter, contribution)
+        self.projections.note_measured(parameter, contribution)
 
     def _add_layer(
         self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
@@ -79,37 +69,11 @@ class FlashClipping(Clipping):
         """Add what a layer contributes in the second pass to ``.grad``."""
         for parameter, found in contributions:
             contribution = _materialise_vector(found)
-            if self._comparison is not None:
-                self._comparison.note_second(parameter, contribution)
+            if len(factors_B):
+                self.projections.note_summed(parameter, contribution)
             self._add_to_grad(parameter, contribution, factors_B)
             if self._sums is not None:
                 self._sums.end_use(parameter)
-
-    def _refuse_difference(self) -> None:
-        """Refuse a batch whose second pass summed other gradients than the first pass measured."""
-        if self._comparison is None:
-            return
-        assert self.sample_norms is not None
-        parameter = self._comparison.find_difference(
-            self.sample_norms, self.max_grad_norm, self._excluded
-        )
-        if parameter is not None:
-            raise RuntimeError(
-                f"the second backward pass found other gradients of {self.name_of(parameter)} than "
-                "the first, so samples could exceed the bound: code that backward runs again "
-                "draws other random numbers, counts its calls, or reads what changed; checkpoint "
-                "with preserve_rng_state=True, draw with PyTorch's generators alone, or use "
-                "BookKeeping, which needs one pass"
-            )
-
-    def _find_generator(self, losses: Tensor) -> torch.Generator | None:
-        """Return the source of random directions on a device; a model cannot know its seed."""
-        if isinstance(losses, FakeTensor):
-            return None
-        if losses.device not in self._generators:
-            self._generators[losses.device] = generator = torch.Generator(losses.device)
-            generator.seed()
-        return self._generators[losses.device]
 
 
 def _materialise_vector(contribution: Contribution) -> Contribution:

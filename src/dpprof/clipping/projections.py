@@ -1,29 +1,32 @@
-"""Compares the gradients of two backward passes, sample by sample, without keeping either.
+"""Compares what is summed with what was measured, sample by sample, without keeping either.
 
-The second pass of ``FlashClipping`` sums gradients whose norms the first pass found. Code that
-backward runs again (checkpointed blocks, layers without a rule, hooks) may draw other numbers the
-second time. So each pass projects the gradient G of every parameter and sample, as a matrix, onto
-random directions: ``V^T G u``, where u is normal, and so are the ``PROJECTIONS`` columns of V. Both
+A norm is found of a gradient, and the gradient is summed later: by the second pass of
+``FlashClipping``, or from what ``BookKeeping`` kept. In between the user's code runs. Checkpointed
+blocks, layers without a rule and hooks may draw other numbers the second time, or write what was
+kept. So the gradient G of every parameter and sample, as a matrix, is projected onto random
+directions both times: ``V^T G u``, where u is normal, and so are the ``COLUMNS`` columns of V. Both
 are drawn anew for each batch, by a generator of their own. That is linear in G, so the uses of a
 parameter add up, and a linear layer with inputs X and output gradients Y needs no G: ``V^T (Y^T (X
 u))``. The projections of a vector are ``V^T G``.
 
-What it proves: let D be the difference between the passes' gradients of a sample, over max(norm,
-C). The sample contributes at most ``C (1 + |D|)``, beside rounding. The mean square of the
-projections of D has the expectation |D|^2, and a batch is refused where its root exceeds
-``LIMITS``. The worst D has rank one; it passes where u is nearly orthogonal to it, with a
-probability of about ``limit / |D|``. In float32 that is 0.4 % for a sample that exceeds C by a
-sixteenth, and 0.02 % for 2 C. Others, and differences in several layers, samples or steps, are seen
-more surely. It is no proof where a model knows the directions.
+What it proves: let D be the difference between the two gradients of a sample, over max(norm, C).
+The sample contributes at most ``C (1 + |D|)``, beside rounding. The mean square of the projections
+of D has the expectation |D|^2, and a batch is refused where its root exceeds ``LIMITS``. The worst
+D has rank one; it passes where u is nearly orthogonal to it, with a probability of about ``limit /
+|D|``. In float32 that is 0.4 % for a sample that exceeds C by a sixteenth, and 0.02 % for 2 C.
+Others, and differences in several layers, samples or steps, are seen more surely. It is no proof
+where a model knows the directions.
 
-Cost for a linear layer of d x p over T tokens, in each pass: 2 B T (d + p) FLOPs, and one read of
+Cost for a linear layer of d x p over T tokens, each time: 2 B T (d + p) FLOPs, and one read of
 inputs and output gradients.
 
-Shape legend: B samples, T tokens, d width of an input, p width of an output, K projections.
+Shape legend: B samples, T tokens, d width of an input, p width of an output, K projections, P
+parameters.
 """
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +36,7 @@ from dpprof.clipping.contributions import Contribution, Lookup, Product, SampleG
 from dpprof.norms.tiles import accumulator_of
 from dpprof.records.births import allocates
 
-PROJECTIONS = 4
+COLUMNS = 4
 
 LIMITS = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
 """How large D may be: some kernels add in any order."""
@@ -42,8 +45,8 @@ LIMIT_WHEN_ROUNDED = 2.0**-5
 """The same where tensor cores round to 16 bits or TF32."""
 
 
-class PassComparison:
-    """Projects the gradients of one batch in the first pass, and in the second.
+class Projections:
+    """Projects the gradients of one batch as they are measured, and as they are summed.
 
     Args:
         parameters: All that may get a gradient.
@@ -57,19 +60,20 @@ class PassComparison:
         losses: Tensor,
         generator: torch.Generator | None,
     ) -> None:
-        self._first: dict[nn.Parameter, Tensor] = {}
-        self._second: dict[nn.Parameter, Tensor] = {}
+        self._draw = partial(_draw_directions, parameters, losses, generator)
+        self._directions: tuple[Tensor, Tensor] | None = None
+        self._measured: dict[nn.Parameter, Tensor] = {}
+        self._summed: dict[nn.Parameter, Tensor] = {}
         self._limit = 0.0
-        self._directions = _draw_directions(parameters, losses, generator)
 
-    def note_first(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Project a contribution of the first pass; that to a vector must be materialised."""
+    def note_measured(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        """Project what a norm was found of; what is for a vector must be materialised."""
         self._limit = max(self._limit, _limit_of(contribution))
-        self._add(self._first, parameter, contribution)
+        self._add(self._measured, parameter, contribution)
 
-    def note_second(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Project a contribution of the second pass; that to a vector must be materialised."""
-        self._add(self._second, parameter, contribution)
+    def note_summed(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        """Project what is summed; what is for a vector must be materialised."""
+        self._add(self._summed, parameter, contribution)
 
     @torch.no_grad()
     @allocates("norm_samples")
@@ -79,20 +83,22 @@ class PassComparison:
         """Find a sample whose gradients differ too much. This waits for the device.
 
         Args:
-            norms_B: Of the samples' gradients in the first pass.
+            norms_B: Of the samples' gradients, as measured.
             bound: C.
             excluded_B: Samples that contribute nothing; None for none.
 
         Returns:
             The parameter in which they differ most; None if no sample's do.
         """
-        parameters = list(self._first | self._second)
-        none_BK = norms_B.new_zeros(len(norms_B), PROJECTIONS)
-        first, second = (
+        parameters = list(self._measured | self._summed)
+        if not parameters:
+            return None
+        none_BK = norms_B.new_zeros(len(norms_B), COLUMNS)
+        measured, summed = (
             torch.stack([found.get(one, none_BK).to(norms_B.device) for one in parameters])
-            for found in (self._first, self._second)
+            for found in (self._measured, self._summed)
         )
-        squares_PB = (second - first).square_().mean(2)
+        squares_PB = (summed - measured).square_().mean(2)
         moved_B = squares_PB.sum(0).sqrt_()
         differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=bound))
         if excluded_B is not None:
@@ -110,6 +116,8 @@ class PassComparison:
         parameter: nn.Parameter,
         contribution: Contribution,
     ) -> None:
+        if self._directions is None:
+            self._directions = self._draw()
         u, V = (one.to(contribution[0].device) for one in self._directions)
         projected_BK = _project(contribution, u, V)
         before_BK = found.get(parameter)
@@ -134,7 +142,7 @@ def _draw_directions(
     narrow, wide = (max(lengths) for lengths in zip(*sides, strict=True))
     u, V = (
         torch.randn(shape, generator=generator, dtype=losses.dtype, device=losses.device)
-        for shape in ((narrow,), (wide, PROJECTIONS))
+        for shape in ((narrow,), (wide, COLUMNS))
     )
     return u, V
 
