@@ -6,7 +6,6 @@ from factory import make_experiment
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.clipping.projections import COLUMNS
 from dpprof.flops import counter as counter_module
 from dpprof.flops.counter import Counter
 from dpprof.methods.training_step import Batch
@@ -60,14 +59,11 @@ class Lookup(nn.Module):
 # summed, which is a product too, and Opacus sums the table's samples as it does a layer's.
 SUMMED = 2 * B * D * D
 INNER = LAYERS * 2 * B * T * T
-PROJECTED = 2 * 2 * B * T * (D + COLUMNS)
-"""Output gradients of a table onto directions, as they are measured and as they are summed."""
-
 PRIVATE = {
     "opacus-hooks": 8 * UNIT + (LAYERS + 1) * SUMMED,
     "opacus-functorch": 10 * UNIT + (LAYERS + 1) * SUMMED,
     "opacus-ghost": 10 * UNIT + GRAM + INNER,
-    "flash-bk": 6 * UNIT + LAYERS * SUMMED + PROJECTED,
+    "flash-bk": 6 * UNIT + LAYERS * SUMMED,
 }
 
 

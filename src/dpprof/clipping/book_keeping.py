@@ -43,14 +43,11 @@ class BookKeeping(Clipping):
     """
 
     keeps = True
-    why_different = (
-        "a hook wrote an activation or an output gradient that was kept for the sum; write to a "
-        "copy of it"
-    )
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
+        self._versions: dict[int, int] = {}
 
     def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
         try:
@@ -65,6 +62,7 @@ class BookKeeping(Clipping):
                 self._sum(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
+            self._versions.clear()
 
     def _reduce_kept(self, sums: ShardSums, factors_B: Tensor) -> None:
         """Compute and reduce sums in the order of backward, which all ranks share."""
@@ -78,16 +76,23 @@ class BookKeeping(Clipping):
             sums.close(parameter)
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        if _is_exposed(contribution):
-            self.projections.note_measured(parameter, contribution)
+        for tensor in _exposed(contribution):
+            self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
         self._kept.append((parameter, contribution))
 
     def _sum(self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> None:
-        if _is_exposed(contribution):
-            self.projections.note_summed(parameter, contribution)
+        """Add a kept contribution to the sum, unless a hook wrote it since its norm was found."""
+        for tensor in _exposed(contribution):
+            if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
+                raise RuntimeError(
+                    f"an activation or output gradient that was kept for {self.name_of(parameter)} "
+                    "was changed in place after its norm was found, by a hook maybe; change a copy"
+                )
         self._add_to_grad(parameter, contribution, factors_B)
 
 
-def _is_exposed(contribution: Contribution) -> bool:
-    """Tell whether it holds tensors that other code has too, and may write."""
-    return isinstance(contribution, Product | Lookup)
+def _exposed(contribution: Contribution) -> list[Tensor]:
+    """List the tensors of a contribution that other code has too."""
+    if not isinstance(contribution, Product | Lookup):
+        return []
+    return [part for part in contribution if isinstance(part, Tensor)]

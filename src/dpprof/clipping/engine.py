@@ -26,7 +26,6 @@ from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
-from dpprof.clipping.projections import Projections
 from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import Rule, find_rules
@@ -100,12 +99,6 @@ class Clipping(ABC):
     keeps = False
     """Whether contributions are kept until the norms are known."""
 
-    why_different = "something wrote them in between"
-    """Why what is summed may not be what was measured, and what to do."""
-
-    projections: Projections
-    """Of the batch under way, to compare what is summed with what was measured."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -146,7 +139,6 @@ class Clipping(ABC):
         self._handler: Handler | None = None
         self._is_running = threading.Lock()
         self._changed: list[tuple[nn.Module, Tensor]] = []
-        self._generators: dict[torch.device, torch.Generator] = {}
         self._disabled = False
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
@@ -272,10 +264,7 @@ class Clipping(ABC):
             if len(losses):
                 norms = SampleNorms(self, len(losses), self._find_reused(losses), self._keep)
                 self.plan = norms.plan
-                generator = self._find_generator(losses)
-                self.projections = Projections(self._coverage, losses, generator)
                 self._clip(losses, norms, enter)
-                self._refuse_difference()
                 self.computes_in_16_bits = norms.computes_in_16_bits
                 if self._nonfinite is not None:
                     self.nonfinite_samples = sum(self._nonfinite.tolist())
@@ -296,7 +285,6 @@ class Clipping(ABC):
         finally:
             self._losses = self._excluded = self._nonfinite = self._sums = None
             self._changed.clear()
-            vars(self).pop("projections", None)
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
 
@@ -460,27 +448,6 @@ class Clipping(ABC):
                     "reads what changed; move that out of the layer, or freeze its parameters"
                 )
         self._changed.clear()
-
-    def _refuse_difference(self) -> None:
-        """Refuse a batch in which other gradients were summed than measured."""
-        assert self.sample_norms is not None
-        parameter = self.projections.find_difference(
-            self.sample_norms, self.max_grad_norm, self._excluded
-        )
-        if parameter is not None:
-            raise RuntimeError(
-                f"another gradient of {self.name_of(parameter)} was summed than measured, so "
-                f"samples could exceed the bound: {self.why_different}"
-            )
-
-    def _find_generator(self, losses: Tensor) -> torch.Generator | None:
-        """Return the source of random directions on a device; a model cannot know its seed."""
-        if isinstance(losses, FakeTensor):
-            return None
-        if losses.device not in self._generators:
-            self._generators[losses.device] = generator = torch.Generator(losses.device)
-            generator.seed()
-        return self._generators[losses.device]
 
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
         """Compute clipping factors; samples that are not finite get 0, and are excluded."""

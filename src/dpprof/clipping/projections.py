@@ -1,13 +1,12 @@
 """Compares what is summed with what was measured, sample by sample, without keeping either.
 
-A norm is found of a gradient, and the gradient is summed later: by the second pass of
-``FlashClipping``, or from what ``BookKeeping`` kept. In between the user's code runs. Checkpointed
-blocks, layers without a rule and hooks may draw other numbers the second time, or write what was
-kept. So the gradient G of every parameter and sample, as a matrix, is projected onto random
-directions both times: ``V^T G u``, where u is normal, and so are the ``COLUMNS`` columns of V. Both
-are drawn anew for each batch, by a generator of their own. That is linear in G, so the uses of a
-parameter add up, and a linear layer with inputs X and output gradients Y needs no G: ``V^T (Y^T (X
-u))``. The projections of a vector are ``V^T G``.
+The first pass of ``FlashClipping`` finds norms, and the second sums. In between, and in both, the
+user's code runs. Checkpointed blocks, layers without a rule and hooks may draw other numbers the
+second time, or write what was saved. So both passes project the gradient G of every parameter and
+sample, as a matrix, onto random directions: ``V^T G u``, where u is normal, and so are the
+``COLUMNS`` columns of V. Both are drawn anew for each batch, by a generator of their own. That is
+linear in G, so the uses of a parameter add up, and a linear layer with inputs X and output
+gradients Y needs no G: ``V^T (Y^T (X u))``. The projections of a vector are ``V^T G``.
 
 What it proves: let D be the difference between the two gradients of a sample, over max(norm, C).
 The sample contributes at most ``C (1 + |D|)``, beside rounding. The mean square of the projections

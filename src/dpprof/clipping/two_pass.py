@@ -16,13 +16,16 @@ gradients, whichever are narrower.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import Contribution, SampleGradients, Scale, Shift
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
+from dpprof.clipping.projections import Projections
 from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 
 
@@ -44,13 +47,22 @@ class FlashClipping(Clipping):
         1.0
     """
 
-    why_different = (
-        "code that the second backward runs again draws other random numbers, counts its "
-        "calls, or reads what changed; checkpoint with preserve_rng_state=True, draw with "
-        "PyTorch's generators alone, or use BookKeeping, which needs one pass"
-    )
+    def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
+        super().__init__(model, max_grad_norm, **options)
+        self._projections: Projections | None = None
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+        if len(losses):
+            generator = self._find_generator(losses)
+            self._projections = Projections(self._coverage, losses, generator)
+        try:
+            self._run_passes(losses, norms, enter)
+            self._refuse_difference()
+        finally:
+            self._projections = None
+
+    def _run_passes(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
         enter("backward")
         with self.handling(norms.add):
             torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
@@ -61,7 +73,8 @@ class FlashClipping(Clipping):
             torch.autograd.backward(losses, make_weights(losses))
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        self.projections.note_measured(parameter, contribution)
+        assert self._projections is not None
+        self._projections.note_measured(parameter, contribution)
 
     def _add_layer(
         self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
@@ -69,11 +82,37 @@ class FlashClipping(Clipping):
         """Add what a layer contributes in the second pass to ``.grad``."""
         for parameter, found in contributions:
             contribution = _materialise_vector(found)
-            if len(factors_B):
-                self.projections.note_summed(parameter, contribution)
+            if self._projections is not None:
+                self._projections.note_summed(parameter, contribution)
             self._add_to_grad(parameter, contribution, factors_B)
             if self._sums is not None:
                 self._sums.end_use(parameter)
+
+    def _refuse_difference(self) -> None:
+        """Refuse a batch in which other gradients were summed than measured."""
+        if self._projections is None:
+            return
+        assert self.sample_norms is not None
+        parameter = self._projections.find_difference(
+            self.sample_norms, self.max_grad_norm, self._excluded
+        )
+        if parameter is not None:
+            raise RuntimeError(
+                f"another gradient of {self.name_of(parameter)} was summed than measured, so "
+                "samples could exceed the bound: code that the second backward runs again draws "
+                "other random numbers, counts its calls, or reads what changed; checkpoint with "
+                "preserve_rng_state=True, draw with PyTorch's generators alone, or use "
+                "BookKeeping, which needs one pass"
+            )
+
+    def _find_generator(self, losses: Tensor) -> torch.Generator | None:
+        """Return the source of random directions on a device; a model cannot know its seed."""
+        if isinstance(losses, FakeTensor):
+            return None
+        if losses.device not in self._generators:
+            self._generators[losses.device] = generator = torch.Generator(losses.device)
+            generator.seed()
+        return self._generators[losses.device]
 
 
 def _materialise_vector(contribution: Contribution) -> Contribution:
