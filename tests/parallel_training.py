@@ -185,9 +185,19 @@ def named(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all shards of a tensor."""
+    """Return all shards of a tensor.
+
+    ``full_tensor`` corrupts the heap on gloo, once in thousands of calls: two threads note a
+    collective's name without a lock, and that of its collective, ALLGATHER_COALESCED, is so long
+    that it lies on the heap.
+    """
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    shards: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(shards, tensor.to_local())
+    (placement,) = tensor.placements
+    return torch.cat(shards, placement.dim)
 
 
 def train_ranks(case: Case, steps: list[list[Parts]]) -> Trained:

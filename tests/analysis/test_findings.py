@@ -126,6 +126,16 @@ def test_another_setting_of_the_allocator_is_a_finding(tmp_path) -> None:
     )
 
 
+def test_libraries_that_built_the_models_of_some_experiments_are_none(tmp_path) -> None:
+    models = [GHOST, make_experiment(method="opacus-ghost", model="hf:tiny-llama")]
+    for one in models:
+        packages = {"torch": "0"} | ({"transformers": "5"} if one is not GHOST else {})
+        write(tmp_path, one, provenance={"packages": packages})
+    manifest = make_manifest(*((one, 0) for one in models), instrument="phases")
+
+    assert build_tables(collect(manifest, tmp_path, partial=False))["findings"].empty
+
+
 OTHERS = [{"name": "another cpu"}, {"cores": 64}, {"threads": 1}]
 
 

@@ -197,6 +197,29 @@ def test_what_makes_measured_runs_not_comparable_is_named_with_both_values(tmp_p
     assert compare(tmp_path, across=[kind]).verdict == "regression"
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, []),
+        ({"model": "hf:tiny-llama"}, ["transformers"]),
+        ({"model": "hf:tiny-llama", "lora": "rank=2"}, ["transformers", "peft"]),
+    ],
+)
+def test_libraries_that_built_a_model_must_be_of_one_version(tmp_path, fields, named) -> None:
+    experiment = make_experiment(**fields)
+    for side, version in zip(SIDES, ("1", "2"), strict=True):
+        recorded = make_memory({"noise": 1})
+        told = with_packages(transformers=version, peft=version)
+        write_synthetic(
+            tmp_path / side, experiment, instrument="estimate", recorded=recorded, **told
+        )
+    found = compare(tmp_path)
+
+    unlike = [(one.kind, one.name, one.baseline, one.candidate) for one in found.not_comparable]
+    assert unlike == [("versions", name, "1", "2") for name in named]
+    assert compare(tmp_path, across=["versions"]).verdict == "nothing worse"
+
+
 def test_replicates_of_two_machines_are_not_comparable_even_where_both_sides_have_both(
     tmp_path,
 ) -> None:

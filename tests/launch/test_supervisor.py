@@ -248,6 +248,25 @@ def test_provenance_tells_the_threads_that_the_worker_really_had(tmp_path, monke
     assert result.device["threads"] == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "used"),
+    [
+        ({}, ()),
+        ({"model": "hf:tiny-llama"}, ("transformers",)),
+        ({"model": "hf:tiny-llama", "lora": "rank=2"}, ("transformers", "peft")),
+    ],
+)
+def test_provenance_tells_the_libraries_that_built_the_model_and_no_others(
+    tmp_path, fields, used
+) -> None:
+    expected = {name: pytest.importorskip(name).__version__ for name in used}
+    result, _ = supervised(tmp_path, "test-measures", **fields)
+
+    packages = result.provenance["packages"]
+    told = {name: packages[name] for name in ("transformers", "peft") if name in packages}
+    assert told == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "tf32"])
 def test_cuda_runs_on_the_gpu_that_is_named(tmp_path, dtype: str) -> None:

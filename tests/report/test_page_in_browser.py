@@ -270,6 +270,17 @@ def test_hostile_text_stays_text_and_hidden_marks_are_shown(opened) -> None:
     assert row["error_message"] == HOSTILE
 
 
+def test_a_text_that_a_spreadsheet_would_run_is_saved_behind_an_apostrophe(
+    browser, tmp_path
+) -> None:
+    manifest = write_results(tmp_path, methods=("standard",), outcome="crashed", message="=1+1")
+    file = write_html(tmp_path, tables_of(tmp_path, manifest))
+    opened = Opened(browser, file, accept_downloads=True)
+    (row,) = opened.save("failures")
+    opened.context.close()
+    assert row["error_message"] == "'=1+1"
+
+
 def test_hostile_names_stay_text(browser, tmp_path) -> None:
     manifest = write_results(tmp_path, methods=("standard", "opacus-ghost"))
     tables = {

@@ -69,6 +69,10 @@ What each column of `results/tables/*.csv` is. `make schemas` writes this page f
 
 An empty cell is an unknown value. Axes are
 [keys of an experiment](../../config/README.md#keys-of-an-experiment), all but the two on waiting.
+
+No spreadsheet runs a text of these tables. One that begins with `=`, `+`, `-`, `@`, a tab or a
+carriage return, with or without apostrophes before it, has one more apostrophe in front. Numbers
+have none: -0.5. CSV files that `report.html` saves are written so too.
 """
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dpprof.analysis.axes import AXES, RUN_KEY, name_model
+from dpprof.analysis.csv_text import restore_texts, texts_of
 from dpprof.analysis.table_columns import TABLES
 from dpprof.analysis.table_sums import check_sum
 from dpprof.spec.validation import InputError
@@ -43,13 +44,13 @@ def read_table(path: Path) -> pd.DataFrame:
 
 def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
     """Yield a table in parts of some rows, or as a whole."""
-    declared = TABLES[path.stem].columns if path.stem in TABLES else {}
-    texts = {name: str for name, column in declared.items() if column.kind == "text"}
+    texts = dict.fromkeys(texts_of(path.stem), str)
     try:
         found = pd.read_csv(
             path, dtype=texts, keep_default_na=False, na_values=[""], chunksize=rows
         )
-        yield from [found] if isinstance(found, pd.DataFrame) else found
+        for part in [found] if isinstance(found, pd.DataFrame) else found:
+            yield restore_texts(path.stem, part)
     except ValueError as error:
         raise InputError(f"{path}: is not a table ({error})") from None
 

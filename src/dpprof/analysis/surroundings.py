@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dpprof.analysis.machines import hardware_of
+from dpprof.planning.code_digest import model_libraries
 from dpprof.records.comparison import Across
 from dpprof.records.result import Result
 from dpprof.spec.registry import PREDICTIONS
 
-_PACKAGES = ("torch", "opacus", "dpprof")
 _IN_PREDICTIONS = ("TORCH_CUDNN_SDPA_DEPRIORITIZED",)
 """The settings that predictions follow."""
 
@@ -32,7 +32,7 @@ def facts_of(result: Result) -> dict[Fact, Any]:
     predicted = result.instrument in PREDICTIONS
     device, provenance = result.device, result.provenance
     packages, settings = (_mapping(provenance.get(key)) for key in ("packages", "settings"))
-    facts = {Fact("versions", name): packages.get(name) for name in _PACKAGES}
+    facts = {Fact("versions", name): packages.get(name) for name in _packages_of(result)}
     if predicted:
         facts |= _facts_of_prediction(result)
     else:
@@ -46,6 +46,10 @@ def facts_of(result: Result) -> dict[Fact, Any]:
         if name in _IN_PREDICTIONS if predicted else name not in _NO_SETTINGS:
             facts[Fact("settings", name)] = value
     return facts
+
+
+def _packages_of(result: Result) -> tuple[str, ...]:
+    return ("torch", "opacus", "dpprof", *model_libraries(result.experiment))
 
 
 def _facts_of_prediction(result: Result) -> dict[Fact, Any]:
@@ -63,7 +67,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 class Usual:
     """The versions and settings of most measurements of a sweep, by the device asked for.
 
-    Versions of torch and Opacus are not compared: results of others are measured again.
+    Versions of torch, Opacus and what builds a model are not compared: results of others are
+    measured again.
     """
 
     def __init__(self, results: Iterable[Result]) -> None:
@@ -87,5 +92,6 @@ class Usual:
 
 def _surroundings(result: Result) -> dict[Fact, str]:
     facts = facts_of(result)
-    told = (fact for fact in facts if fact.kind != "device" and fact.name not in _PACKAGES)
+    packages = _packages_of(result)
+    told = (fact for fact in facts if fact.kind != "device" and fact.name not in packages)
     return {fact: str(facts[fact]) for fact in sorted(told) if facts[fact] is not None}

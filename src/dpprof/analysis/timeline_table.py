@@ -1,11 +1,10 @@
 """The table ``timeline``, which is written run by run: all of it may be too large to hold."""
 
-import csv
-import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from dpprof.analysis.axes import key_of
+from dpprof.analysis.csv_text import write_rows
 from dpprof.analysis.table_columns import TABLES
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.result import Result
@@ -30,9 +29,7 @@ class TimelineFile:
         self._add([row[name] for name in _COLUMNS] for row in list_instants(run, result))
 
     def _add(self, rows: Any) -> None:
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        self._file.write(text.getvalue().encode())
+        self._file.write(write_rows(rows).encode())
 
 
 def list_instants(run: PlannedRun, result: Result) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from dpprof.analysis.budget import Planned
 from dpprof.analysis.collection import Collected, collect
+from dpprof.analysis.csv_text import write_frame
 from dpprof.analysis.table_columns import TABLES
 from dpprof.analysis.table_sums import write_sums
 from dpprof.analysis.tables import build_tables
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables = build_tables(collected, planned)
         del tables["timeline"]  # it is written already
         for name, table in tables.items():
-            write_atomically(arguments.output_dir / f"{name}.csv", table.to_csv(index=False))
+            write_atomically(arguments.output_dir / f"{name}.csv", write_frame(name, table))
         write_sums(arguments.output_dir, [f"{name}.csv" for name in TABLES])
         write_atomically(arguments.output_dir / "manifest.txt", f"{arguments.manifest.name}\n")
         drop_copies(root / RESULTS)

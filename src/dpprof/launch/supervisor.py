@@ -32,7 +32,8 @@ from dpprof.launch.interrupted import (
 from dpprof.launch.isolated import Isolation, Terminated, isolate
 from dpprof.launch.protocol import TRACES, PhaseMark, Report
 from dpprof.launch.scheduler import describe_end, scheduler_job
-from dpprof.planning.code_digest import code_digest
+from dpprof.planning.code_digest import code_digest, model_libraries
+from dpprof.records.provenance import package_versions
 from dpprof.records.reconciliation import JOINED
 from dpprof.records.record import write_record
 from dpprof.records.result import (
@@ -219,6 +220,7 @@ def supervise(
                 break
         facts = isolation.finish()
         facts["provenance"] |= {"seed": experiment.seed, "spec_digest": experiment.digest}
+        facts["provenance"]["packages"] |= package_versions(model_libraries(experiment))
         measured = (measurement or Measurement()).model_dump()
         measured["reasons"] |= {"verification": JOINED}
         result = write_record(

@@ -33,10 +33,10 @@ function save(name, text) {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-// A text that a spreadsheet would read as a formula gets an apostrophe in front.
+// A text that a spreadsheet would read as a formula gets an apostrophe in front, as in csv_text.py.
 function csvCell(value) {
   if (!known(value)) return "";
-  const text = typeof value === "string" && /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
+  const text = typeof value === "string" && /^'*[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
