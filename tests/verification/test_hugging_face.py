@@ -27,6 +27,10 @@ MODELS = [
     "hf:tiny-phi",
 ]
 KINDS = [{}, {"padding": "0.3"}, {"lora": "rank=8"}, {"lora": "rank=8", "padding": "0.3"}]
+BIOGPT = (
+    "{hf: biogpt, model_type: biogpt, vocab_size: 50, hidden_size: 16, intermediate_size: 32, "
+    "num_hidden_layers: 1, num_attention_heads: 2, max_position_embeddings: 32}"
+)
 OWN = ("flash", "flash-bk", "microbatch")
 LOOKUPS = ("opacus-ew", "opacus-hooks", "opacus-per-layer", "opacus-fast-gradient-clipping")
 WRONG = {(method, "hf:tiny-opt") for method in LOOKUPS}
@@ -65,13 +69,13 @@ def test_our_own_method_is_verified(model, fields, scenario) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "words"),
     [
-        ("gpt2", "opacus-ew", "Opacus: Expanded Weights encountered but cannot handle function"),
-        ("gpt2", "opacus-ghost", "Opacus: Parameter tying is not supported with Ghost Clipping;"),
-        ("opt", "opacus-hooks", "Opacus: a trained layer takes an argument of type int"),
+        ("hf:tiny-gpt2", "opacus-ew", "Opacus: Expanded Weights encountered but cannot handle"),
+        ("hf:tiny-gpt2", "opacus-ghost", "Opacus: Parameter tying is not supported with Ghost"),
+        (BIOGPT, "opacus-hooks", "Opacus: a trained layer takes an argument of type int"),
     ],
 )
 def test_opacuss_refusal_is_unsupported_in_its_own_words(model, method, words) -> None:
-    found = case(f"hf:tiny-{model}", method, "plain")
+    found = case(model, method, "plain")
 
     assert found.outcome == "unsupported"
     assert found.reason.startswith(words)
