@@ -95,6 +95,15 @@ def test_what_has_no_hours_says_why(tmp_path) -> None:
     assert told["opacus-hooks"].message == "it broke"
 
 
+def test_micro_batches_smaller_than_the_method_takes_have_no_hours(tmp_path) -> None:
+    fits = {"safe_batch_size": 60, "stated_batch_size": 60, "smallest_batch_size": 32}
+    assert ask(tmp_path, opacus_adaptive=fits).methods[0].micro_batch_size == 32
+
+    [planned, _] = ask(tmp_path, opacus_adaptive=fits | {"smallest_batch_size": 33}).methods
+    assert (planned.accumulation_steps, planned.gpu_hours) == (None, None)
+    assert planned.message == "micro-batches would have 32 samples, and it takes 33 or more"
+
+
 def test_a_batch_smaller_than_the_one_that_was_timed_is_told(tmp_path) -> None:
     [planned, _] = ask(tmp_path, flash={"safe_batch_size": 80, "stated_batch_size": 80}).methods
 

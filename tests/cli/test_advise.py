@@ -62,6 +62,18 @@ def test_adapters_and_whole_training_stand_side_by_side() -> None:
     ]
 
 
+def test_the_smallest_batch_is_told_where_one_sample_is_too_few() -> None:
+    said = tell(
+        make(
+            option("opacus-ghost", "first", 8, smallest_batch_size=1),
+            option("opacus-adaptive", "close", 8, smallest_batch_size=11),
+        )
+    )
+
+    assert "opacus-adaptive: takes at least 11 samples" in said.splitlines()
+    assert "opacus-ghost: takes" not in said
+
+
 def test_the_same_reason_is_given_once() -> None:
     refused = "use reentrant"
     said = tell(

@@ -336,6 +336,28 @@ def test_views_cost_nothing_and_are_no_operators() -> None:
     assert not learn_rule(aten.clone.default).is_free
 
 
+def test_questions_about_dtypes_and_shapes_launch_no_kernel_and_are_no_operators() -> None:
+    recorder = Recorder(is_there=lambda *_: True)
+    with recorder:
+        x = torch.ones(3)
+        recorder.counting = True
+        torch.promote_types(x.dtype, torch.float64)
+        torch.result_type(x, 1.0)
+        torch.can_cast(torch.float32, torch.int64)
+        x.is_pinned()
+        assert torch.equal(x, x)
+
+    assert [event.cost.op for event in recorder.events if isinstance(event, Op)] == ["equal"]
+
+
+@pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer", "opacus-adaptive"])
+def test_every_operator_of_a_step_has_a_family_and_moves_bytes(method) -> None:
+    ops = count(method, Linears(), seq_len=16).ops
+
+    assert all(op.cost.family != "other" for op in ops)
+    assert all(op.reads or op.writes for op in ops)
+
+
 def test_the_roofline_takes_what_binds() -> None:
     step = count("standard", Linears(), seq_len=T)
     moved = state_io(step, 1)

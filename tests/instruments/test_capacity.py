@@ -5,6 +5,7 @@ from factory import make_experiment
 
 from dpprof.instruments import capacity, memory
 from dpprof.instruments.capacity import back_off, search
+from dpprof.records.result import Measurement
 from dpprof.records.step_costs import Allocator
 from dpprof.spec.registry import UnsupportedError
 
@@ -17,18 +18,20 @@ def bent(batch: int) -> int:
     return max(1000 + 2 * batch, 500 + 10 * batch, 37 * batch)
 
 
-@pytest.mark.parametrize("budget", [1002, 1100, 1500, 2500, 9999, 123_456])
-def test_the_answer_is_that_of_trying_every_batch(budget) -> None:
+@pytest.mark.parametrize("least", [1, 11])
+@pytest.mark.parametrize("budget", [1022, 1100, 1500, 2500, 9999, 123_456])
+def test_the_answer_is_that_of_trying_every_batch(budget, least) -> None:
     asked = []
 
     def peak(batch: int) -> int:
         asked.append(batch)
         return bent(batch)
 
-    found = search(peak, budget, {}, most=5000)
+    found = search(peak, budget, {}, least=least, most=5000)
 
-    assert found == max(batch for batch in range(1, 5001) if bent(batch) <= budget)
+    assert found == max(batch for batch in range(least, 5001) if bent(batch) <= budget)
     assert len(asked) == len(set(asked)) <= 12
+    assert min(asked) == least
 
 
 def test_a_second_search_asks_only_for_what_is_new() -> None:
@@ -48,13 +51,22 @@ def test_the_search_ends_where_it_is_told_to(most) -> None:
 
 def test_not_even_one() -> None:
     assert search(lambda batch: 100 + batch, 100, {}) is None
+    assert search(lambda batch: 100 + batch, 105, {}, least=6) is None
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 24, 1000])
-def test_backing_off_ends_between_a_batch_that_holds_and_one_that_does_not(most) -> None:
-    for last in {0, 1, most // 3, most - 1, most}:
-        found = back_off(lambda batch, last=last: batch <= last, most)
-        assert found == (last or None)
+@pytest.mark.parametrize("least", [1, 6])
+@pytest.mark.parametrize("beyond", [0, 1, 6, 23, 999])
+def test_backing_off_ends_between_a_batch_that_holds_and_one_that_does_not(beyond, least) -> None:
+    most = least + beyond
+    for last in {least - 1, least, least + beyond // 3, most - 1, most}:
+        asked = []
+        found = back_off(
+            lambda batch, asked=asked, last=last: asked.append(batch) or batch <= last,
+            most,
+            least=least,
+        )
+        assert found == (last if last >= least else None)
+        assert min(asked) >= least
 
 
 @pytest.mark.parametrize(("guess", "most_asked"), [(16, 3), (17, 3), (14, 5), (22, 7), (None, 7)])
@@ -117,6 +129,51 @@ def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:
     assert predict(told.batch_size + 1) == told.next_peak_bytes > 2**20
     assert predict(told.safe_batch_size) == told.safe_peak_bytes <= 0.9 * 2**20
     assert (told.safe_share, told.reserved_bytes, told.limited_by) == (0.9, None, "memory")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"device": "cuda", "target": TARGET, "memory_limit_bytes": 80 * 2**20},
+        {"target": "cpu", "memory_limit_bytes": 2**21},
+    ],
+)
+def test_adaptive_clipping_starts_at_the_smallest_batch_that_pays_for_its_count(fields) -> None:
+    fields = fields | {"model": MODEL, "method": "opacus-adaptive", "seq_len": 32}
+    fields |= {"noise_multiplier": 0.55}
+    found = capacity.measure(make_experiment(**fields), lambda _: None).capacity
+
+    def estimate(batch_size: int) -> Measurement:
+        return memory.estimate(make_experiment(**fields, batch_size=batch_size), lambda _: None)
+
+    assert found.smallest_batch_size == min(found.estimates) == 6 < found.safe_batch_size
+    assert estimate(found.batch_size).memory.peak_allocated_bytes == found.peak_bytes
+    assert estimate(found.safe_batch_size).memory.peak_allocated_bytes == found.safe_peak_bytes
+    with pytest.raises(UnsupportedError, match=r"more than 10 x noise_multiplier = 5.5 samples"):
+        estimate(5)
+
+
+def test_a_smallest_batch_that_does_not_fit_says_what_it_needs() -> None:
+    fields = {"model": MODEL, "method": "opacus-adaptive", "seq_len": 32, "device": "cuda"}
+    needed = memory.estimate(
+        make_experiment(**fields, target=TARGET, batch_size=11), lambda _: None
+    ).memory.peak_allocated_bytes
+    with pytest.raises(
+        MemoryError,
+        match=f"needs {needed / 2**20:,.0f} MiB for its smallest batch, 11 samples of 32 tokens",
+    ):
+        capacity.measure(
+            make_experiment(**fields, target=TARGET, memory_limit_bytes=needed - 1), lambda _: None
+        )
+
+
+@pytest.mark.parametrize("noise_multiplier", [6553.6, 1e308])
+def test_a_smallest_batch_beyond_what_is_tried_is_refused(noise_multiplier) -> None:
+    experiment = make_experiment(
+        method="opacus-adaptive", target="cpu", noise_multiplier=noise_multiplier
+    )
+    with pytest.raises(UnsupportedError, match=r"and none of more than 65,536 is tried"):
+        capacity.measure(experiment, lambda _: None)
 
 
 def test_one_at_a_time_needs_three_estimates() -> None:

@@ -53,8 +53,11 @@ def test_opt_keeps_samples_in_the_first_axis_and_computes_the_same(before) -> No
     library.load_state_dict(model.model.state_dict())
     seen = []
     block = model.model.model.decoder.layers[1]
-    for layer in (block.final_layer_norm, block.fc1, block.fc2):
-        layer.register_forward_hook(lambda _layer, inputs, _output: seen.append(inputs[0].shape))
+    positions = model.model.model.decoder.embed_positions
+    for layer in (positions, block.final_layer_norm, block.fc1, block.fc2):
+        layer.register_forward_hook(
+            lambda _layer, inputs, _output: seen.extend(one.shape for one in inputs)
+        )
     mask = {"attention_mask": batch.mask_BT}
 
     assert torch.equal(model(*batch.inputs), library(batch.tokens_BT, **mask).logits)

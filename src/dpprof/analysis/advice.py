@@ -41,6 +41,7 @@ class Option(_Frozen):
     verified: bool | None = None
     largest_batch_size: int | None = None
     largest_peak_bytes: int | None = None
+    smallest_batch_size: int | None = None
     safe_batch_size: int | None = None
     safe_peak_bytes: int | None = None
     tokens_per_s: float | None = None
@@ -162,6 +163,7 @@ def _describe(result: Result, standing: Standing) -> Option:
         verified=standing.verified,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
+        smallest_batch_size=capacity.smallest_batch_size,
         safe_batch_size=capacity.safe_batch_size,
         safe_peak_bytes=capacity.safe_peak_bytes,
         tokens_per_s=step and tokens / step.median,

@@ -105,10 +105,13 @@ def _price(
     if capacity is None or capacity.safe_batch_size is None or cost.batch_size is None:
         return cost
     accumulation = math.ceil(cost.batch_size / capacity.safe_batch_size)
-    fits = {
-        "accumulation_steps": accumulation,
-        "micro_batch_size": math.ceil(cost.batch_size / accumulation),
-    }
+    micro_batch_size = math.ceil(cost.batch_size / accumulation)
+    if micro_batch_size < (least := capacity.smallest_batch_size):
+        why = (
+            f"micro-batches would have {micro_batch_size:,} samples, and it takes {least:,} or more"
+        )
+        return cost.model_copy(update={"message": cost.message or why})
+    fits = {"accumulation_steps": accumulation, "micro_batch_size": micro_batch_size}
     if step is None:
         why = result.reasons.get("time", "no time is predicted for this target")
         return cost.model_copy(update=fits | {"message": cost.message or why})

@@ -187,6 +187,7 @@ TABLES: Mapping[str, Table] = {
         boolean("verified", "whether its gradient equals the reference's; null: not verified"),
         integer("largest_batch_size", "largest that is predicted to fit in memory"),
         integer("largest_peak_bytes", "predicted peak of that batch"),
+        integer("smallest_batch_size", "fewest samples that a step of the method takes"),
         integer("safe_batch_size", "largest for which a GPU's allocator never releases its cache"),
         integer("safe_peak_bytes", "predicted peak of that batch"),
         number("tokens_per_s", "predicted at the safe batch"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from dpprof.analysis.advice import Advice, Option, advise
 from dpprof.analysis.axes import target_text
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.cli.capacities import answer, make_parser, tell_smallest
+from dpprof.cli.capacities import answer, make_parser, say_smallest_batch, tell_smallest
 from dpprof.cli.common import lay_out
 from dpprof.planning.code_digest import verdict_digest
 from dpprof.records.result import Result
@@ -82,8 +82,9 @@ def _explain(advice: Advice) -> list[str]:
     methods: dict[str, list[str]] = {}
     for trained, side in (("", advice), (" (whole)", advice.whole)):
         for option in () if side is None else side.options:
-            if option.message is not None:
-                methods.setdefault(option.message, []).append(option.method + trained)
+            reasons = option.message, say_smallest_batch(option.smallest_batch_size)
+            for reason in filter(None, reasons):
+                methods.setdefault(reason, []).append(option.method + trained)
     return [f"{', '.join(named)}: {message}" for message, named in methods.items()]
 
 

@@ -133,6 +133,11 @@ def tell_smallest(results: Sequence[Result]) -> list[str]:
     return lines + ([f"on none of {', '.join(map(str, sizes))}: {', '.join(none)}"] if none else [])
 
 
+def say_smallest_batch(batch_size: int | None) -> str | None:
+    """Say how many samples a step takes; nothing where one is enough."""
+    return f"takes at least {batch_size:,} samples" if batch_size and batch_size > 1 else None
+
+
 def _fits(result: Result, method: str) -> bool:
     return result.experiment.method == method and result.capacity is not None
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from dpprof.cli.capacities import answer, make_parser, tell_smallest
+from dpprof.cli.capacities import answer, make_parser, say_smallest_batch, tell_smallest
 from dpprof.records.result import Capacity, Result
 from dpprof.spec.experiment import Experiment
 
@@ -44,11 +44,8 @@ def tabulate(results: Sequence[Result]) -> str:
         lines.append("safe: the allocator never has to release its cache to find room")
     if any(result.experiment.parallel for result in results):
         lines.append("batches and peaks are those of each rank")
-    lines += [
-        f"{name}: {_explain_fragmentation(result.capacity)}"
-        for name, result in zip(names, results, strict=True)
-        if result.capacity and result.capacity.limited_by == "fragmentation"
-    ]
+    for name, result in zip(names, results, strict=True):
+        lines += [f"{name}: {caveat}" for caveat in _caveats(result.capacity)]
     return "\n".join(lines + tell_smallest(results))
 
 
@@ -57,12 +54,20 @@ def _name(experiment: Experiment) -> str:
     return experiment.method if ranks is None else f"{experiment.method}, {ranks.text}"
 
 
-def _explain_fragmentation(capacity: Capacity) -> str:
+def _caveats(capacity: Capacity | None) -> list[str]:
+    """Say what else to know of a largest batch."""
+    if capacity is None:
+        return []
+    smallest = say_smallest_batch(capacity.smallest_batch_size)
+    caveats = [] if smallest is None else [smallest]
+    if capacity.limited_by != "fragmentation":
+        return caveats
     by_size, expandable = capacity.unfragmented_batch_size, capacity.expandable_batch_size
-    return (
+    fragmentation = (
         f"free memory is in pieces too small for {capacity.batch_size + 1:,} samples; by size "
         f"{by_size:,} fit, with PYTORCH_ALLOC_CONF=expandable_segments:True {expandable or 0:,}"
     )
+    return [*caveats, fragmentation]
 
 
 def judge(_: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:

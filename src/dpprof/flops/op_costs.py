@@ -71,10 +71,13 @@ _PRODUCT = re.compile(r"\w*mm|(add)?mv|matmul|linear|v?dot|addr|einsum|conv(olut
 
 _FREE = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
-    *(aten.detach, aten.lift_fresh, aten.sym_size, aten._local_scalar_dense, aten._unsafe_view),  # noqa: SLF001
-    *(aten.resize_, aten.set_, aten.empty_permuted, aten.record_stream, aten._fused_sdp_choice),  # noqa: SLF001
+    *(aten.detach, aten.lift_fresh, aten._local_scalar_dense, aten._unsafe_view),  # noqa: SLF001
+    *(aten.resize_, aten.set_, aten.empty_permuted, aten.record_stream),
 }
-"""Operators that move no bytes and that their schema does not mark as views."""
+"""Operators that move no bytes, which their schema does not say."""
+
+_NUMBERS = {"IntType", "FloatType", "BoolType", "SymIntType", "SymBoolType"}
+"""Kinds of results that are no tensors; a dtype is an int."""
 
 _COPIES = {
     *(aten.clone, aten.copy, aten._to_copy, aten.cat, aten.stack, aten.fill, aten.zero),  # noqa: SLF001
@@ -264,7 +267,10 @@ def learn_rule(func: Any) -> Rule:
         packet=packet,
         functional=functional,
         is_view=func.is_view and packet is not aten.lift_fresh,
-        is_free=packet in _FREE or _is_view(func) or func.namespace in ("prim", "profiler"),
+        is_free=packet in _FREE
+        or _is_view(func)
+        or _only_answers(func)
+        or func.namespace in ("prim", "profiler"),
         family=_find_family(packet, functional),
         shape_of=_SHAPES.get(functional),
         attends_by=_find_attends(func),
@@ -304,7 +310,7 @@ def family_of(name: str) -> Family | None:
     if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 (no public name)
         return None
     overloads = _list_overloads(packet)
-    if packet in _FREE or any(_is_view(one) for one in overloads):
+    if packet in _FREE or any(map(_is_view, overloads)) or all(map(_only_answers, overloads)):
         return None
     working = [one for one in overloads if _does_work(one)]
     return _find_family(packet, _find_functional(working[0], packet)) if working else None
@@ -313,6 +319,16 @@ def family_of(name: str) -> Family | None:
 def _is_view(func: Any) -> bool:
     """Return whether it is a view, or turns a tensor into a view of itself, as ``squeeze_``."""
     return func.is_view or torch.Tag.inplace_view in func.tags
+
+
+def _only_answers(func: Any) -> bool:
+    """Return whether it answers a question about shapes or dtypes, as ``promote_types``.
+
+    Its results are numbers that do not depend on the elements of a tensor, so no kernel runs.
+    """
+    returns = func._schema.returns  # noqa: SLF001
+    depends = torch.Tag.data_dependent_output in func.tags
+    return bool(returns) and not depends and all(one.type.kind() in _NUMBERS for one in returns)
 
 
 def _list_overloads(packet: Any) -> list[Any]:

@@ -30,6 +30,7 @@ from dpprof.memory.fake_ranks import fake_ranks
 from dpprof.methods.training_step import Enter
 from dpprof.records.result import Capacity, Measurement
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.registry import UnsupportedError
 from dpprof.spec.target import Target
 
 MOST = 65_536
@@ -46,17 +47,20 @@ Peak = Callable[[int], int]
 """From a batch size to the predicted peak."""
 
 
-def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> int | None:
+def search(
+    peak: Peak, budget: int, known: dict[int, int], *, least: int = 1, most: int = MOST
+) -> int | None:
     """Find the largest batch whose peak is within a budget.
 
     Args:
         peak: Predicts a peak; called as rarely as possible.
         budget: Bytes.
         known: Peaks by batch that are known already; new ones are added.
-        most: The largest batch to try.
+        least: The smallest batch to try.
+        most: The largest.
 
     Returns:
-        The batch; None if not even one sample fits.
+        The batch; None if not even the smallest fits.
     """
 
     def fits(batch: int) -> bool:
@@ -64,7 +68,7 @@ def search(peak: Peak, budget: int, known: dict[int, int], most: int = MOST) -> 
             known[batch] = peak(batch)
         return known[batch] <= budget
 
-    if not fits(1):
+    if not fits(least):
         return None
     low = max(batch for batch, size in known.items() if size <= budget)
     beyond = [batch for batch, size in known.items() if size > budget]
@@ -95,7 +99,11 @@ def _interpolate(known: dict[int, int], low: int, high: int, budget: int) -> int
 
 
 def back_off(
-    holds: Callable[[int], bool], most: int, guess: Callable[[], int] | None = None
+    holds: Callable[[int], bool],
+    most: int,
+    guess: Callable[[], int] | None = None,
+    *,
+    least: int = 1,
 ) -> int | None:
     """Find a batch for which something holds and for the next one does not.
 
@@ -103,14 +111,15 @@ def back_off(
         holds: Called as rarely as possible; mostly holds for a batch if it does for a larger one.
         most: The largest batch to try.
         guess: Says where to look if it does not hold for that one; in the middle by default.
+        least: The smallest batch to try.
 
     Returns:
-        The batch; None if it does not even hold for one sample.
+        The batch; None if it does not even hold for the smallest.
     """
     if holds(most):
         return most
-    low, high, step = 0, most, 1
-    at = guess() if guess else most // 2
+    low, high, step = least - 1, most, 1
+    at = guess() if guess else (low + high) // 2
     while high - low > 1:
         at = min(max(at, low + 1), high - 1)
         # From the guess in growing steps to where it changes, then halving what is left.
@@ -119,9 +128,9 @@ def back_off(
         else:
             high, at = at, at - step
         step *= 2
-        if low > 0 and high < most:
+        if low >= least and high < most:
             at = (low + high) // 2
-    return low or None
+    return low if low >= least else None
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
@@ -132,19 +141,26 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         enter: Called as each phase begins.
 
     Raises:
-        MemoryError: Not even one sample fits.
-        UnsupportedError: The device is a GPU without a known target.
+        MemoryError: Not even the method's smallest batch fits.
+        UnsupportedError: The device is a GPU without a known target, or the method's smallest batch
+            is larger than the largest that is tried.
     """
     method = import_method(experiment)
     target = find_target(experiment)
     budget = _find_budget(experiment, target)
-    batches = _Batches(experiment, enter, target, budget)
+    least = method.smallest_batch_size(experiment)
+    if least > MOST:
+        raise UnsupportedError(
+            f"{experiment.method} takes batches of at least {least:,} samples, and none of more "
+            f"than {MOST:,} is tried"
+        )
+    batches = _Batches(experiment, enter, target, budget, least)
     if method.one_at_a_time:
         capacity = _extrapolate(batches, on_cuda=target is not None)
     else:
         capacity = _search_by_size(batches) if target is None else _search_by_placement(batches)
     if capacity is None:
-        raise MemoryError(_explain(experiment, batches.find_need(), budget))
+        raise MemoryError(_explain(experiment, batches))
     stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})
     measurement = state_estimate(batches.trace(capacity.stated_batch_size), stated_as)
     return measurement.model_copy(update={"capacity": capacity})
@@ -158,13 +174,14 @@ class _Batches:
     """
 
     def __init__(
-        self, experiment: Experiment, enter: Enter, target: Target | None, budget: int
+        self, experiment: Experiment, enter: Enter, target: Target | None, budget: int, least: int
     ) -> None:
         self.budget = budget
+        self.least = least
         self.peaks: dict[int, int] = {}
         """Peaks of timelines by batch size."""
 
-        self._experiment = experiment
+        self._experiment = experiment.model_copy(update={"batch_size": least})
         self._enter = enter
         self._target = target
         self._traced: dict[int, Traced] = {}
@@ -192,7 +209,8 @@ class _Batches:
                 return step.peak_bytes
 
             timeline_recorder.run(training.batch)
-            return [search(run, int(share * self.budget), self.peaks) for share in shares]
+            budgets = (int(share * self.budget) for share in shares)
+            return [search(run, budget, self.peaks, least=self.least) for budget in budgets]
 
     def trace(self, batch_size: int) -> Traced:
         """Trace a training with this batch size."""
@@ -226,11 +244,22 @@ class _Batches:
                 self._placed[key] = None
         return self._placed[key]
 
+    def back_off_from(self, batch_size: int, fits: Callable[[int], bool]) -> int | None:
+        """Find a batch that fits and whose successor does not, at most as large as one.
+
+        The first guess is what fits if the allocator reserves as much for each sample.
+        """
+
+        def guess() -> int:
+            return batch_size * self.budget // self.place(batch_size).peaks.reserved_bytes
+
+        return back_off(fits, batch_size, guess, least=self.least)
+
     def find_need(self) -> int:
-        """Return what one sample needs: its peak, or if that is free, what would be reserved."""
-        if self.peaks.get(1, 0) > self.budget:
-            return self.peaks[1]
-        peak, reserved = self.measure_need(1)
+        """Return the smallest batch's peak, or if that is free, what would be reserved."""
+        if self.peaks.get(self.least, 0) > self.budget:
+            return self.peaks[self.least]
+        peak, reserved = self.measure_need(self.least)
         return reserved or peak
 
     def measure_need(self, batch_size: int) -> tuple[int, int | None]:
@@ -257,6 +286,7 @@ def _search_by_size(batches: _Batches) -> Capacity | None:
         safe_batch_size=safe,
         safe_peak_bytes=None if safe is None else batches.peaks[safe],
         stated_batch_size=safe or largest,
+        smallest_batch_size=batches.least,
         estimates=dict(sorted(batches.peaks.items())),
     )
 
@@ -267,28 +297,19 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
     if by_size is None:
         return None
 
-    def guess_below(batch_size: int) -> Callable[[], int]:
-        """Return a guess: what fits if the allocator reserves as much for each sample."""
-        return lambda: batch_size * batches.budget // batches.place(batch_size).peaks.reserved_bytes
-
-    largest = back_off(
-        lambda batch_size: batches.place_within(batch_size) is not None,
-        by_size,
-        guess_below(by_size),
+    largest = batches.back_off_from(
+        by_size, lambda batch_size: batches.place_within(batch_size) is not None
     )
     if largest is None:
         return None
     placed = batches.place_within(largest)
     assert placed is not None
-    safe = back_off(
-        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget,
+    safe = batches.back_off_from(
         largest,
-        guess_below(largest),
+        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget,
     )
-    expandable = back_off(
-        lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None,
-        by_size,
-        guess_below(by_size),
+    expandable = batches.back_off_from(
+        by_size, lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None
     )
     limited_by = "memory" if largest == by_size else "fragmentation"
     peaks = batches.place(largest).peaks
@@ -307,28 +328,30 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
         safe_batch_size=safe,
         safe_peak_bytes=None if safe is None else batches.place(safe).peaks.allocated_bytes,
         stated_batch_size=safe or largest,
+        smallest_batch_size=batches.least,
         estimates=dict(sorted(batches.peaks.items())),
     )
 
 
 def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
-    """Search along the line through two and three samples of a method that takes one at a time.
+    """Search along a line through the smallest batches of a method that takes one at a time.
 
     On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
     grows at least as the peak does.
     """
-    few = {size: batches.measure_need(size) for size in (1, 2, 3)}
+    last = batches.least + 2
+    few = {size: batches.measure_need(size) for size in range(batches.least, last + 1)}
     peaks = _extend({size: peak for size, (peak, _) in few.items()})
     line = _extend({size: reserved or peak for size, (peak, reserved) in few.items()})
 
     def needs(size: int) -> int:
-        return max(line(size), line(min(size, 3)) + peaks(size) - peaks(min(size, 3)))
+        return max(line(size), line(min(size, last)) + peaks(size) - peaks(min(size, last)))
 
     known: dict[int, int] = {}
-    largest = search(needs, batches.budget, known)
+    largest = search(needs, batches.budget, known, least=batches.least)
     if largest is None:
         return None
-    safe = search(needs, int(SAFE_SHARE * batches.budget), known)
+    safe = search(needs, int(SAFE_SHARE * batches.budget), known, least=batches.least)
     return Capacity(
         budget_bytes=batches.budget,
         batch_size=largest,
@@ -340,14 +363,16 @@ def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
         safe_share=SAFE_SHARE,
         safe_batch_size=safe,
         safe_peak_bytes=None if safe is None else peaks(safe),
-        stated_batch_size=min(2, largest),
+        stated_batch_size=min(batches.least + 1, largest),
+        smallest_batch_size=batches.least,
         estimates={size: peaks(size) for size in sorted(known)},
     )
 
 
 def _extend(few: dict[int, int]) -> Peak:
-    """Return the line through two and three samples, as a function of the batch size."""
-    return lambda size: few.get(size) or few[2] + (size - 2) * (few[3] - few[2])
+    """Return the line through the two largest of a few batches, as a function of the batch size."""
+    last = max(few)
+    return lambda size: few.get(size) or few[last] + (size - last) * (few[last] - few[last - 1])
 
 
 def _find_budget(experiment: Experiment, target: Target | None) -> int:
@@ -359,8 +384,11 @@ def _find_budget(experiment: Experiment, target: Target | None) -> int:
     return int(target.memory_bytes)
 
 
-def _explain(experiment: Experiment, needed: int, budget: int) -> str:
+def _explain(experiment: Experiment, batches: _Batches) -> str:
+    needed, there = (f"{size / 2**20:,.0f} MiB" for size in (batches.find_need(), batches.budget))
+    least = batches.least
+    samples = "one sample" if least == 1 else f"its smallest batch, {least:,} samples"
     return (
-        f"{experiment.model_name} with {experiment.method} needs {needed / 2**20:,.0f} MiB for "
-        f"one sample of {experiment.seq_len:,} tokens, and there are {budget / 2**20:,.0f} MiB"
+        f"{experiment.model_name} with {experiment.method} needs {needed} for {samples} of "
+        f"{experiment.seq_len:,} tokens, and there are {there}"
     )

@@ -132,6 +132,11 @@ class TrainingStep(ABC):
             )
         return distribute(model, experiment, device)
 
+    @classmethod
+    def smallest_batch_size(cls, experiment: Experiment) -> int:  # noqa: ARG003 (of other methods)
+        """Return the least number of samples that a step takes; by default 1."""
+        return 1
+
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Set the optimizer of ``self.module``'s parameters, wrapped if the method needs it."""
         self.optimizer = optimizer

@@ -2,14 +2,15 @@
 
 Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
 their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
-belongs to which sample.
+belongs to which sample. And OPT's lookup of positions is called with the mask and a number, beside
+the ids that it adds 2 to.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.opt.modeling_opt import OPTDecoderLayer
+from transformers.models.opt.modeling_opt import OPTDecoderLayer, OPTLearnedPositionalEmbedding
 
 
 class _BatchFirstOPTBlock(OPTDecoderLayer):  # type: ignore[misc]
@@ -41,3 +42,15 @@ def keep_batch_first(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) is OPTDecoderLayer:
             layer.__class__ = _BatchFirstOPTBlock
+        elif type(layer) is OPTLearnedPositionalEmbedding:
+            layer.__class__ = nn.Embedding
+            layer.register_forward_pre_hook(_look_up_positions, with_kwargs=True)
+
+
+def _look_up_positions(
+    layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the lookup of positions its ids alone; a copy that Opacus runs gets them at once."""
+    if "position_ids" not in named:
+        return args, named
+    return (named["position_ids"] + layer.offset,), {}

@@ -115,10 +115,13 @@ class Capacity(Part):
         "is safe if the allocator never has to release its cache"
     )
     safe_batch_size: int | None = Field(
-        description="the largest safe batch; null where not even one sample is safe"
+        description="the largest safe batch; null where not even the smallest batch is safe"
     )
     safe_peak_bytes: int | None
     stated_batch_size: int = Field(description="the batch size of memory, compute and io")
+    smallest_batch_size: int = Field(
+        1, description="the smallest batch that the method takes; no smaller one was tried"
+    )
     estimates: dict[int, int] = Field(
         description="predicted peak by batch size, for every estimate"
     )

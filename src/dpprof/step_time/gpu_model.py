@@ -84,13 +84,13 @@ other products, such as those of tiled norms."""
 KERNEL_S = 3e-6
 """What a kernel takes besides its work: ``mem_empirical_constant_latency`` of the same source."""
 
-HOST_S = Share(31e-6, 0.35)
+HOST_S = Share(33e-6, 0.35)
 """Seconds of the host for an operator that has work: Python, modules, dispatch, autograd, launch.
 
 The median of four machines. Three ran the small transformer of a course (Stanford CS336, 12 layers,
 4 samples) and waited for the host: 20 (forward and optimizer, RTX 5090), 27 (forward and backward,
 L4) and 42 microseconds (the same, charliesabino/cs336-assignment2, whose GPU is not named). On the
-fourth, with an H100, seven private and plain steps took 26 to 48, in the median 35
+fourth, with an H100, seven private and plain steps took 30 to 48, in the median 39
 (perf/measured_steps.md).
 """
 

@@ -14,6 +14,7 @@ C (sigma^-2 - (B / 10)^-2)^(-1/2) instead of sigma C. This does not exist if B <
 noise multiplier of zero, the count still has noise and the gradient has none.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.methods.opacus.two_pass import OpacusTwoPass
 from dpprof.methods.training_step import Batch, ClipGroup, Enter
+from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -84,13 +86,19 @@ class OpacusAdaptive(OpacusTwoPass):
     use_ghost_clipping = True
     criterion_type = _AdaptiveCriterion
 
+    @classmethod
+    def smallest_batch_size(cls, experiment: Experiment) -> int:
+        """Return the least batch that can pay for the count: more than 10 sigma samples."""
+        # No batch is as large as sys.maxsize, and infinity is no integer.
+        return int(min(10 * experiment.noise_multiplier, sys.maxsize)) + 1
+
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave ``(sum of clipped gradients + noise) / B`` in ``.grad``."""
-        sigma = self.experiment.noise_multiplier
-        if len(batch.tokens_BT) <= 10 * sigma:
+        if len(batch.tokens_BT) < self.smallest_batch_size(self.experiment):
             raise UnsupportedError(
                 f"Opacus's adaptive clipping takes batches of more than 10 x noise_multiplier = "
-                f"{10 * sigma:g} samples, and this one has {len(batch.tokens_BT)}"
+                f"{10 * self.experiment.noise_multiplier:g} samples, and this one has "
+                f"{len(batch.tokens_BT)}"
             )
         super().compute_gradient(batch, enter)
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
 
+from dpprof.methods.opacus.padded_lookups import has_trained_padding
 from dpprof.methods.opacus.path_watchers import watch_expanded_weights
 from dpprof.methods.opacus.per_sample import OpacusPerSample
 from dpprof.methods.training_step import Watch
@@ -22,7 +23,7 @@ class OpacusEw(OpacusPerSample):
     Raises:
         UnsupportedError: ``bfloat16``: autocast does not reach expanded weights, which then
             multiply a bfloat16 and a float32 matrix. Checkpointing: a recomputed block has no
-            expanded weights.
+            expanded weights. A trained lookup table with ``padding_idx``.
     """
 
     grad_sample_mode = "ew"
@@ -32,6 +33,11 @@ class OpacusEw(OpacusPerSample):
             raise UnsupportedError("PyTorch's expanded weights do not work under autocast")
         if experiment.checkpointing != "none":
             raise UnsupportedError("PyTorch's expanded weights do not work under checkpointing")
+        if has_trained_padding(model):
+            raise UnsupportedError(
+                "PyTorch's expanded weights give the row of an embedding's padding_idx a gradient, "
+                "which it does not have"
+            )
         super().__init__(model, experiment)
 
     @staticmethod

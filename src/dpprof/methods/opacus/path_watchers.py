@@ -13,11 +13,11 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from dpprof.methods.opacus.opacus_paths import OpacusPath
+from dpprof.methods.opacus.padded_lookups import TABLES
 from dpprof.methods.training_step import Watch
 from dpprof.system.substitutes import substitute
 
-_TABLES = {"GRAD_SAMPLERS": OpacusPath.GRAD_SAMPLER, "NORM_SAMPLERS": OpacusPath.NORM_SAMPLER}
-"""Opacus's tables of samplers by type of layer; only ghost clipping has the second."""
+_PATHS = dict(zip(TABLES, (OpacusPath.GRAD_SAMPLER, OpacusPath.NORM_SAMPLER), strict=True))
 
 
 @contextmanager
@@ -39,8 +39,8 @@ def watch_hooks(module: AbstractGradSampleModule, watch: Watch) -> Iterator[None
         return lambda *inputs: watch(layer, OpacusPath.FUNCTORCH, sampler, inputs)
 
     with ExitStack() as watching:
-        for table, path in _TABLES.items():
-            samplers = getattr(type(module), table, {})
+        for table, path in _PATHS.items():
+            samplers = getattr(module, table, {})
             replaced = {kind: watched(path, sampler) for kind, sampler in samplers.items()}
             if replaced:
                 watching.enter_context(substitute(module, table, replaced))

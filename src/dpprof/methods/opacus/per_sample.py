@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.methods.opacus.opacus_step import OpacusStep
+from dpprof.methods.opacus.padded_lookups import leave_padding_out
 from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.opacus.refusals import tell_refusals
 from dpprof.methods.training_step import Batch, Enter, Watch, mean_loss
@@ -34,6 +35,7 @@ class OpacusPerSample(OpacusStep):
         super().__init__(model, experiment)
         with tell_refusals():
             self.module = self.wrap(model)
+        leave_padding_out(self.module)
 
     @staticmethod
     @abstractmethod

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.methods.opacus.opacus_step import OpacusStep
+from dpprof.methods.opacus.padded_lookups import leave_padding_out
 from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.opacus.refusals import tell_refusals
 from dpprof.methods.training_step import Batch, Enter, Watch
@@ -83,6 +84,7 @@ class OpacusTwoPass(OpacusStep):
                 max_grad_norm=experiment.max_grad_norm,
                 use_ghost_clipping=self.use_ghost_clipping,
             )
+        leave_padding_out(self.module)
 
     def module_type(self) -> Callable[..., nn.Module]:
         """Return the wrapper of the model, of Opacus's that compute norms."""
