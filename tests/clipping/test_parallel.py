@@ -138,6 +138,16 @@ def test_each_element_gets_noise_once_and_no_two_ranks_draw_the_same(pools, kind
     assert len(first.unique()) > 0.99 * n
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_global_seed_does_not_decide_the_noise_of_ranks(pools, kind) -> None:
+    found = [pools[2].compute(parallel_cases.draw_noise, kind, seeded=False) for _ in range(2)]
+    ((one, *_), _), *_ = found[0]
+    ((other, *_), _), *_ = found[1]
+    assert abs(correlation(one, other)) < 5 / len(one) ** 0.5
+    seeds = {seed for ranks in found for _, seed in ranks}
+    assert len(seeds) == 4
+
+
 def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
 

@@ -31,8 +31,10 @@ class NoisyOptimizer(OptimizerWrapper):
         noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
         expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
-        generator: Source of the noise. Of several ranks only rank 0's counts: each rank draws from
-            a generator of its own, whose seed derives from the next number of this one.
+        generator: Source of the noise, used as it is given: seeded as in an earlier run, it repeats
+            that run's noise. By default each device has one of its own, which the operating system
+            seeds. Of several ranks only rank 0's counts: each rank draws from a generator of its
+            own, whose seed derives from the next number of this one.
         secure_mode: Draw noise that withstands floating point attacks, see ``draw_secure_noise``;
             the generator must be secure too. Refused with several ranks.
 
@@ -45,6 +47,9 @@ class NoisyOptimizer(OptimizerWrapper):
     changed after it was clipped; if not exactly one batch was clipped since the last step, because
     the accountant counts one; if the bound changed in between; if ranks have other settings.
     With several ranks the batch is that of all ranks, and each element gets noise once.
+
+    Noise does not follow ``torch.manual_seed``: a run that is started again with its seed would put
+    the same noise on other batches, and the difference of two released models would have no noise.
 
     Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it.
 
@@ -94,6 +99,7 @@ class NoisyOptimizer(OptimizerWrapper):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.generator = clipping.ranks.make_generator(generator)
+        self._own_generators: dict[torch.device, torch.Generator] = {}
         self.secure_mode = secure_mode
         self._batches_before = clipping.batches
         self._bound: float | None = None
@@ -121,6 +127,20 @@ class NoisyOptimizer(OptimizerWrapper):
         if not (math.isfinite(multiplier) and multiplier >= 0):
             raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
         self._noise_multiplier = float(multiplier)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The sources of the noise: the given one, or one for each device of the parameters."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return list(dict.fromkeys(self._generator_on(p.device) for p in parameters))
+
+    def _generator_on(self, device: torch.device) -> torch.Generator:
+        if self.generator is not None:
+            return self.generator
+        if device not in self._own_generators:
+            self._own_generators[device] = own = torch.Generator(device)
+            own.seed()
+        return self._own_generators[device]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -169,10 +189,10 @@ class NoisyOptimizer(OptimizerWrapper):
         if std == 0:
             summed /= size
         elif self.secure_mode:
-            summed += draw_secure_noise(std, summed, self.generator)
+            summed += draw_secure_noise(std, summed, self._generator_on(summed.device))
             summed /= size
         else:
-            noise = draw_noise(std / size, summed, self.generator)
+            noise = draw_noise(std / size, summed, self._generator_on(summed.device))
             torch.add(noise, summed, alpha=1 / size, out=summed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -210,9 +210,10 @@ class Loop:
         meanwhile: others have no gradient behind them.
         """
         kind = nn.modules.dropout._DropoutNd  # noqa: SLF001 (the common base)
-        source = getattr(self.private, "generator", None)
+        sources = [getattr(self.private, "generator", None)]
+        sources = getattr(self.private, "generators", sources)
         with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
-            if source is not None:
+            for source in filter(None, sources):
                 stack.callback(source.set_state, source.get_state())
             for module in self.model.modules():
                 if isinstance(module, kind):
