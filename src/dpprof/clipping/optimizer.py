@@ -14,6 +14,7 @@ from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
+_INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
 
 
 class NoisyOptimizer(OptimizerWrapper):
@@ -50,6 +51,13 @@ class NoisyOptimizer(OptimizerWrapper):
 
     Noise does not follow ``torch.manual_seed``: a run that is started again with its seed would put
     the same noise on other batches, and the difference of two released models would have no noise.
+
+    A run that loads ``state_dict`` draws the noise that the stopped one would have drawn. It
+    computes again what that one did after it saved, so all else must come out the same: samples,
+    dropout, and what else is random. Restore it from the same file, let one run alone go on from a
+    state, and release nothing of what the stopped run did later. Or take fresh noise: load the
+    state into the ``original_optimizer`` of an optimizer that was given no generator. Then
+    whatever was released of the steps that are repeated counts for the accountant too.
 
     Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it.
 
@@ -101,6 +109,11 @@ class NoisyOptimizer(OptimizerWrapper):
         self.generator = clipping.ranks.make_generator(generator)
         self._own_generators: dict[torch.device, torch.Generator] = {}
         self.secure_mode = secure_mode
+        self.steps = 0
+        """How many batches got noise."""
+
+        self._made_with = self._settings | {"rank": clipping.ranks.rank}
+        self._made_with["number of ranks"] = clipping.ranks.size
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
@@ -143,6 +156,18 @@ class NoisyOptimizer(OptimizerWrapper):
         return self._own_generators[device]
 
     @property
+    def _settings(self) -> dict[str, Any]:
+        """What scales and averages noise, at present."""
+        size = self.expected_batch_size
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": None if size is None else float(size),
+            "loss_reduction": self.loss_reduction,
+            "secure_mode": self.secure_mode,
+        }
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Refuse ``GradScaler.step``, which reads this first."""
         raise RuntimeError(
@@ -177,6 +202,7 @@ class NoisyOptimizer(OptimizerWrapper):
             parameter.grad = ranks.release_sum(summed, self._add_noise_to)
         self._bound = None
         self._is_noised = True
+        self.steps += 1
 
     @torch.no_grad()
     def _add_noise_to(self, summed: Tensor, *others: Tensor) -> None:
@@ -203,6 +229,116 @@ class NoisyOptimizer(OptimizerWrapper):
             self._bound = None
             self.clipping.drop_waiting()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
+
+        Returns:
+            ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: states of the
+            generators, settings as they were given and as they are, and counts.
+
+        Raises:
+            RuntimeError: A batch is not finished, or the generator does not give its state.
+        """
+        self._refuse_within_a_batch("saved")
+        try:
+            states = {str(one.device): one.get_state() for one in self.generators}
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the generator of the noise does not give its state ({error}), so no run can draw "
+                "what this one would; save optimizer.original_optimizer.state_dict()"
+            ) from error
+        privacy = {
+            "made_with": dict(self._made_with),
+            "settings": self._settings,
+            "generators": states,
+            "steps": self.steps,
+            "batches": self.clipping.batches,
+            "nonfinite_samples": self.clipping.nonfinite_samples_total,
+        }
+        return super().state_dict() | {"privacy": privacy}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was called, or raise and change nothing.
+
+        Settings that a scheduler had changed by then, and the clipping's counts, are restored too.
+
+        Args:
+            state_dict: Of the same rank of an optimizer that was made with the same settings.
+
+        Raises:
+            RuntimeError: A batch is not finished.
+            ValueError: The state is of other settings, of another rank or number of ranks, of an
+                optimizer without noise, or of generators that are not like those here.
+        """
+        self._refuse_within_a_batch("loaded")
+        inner = dict(state_dict)
+        privacy = inner.pop("privacy", None)
+        if privacy is None:
+            raise ValueError(
+                "this state has no 'privacy', as that of an optimizer without noise; load it into "
+                "optimizer.original_optimizer"
+            )
+        for name, own in self._made_with.items():
+            other = privacy["made_with"].get(name)
+            if other != own:
+                raise ValueError(
+                    f"this state is of an optimizer that was made with {name} {other!r}, and this "
+                    f"one with {own!r}; {_INTO_INNER}"
+                )
+        states = self._match(privacy["generators"])
+        counts = ("steps", "batches", "nonfinite_samples")
+        steps, batches, nonfinite = (privacy[name] for name in counts)
+        before = self._settings
+        try:
+            self._set(privacy["settings"])
+            super().load_state_dict(inner)
+        except BaseException:
+            self._set(before)
+            raise
+        for generator, state in states:
+            generator.set_state(state)
+        self.steps = steps
+        self.clipping.batches = self._batches_before = batches
+        self.clipping.nonfinite_samples_total = nonfinite
+
+    def _match(self, saved: dict[str, Tensor]) -> list[tuple[torch.Generator, Tensor]]:
+        """Pair generators with states that they take, in the order of the parameters."""
+        kinds = [torch.device(name).type for name in saved]
+        own = [one.device.type for one in self.generators]
+        if kinds != own:
+            raise ValueError(
+                f"the noise of this state was drawn on {', '.join(kinds)}, and this optimizer "
+                f"draws on {', '.join(own)}; {_INTO_INNER}"
+            )
+        states = [state.cpu() for state in saved.values()]  # map_location may have moved them
+        pairs = list(zip(self.generators, states, strict=True))
+        try:
+            for generator, state in pairs:
+                generator.clone_state().set_state(state)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the generator of the noise does not take this state ({error}); {_INTO_INNER}"
+            ) from error
+        return pairs
+
+    def _set(self, settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def _refuse_within_a_batch(self, done: str) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if (
+            self.clipping.batches != self._batches_before
+            or self._step_skip_queue
+            or self._is_noised
+            or any(getattr(p, "summed_grad", None) is not None for p in parameters)
+        ):
+            raise RuntimeError(
+                f"a state cannot be {done} within a batch: sums without noise must not be written "
+                "to a disk, and a run that goes on would lose them; do it before backward, or "
+                "after the step of the last part of a batch"
+            )
+
     def _will_skip(self) -> bool:
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
 
@@ -214,6 +350,7 @@ class NoisyOptimizer(OptimizerWrapper):
             "noise_multiplier": self.noise_multiplier,
             "expected_batch_size": self.expected_batch_size or 0,
             "loss_reduction": self.loss_reduction,
+            "the number of steps": self.steps,
             "the trained parameters": "\n".join(
                 f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
             ),
