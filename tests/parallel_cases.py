@@ -1,5 +1,6 @@
 """What ranks do in tests of noise, communication and disagreement; each function runs on each."""
 
+import io
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -171,8 +172,45 @@ def take_a_step(case: Case, change: str) -> None:
         optimizer.generator.manual_seed(7)
     if change == "parts" and other:
         optimizer.signal_skip_step()
+    optimizer.steps += change == "steps" and other
     clipping.backward(losses_of(model, case, [rank()]))
     optimizer.step()
+
+
+def resume(case: Case) -> tuple[list[dict[str, Tensor]], list[Any], str]:
+    """Train on noise, and once more from this rank's state; and load the state of the other rank.
+
+    Returns the weights and the generator's state after both, and what was refused.
+    """
+
+    def go_on(model: nn.Module, clipping: Clipping, optimizer: NoisyOptimizer) -> None:
+        for _ in range(2):
+            for parts_follow in (True, False):
+                optimizer.signal_skip_step(parts_follow)
+                clipping.backward(losses_of(model, case, [rank()]))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    whole_run, other_run = prepare(case), prepare(case)
+    go_on(*whole_run)
+    file = io.BytesIO()
+    torch.save([one.state_dict() for one in (whole_run[0], whole_run[2])], file)
+    go_on(*whole_run)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    model, _, optimizer = other_run
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    go_on(*other_run)
+    found = [{name: whole(p) for name, p in named(run[0])} for run in (whole_run, other_run)]
+    privacy = [run[2].state_dict()["privacy"] for run in (whole_run, other_run)]
+    made_with = state["privacy"]["made_with"]
+    made_with["rank"] = 1 - made_with["rank"]
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        return found, privacy, str(error)
+    return found, privacy, ""
 
 
 def make_secure(case: Case) -> None:

@@ -176,6 +176,24 @@ def test_a_loss_that_is_scaled_masked_or_negative_is_bounded(scale, way) -> None
         assert float(total.norm()) <= C * (1 + 2**-24)
 
 
+@pytest.mark.parametrize("way", FLAT)
+def test_clipping_once_more_says_what_to_leave_out(way) -> None:
+    model = build()
+    clipping = way(model, C)
+    optimizer = NoisyOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        clipping,
+        noise_multiplier=1.0,
+        expected_batch_size=B,
+    )
+    clipping.backward(losses_of(model))
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    with pytest.raises(
+        RuntimeError, match=r"as Hugging Face's Trainer calls it: .*_clip_grad_norm"
+    ):
+        optimizer.step()
+
+
 def test_compiling_the_whole_graph_says_what_to_leave_out() -> None:
     torch._dynamo.reset()  # of what other tests compiled
     model = build()

@@ -174,7 +174,7 @@ def test_a_state_that_was_saved_is_loaded_into_the_optimizer_inside() -> None:
         else:
             optimizer.load_state_dict(states[0])
         assert optimizer.state is sgd.state
-        states.append(sgd.state_dict())
+        states.append(optimizer.state_dict())
 
     momenta = [[one["momentum_buffer"] for one in found["state"].values()] for found in states]
     assert momenta[0]

@@ -138,6 +138,29 @@ def test_each_element_gets_noise_once_and_no_two_ranks_draw_the_same(pools, kind
     assert len(first.unique()) > 0.99 * n
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_global_seed_does_not_decide_the_noise_of_ranks(pools, kind) -> None:
+    found = [pools[2].compute(parallel_cases.draw_noise, kind, seeded=False) for _ in range(2)]
+    ((one, *_), _), *_ = found[0]
+    ((other, *_), _), *_ = found[1]
+    assert abs(correlation(one, other)) < 5 / len(one) ** 0.5
+    seeds = {seed for ranks in found for _, seed in ranks}
+    assert len(seeds) == 4
+
+
+@pytest.mark.parametrize("way", ["flash", "flash-bk"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_that_are_resumed_end_as_those_that_were_not_stopped(pools, kind, way) -> None:
+    ranks = pools[2].compute(parallel_cases.resume, Case(way=way, kind=kind))
+    for rank, ((whole, other), (privacy, others), told) in enumerate(ranks):
+        for name in whole:
+            assert torch.equal(other[name], whole[name])
+        assert others["generators"].keys() == {"cpu"}
+        assert torch.equal(others["generators"]["cpu"], privacy["generators"]["cpu"])
+        assert (others["steps"], others["batches"]) == (4, 8)
+        assert f"made with rank {1 - rank}, and this one with {rank};" in told
+
+
 def correlation(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
 
@@ -168,6 +191,7 @@ def test_a_batch_in_parts_is_reduced_once(pools, kind, what, way) -> None:
         ("bound", "max_grad_norm differs between rank 0 and rank 1: 0.5 and 1"),
         ("noise", "noise_multiplier differs between rank 0 and rank 1: 2 and 0.1"),
         ("size", "expected_batch_size differs between rank 0 and rank 1: 4 and 5"),
+        ("steps", "the number of steps differs between rank 0 and rank 1: 0 and 1"),
         ("seed", "two ranks draw noise from one seed"),
         ("frozen", "differs between rank 0 and rank 1"),
     ],

@@ -105,6 +105,23 @@ def test_noise_is_gaussian_of_the_stated_scale_whatever_the_batch(way, samples) 
     assert abs(float(neighbours)) < 5 / math.sqrt(n)
 
 
+def draw_noise(generator: torch.Generator | None = None) -> torch.Tensor:
+    model = build()
+    clipping, optimizer = private(BookKeeping, model, generator=generator)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    clipping.backward(torch.zeros(0))
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), before)
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_noise_follows_a_generator_that_is_given_and_never_the_global_seed() -> None:
+    assert not (draw_noise() == draw_noise()).any()
+    first, again = (draw_noise(torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first, again)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("is_secure", [False, True])
 def test_a_gradient_is_the_sum_with_opacus_noise_over_the_batch_size_expected(

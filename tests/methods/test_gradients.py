@@ -119,6 +119,11 @@ def test_noise_has_the_standard_deviation_that_was_asked_for(method) -> None:
     assert abs(noise.mean().item()) < 0.01
 
 
+@pytest.mark.parametrize("method", ["microbatch", "per-layer", *PRIVATE])
+def test_an_experiment_draws_the_same_noise_again(method) -> None:
+    assert torch.equal(*(gradient(method, noise_multiplier=3.0) for _ in range(2)))
+
+
 @pytest.mark.parametrize("method", OPACUS)
 def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
     fields = {"batch_size": 4, "dtype": "float64", "max_grad_norm": 0.1}

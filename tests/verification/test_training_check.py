@@ -203,10 +203,13 @@ def test_it_leaves_everything_as_it_was(way) -> None:
     momenta = copy.deepcopy(private.original_optimizer.state_dict()["state"])
     gradients = [p.grad.clone() for p in model.parameters()]
     random = torch.get_rng_state()
+    sources = private.generators if way == "flash-bk" else []
+    noise = [one.get_state() for one in sources]
     check(model, loss, points(), private)
 
     assert len(counted) == 1
     assert torch.equal(torch.get_rng_state(), random)
+    assert all(map(torch.equal, [one.get_state() for one in sources], noise))
     assert all(map(torch.equal, model.parameters(), other))
     assert all(map(torch.equal, [p.grad for p in model.parameters()], gradients))
     for at, one in private.original_optimizer.state_dict()["state"].items():

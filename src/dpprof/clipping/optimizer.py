@@ -14,6 +14,7 @@ from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
+_INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
 
 
 class NoisyOptimizer(OptimizerWrapper):
@@ -31,8 +32,10 @@ class NoisyOptimizer(OptimizerWrapper):
         noise_multiplier: Standard deviation of the noise over the bound; finite, 0 for none.
         expected_batch_size: The mean batch size of Poisson sampling, over all ranks.
         loss_reduction: ``mean`` divides by ``expected_batch_size``, ``sum`` does not.
-        generator: Source of the noise. Of several ranks only rank 0's counts: each rank draws from
-            a generator of its own, whose seed derives from the next number of this one.
+        generator: Source of the noise, used as it is given: seeded as in an earlier run, it repeats
+            that run's noise. By default each device has one of its own, which the operating system
+            seeds. Of several ranks only rank 0's counts: each rank draws from a generator of its
+            own, whose seed derives from the next number of this one.
         secure_mode: Draw noise that withstands floating point attacks, see ``draw_secure_noise``;
             the generator must be secure too. Refused with several ranks.
 
@@ -45,6 +48,16 @@ class NoisyOptimizer(OptimizerWrapper):
     changed after it was clipped; if not exactly one batch was clipped since the last step, because
     the accountant counts one; if the bound changed in between; if ranks have other settings.
     With several ranks the batch is that of all ranks, and each element gets noise once.
+
+    Noise does not follow ``torch.manual_seed``: a run that is started again with its seed would put
+    the same noise on other batches, and the difference of two released models would have no noise.
+
+    A run that loads ``state_dict`` draws the noise that the stopped one would have drawn. It
+    computes again what that one did after it saved, so all else must come out the same: samples,
+    dropout, and what else is random. Restore it from the same file, let one run alone go on from a
+    state, and release nothing of what the stopped run did later. Or take fresh noise: load the
+    state into the ``original_optimizer`` of an optimizer that was given no generator. Then
+    whatever was released of the steps that are repeated counts for the accountant too.
 
     Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it.
 
@@ -94,7 +107,13 @@ class NoisyOptimizer(OptimizerWrapper):
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
         self.generator = clipping.ranks.make_generator(generator)
+        self._own_generators: dict[torch.device, torch.Generator] = {}
         self.secure_mode = secure_mode
+        self.steps = 0
+        """How many batches got noise."""
+
+        self._made_with = self._settings | {"rank": clipping.ranks.rank}
+        self._made_with["number of ranks"] = clipping.ranks.size
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
@@ -121,6 +140,32 @@ class NoisyOptimizer(OptimizerWrapper):
         if not (math.isfinite(multiplier) and multiplier >= 0):
             raise ValueError(f"noise_multiplier must be finite and at least 0, and is {multiplier}")
         self._noise_multiplier = float(multiplier)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The sources of the noise: the given one, or one for each device of the parameters."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return list(dict.fromkeys(self._generator_on(p.device) for p in parameters))
+
+    def _generator_on(self, device: torch.device) -> torch.Generator:
+        if self.generator is not None:
+            return self.generator
+        if device not in self._own_generators:
+            self._own_generators[device] = own = torch.Generator(device)
+            own.seed()
+        return self._own_generators[device]
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What scales and averages noise, at present."""
+        size = self.expected_batch_size
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": None if size is None else float(size),
+            "loss_reduction": self.loss_reduction,
+            "secure_mode": self.secure_mode,
+        }
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -157,6 +202,7 @@ class NoisyOptimizer(OptimizerWrapper):
             parameter.grad = ranks.release_sum(summed, self._add_noise_to)
         self._bound = None
         self._is_noised = True
+        self.steps += 1
 
     @torch.no_grad()
     def _add_noise_to(self, summed: Tensor, *others: Tensor) -> None:
@@ -169,10 +215,10 @@ class NoisyOptimizer(OptimizerWrapper):
         if std == 0:
             summed /= size
         elif self.secure_mode:
-            summed += draw_secure_noise(std, summed, self.generator)
+            summed += draw_secure_noise(std, summed, self._generator_on(summed.device))
             summed /= size
         else:
-            noise = draw_noise(std / size, summed, self.generator)
+            noise = draw_noise(std / size, summed, self._generator_on(summed.device))
             torch.add(noise, summed, alpha=1 / size, out=summed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -182,6 +228,116 @@ class NoisyOptimizer(OptimizerWrapper):
         if not self._is_last_step_skipped:
             self._bound = None
             self.clipping.drop_waiting()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
+
+        Returns:
+            ``state`` and ``param_groups`` of the optimizer inside, and ``privacy``: states of the
+            generators, settings as they were given and as they are, and counts.
+
+        Raises:
+            RuntimeError: A batch is not finished, or the generator does not give its state.
+        """
+        self._refuse_within_a_batch("saved")
+        try:
+            states = {str(one.device): one.get_state() for one in self.generators}
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the generator of the noise does not give its state ({error}), so no run can draw "
+                "what this one would; save optimizer.original_optimizer.state_dict()"
+            ) from error
+        privacy = {
+            "made_with": dict(self._made_with),
+            "settings": self._settings,
+            "generators": states,
+            "steps": self.steps,
+            "batches": self.clipping.batches,
+            "nonfinite_samples": self.clipping.nonfinite_samples_total,
+        }
+        return super().state_dict() | {"privacy": privacy}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was called, or raise and change nothing.
+
+        Settings that a scheduler had changed by then, and the clipping's counts, are restored too.
+
+        Args:
+            state_dict: Of the same rank of an optimizer that was made with the same settings.
+
+        Raises:
+            RuntimeError: A batch is not finished.
+            ValueError: The state is of other settings, of another rank or number of ranks, of an
+                optimizer without noise, or of generators that are not like those here.
+        """
+        self._refuse_within_a_batch("loaded")
+        inner = dict(state_dict)
+        privacy = inner.pop("privacy", None)
+        if privacy is None:
+            raise ValueError(
+                "this state has no 'privacy', as that of an optimizer without noise; load it into "
+                "optimizer.original_optimizer"
+            )
+        for name, own in self._made_with.items():
+            other = privacy["made_with"].get(name)
+            if other != own:
+                raise ValueError(
+                    f"this state is of an optimizer that was made with {name} {other!r}, and this "
+                    f"one with {own!r}; {_INTO_INNER}"
+                )
+        states = self._match(privacy["generators"])
+        counts = ("steps", "batches", "nonfinite_samples")
+        steps, batches, nonfinite = (privacy[name] for name in counts)
+        before = self._settings
+        try:
+            self._set(privacy["settings"])
+            super().load_state_dict(inner)
+        except BaseException:
+            self._set(before)
+            raise
+        for generator, state in states:
+            generator.set_state(state)
+        self.steps = steps
+        self.clipping.batches = self._batches_before = batches
+        self.clipping.nonfinite_samples_total = nonfinite
+
+    def _match(self, saved: dict[str, Tensor]) -> list[tuple[torch.Generator, Tensor]]:
+        """Pair generators with states that they take, in the order of the parameters."""
+        kinds = [torch.device(name).type for name in saved]
+        own = [one.device.type for one in self.generators]
+        if kinds != own:
+            raise ValueError(
+                f"the noise of this state was drawn on {', '.join(kinds)}, and this optimizer "
+                f"draws on {', '.join(own)}; {_INTO_INNER}"
+            )
+        states = [state.cpu() for state in saved.values()]  # map_location may have moved them
+        pairs = list(zip(self.generators, states, strict=True))
+        try:
+            for generator, state in pairs:
+                generator.clone_state().set_state(state)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the generator of the noise does not take this state ({error}); {_INTO_INNER}"
+            ) from error
+        return pairs
+
+    def _set(self, settings: dict[str, Any]) -> None:
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def _refuse_within_a_batch(self, done: str) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if (
+            self.clipping.batches != self._batches_before
+            or self._step_skip_queue
+            or self._is_noised
+            or any(getattr(p, "summed_grad", None) is not None for p in parameters)
+        ):
+            raise RuntimeError(
+                f"a state cannot be {done} within a batch: sums without noise must not be written "
+                "to a disk, and a run that goes on would lose them; do it before backward, or "
+                "after the step of the last part of a batch"
+            )
 
     def _will_skip(self) -> bool:
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
@@ -194,6 +350,7 @@ class NoisyOptimizer(OptimizerWrapper):
             "noise_multiplier": self.noise_multiplier,
             "expected_batch_size": self.expected_batch_size or 0,
             "loss_reduction": self.loss_reduction,
+            "the number of steps": self.steps,
             "the trained parameters": "\n".join(
                 f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
             ),
@@ -239,7 +396,9 @@ class NoisyOptimizer(OptimizerWrapper):
         if parameter.grad is not None and bound_of(parameter.grad) != self.max_grad_norm:
             raise RuntimeError(
                 f"the gradient of {name}, or the bound, changed after it was clipped; change "
-                "neither between backward and step"
+                "neither between backward and step (clip_grad_norm_ changes gradients even with a "
+                "bound of inf, as Hugging Face's Trainer calls it: give your Trainer a "
+                "_clip_grad_norm and a _get_grad_norm that do nothing)"
             )
 
     def _require_noise(self, optimizer: Optimizer, *_: Any) -> None:

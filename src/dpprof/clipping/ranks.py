@@ -86,7 +86,7 @@ class Ranks:
         raise NotImplementedError
 
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
-        """Make the source of this rank's noise."""
+        """Make the source of this rank's noise; None for one that the operating system seeds."""
         return source
 
     def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
@@ -128,11 +128,17 @@ class SeveralRanks(Ranks):
             )
 
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
-        """Make a generator whose seed no other rank has, from the next number of rank 0's."""
+        """Make a generator whose seed no other rank has, from the next number of rank 0's.
+
+        Without a source the number is the operating system's.
+        """
         if self.size == 1:
             return source
-        origin = torch.device("cpu") if source is None else source.device
-        base = torch.randint(2**63 - 1, (1,), generator=source, device=origin).to(self.device)
+        if source is None:
+            base = torch.tensor([torch.Generator().seed() % 2**63])
+        else:
+            base = torch.randint(2**63 - 1, (1,), generator=source, device=source.device)
+        base = base.to(self.device)
         distributed.broadcast(base, group=self.group, group_src=0)
         if isinstance(base, FakeTensor):
             return torch.Generator(self.device)

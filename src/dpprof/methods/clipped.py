@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,12 +38,17 @@ class ClippedStep(TrainingStep):
         self.clipping = self.clipping_type(model, experiment.max_grad_norm, first_batch="trusted")
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
-        """Wrap the optimizer in one that adds noise."""
+        """Wrap the optimizer in one that adds noise, which the experiment's seed decides."""
+        device = next(self.module.parameters()).device
+        seeded = torch.default_generator
+        if device.type == "cuda":
+            seeded = torch.cuda.default_generators[device.index]
         self.optimizer = NoisyOptimizer(
             optimizer,
             self.clipping,
             noise_multiplier=self.experiment.noise_multiplier,
             expected_batch_size=self.experiment.world_size * self.experiment.batch_size,
+            generator=seeded,
         )
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:

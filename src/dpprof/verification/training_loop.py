@@ -219,9 +219,10 @@ class Loop:
         Trained parameters that are all zero, such as an adapter's second matrix, are moved
         meanwhile: others have no gradient behind them.
         """
-        source = getattr(self.private, "generator", None)
+        sources = [getattr(self.private, "generator", None)]
+        sources = getattr(self.private, "generators", sources)
         with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
-            if source is not None:
+            for source in filter(None, sources):
                 stack.callback(source.set_state, source.get_state())
             for module in self.dropout:
                 stack.enter_context(substitute(module, "p", value=0.0))

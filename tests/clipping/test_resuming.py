@@ -1,0 +1,369 @@
+"""A run that was stopped and resumed ends with the same bits as one that was not."""
+
+import io
+import multiprocessing
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from opacus.schedulers import ExponentialNoise
+from small_models import FLAT, batch, build
+
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.optimizer import NoisyOptimizer
+
+INNER = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+
+
+class Run:
+    """A private training of a small model."""
+
+    def __init__(self, way=BookKeeping, inner="sgd", **options) -> None:
+        settings = {"noise_multiplier": 2.0, "expected_batch_size": 4} | options
+        self.model = build()
+        self.clipping = way(self.model, settings.pop("max_grad_norm", 0.5))
+        wrapped = INNER[inner](self.model.parameters())
+        self.optimizer = NoisyOptimizer(wrapped, self.clipping, **settings)
+
+    def train(self, steps: int, parts: int = 1) -> "Run":
+        for _ in range(steps):
+            for at in range(parts):
+                self.optimizer.signal_skip_step(at < parts - 1)
+                self.clipping.backward(self.losses(at, parts))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def losses(self, at: int = 0, parts: int = 1) -> torch.Tensor:
+        ids, labels, weights = (part.chunk(parts)[at] for part in batch(4, 7))
+        if at == 0:
+            weights = weights.clone()
+            weights[0] = torch.inf  # one of four is not finite
+        return self.model.losses(ids, labels, weights)
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def save(self) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save(self.state(), file)
+        return file
+
+    def load(self, file: io.BytesIO) -> "Run":
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        return self
+
+
+def same(one, other) -> bool:
+    """Compare nested states to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("is_seeded", [False, True])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("way", FLAT)
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_stopped(
+    way, inner, is_seeded, parts
+) -> None:
+    def make(seed: int) -> Run:
+        generator = torch.Generator().manual_seed(seed) if is_seeded else None
+        return Run(way, inner, generator=generator)
+
+    whole = make(5)
+    first = whole.save()
+    second = whole.train(2, parts).save()
+    whole.train(2, parts)
+    others = [make(6).load(first).train(4, parts), make(7).load(second).train(2, parts)]
+
+    for other in others:
+        assert same(other.state(), whole.state())
+        assert other.optimizer.steps == 4
+        assert other.clipping.batches == 4 * parts
+        assert other.clipping.nonfinite_samples_total == 4
+
+
+def test_what_schedules_changed_is_restored_and_goes_on() -> None:
+    def make(**options) -> tuple[Run, ExponentialNoise]:
+        run = Run(**options)
+        return run, ExponentialNoise(run.optimizer, gamma=0.5)
+
+    def train(run: Run, schedule: ExponentialNoise) -> None:
+        for _ in range(2):
+            run.train(1)
+            schedule.step()
+            run.clipping.max_grad_norm *= 3
+
+    whole, schedule = make()
+    train(whole, schedule)
+    file, scheduled = whole.save(), dict(schedule.state_dict())
+    train(whole, schedule)
+    other, schedule = make()
+    other.load(file)
+    schedule.load_state_dict(scheduled)
+    assert (other.optimizer.noise_multiplier, other.clipping.max_grad_norm) == (0.5, 4.5)
+    train(other, schedule)
+
+    assert (other.optimizer.noise_multiplier, other.clipping.max_grad_norm) == (0.125, 40.5)
+    assert same(other.state(), whole.state())
+    with pytest.raises(ValueError, match=r"noise_multiplier 2\.0, and this one with 0\.5;"):
+        make(noise_multiplier=0.5)[0].load(file)  # as it is now, not as it began
+
+
+def test_a_state_is_that_of_the_optimizer_inside_with_privacy_added() -> None:
+    run = Run(inner="adamw").train(1)
+    state = run.optimizer.state_dict()
+    inner = run.optimizer.original_optimizer.state_dict()
+    assert state.keys() == {*inner, "privacy"}
+    assert same({key: state[key] for key in inner}, inner)
+
+
+def test_a_state_in_the_optimizer_inside_leaves_noise_fresh() -> None:
+    first = Run().train(1)
+    state = first.optimizer.state_dict()
+    first.train(1)
+    for _ in range(2):
+        other = Run()
+        other.optimizer.original_optimizer.load_state_dict(state)
+        assert same(other.optimizer.original_optimizer.state_dict()["state"], state["state"])
+        assert not same(other.optimizer.state_dict()["privacy"], state["privacy"])
+        assert not same(other.train(1).state(), first.state())
+
+
+def refuse(run: Run, state, told: str, error=ValueError) -> None:
+    """Load a state, which is refused and changes nothing."""
+    before = run.save()
+    with pytest.raises(error, match=told):
+        run.optimizer.load_state_dict(state)
+    before.seek(0)
+    assert same(run.state(), torch.load(before))
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "told"),
+    [
+        ("noise_multiplier", 1.5, r"noise_multiplier 2\.0, and this one with 1\.5;"),
+        ("max_grad_norm", 0.25, r"max_grad_norm 0\.5, and this one with 0\.25;"),
+        ("expected_batch_size", 5, r"expected_batch_size 4\.0, and this one with 5\.0;"),
+        ("loss_reduction", "sum", "loss_reduction 'mean', and this one with 'sum';"),
+        ("secure_mode", True, "secure_mode False, and this one with True;"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(option, other, told) -> None:
+    state = Run().train(1).optimizer.state_dict()
+    refuse(Run(**{option: other}).train(2), state, told)
+
+
+def test_a_state_without_privacy_is_refused() -> None:
+    state = Run().train(1).optimizer.original_optimizer.state_dict()
+    refuse(Run(), state, r"load it into optimizer\.original_optimizer")
+
+
+@pytest.mark.parametrize(("what", "own"), [("rank", 0), ("number of ranks", 1)])
+def test_a_state_of_another_rank_is_refused(what, own) -> None:
+    state = Run().optimizer.state_dict()
+    state["privacy"]["made_with"][what] = 2
+    refuse(Run(), state, f"made with {what} 2, and this one with {own};")
+
+
+def test_a_state_of_another_kind_of_generator_is_refused() -> None:
+    state = Run().train(1).optimizer.state_dict()
+    states = state["privacy"]["generators"]
+    short = states["cpu"][:16]
+    states["cpu"] = short
+    refuse(Run(), state, "does not take this state .*size")
+    del states["cpu"]
+    states["cuda:0"] = short  # as a generator of CUDA gives it
+    refuse(Run(), state, "was drawn on cuda, and this optimizer draws on cpu;")
+
+
+def test_a_state_that_the_optimizer_inside_refuses_changes_nothing() -> None:
+    run = Run().train(1)
+    run.optimizer.noise_multiplier = 0.75
+    state = run.optimizer.state_dict()
+    state["param_groups"] = state["param_groups"] * 2
+    refuse(Run(), state, "different number of parameter groups")
+    state["privacy"]["settings"]["max_grad_norm"] = float("nan")
+    refuse(Run(), state, "max_grad_norm must be positive and finite")
+    del state["privacy"]["batches"]
+    refuse(Run(), state, "batches", KeyError)
+
+
+class Secure(torch.Generator):
+    """As torchcsprng's, which has no state to give or to take."""
+
+    def get_state(self):
+        raise RuntimeError("not implemented")
+
+    clone_state = set_state = get_state
+
+
+def test_a_generator_without_a_state_is_told() -> None:
+    run = Run(generator=Secure()).train(1)
+    with pytest.raises(RuntimeError, match=r"generator of the noise does not give its state"):
+        run.optimizer.state_dict()
+    state = Run().train(1).optimizer.state_dict()
+    with pytest.raises(ValueError, match="generator of the noise does not take this state"):
+        run.optimizer.load_state_dict(state)
+
+
+def left_after_backward(run: Run) -> None:
+    run.clipping.backward(run.losses())
+
+
+def left_after_a_part(run: Run) -> None:
+    run.optimizer.signal_skip_step()
+    run.clipping.backward(run.losses(0, 2))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def left_before_a_part(run: Run) -> None:
+    run.optimizer.signal_skip_step()
+
+
+def left_before_it_was_applied(run: Run) -> None:
+    run.clipping.backward(run.losses())
+    run.optimizer.accumulate()
+    run.optimizer.add_noise()
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [left_after_backward, left_after_a_part, left_before_a_part, left_before_it_was_applied],
+)
+def test_within_a_batch_a_state_is_neither_saved_nor_loaded(leave) -> None:
+    run = Run().train(1)
+    state = run.optimizer.state_dict()
+    leave(run)
+    with pytest.raises(RuntimeError, match="cannot be saved within a batch: sums without noise"):
+        run.optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="cannot be loaded within a batch"):
+        run.optimizer.load_state_dict(state)
+
+
+def test_a_batch_that_was_dropped_may_be_followed_by_a_state() -> None:
+    run = Run().train(1)
+    left_after_backward(run)
+    run.optimizer.zero_grad()
+    assert run.optimizer.state_dict()["privacy"]["steps"] == 1
+
+
+# The loop of the document, in processes that are killed.
+
+SETUP = '''
+import os
+import signal
+
+import torch
+from torch.utils.data import TensorDataset
+
+os.chdir(folder)
+
+
+class Seeded(torch.Generator):
+    """Seeds that can be compared, in place of the operating system's; others in each attempt."""
+
+    made = 0
+
+    def seed(self):
+        Seeded.made += 1
+        self.manual_seed(1000 * attempt + Seeded.made)
+
+
+torch.Generator = Seeded
+torch.set_num_threads(1)
+torch.manual_seed(attempt)
+from dpprof.clipping import Clipping
+
+backward, replace = Clipping.backward, os.replace
+calls = 0
+
+
+def die(where):
+    global calls
+    calls += where == moment
+    if where == moment and calls >= number:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_backward(clipping, losses):
+    backward(clipping, losses)
+    die("in a part" if clipping.continues() else "in a step")
+
+
+def dying_replace(*paths):
+    die("in writing")
+    replace(*paths)
+
+
+Clipping.backward, os.replace = dying_backward, dying_replace
+model = torch.nn.Sequential(
+    torch.nn.Embedding(16, 8), torch.nn.Dropout(0.2), torch.nn.LayerNorm(8), torch.nn.Linear(8, 16)
+)
+data = torch.randint(16, (2, 60, 5), generator=torch.Generator().manual_seed(1))
+dataset, sample_rate, total_steps = TensorDataset(*data), 0.1, 34
+'''
+
+END = """
+states = [one.state_dict() for one in (model, optimizer, accountant)]
+torch.save([*states, sampling.get_state(), torch.get_rng_state()], "final.pt")
+"""
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
+
+
+def run_script(
+    folder: Path, code: str, attempt: int, moment: str = "never", number: int = 0
+) -> int:
+    """Run a script in a process of its own, until it ends or kills itself; returns its status."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "opacus.accountants"])
+    names = {"folder": folder, "attempt": attempt, "moment": moment, "number": number}
+    process = context.Process(target=exec, args=(code, names))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+@pytest.mark.parametrize(
+    ("physical_batch", "kills"),
+    [(16, [("in a step", 17)]), (2, [("in a part", 40), ("in writing", 2)])],
+)
+def test_the_loop_in_the_documents_ends_with_the_same_bits_however_often_it_is_killed(
+    tmp_path, physical_batch, kills
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (loop,) = (block for block in blocks if "os.replace" in block)
+    assert "split(16)" in loop
+    code = SETUP + loop.replace("split(16)", f"split({physical_batch})") + END
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+
+    assert run_script(whole, code, 0) == 0
+    for attempt, (moment, number) in enumerate(kills):
+        assert run_script(killed, code, attempt, moment, number) == -signal.SIGKILL
+        assert (killed / "training.pt").exists()
+        assert not (killed / "final.pt").exists()
+    assert run_script(killed, code, len(kills)) == 0
+
+    expected, found = (torch.load(folder / "final.pt") for folder in (whole, killed))
+    assert same(found, expected)
+    assert found[2]["history"] == [(1.0, 0.1, 34)]
+    batches = found[1]["privacy"]["batches"]
+    assert batches == 34 if physical_batch == 16 else batches > 2 * 34
