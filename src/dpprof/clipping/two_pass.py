@@ -35,7 +35,10 @@ class FlashClipping(Clipping):
     Arguments, errors and what happens to NaN, infinity, zero and empty batches: ``Clipping``.
 
     Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
-    sensitivity ``max_grad_norm`` under adding or removing one sample.
+    sensitivity ``max_grad_norm`` under adding or removing one sample. The second pass must see the
+    gradients that the first measured, whatever the model draws, counts or reads in between. Random
+    projections tell (``projections``): in float32 a sample that would contribute C (1 + r) is
+    accepted with a probability of about 2^-12 / r, and in 16 bits on a GPU 2^-5 / r.
 
     Example:
         >>> import torch
