@@ -2,30 +2,29 @@
 
 The first pass of ``FlashClipping`` finds norms, and the second sums. In between, and in both, the
 user's code runs. Checkpointed blocks, layers without a rule and hooks may draw other numbers the
-second time, or write what was saved. So both passes project the gradient G of every parameter and
-sample, as a matrix, onto random directions: ``V^T G u``, where u is normal, and so are the
-``COLUMNS`` columns of V. Both are drawn anew for each batch, by a generator of their own. That is
-linear in G, so the uses of a parameter add up, and a linear layer with inputs X and output
-gradients Y needs no G: ``V^T (Y^T (X u))``. The projections of a vector are ``V^T G``.
+second time, or write what was saved. So both passes project the gradient G of every matrix and
+sample onto a random direction u: ``G u``, where u is normal, and G lies so that its rows are the
+longer side. The direction is drawn anew for each batch, by a generator of its own. The projection
+is linear in G, so the uses of a parameter add up, and a linear layer with inputs X and output
+gradients Y needs no G: ``Y^T (X u)``. Gradients of vectors are compared as they are.
 
 What it proves: let D be the difference between the two gradients of a sample, over max(norm, C).
-The sample contributes at most ``C (1 + |D|)``, beside rounding. The mean square of the projections
-of D has the expectation |D|^2, and a batch is refused where its root exceeds ``LIMITS``. The worst
+The sample contributes at most ``C (1 + |D|)``, beside rounding. The square of the projection of D
+has the expectation |D|^2, and a batch is refused where its root exceeds ``LIMITS``. The worst
 D has rank one; it passes where u is nearly orthogonal to it, with a probability of about ``limit /
 |D|``. In float32 that is 0.4 % for a sample that exceeds C by a sixteenth, and 0.02 % for 2 C.
 Others, and differences in several layers, samples or steps, are seen more surely. It is no proof
-where a model knows the directions.
+where a model knows the direction.
 
 Cost for a linear layer of d x p over T tokens, each time: 2 B T (d + p) FLOPs, and one read of
-inputs and output gradients.
+inputs and output gradients. Memory: B min(d, p) numbers for each matrix, B p for each vector.
 
-Shape legend: B samples, T tokens, d width of an input, p width of an output, K projections, P
-parameters.
+Shape legend: B samples, T tokens, d width of an input, p width of an output, m rows and n columns
+of a parameter, N numbers that a projection has.
 """
 
 import math
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpprof.clipping.contributions import Contribution, Lookup, Product, SampleGradients
 from dpprof.norms.tiles import accumulator_of
 from dpprof.records.births import allocates
-
-COLUMNS = 4
 
 LIMITS = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
 """How large D may be: some kernels add in any order."""
@@ -50,7 +47,7 @@ class Projections:
     Args:
         parameters: All that may get a gradient.
         losses: (B,), of the batch.
-        generator: Draws the directions on the losses' device.
+        generator: Draws the direction on the losses' device.
     """
 
     def __init__(
@@ -59,20 +56,19 @@ class Projections:
         losses: Tensor,
         generator: torch.Generator | None,
     ) -> None:
-        self._draw = partial(_draw_directions, parameters, losses, generator)
-        self._directions: tuple[Tensor, Tensor] | None = None
-        self._measured: dict[nn.Parameter, Tensor] = {}
-        self._summed: dict[nn.Parameter, Tensor] = {}
+        longest = max(max(_sides(parameter.shape)) for parameter in parameters)
+        self._direction = _draw_direction(longest, losses, generator)
+        self._differences: dict[nn.Parameter, Tensor] = {}
         self._limit = 0.0
 
     def note_measured(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         """Project what a norm was found of; what is for a vector must be materialised."""
         self._limit = max(self._limit, _limit_of(contribution))
-        self._add(self._measured, parameter, contribution)
+        self._add(parameter, contribution, 1)
 
     def note_summed(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         """Project what is summed; what is for a vector must be materialised."""
-        self._add(self._summed, parameter, contribution)
+        self._add(parameter, contribution, -1)
 
     @torch.no_grad()
     @allocates("norm_samples")
@@ -89,38 +85,27 @@ class Projections:
         Returns:
             The parameter in which they differ most; None if no sample's do.
         """
-        parameters = list(self._measured | self._summed)
-        if not parameters:
-            return None
-        none_BK = norms_B.new_zeros(len(norms_B), COLUMNS)
-        measured, summed = (
-            torch.stack([found.get(one, none_BK).to(norms_B.device) for one in parameters])
-            for found in (self._measured, self._summed)
-        )
-        squares_PB = (summed - measured).square_().mean(2)
-        moved_B = squares_PB.sum(0).sqrt_()
+        on_device = [one.to(norms_B.device) for one in self._differences.values()]
+        moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
         differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=bound))
         if excluded_B is not None:
             differs_B &= ~excluded_B
         differs = [] if isinstance(differs_B, FakeTensor) else differs_B.tolist()
         if not any(differs):
             return None
-        at = int(squares_PB[:, differs.index(True)].nan_to_num(math.inf).argmax())
-        return parameters[at]
+        sample = differs.index(True)
+        squares = {p: float(one[sample].square().sum()) for p, one in self._differences.items()}
+        return max(squares, key=lambda p: math.inf if math.isnan(squares[p]) else squares[p])
 
-    @torch.no_grad()
-    def _add(
-        self,
-        found: dict[nn.Parameter, Tensor],
-        parameter: nn.Parameter,
-        contribution: Contribution,
-    ) -> None:
-        if self._directions is None:
-            self._directions = self._draw()
-        u, V = (one.to(contribution[0].device) for one in self._directions)
-        projected_BK = _project(contribution, u, V)
-        before_BK = found.get(parameter)
-        found[parameter] = projected_BK if before_BK is None else before_BK + projected_BK
+    @allocates("norm_samples")
+    def _add(self, parameter: nn.Parameter, contribution: Contribution, sign: int) -> None:
+        projected_BN = _project(contribution, self._direction.to(contribution[0].device))
+        projected_BN = projected_BN.to(accumulator_of(projected_BN.dtype))
+        before_BN = self._differences.get(parameter)
+        if before_BN is None:
+            self._differences[parameter] = projected_BN if sign > 0 else -projected_BN
+        else:
+            self._differences[parameter] = before_BN.add(projected_BN, alpha=sign)
 
 
 def _limit_of(contribution: Contribution) -> float:
@@ -133,41 +118,32 @@ def _limit_of(contribution: Contribution) -> float:
 
 
 @allocates("norm_samples")
-def _draw_directions(
-    parameters: Iterable[nn.Parameter], losses: Tensor, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """Draw u and V, as long as the narrower and the wider side of any parameter."""
-    sides = [sorted(_sides(parameter.shape)) for parameter in parameters]
-    narrow, wide = (max(lengths) for lengths in zip(*sides, strict=True))
-    u, V = (
-        torch.randn(shape, generator=generator, dtype=losses.dtype, device=losses.device)
-        for shape in ((narrow,), (wide, COLUMNS))
-    )
-    return u, V
+def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw u, as long as the longest side of any parameter."""
+    return torch.randn(longest, generator=generator, dtype=losses.dtype, device=losses.device)
 
 
-@allocates("norm_samples")
-def _project(contribution: Contribution, u: Tensor, V: Tensor) -> Tensor:
-    """Project the gradients of samples; (B, K). The narrower side of a matrix meets ``u``."""
+def _project(contribution: Contribution, u: Tensor) -> Tensor:
+    """Project the gradients of samples; (B, N). The longer side of a matrix meets ``u``."""
     match contribution:
-        case Product(x_BTd, g_BTp):
-            narrow, wide = sorted((x_BTd, g_BTp), key=lambda side: side.shape[2])
-            projected = _weigh(narrow @ _fit(u, narrow), wide)
+        case Product(x_BTd, g_BTp, transposed):
+            left_BTm, right_BTn = (x_BTd, g_BTp) if transposed else (g_BTp, x_BTd)
+            if right_BTn.shape[2] < left_BTm.shape[2]:
+                left_BTm, right_BTn = right_BTn, left_BTm
+            return _weigh(right_BTn @ _fit(u, right_BTn), left_BTm)
+        case Lookup(ids_BT, g_BTd, rows, padding) if g_BTd.shape[2] < rows:
+            return _weigh(u[ids_BT].masked_fill(ids_BT == padding, 0), g_BTd)
         case Lookup(ids_BT, g_BTd, rows, padding):
-            is_narrow = g_BTd.shape[2] <= rows
-            shares_BT = g_BTd @ _fit(u, g_BTd) if is_narrow else u[ids_BT]
-            shares_BT = shares_BT.masked_fill(ids_BT == padding, 0)
-            if is_narrow:
-                return _weigh(shares_BT, V[ids_BT])
-            projected = _weigh(shares_BT, g_BTd)
+            shares_BT = (g_BTd @ _fit(u, g_BTd)).masked_fill(ids_BT == padding, 0)
+            return shares_BT.new_zeros(len(shares_BT), rows).scatter_add_(1, ids_BT, shares_BT)
+        case SampleGradients(gradients) if gradients.dim() <= 2:  # noqa: PLR2004
+            return gradients.flatten(1)
         case SampleGradients(gradients):
-            m, n = _sides(gradients.shape[1:])
-            matrices = gradients.reshape(len(gradients), m, n)
-            matrices = matrices if n <= m else matrices.transpose(1, 2)
-            projected = matrices[:, :, 0] if min(m, n) == 1 else matrices @ _fit(u, matrices)
-        case _:
-            raise AssertionError(contribution)
-    return projected.to(V.dtype) @ V[: projected.shape[1]]
+            matrices_Bmn = gradients.reshape(len(gradients), *_sides(gradients.shape[1:]))
+            if matrices_Bmn.shape[2] < matrices_Bmn.shape[1]:
+                matrices_Bmn = matrices_Bmn.transpose(1, 2)
+            return matrices_Bmn @ _fit(u, matrices_Bmn)
+    raise AssertionError(contribution)
 
 
 def _sides(shape: torch.Size) -> tuple[int, int]:

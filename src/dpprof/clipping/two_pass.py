@@ -120,9 +120,6 @@ class FlashClipping(Clipping):
 
 def _materialise_vector(contribution: Contribution) -> Contribution:
     """Compute the per-sample gradients of a vector; leave other contributions as they are."""
-    match contribution:
-        case Shift(g_BTp):
-            return SampleGradients(contribution.materialise(g_BTp))
-        case Scale():
-            return SampleGradients(contribution.materialise(*contribution))
+    if isinstance(contribution, Shift | Scale):
+        return SampleGradients(contribution.materialise(*contribution))
     return contribution
