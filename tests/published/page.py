@@ -23,8 +23,8 @@ _HEAD = """\
 dpprof predicts what a training step takes on a CUDA device without running it there. This page
 compares such predictions with what others measured on their GPUs and published. Each case is a
 small program of our own, written from the settings that the source states, and recorded as an
-estimate records a training. The programs and the published numbers are in
-[tests/published](../tests/published); a test fails where this page differs from what is computed.
+estimate records a training. [tests/published](../tests/published/cases.py) holds the programs and
+the published numbers; a test fails where this page differs from what they compute.
 """
 
 _COUNTERS_TEXT = """\
