@@ -64,15 +64,15 @@ def declare_axes(names: Iterable[str]) -> list[Column]:
 _PAGE = """\
 # The columns of the tables
 
-This page says what each column of `results/tables/*.csv` holds. `make schemas` writes it from
+What each column of `results/tables/*.csv` is. `make schemas` writes this page from
 `src/dpprof/analysis/table_columns.py`.
 
 An empty cell is an unknown value. Axes are
-[keys of an experiment](../../config/README.md#keys-of-an-experiment), without the two on waiting.
+[keys of an experiment](../../config/README.md#keys-of-an-experiment), all but the two on waiting.
 
-No spreadsheet runs a text of these tables: a text that begins with `=`, `+`, `-`, `@`, a tab or a
-carriage return, with or without apostrophes before it, gets one more apostrophe in front. Numbers,
-such as -0.5, get none. CSV files that `report.html` saves follow the same rule.
+No spreadsheet runs a text of these tables. One that begins with `=`, `+`, `-`, `@`, a tab or a
+carriage return, with or without apostrophes before it, has one more apostrophe in front. Numbers
+have none: -0.5. CSV files that `report.html` saves are written so too.
 """
 
 
