@@ -113,14 +113,18 @@ def test_the_tree_of_the_architecture_lists_what_exists() -> None:
     assert [path for path, said in listed.items() if not said] == []
 
 
-def test_the_import_order_of_the_architecture_is_the_contract() -> None:
+def test_the_groups_and_the_import_order_of_the_architecture_are_the_contract() -> None:
     contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
     layers = [layer.split(" | ") for layer in re.findall(r'"(.+)"', contract)]
     text = (DOCS / "architecture.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, flags=re.MULTILINE)
+    (order,) = re.findall(r"^`__main__` →[^.]+?\n\n", text, flags=re.MULTILINE)
+    groups = re.findall(r"^\* \*\*[\w ]+\*\* \((.+?)\):", text, flags=re.MULTILINE)
 
-    assert [re.findall(r"`(\w+)`", row) for _, row in rows] == layers
-    assert [int(number) for number, _ in rows] == list(range(len(layers), 0, -1))
+    assert [re.findall(r"`(\w+)`", layer) for layer in order.split("→")] == layers
+    assert sorted(re.findall(r"`(\w+)`", " ".join(groups))) == sorted(
+        name for layer in layers for name in layer
+    )
+    assert len(groups) <= 8
 
 
 def test_the_glossary_is_in_order() -> None:
