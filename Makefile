@@ -1,5 +1,5 @@
 # `make` measures, reports and prints the answer, `make test` tests, `make fuzz` tests what takes long, `make install`
-# only sets up, `make perf` measures what dpprof itself costs.
+# only sets up, `make docs` builds the documentation, `make perf` measures what dpprof itself costs.
 # CONFIG=path replaces the default sweep; PYTHON chooses the interpreter; WORKERS says how many
 # processes share the tests.
 
@@ -12,7 +12,7 @@ VENV := .venv
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test fuzz lint perf schemas lock clean
+.PHONY: report install test fuzz lint docs perf schemas lock clean
 .DEFAULT_GOAL := report
 
 report: install
@@ -45,6 +45,12 @@ lint: install
 	lint-imports
 	snakemake --lint
 
+# The documentation as a site, into site/. A dead link or anchor fails, and so does a page that would
+# load something from a network.
+docs: install
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+	@! grep --extended-regexp --recursive --include='*.html' '<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//' site
+
 # What dpprof itself costs: a step beside a bare loop, recording memory, monitoring, reporting on
 # many results; how exact recorded memory is; and what its methods cost beside others.
 perf: install
@@ -73,4 +79,4 @@ lock:
 	rm -rf $(VENV)-lock
 
 clean:
-	rm -rf results .snakemake
+	rm -rf results site .snakemake

@@ -1,9 +1,11 @@
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from dpprof.spec import registry
 
@@ -111,14 +113,18 @@ def test_the_tree_of_the_architecture_lists_what_exists() -> None:
     assert [path for path, said in listed.items() if not said] == []
 
 
-def test_the_import_order_of_the_architecture_is_the_contract() -> None:
+def test_the_groups_and_the_import_order_of_the_architecture_are_the_contract() -> None:
     contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2].partition("]")[0]
     layers = [layer.split(" | ") for layer in re.findall(r'"(.+)"', contract)]
     text = (DOCS / "architecture.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", text, flags=re.MULTILINE)
+    (order,) = re.findall(r"^`__main__` →[^.]+?\n\n", text, flags=re.MULTILINE)
+    groups = re.findall(r"^\* \*\*[\w ]+\*\* \((.+?)\):", text, flags=re.MULTILINE)
 
-    assert [re.findall(r"`(\w+)`", row) for _, row in rows] == layers
-    assert [int(number) for number, _ in rows] == list(range(len(layers), 0, -1))
+    assert [re.findall(r"`(\w+)`", layer) for layer in order.split("→")] == layers
+    assert sorted(re.findall(r"`(\w+)`", " ".join(groups))) == sorted(
+        name for layer in layers for name in layer
+    )
+    assert len(groups) <= 8
 
 
 def test_the_glossary_is_in_order() -> None:
@@ -143,6 +149,13 @@ def test_code_in_the_guides_to_plugins_is_the_examples() -> None:
 
     assert len(blocks) == 5
     assert [block for block in blocks if not any(block in file for file in files)] == []
+
+
+def test_the_citation_names_the_version_and_the_license_of_the_package() -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+    assert (citation["version"], citation["license"]) == (package["version"], package["license"])
 
 
 FAULTS = (DOCS / "reliability.md").read_text().partition("## What is refused")[0]

@@ -20,24 +20,24 @@ _EXACT = 5e-4
 _HEAD = """\
 # Predictions against published measurements
 
-dpprof predicts what a training step takes on a CUDA device without running it there. This page
-compares such predictions with what others measured on their GPUs and published. Each case is a
-small program of our own, written from the settings that the source states, and recorded as an
-estimate records a training. The programs and the published numbers are in
-[tests/published](../tests/published); a test fails where this page differs from what is computed.
+dpprof predicts the memory of a training step on a CUDA device without running it there. This page
+compares such predictions with measurements that others published. Each case is a small program of
+our own, written from the settings that the source states, and recorded in the same way as an
+estimate records a training. [tests/published](../tests/published/cases.py) holds the programs and
+the published numbers; a test fails where this page differs from what they compute.
 """
 
 _COUNTERS_TEXT = """\
 ## What is counted
 
-* **requested**: sizes that were asked for, each rounded up to 512 bytes. Snapshots of memory give
-  them event by event.
+* **requested**: the requested sizes, each rounded up to 512 bytes. Snapshots of memory contain them
+  event by event.
 * **allocated**: whole blocks of the caching allocator (`torch.cuda.memory_allocated`, and its peak
   `max_memory_allocated`). In blocks above 1 MiB a remainder of up to 1 MiB stays unused.
 * **reserved**: the segments that the allocator holds (`torch.cuda.memory_reserved`).
 
-Requested bytes are what is recorded. Allocated and reserved bytes are what the simulated allocator
-does with them, from an empty process on. PyTorch's version here is newer than in most sources.
+dpprof records requested bytes. The simulated allocator turns them into allocated and reserved
+bytes, starting from an empty process. PyTorch's version here is newer than in most sources.
 """
 
 _TITLES = {
@@ -54,16 +54,16 @@ _TITLES = {
 _NOTES = {
     "attention": "Allocated after a forward pass that follows a backward pass. The batch is 8.",
     "operators": "The peak of the third run of an operator, forward and backward unless the "
-    "row says otherwise. Of the tables of embeddings one number each is fitted: what earlier "
-    "benchmarks of the same process had left behind (12,240 MiB and 13,770 MiB).",
+    "row says otherwise. One number is fitted for each table of embeddings: the memory left "
+    "behind by earlier benchmarks of the same process (12,240 MiB and 13,770 MiB).",
     "llama_like": "Vocabulary 10,000. The peak of a step that follows others; allocated and "
     "reserved after it.",
     "llama_like_small": "4 layers, D 512, B 10, vocabulary 10,000. The peak of three steps, from "
     "the first allocation on.",
-    "mini_gpt": "The peak of a step, and what is reserved after it.",
+    "mini_gpt": "The peak of a step, and the reserved memory after it.",
     "gpt2": "124 million parameters, B 8, T 1,024; each row changes one thing more. The source "
     "trains an epoch; the program trains two steps with an evaluation after the first, and "
-    "generates three tokens. What is reserved no longer grows after the first step.",
+    "generates three tokens. Reserved memory no longer grows after the first step.",
     "small": "The peak of the process.",
     "opacus_layers": "5,120 to 2,560 to 1,280. The increase of the peak by stage.",
 }
@@ -76,7 +76,7 @@ def render() -> str:
     for (name, title), cases in zip(_TITLES.items(), families.values(), strict=True):
         parts.append(f"## {title}\n\n{_wrap(_NOTES[name])}\n")
         parts += [_list_sources(cases), _table(cases), _explain(cases)]
-    parts.append(_tell_replays())
+    parts.append(_replays())
     parts += [_INFERRED, _OURS, _NOT_COVERED]
     parts.append("\n".join(f"[{name}]: {source.url}" for name, source in SOURCES.items()) + "\n")
     return "\n".join(part for part in parts if part)
@@ -145,20 +145,20 @@ def _table(cases: Iterable[Case]) -> str:
 
 
 def _explain(cases: Iterable[Case]) -> str:
-    told = [
+    notes = [
         _wrap(f"* {case.label}, {_COUNTERS[case.counter]}: {case.why or case.note}", "  ")
         for case in cases
         if case.why or case.note
     ]
-    return "\n".join(told) + "\n" if told else ""
+    return "\n".join(notes) + "\n" if notes else ""
 
 
 def unexplained(cases: Iterable[Case]) -> list[str]:
-    """List the cases that differ by much, and say nothing of why."""
+    """List the cases that differ by much without an explanation."""
     return [case.id for case in cases if abs(case.difference()) > EXPLAINED_FROM and not case.why]
 
 
-def _tell_replays() -> str:
+def _replays() -> str:
     head = (
         "| snapshot | allocated, published | simulated | difference "
         "| reserved, published | simulated | difference |\n"
@@ -184,62 +184,64 @@ _WIDTH = 100
 _REPLAYS_TEXT = """\
 ## Snapshots, played through the simulated allocator
 
-Here the events are the GPU's own: what was allocated and freed in one training step. The peak of
-their requested sizes is the published one to the byte, in all four.
+These are the GPU's own events: the allocations and frees of one training step. The peak of their
+requested sizes equals the published peak to the byte, in all four snapshots.
 
-The snapshots begin within a training, so what was there before has a known total but no known
-places. It is put together from cuBLAS's workspaces, parameters, gradients or optimizer state, and
-from what the step frees; that explains the total but for the inputs, in all four. The step is
-played five times, as the training had run steps before. Places still depend on the order in which
-all that was allocated, so these differences are not the simulation's: from an empty process, the
-program above gives the first snapshot's 1,313.93 and 13,524 MiB exactly.
+The snapshots begin within a training, so earlier allocations have a known total but unknown
+addresses. We assemble them from cuBLAS's workspaces, parameters, gradients or optimizer state, and
+from the memory that the step frees; this explains the total except for the inputs, in all four
+snapshots. The step is simulated five times, because the training had run steps before. Addresses
+still depend on the order of the earlier allocations, so the simulation does not cause these
+differences: from an empty process, the program above gives the first snapshot's 1,313.93 and 13,524
+MiB exactly.
 """
 
 _INFERRED = """\
 ## What was read off the numbers
 
-A source does not say everything. These choices were made because the published numbers ask for
+A source does not state everything. We made these choices because the published numbers require
 them, so they are no evidence by themselves:
 
-* the kind of GPU where it is not named, from the size of cuBLAS's workspaces;
-* what earlier benchmarks of the same process left behind: one number for each table of embeddings,
-  and the workspaces under GEGLU and SwiGLU;
+* the kind of GPU if it is not named, from the size of cuBLAS's workspaces;
+* the memory left behind by earlier benchmarks of the same process: one number for each table of
+  embeddings, and the workspaces under GEGLU and SwiGLU;
 * second modules in Liger's benchmarks, which its later versions no longer make;
 * that the layers of Opacus's blog have no biases, and that its SGD holds the logits in a variable;
-* that in the GPT with dropout the logits of the step before are gone;
-* how many steps went before, where a source does not say.
+* that in the GPT with dropout the logits of the previous step are freed;
+* the number of earlier steps, if a source does not state it.
 
-What variables hold tensors, and for how long, follows the sources' code. It decides a good part of
-a peak: one variable that holds logits is one tensor of logits more.
+The sources' code determines which variables hold tensors, and for how long. This decides a large
+part of a peak: one variable that holds logits keeps one more tensor of logits.
 """
 
 _OURS = """\
 ## Measured by us
 
 We ran 28 steps of our presets, and of SmolLM2-135M, on an H100 and an H200 with PyTorch 2.11, and
-compared them with what `dpprof estimate` says without a GPU: [every
+compared them with the predictions of `dpprof estimate` without a GPU: [every
 row](../perf/measured_steps.md). The predicted peak of allocated memory is within 0.004 % for the 19
-steps of `1b`, and within 0.47 % for all; reserved memory is within 1.3 %, but for one.
+steps of `1b`, and within 0.47 % for all; reserved memory is within 1.3 %, with one exception.
 
-* Of most steps 1 MiB was missing: before PyTorch 2.13, cuBLASLt, which adds biases, has a workspace
-  of its own. It is modelled now; the rows are predictions by PyTorch 2.13, which has none.
-* What is left are blocks of the allocator's cache that are larger than what was asked for. Reserved
-  memory of one step was 9.5 % higher than predicted (`medium`, opacus-hooks); we have not found
-  why.
+* Most predictions were 1 MiB too low: before PyTorch 2.13, cuBLASLt, which adds biases, has a
+  workspace of its own. It is modelled now; the rows are predictions with PyTorch 2.13, which has no
+  such workspace.
+* The remaining differences are blocks of the allocator's cache that are larger than requested.
+  Reserved memory of one step was 9.5 % higher than predicted (`medium`, opacus-hooks); we have not
+  found the cause.
 * **The largest batch.** `dpprof capacity --model 1b --methods flash-bk --dtype bfloat16 --seq-len
-  1024 --target h100` says that 28 samples fit in 80,479 MiB, that 29 do not because free memory is
-  in pieces too small, and that by size 30 would. On the H100, limited to as much, 28 samples ran,
-  with the predicted peak of 74,737 MiB (+1); 29 and 31 ran out of memory, with 4.6 and 5.6 GiB
-  reserved but free.
+  1024 --target h100` says that 28 samples fit in 80,479 MiB, that 29 do not because the pieces of
+  free memory are too small, and that 30 would fit by size alone. On the H100, limited to the same
+  memory, 28 samples ran, with the predicted peak of 74,737 MiB (+1); 29 and 31 ran out of memory,
+  with 4.6 and 5.6 GiB reserved but free.
 """
 
 _NOT_COVERED = """\
 ## What no published number covers
 
-None of the built-in presets was measured by anybody else. The methods `flash` and `flash-bk`, the
-backward pass of flash attention in bfloat16 by itself, and cuDNN's attention have no published
-number. So they rest on the sources that [the estimate's page](numbers/estimate.md#for-a-gpu) names,
-and on our runs above.
+Nobody else measured any of the built-in presets. The methods `flash` and `flash-bk`, the backward
+pass of flash attention in bfloat16 by itself, and cuDNN's attention have no published number. Their
+predictions rest on the sources that [the estimate's page](numbers/estimate.md#for-a-gpu) names, and
+on our runs above.
 """
 
 

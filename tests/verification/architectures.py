@@ -24,20 +24,21 @@ SENTENCE = 160
 
 HEAD = f"""# Architectures
 
-Which causal language models of transformers {METHOD} trains rightly. Each is built small from its
-default config, whole and with adapters on all linear layers (LoRA), and its clipped gradient is
-compared with [the references](verified.md) in float64: batches of 4 with `sdpa`, where an
-architecture has it.
+This page shows which causal language models of transformers {METHOD} trains correctly. Each is
+built small from its default config, whole and with adapters on all linear layers (LoRA). Its
+clipped gradient is compared with [the references](verified.md) in float64: batches of 4 with
+`sdpa`, if the architecture has it.
 
 * verified: the relative error is at most 1e-9, in two steps.
-* refused: an error, which mostly names what cannot be clipped. Nothing was computed.
+* refused: an error, which in most cases names the part that cannot be clipped. Nothing was
+  computed.
 * failed: the gradient differs from the reference's.
-* no reference: the model itself does not run, or not in float64 as it should, on a CPU.
+* no reference: the model itself does not run on a CPU, or not correctly in float64.
 * not built: transformers builds no small model of this kind from its defaults, or the model is no
   causal decoder of text. That says nothing about the method.
 
-`python tests/verification/architectures.py` writes this page. Nobody chose the architectures: the
-list is transformers'.
+`python tests/verification/architectures.py` writes this page. The list of
+architectures is transformers' own; nobody selected from it.
 
 """
 

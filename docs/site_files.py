@@ -1,0 +1,29 @@
+"""Lays the site out like the repository, so that links work in both; a hook of mkdocs.yml."""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("*.md", "docs/**/*.md", "config/*.md", "perf/*.md")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the pages of docs/ by all pages of the repository and the files that they link."""
+    pages = [page for pattern in PAGES for page in ROOT.glob(pattern)]
+    paths = {*pages, *(file for page in pages for file in linked_files(page))}
+    theme = [file for file in files if file.src_dir != config.docs_dir]
+    ours = [
+        File(str(path.relative_to(ROOT)), str(ROOT), config.site_dir, config.use_directory_urls)
+        for path in sorted(paths)
+    ]
+    return Files([*theme, *ours])
+
+
+def linked_files(page: Path) -> list[Path]:
+    """Find the files of the repository that a page links."""
+    links = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+    files = [(page.parent / link).resolve() for link in links if "://" not in link]
+    return [file for file in files if file.is_file()]
