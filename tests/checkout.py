@@ -79,6 +79,15 @@ class Checkout:
         assert process.returncode == status, said
         return said
 
+    def planned(self, *options: str) -> dict[str, list[str]]:
+        """The first output of every job that snakemake would run, by rule."""
+        said = self.snakemake("-n", *options)
+        job = r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    output: ([^ ,\n]+)"
+        found: dict[str, list[str]] = {}
+        for rule, output in re.findall(job, said, re.MULTILINE):
+            found.setdefault(rule, []).append(Path(output).name)
+        return found
+
     def script(self, name: str, *options: str, status: int = 0) -> str:
         done = subprocess.run(
             [sys.executable, f"workflow/scripts/{name}", *options],
@@ -94,6 +103,12 @@ class Checkout:
     def use(self, config: str) -> None:
         """Make one of the test configs the default config."""
         shutil.copy(ROOT / "config" / "test" / config, self.path / "config" / "config.yaml")
+
+    def draw_one_figure(self) -> None:
+        """Leave one figure for all."""
+        declared = self.path / "pyproject.toml"
+        others = re.compile(r'.* = "dpprof\.figures\.(?!tradeoff:).*\n')
+        declared.write_text(others.sub("", declared.read_text()))
 
     def config(self) -> dict[str, object]:
         """The content of the default config."""
@@ -141,9 +156,7 @@ def quick_checkout(target: Path) -> Checkout:
     fresh = copy_checkout(target)
     for quick, module in QUICK.items():
         shutil.copy(ROOT / "tests" / "workflow" / quick, target / "src" / "dpprof" / module)
-    declared = target / "pyproject.toml"
-    others = re.compile(r'.* = "dpprof\.figures\.(?!tradeoff:).*\n')
-    declared.write_text(others.sub("", declared.read_text()))
+    fresh.draw_one_figure()
     return fresh
 
 

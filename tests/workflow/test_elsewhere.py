@@ -76,7 +76,7 @@ def test_another_workflow_uses_this_one_as_a_module(clone: Checkout, tmp_path: P
     made = tmp_path / "deep" / "er" / "results"
     assert outcomes(made / "clean") == ["ok"] * 3
     assert (tmp_path / "mine.txt").read_text() == (made / "tables/manifest.txt").read_text()
-    assert "Nothing to be done" in parent.snakemake(*options)
+    assert "Nothing to be done" in parent.snakemake(*options, "-n")
     assert not (clone.path / "results").exists()
 
 
@@ -103,7 +103,7 @@ def test_a_sweep_whose_results_are_in_a_storage_ends_in_its_report(
     assert outcomes(store / "results" / "clean") == ["ok"] * 3
     assert (store / "results" / "report.pdf").read_bytes().startswith(b"%PDF")
     assert [path.name for path in (tmp_path / "here" / "results").iterdir()] == ["plan"]
-    assert "Nothing to be done" in clone.snakemake(*options, *here)
+    assert "Nothing to be done" in clone.snakemake(*options, *here, "-n")
     said = clone.snakemake(*options, *here, "--config", "partial=true", status=1)
     assert "partial=true reports on what is in ./results; leave it out with a storage" in said
 
@@ -147,7 +147,7 @@ def test_another_spelling_of_a_rule_measures_nothing_again(finished: Checkout) -
     for rule in ("profile", "verify", "ceilings", "tables", "figures", "report"):
         path = finished.path / "workflow" / "rules" / f"{rule}.smk"
         path.write_text(path.read_text().replace('" --log', '"  --log').replace("-P -m", "-m"))
-    assert "Nothing to be done" in finished.snakemake("--snakefile", "workflow/Snakefile")
+    assert "Nothing to be done" in finished.snakemake("-n", "--snakefile", "workflow/Snakefile")
 
 
 def test_an_id_that_nothing_planned_has_is_told(finished: Checkout) -> None:

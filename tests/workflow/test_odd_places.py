@@ -56,18 +56,6 @@ def test_linked_results_a_closed_terminal_and_no_path_cost_no_report(
         log = elsewhere / "logs" / "verify" / f"{verdict}.log"
         assert f"{verdict.removeprefix('built-in-')} on built-in: verified" in log.read_text()
 
-    first, second, *_ = sorted((elsewhere / "clean").glob("*.json"))
-    for path in (first, second):
-        path.write_text(path.read_text()[:-100])
-    said = checkout.snakemake(status=1)
-    for path in (first, second):
-        assert f"results/clean/{path.name}: is not complete JSON" in said
-    assert "Traceback" not in said
-    checkout.snakemake("--config", "partial=true")
-    report = (elsewhere / "report.md").read_text()
-    assert "This report is partial: 2 results cannot be trusted and are left out" in report
-    assert f"{first.name.removesuffix('.r0.json')} clean r0: is not complete JSON" in report
-
 
 @pytest.mark.slow
 def test_on_a_terminal_that_is_gone_already_nothing_begins(checkout: Checkout) -> None:

@@ -23,17 +23,21 @@ def either(request, finished: Checkout):
     return finished.results()
 
 
+def methods_of(names) -> list[str]:
+    """The methods of result files."""
+    # A digest may begin with a b too.
+    return sorted(re.split(r"-b\d+-t\d+-", name)[0].partition("-")[2] for name in names)
+
+
 def methods_measured_again(checkout: Checkout, before) -> list[str]:
     """Tell which methods have new or changed result files."""
-    changed = [name for name, state in checkout.results().items() if before.get(name) != state]
-    # A digest may begin with a b too.
-    return sorted(re.split(r"-b\d+-t\d+-", name)[0].partition("-")[2] for name in changed)
+    return methods_of(n for n, state in checkout.results().items() if before.get(n) != state)
 
 
 def test_nothing_new_in_the_config_runs_nothing(finished: Checkout, either) -> None:
     for file in (finished.path / "src" / "dpprof").rglob("*.py"):
         file.write_bytes(b"# a comment\n\n" + file.read_bytes())
-    assert "Nothing to be done" in finished.snakemake()
+    assert "Nothing to be done" in finished.snakemake("-n")
     (finished.path / CONFIG).write_text(
         """
         # the same sweep, written by somebody else
@@ -62,38 +66,34 @@ def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, befo
     assert sorted(finished.table("experiments")["batch_size"]) == [1, 1, 3]
 
 
-def test_deleted_products_are_made_again_and_nothing_else(finished: Checkout, before) -> None:
+def test_an_edited_figure_and_deleted_products_run_no_experiment(
+    finished: Checkout, before
+) -> None:
     results = finished.path / "results"
-    deleted = ["report.tex", "figures/tradeoff.pdf", "tables/runs.csv"]
+    drawn = (results / "figures" / "tradeoff.png").read_bytes()
+    deleted = ["report.tex", "tables/runs.csv"]
     for name in deleted:
         (results / name).unlink()
+    finished.edit("src/dpprof/figures/tradeoff.py", '"step time"', '"time of a step"')
     finished.snakemake()
 
     assert all((results / name).stat().st_size for name in deleted)
+    assert (results / "figures" / "tradeoff.png").read_bytes() != drawn
     assert finished.results() == before
 
 
-def test_an_edited_figure_runs_no_experiment(finished: Checkout, before) -> None:
-    figure = finished.path / "results" / "figures" / "tradeoff.png"
-    drawn = figure.read_bytes()
-    finished.edit("src/dpprof/figures/tradeoff.py", '"step time"', '"time of a step"')
-    finished.snakemake("results/report.pdf")
-
-    assert finished.results() == before
-    assert figure.read_bytes() != drawn
-
-
-def test_an_edited_report_and_table_run_no_experiment(finished: Checkout) -> None:
-    before = finished.results()
-    made = [finished.path / "results" / name for name in ("report.md", "tables/runs.csv")]
-    ages = [path.stat().st_mtime_ns for path in made]
-    for file, more in (("report/templates/report.md.j2", "\n"), ("analysis/tables.py", "pass\n")):
-        with (finished.path / "src" / "dpprof" / file).open("a") as opened:
-            opened.write(more)
-    finished.snakemake()
-
-    assert finished.results() == before
-    assert all(path.stat().st_mtime_ns > age for path, age in zip(made, ages, strict=True))
+@pytest.mark.parametrize(
+    ("file", "rules"),
+    [
+        ("figures/tradeoff.py", {"figure", "report"}),
+        ("report/templates/report.md.j2", {"report"}),
+        ("analysis/tables.py", {"figure", "report", "tables"}),
+    ],
+)
+def test_an_edited_file_runs_what_rests_on_it_alone(finished: Checkout, file, rules) -> None:
+    with (finished.path / "src" / "dpprof" / file).open("a") as opened:
+        opened.write("pass\n")
+    assert set(finished.planned()) == rules
 
 
 def verdicts(checkout: Checkout) -> dict[str, int]:
@@ -101,13 +101,22 @@ def verdicts(checkout: Checkout) -> dict[str, int]:
     return {path.stem: path.stat().st_mtime_ns for path in found}
 
 
-def test_an_edited_method_is_measured_and_verified_again_alone(finished: Checkout, either) -> None:
+def test_an_edited_method_is_planned_again_alone_in_a_new_clone(finished: Checkout) -> None:
+    finished.forget_snakemakes_records()
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
+    planned = finished.planned(TABLES)
+
+    assert methods_of(planned["profile"]) == ["opacus-hooks"]
+    assert planned["verify"] == ["built-in-opacus-hooks.json"]
+
+
+def test_an_edited_method_is_measured_and_verified_again_alone(finished: Checkout, before) -> None:
     known = verdicts(finished)
     finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
     finished.snakemake(TABLES)
     after = verdicts(finished)
 
-    assert methods_measured_again(finished, either) == ["opacus-hooks"]
+    assert methods_measured_again(finished, before) == ["opacus-hooks"]
     assert finished.table("runs")["code_is_current"].all()
     assert set(after) == {"built-in-opacus-hooks", "built-in-standard"}
     assert [name for name in after if after[name] != known[name]] == ["built-in-opacus-hooks"]
@@ -120,38 +129,34 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
     assert finished.results() == before
     assert set(finished.table("experiments")["method"]) == {"standard"}
     assert "opacus-hooks" not in (finished.path / "results" / "report.md").read_text()
-
-    listed = finished.script("prune.py")
-    assert "opacus-hooks" in listed
-    assert finished.results() == before
-    finished.script("prune.py", "--delete", status=2)
-    assert finished.results() == before
     finished.script("prune.py", CONFIG, "--delete")
     assert not any("opacus-hooks" in name for name in finished.results())
-    assert "Nothing to be done" in finished.snakemake()
+    assert "Nothing to be done" in finished.snakemake("-n")
 
 
 def test_a_deleted_result_is_measured_again(finished: Checkout, either) -> None:
     next((finished.path / "results" / "clean").glob("*hooks*.json")).unlink()
-    finished.snakemake(TABLES)
+    planned = finished.planned(TABLES)
 
-    assert methods_measured_again(finished, either) == ["opacus-hooks"]
+    assert set(planned) == {"profile", "tables"}
+    assert methods_of(planned["profile"]) == ["opacus-hooks"]
 
 
 def test_deleted_ceilings_are_measured_again_and_nothing_else(finished: Checkout, before) -> None:
     (ceilings,) = (finished.path / "results" / "ceilings").iterdir()
-    table = finished.table("ceilings")
     ceilings.unlink()
+    finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
     finished.snakemake(TABLES)
 
     assert ceilings.is_file()
     assert finished.results() == before
+    table = finished.table("ceilings")
     assert set(table["device"]) == {ceilings.stem}
     figures = table.set_index(table["dtype"].fillna(table["figure"]))
     assert figures["measured"].drop("tf32").to_dict() == {
-        "float32": 1000.0,
-        "bfloat16": 1000.0,
-        "float64": 1000.0,
+        "float32": 2000.0,
+        "bfloat16": 2000.0,
+        "float64": 2000.0,
         "bytes_per_s": 8.0,
         "launch_s": 1e-6,
     }
@@ -159,14 +164,8 @@ def test_deleted_ceilings_are_measured_again_and_nothing_else(finished: Checkout
 
 
 def test_an_edited_measurement_of_ceilings_measures_those_alone(finished: Checkout) -> None:
-    results, (ceilings,) = finished.results(), (finished.path / "results" / "ceilings").iterdir()
-    age = ceilings.stat().st_mtime_ns
     finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
-    finished.snakemake(TABLES)
-
-    assert finished.results() == results
-    assert ceilings.stat().st_mtime_ns > age
-    assert finished.table("ceilings")["measured"].max() == 2000.0
+    assert set(finished.planned(TABLES)) == {"ceilings", "tables"}
 
 
 def test_two_configs_alternate_without_measuring_again(finished: Checkout, before) -> None:
@@ -177,35 +176,26 @@ def test_two_configs_alternate_without_measuring_again(finished: Checkout, befor
     both = finished.results()
     assert methods_measured_again(finished, before) == ["microbatch"]
 
-    for _ in range(2):
-        finished.snakemake(TABLES)
-        assert set(finished.table("experiments")["method"]) == {"standard", "opacus-hooks"}
-        finished.forget_snakemakes_records()
-        finished.snakemake(TABLES, "--configfile", "other.yaml")
-        assert set(finished.table("experiments")["method"]) == {"standard", "microbatch"}
+    finished.snakemake(TABLES)
+    assert set(finished.table("experiments")["method"]) == {"standard", "opacus-hooks"}
+    finished.forget_snakemakes_records()
+    assert set(finished.planned(TABLES, "--configfile", "other.yaml")) == {"tables"}
     assert finished.results() == both
 
 
-def test_a_config_edited_while_a_sweep_runs_changes_nothing_in_it(checkout: Checkout) -> None:
-    sweep = checkout.start()
+def test_a_running_sweep_goes_on_as_it_began(checkout: Checkout) -> None:
+    """Whatever becomes of its config, and whatever else is planned meanwhile."""
+    text = (checkout.path / CONFIG).read_text()
+    (checkout.path / "other.yaml").write_text(text.replace("seq_len: 4", "seq_len: 5"))
+    sweep = checkout.start(TABLES)
     wait_for(checkout.results)
+    assert len(checkout.planned("--configfile", "other.yaml")["profile"]) == 3
     checkout.edit(CONFIG, "batch_size: 2", "batch_size: 7")
     checkout.edit(CONFIG, "sweeps:", "this is no config any more: [")
     said, _ = sweep.communicate(timeout=300)
 
     assert sweep.returncode == 0, said
     assert len(checkout.results()) == 3
-    assert sorted(checkout.table("experiments")["batch_size"]) == [1, 1, 2]
-
-
-def test_a_dry_run_of_another_config_does_not_disturb_a_running_sweep(training: Checkout) -> None:
-    other = training.path / "other.yaml"
-    other.write_text((training.path / CONFIG).read_text().replace("seq_len: 4", "seq_len: 5"))
-    sweep = training.start(TABLES)
-    wait_for(training.results)
-    said = training.snakemake("-n", "--configfile", "other.yaml")
-    assert "rule profile:" in said
-    said, _ = sweep.communicate(timeout=300)
-
-    assert sweep.returncode == 0, said
-    assert set(training.table("experiments")["seq_len"]) == {4}
+    experiments = checkout.table("experiments")
+    assert sorted(experiments["batch_size"]) == [1, 1, 2]
+    assert set(experiments["seq_len"]) == {4}
