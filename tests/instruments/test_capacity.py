@@ -80,7 +80,7 @@ def test_backing_off_asks_few_batches_with_a_good_guess(guess, most_asked) -> No
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param("opacus-hooks", marks=pytest.mark.slow), "opacus-ghost"]
+    "method", ["opacus-hooks", pytest.param("opacus-ghost", marks=pytest.mark.slow)]
 )
 def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     method, monkeypatch
@@ -90,9 +90,9 @@ def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     monkeypatch.setattr(
         capacity, "trace_steps", lambda one, *rest: traced.append(one) or trace(one, *rest)
     )
-    fields = {"model": MODEL, "method": method, "seq_len": 32, "target": TARGET}
-    fields |= {"device": "cuda", "memory_limit_bytes": 80 * 2**20}
-    fields["target"] = TARGET | {"memory_bytes": 80 * 2**20}
+    # With so many tokens, gradients of single samples are large, and few fit.
+    fields = {"model": MODEL | {"vocab_size": 2000}, "method": method, "seq_len": 32}
+    fields |= {"device": "cuda", "target": TARGET, "memory_limit_bytes": 80 * 2**20}
     found = capacity.measure(make_experiment(**fields), lambda _: None)
     told = found.capacity
 
@@ -112,7 +112,7 @@ def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     assert found.compute.executed_flops > 0
     assert told.batch_size <= told.unfragmented_batch_size
     assert told.limited_by in {"memory", "fragmentation"}
-    assert len(traced) < 30  # of hundreds of batches
+    assert len(traced) < 30
 
 
 def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:
@@ -134,7 +134,10 @@ def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"device": "cuda", "target": TARGET, "memory_limit_bytes": 80 * 2**20},
+        pytest.param(
+            {"device": "cuda", "target": TARGET, "memory_limit_bytes": 80 * 2**20},
+            marks=pytest.mark.slow,
+        ),
         {"target": "cpu", "memory_limit_bytes": 2**21},
     ],
 )

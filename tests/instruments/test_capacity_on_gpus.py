@@ -38,6 +38,7 @@ def test_the_largest_batch_runs_and_one_sample_more_does_not(fields: dict[str, o
     assert place(told.safe_batch_size).retries == 0
 
 
+@pytest.mark.slow
 def test_gpt2_small_with_hooks_strands_gigabytes_on_an_l4() -> None:
     """By size alone 24 samples fit; the allocator runs out of memory from 17 on."""
     fields = {"model": GPT2, "method": "opacus-hooks", "seq_len": 512, "target": "l4"}

@@ -10,9 +10,9 @@ from contextlib import nullcontext
 import pytest
 from factory import make_experiment
 
-from dpprof.devices.allocations import CpuRecorder
+from dpprof.devices.cpu import CpuRecorder
 from dpprof.instruments.memory import TimelineRecorder
-from dpprof.instruments.setup import begin, set_up
+from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.spec import registry
@@ -74,7 +74,7 @@ def test_peaks_are_equal_to_the_byte_in_three_processes(method, peaks_elsewhere)
 def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
     """Peaks of the first and a later step, which nothing counts, and what was recorded of it."""
     experiment = make_experiment(method=method, **FIELDS)
-    kind, device = begin(experiment)
+    kind, device = open_experiment(experiment)
     allocator, recorded = CpuRecorder(), None
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder if with_books else nullcontext():

@@ -125,18 +125,6 @@ def test_a_segment_that_is_partly_used_cannot_be_released() -> None:
                 allocator.allocate("most", 25 * MIB)
 
 
-def test_garbage_is_collected_above_its_threshold_alone() -> None:
-    allocator = CachingAllocator(100 * MIB, Settings(garbage_collection_threshold=0.5))
-    allocator.allocate("a", 30 * MIB)
-    allocator.allocate("b", 20 * MIB)
-    allocator.free("a")
-    allocator.allocate("c", 40 * MIB)  # at the threshold: nothing is released
-    assert allocator.reserved_bytes == 90 * MIB
-    allocator.allocate("d", 32 * MIB)  # above it: the segment of "a" goes
-    assert allocator.reserved_bytes == 92 * MIB
-    assert allocator.retries == 0
-
-
 def test_a_key_is_allocated_once_and_nothing_is_nothing() -> None:
     allocator = CachingAllocator()
     allocator.allocate("empty", 0)
