@@ -35,8 +35,6 @@ def both(*args, **fields) -> tuple[Measurement, Measurement]:
 QUICK = [
     ("gpt2", "flash-bk", PADDED),
     ("llama", "opacus-ghost", LORA | PADDED),
-    (TIED, "standard", {}),
-    ("mistral", "opacus-hooks", LORA),
 ]
 SLOW = [
     (model, method, lora | padding)

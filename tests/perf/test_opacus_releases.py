@@ -100,6 +100,7 @@ def test_results_of_another_release_are_refused(tmp_path) -> None:
         opacus_releases.run_release(installed, tmp_path, Sweep((), {}))
 
 
+@pytest.mark.slow
 def test_the_script_runs_under_an_installed_release(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(opacus_releases, "PLACES", PLACES[1:])
     release = importlib.metadata.version("opacus")
