@@ -29,11 +29,8 @@ class Placement(NamedTuple):
     peaks: SimulatedPeaks
     """The peaks of the last step that was played."""
 
-    retries: int
-    """How often the allocator released its cache to make room, in all steps together."""
-
     retries_in_last_step: int
-    """How often in the last step alone, and so in every later step."""
+    """How often the last step, and so every later one, released the cache to make room."""
 
     steps: int
     """How many times the last step was played."""
@@ -78,7 +75,7 @@ def place(
         now = allocator.reserved_bytes, allocator.retries
         settled = steps > 1 and now == (reserved, retries)
     in_last_step = allocator.retries - retries
-    return Placement(allocator.peaks, allocator.retries, in_last_step, steps, settled)
+    return Placement(allocator.peaks, in_last_step, steps, settled)
 
 
 def summarise_allocator(

@@ -164,10 +164,6 @@ class CachingAllocator:
         self.retries = 0
         """How often the cache was released to make room (``num_alloc_retries``)."""
 
-        self.segments: list[int] = []
-        """Size of each segment in the order in which they were reserved; of expandable segments
-        the size of each mapping."""
-
         self.peaks = SimulatedPeaks(0, 0, 0)
         self._limit = limit_bytes
         self._settings = settings
@@ -257,12 +253,8 @@ class CachingAllocator:
         total = segment_size(size)
         if not self._fits(total):
             return None
-        self._grow(total)
+        self.reserved_bytes += total
         return _Block(pool, self._take_addresses(total), total)
-
-    def _grow(self, nbytes: int) -> None:
-        self.reserved_bytes += nbytes
-        self.segments.append(nbytes)
 
     def _take_addresses(self, nbytes: int) -> int:
         """Return the address of a new segment: aligned to pages, and next to no other."""
@@ -328,7 +320,7 @@ class CachingAllocator:
         if size < block.size:
             block.pool.insert(block.cut(size))
         block.mapped = True
-        self._grow(size)
+        self.reserved_bytes += size
         before = block.previous
         merges = before is not None and before.free and before.mapped
         self._insert_merged(block)
