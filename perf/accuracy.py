@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dpprof.devices.allocations import CpuRecorder
+from dpprof.devices.cpu import CpuRecorder
 from dpprof.instruments import memory, phases
-from dpprof.instruments.setup import begin, set_up
+from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.records.reconciliation import bound_bytes
@@ -80,7 +80,7 @@ def look_three_ways(experiment: Experiment) -> dict[str, Any]:
 
 def look_at_the_looking(experiment: Experiment) -> dict[str, Any]:
     """Follow the allocator while memory is recorded."""
-    method, device = begin(experiment)
+    method, device = open_experiment(experiment)
     allocator = CpuRecorder()
     recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
     with recorder:

@@ -28,7 +28,7 @@ from dpprof.records.terms import BASES
 from dpprof.spec.datasheets import A100, B200, H100, H200, L40S
 from dpprof.spec.target import Target
 from dpprof.step_time.op_time import Z_90
-from dpprof.step_time.product_table import UNIT, Peaks, ProductTable, bound_s
+from dpprof.step_time.product_table import UNIT, PeakRates, ProductTable, bound_s
 from dpprof.system.console import say
 
 SOURCE = "aiconfigurator-core"
@@ -70,7 +70,7 @@ def _list_tables(framework: Any) -> Iterator[Path]:
 
 def share_of_roofline(seconds: pd.Series, target: Target) -> pd.Series:
     """Divide the roofline's time by the time measured, for every shape."""
-    peaks = Peaks(target.flops_per_s["bfloat16"], target.bandwidth_bytes_per_s)
+    peaks = PeakRates(target.flops_per_s["bfloat16"], target.bandwidth_bytes_per_s)
     m, n, k = (seconds.index.get_level_values(name).to_numpy(float) for name in ("m", "n", "k"))
     return pd.Series(bound_s((1, m, n, k), ITEMSIZE, peaks), seconds.index) / seconds
 

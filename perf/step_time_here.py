@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from dpprof.devices.selection import open_device
-from dpprof.instruments.beside_operators import (
+from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
+from dpprof.instruments.operators import (
     BesideOperators,
     MeasuredStep,
     time_beside_operators,
 )
-from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
 from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorTable
 from dpprof.spec import registry

@@ -5,23 +5,19 @@ import functools
 from factory import make_experiment
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import TimelineRecorder, record_timelines
+from dpprof.instruments.memory import TimelineRecorder, estimate, measure, record_timelines
 from dpprof.instruments.setup import set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.timeline import MemoryTimeline
+from dpprof.records.result import Measurement
 from dpprof.records.terms import COMPONENTS, Component
 from dpprof.spec import registry
+from dpprof.spec.experiment import Experiment
 
 B, T, V, D = 3, 32, 50, 16
-
-
 MODEL = {"vocab_size": V, "d_model": D, "layers": 2, "heads": 2}
-
-
 BLOCK = 12 * D * D + 13 * D
-
-
 P = V * D + T * D + 2 * BLOCK + 2 * D + D * V
 
 
@@ -50,3 +46,12 @@ def at_end_of(step: MemoryTimeline, phase: str) -> dict[Component, int]:
     """Who owned what in the last instant of a phase."""
     row = max(row for row, entered in enumerate(step.phases) if entered == phase)
     return dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True))
+
+
+def record_and_estimate(experiment: Experiment) -> tuple[Measurement, Measurement]:
+    """Record a step and estimate it; what must be equal is compared."""
+    real, fake = (run(experiment, lambda _: None) for run in (measure, estimate))
+    for name in ("peak_allocated_bytes", "first_step_peak_allocated_bytes", "at_peak"):
+        assert getattr(fake.memory, name) == getattr(real.memory, name)
+    assert fake.model == real.model
+    return real, fake

@@ -3,9 +3,10 @@
 import pynvml
 import pytest
 
-from dpprof.devices import energy
+from dpprof.devices import cuda
 from dpprof.devices.cpu import Cpu
-from dpprof.devices.energy import NoEnergyError, measure_energy
+from dpprof.devices.cuda import Cuda, measure_energy
+from dpprof.devices.device import NoEnergyError
 from dpprof.system.hardware import Gpu
 
 
@@ -26,8 +27,8 @@ class Counter:
 @pytest.fixture
 def counter(monkeypatch) -> Counter:
     counter = Counter()
-    monkeypatch.setattr(energy, "visible_gpus", lambda: [Gpu("GPU-1", "some GPU", 1)])
-    monkeypatch.setattr(energy.time, "perf_counter", lambda: counter.now_s)
+    monkeypatch.setattr(cuda, "visible_gpus", lambda: [Gpu("GPU-1", "some GPU", 1)])
+    monkeypatch.setattr(cuda.time, "perf_counter", lambda: counter.now_s)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
@@ -66,7 +67,7 @@ def test_a_driver_without_the_counter_says_so(counter, monkeypatch) -> None:
 
 
 def test_a_driver_that_shows_no_gpu_says_so(counter, monkeypatch) -> None:
-    monkeypatch.setattr(energy, "visible_gpus", list)
+    monkeypatch.setattr(cuda, "visible_gpus", list)
 
     with pytest.raises(NoEnergyError, match="NVML shows no GPU"):
         measure_energy(counter.step, lambda: None, 0.4)
@@ -81,7 +82,6 @@ def test_a_cpu_has_no_such_counter() -> None:
 def test_a_real_counter_moves() -> None:
     import torch  # noqa: PLC0415
 
-    from dpprof.devices.cuda import Cuda  # noqa: PLC0415
     from dpprof.instruments.clean import time_steps  # noqa: PLC0415
 
     x = torch.randn(4096, 4096, device="cuda")
@@ -89,5 +89,5 @@ def test_a_real_counter_moves() -> None:
     (step_s,) = time_steps(Cuda(), 1, lambda: [torch.mm(x, x) for _ in range(100)])
     found = Cuda().energy(lambda: torch.mm(x, x), step_s / 100)
 
-    assert found.window_s >= energy.WINDOW_S / 2
+    assert found.window_s >= cuda.WINDOW_S / 2
     assert 10 < found.joules_per_step * found.steps / found.window_s < 2000  # watts

@@ -6,7 +6,7 @@ import torch
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.cuda import Cuda
 from dpprof.devices.device import StepClock
-from dpprof.devices.limits import EXTENTS, Extent, measure_limits, merge, time_repeats
+from dpprof.devices.limits import EXTENTS, Extent, keep_fastest, measure_limits, time_repeats
 from dpprof.spec.target import DTYPES
 
 SMALL = Extent((4, 8), (64, 128), budget_s=0.001, longest_s=100)
@@ -59,7 +59,7 @@ def test_of_several_rounds_the_fastest_repeats_count() -> None:
     """4 x 4 takes 2 s in one round and 1 s in another; 8 x 8 was left out of the first."""
     slow = measure_limits(ToldCpu(repeating(2.0)), Extent((4, 8), (64,), 0, longest_s=15))
     fast = measure_limits(ToldCpu(repeating(1.0)), Extent((4, 8), (64,), 0, longest_s=15))
-    merged = merge([slow, fast])
+    merged = keep_fastest([slow, fast])
     product = merged.matmul["float32"]
 
     assert product.flops_per_s == 2 * 8**3 / 1
@@ -80,9 +80,9 @@ def test_what_one_round_has_needs_no_reason(monkeypatch) -> None:
     without = measure_limits(Cpu(), SMALL)
 
     assert "bandwidth" in without.reasons
-    assert merge([without, whole]).bandwidth == whole.bandwidth
-    assert set(merge([without, whole]).reasons) == {"matmul.tf32"}
-    assert "bandwidth" in merge([without, without]).reasons
+    assert keep_fastest([without, whole]).bandwidth == whole.bandwidth
+    assert set(keep_fastest([without, whole]).reasons) == {"matmul.tf32"}
+    assert "bandwidth" in keep_fastest([without, without]).reasons
 
 
 def test_a_size_that_would_take_too_long_is_left_out_and_said() -> None:

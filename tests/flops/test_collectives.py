@@ -1,5 +1,7 @@
 """What a rank sends in a step, by the operators that ran, is what the closed formula says."""
 
+import functools
+
 import pytest
 from factory import make_experiment
 
@@ -16,6 +18,7 @@ PARAMETERS = 4 * (128 * 64 * 2 + 64 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
 """Bytes: embedding and head, positions, blocks, and the last norm."""
 
 
+@functools.cache
 def exchange(method: str, parallel: str, **others) -> list[Exchange]:
     fields = {"model": MODEL, "method": method, "seq_len": 64, "parallel": parallel}
     found = estimate(make_experiment(**fields | others), lambda _: None)

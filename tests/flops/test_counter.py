@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpprof.flops import counter as counter_module
-from dpprof.flops.counter import Counter
+from dpprof.flops.counter import FlopCounter
 from dpprof.methods.training_step import Batch
 from dpprof.spec import registry
 
@@ -21,7 +21,7 @@ def linears() -> nn.Sequential:
 
 
 def counted(run) -> int:
-    counter = Counter()
+    counter = FlopCounter()
     with counter:
         run()
     assert counter.unpriced is None
@@ -86,7 +86,7 @@ def test_composite_operators_are_counted_in_inference_mode_too() -> None:
 def test_a_product_without_a_formula_is_told() -> None:
     of_bytes = torch.ones(16, 32, dtype=torch.int8)
     a, scales = torch.ones(4, 32).bfloat16(), torch.ones(16).bfloat16()
-    counter = Counter()
+    counter = FlopCounter()
     with counter:
         torch.ops.aten._weight_int8pack_mm(a, of_bytes, scales)
 
@@ -123,7 +123,7 @@ def test_an_operator_without_a_price_is_told_and_ends_nothing(monkeypatch) -> No
             raise AssertionError("four axes")
 
     monkeypatch.setattr(counter_module, "learn_rule", lambda _: Odd())
-    counter = Counter()
+    counter = FlopCounter()
     with counter:
         total = torch.ones(2) + 1
 

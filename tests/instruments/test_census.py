@@ -6,7 +6,7 @@ from factory import make_experiment
 from torch import nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.census import Holdings, take_census
+from dpprof.instruments.census import TensorHolders, take_census
 from dpprof.instruments.setup import Training, set_up
 from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.spec import registry
@@ -30,7 +30,7 @@ def census_entering(training: Training, phase: str) -> dict[str, int]:
 
     def enter(entered: str) -> None:
         if entered == phase:
-            taken.append(take_census(training.holdings))
+            taken.append(take_census(training.holders))
 
     training.step.run(training.batch, enter)
     return taken[-1]
@@ -69,7 +69,7 @@ def test_optimizer_state_is_two_moments_and_the_steps(optimizer, state) -> None:
     training = prepare("standard", optimizer=optimizer)
     training.step.run(training.batch, lambda _: None)
 
-    assert take_census(training.holdings) == {
+    assert take_census(training.holders) == {
         "inputs": INPUTS,
         "parameters": P * 4,
         "gradients": 0,
@@ -84,7 +84,7 @@ def test_optimizer_state_is_two_moments_and_the_steps(optimizer, state) -> None:
 def test_gradients_and_their_clipped_sum() -> None:
     training = prepare("opacus-hooks")
     training.step.compute_gradient(training.batch, lambda _: None)
-    census = take_census(training.holdings)
+    census = take_census(training.holders)
 
     assert census["gradients"] == P * 4
     assert census["summed_gradients"] == P * 4
@@ -94,7 +94,7 @@ def test_a_storage_counts_once_and_whole() -> None:
     module = nn.Linear(4, 3, bias=False)
     module.weight.grad = torch.zeros(100)[:12].view(3, 4)
     module.weight.grad_sample = [module.weight.grad, torch.zeros(2, 3, 4)]
-    census = take_census(Holdings(module, attributes=OpacusStep.attributes))
+    census = take_census(TensorHolders(module, attributes=OpacusStep.attributes))
 
     assert census["gradients"] == 100 * 4
     assert census["per_sample_gradients"] == 2 * 12 * 4
@@ -106,12 +106,12 @@ def test_another_devices_tensors_do_not_count() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     optimizer.state[module.weight]["step"] = torch.zeros(1)
 
-    assert take_census(Holdings(module, optimizer))["optimizer_state"] == 0
+    assert take_census(TensorHolders(module, optimizer))["optimizer_state"] == 0
 
 
 def test_counting_allocates_no_tensor() -> None:
     training = prepare("opacus-hooks")
     with torch.profiler.profile(profile_memory=True) as recording:
-        take_census(training.holdings)
+        take_census(training.holders)
 
     assert not [event for event in recording.events() if event.name == "[memory]"]

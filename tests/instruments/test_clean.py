@@ -6,7 +6,7 @@ from factory import make_experiment
 from fresh_process import run_fresh
 
 from dpprof.instruments.clean import measure
-from dpprof.instruments.host_io import count_io, why_no_counts
+from dpprof.instruments.process_counters import count_io, why_no_counts
 from dpprof.records.result import Measurement
 
 
@@ -118,11 +118,11 @@ def test_cuda_counters_are_the_allocators(dtype: str) -> None:
     assert measured.memory.peak_reserved_bytes >= measured.memory.peak_allocated_bytes
 
 
+@pytest.mark.slow
 def test_no_library_is_taken_for_memory_of_the_training() -> None:
     code = """
 from factory import make_experiment
 from dpprof.instruments.clean import measure
-from dpprof.instruments.host_io import count_io, why_no_counts
 for s in measure(make_experiment(), lambda _: None).memory.snapshots:
     print(s.name, s.rss_bytes)
 """

@@ -20,7 +20,7 @@ from dpprof.spec import registry
 from dpprof.traces.kernel_summary import state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import STEP, read_trace
-from dpprof.traces.trace_files import NAME, write_trace
+from dpprof.traces.trace_files import TRACE_NAME, write_trace
 
 # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
 TRACE_EVENT_FORMAT = {
@@ -108,7 +108,13 @@ def test_recorded_operators_have_the_same_kinds(ghost) -> None:
     assert sum(one.written for one in recorded.by_phase_and_op_kind) == recorded.bytes_written
 
 
-@pytest.mark.parametrize("method", registry.names("methods"))
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=() if name in ("flash-bk", "opacus-hooks") else pytest.mark.slow)
+        for name in registry.names("methods")
+    ],
+)
 def test_next_to_nothing_has_no_known_kind(method) -> None:
     experiment = make_experiment(
         method=method, model="tiny", seq_len=32, timed_steps=1, noise_multiplier=0.1
@@ -151,7 +157,7 @@ def test_without_tensorboard_its_events_alone_are_left_out(monkeypatch, tmp_path
     measured = measure(make_experiment(), lambda _: None)
 
     assert told(measured).trace is not None
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [TRACE_NAME]
     assert "pip install 'dpprof[monitor]'" in capsys.readouterr().err
 
 
@@ -165,11 +171,11 @@ def test_a_gpu_that_is_not_traced_has_no_kernel_times(monkeypatch, tmp_path) -> 
     assert measured.kernels is None
     assert measured.reasons["kernels"].startswith("the trace has no GPU kernel")
     assert measured.observed.step_s > 0
-    assert (tmp_path / NAME).is_file()
+    assert (tmp_path / TRACE_NAME).is_file()
 
 
 def test_perfetto_can_read_the_trace(ghost, folder) -> None:
-    packed = (folder / NAME).read_bytes()
+    packed = (folder / TRACE_NAME).read_bytes()
     document = json.loads(gzip.decompress(packed))
 
     assert told(ghost).trace_bytes == len(packed)
@@ -200,18 +206,18 @@ def test_tensorboards_own_reader_shows_the_run(ghost, folder) -> None:
 
 
 def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_path) -> None:
-    document = json.loads(gzip.decompress((folder / NAME).read_bytes()))
+    document = json.loads(gzip.decompress((folder / TRACE_NAME).read_bytes()))
     whole = write_trace(tmp_path, document)
     assert whole is not None
     cut = write_trace(tmp_path, document, limit_bytes=whole.bytes - 1)
     assert cut is not None
-    kept = json.loads(gzip.decompress((tmp_path / NAME).read_bytes()))
+    kept = json.loads(gzip.decompress((tmp_path / TRACE_NAME).read_bytes()))
 
     assert (whole.steps, cut.steps) == (2, 1)
-    assert cut.bytes == (tmp_path / NAME).stat().st_size < whole.bytes
+    assert cut.bytes == (tmp_path / TRACE_NAME).stat().st_size < whole.bytes
     assert len(find_steps(read_trace(kept))) == 1
     assert write_trace(tmp_path, document, limit_bytes=100) is None
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / TRACE_NAME).exists()
 
 
 def test_the_tracer_says_what_it_cost(ghost) -> None:

@@ -17,7 +17,7 @@ def test_a_step_finds_what_the_step_before_left_behind() -> None:
     placed = place(before, step, SIZES.__getitem__)
     assert placed.peaks.reserved_bytes == 170 * MIB
     assert placed.peaks.allocated_bytes == 170 * MIB
-    assert (placed.retries, placed.steps) == (0, 2)
+    assert (placed.retries_in_last_step, placed.steps) == (0, 2)
 
 
 def test_a_step_that_needs_more_at_first_is_repeated_until_it_needs_no_more() -> None:
@@ -46,8 +46,8 @@ def test_retries_are_counted_and_memory_ends() -> None:
     held = [Allocated(0)]
     placed = place(held, step, SIZES.__getitem__, 150 * MIB)
     # 40 MiB do not fit beside the cached 30, nor 30 in what is left of 50 beside the cached 40.
-    assert placed.retries == 1
     assert placed.retries_in_last_step == 0
+    assert place(held, step, SIZES.__getitem__, 150 * MIB, most_steps=1).retries_in_last_step == 1
     assert place(held, step, SIZES.__getitem__).peaks.reserved_bytes == 170 * MIB
     growing = place(held, step, SIZES.__getitem__, settings=EXPANDABLE)
     assert growing.peaks.reserved_bytes == 140 * MIB

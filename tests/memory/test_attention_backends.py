@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.instruments.memory import estimate, tracing
-from dpprof.memory.attention_backends import AttentionCall, Gpu, choose_backend
+from dpprof.memory.attention_backends import AttentionCall, AttentionGpu, choose_backend
 from dpprof.memory.events import Op
 from dpprof.spec import registry
 
@@ -22,25 +22,25 @@ def ask(dtype=BF16, width=64, queries=32, keys=32, **named) -> AttentionCall:
 
 MASK = torch.ones(32, 32, dtype=torch.bool)
 CHOICES = {
-    "ampere": (ask(), Gpu("8.0", NEWER), "flash"),
-    "ada": (ask(), Gpu("8.9", NEWER), "flash"),
-    "hopper": (ask(), Gpu("9.0", NEWER), "cudnn"),
-    "hopper, float16": (ask(HALF), Gpu("9.0", NEWER), "cudnn"),
-    "hopper, cuDNN of PyTorch's wheel": (ask(), Gpu("9.0"), "cudnn"),
-    "hopper, older cuDNN": (ask(), Gpu("9.0", OLDER), "flash"),
-    "blackwell": (ask(), Gpu("10.0", NEWER), "cudnn"),
-    "blackwell's second": (ask(), Gpu("10.3", NEWER), "flash"),
-    "blackwell for desks": (ask(), Gpu("12.0", NEWER), "flash"),
-    "float32": (ask(FLOAT), Gpu("9.0", NEWER), "efficient"),
-    "float64": (ask(DOUBLE), Gpu("9.0", NEWER), "math"),
-    "a mask on hopper": (ask(mask=MASK), Gpu("9.0", NEWER), "cudnn"),
-    "a mask on ampere": (ask(mask=MASK), Gpu("8.0", NEWER), "efficient"),
-    "wide heads on hopper": (ask(width=256), Gpu("9.0", NEWER), "cudnn"),
-    "wide heads on blackwell": (ask(width=256), Gpu("10.0", NEWER), "flash"),
-    "odd heads": (ask(width=20), Gpu("9.0", NEWER), "flash"),
-    "odd heads in float32": (ask(FLOAT, width=6), Gpu("9.0", NEWER), "math"),
-    "one token": (ask(queries=1, keys=1), Gpu("9.0", NEWER), "flash"),
-    "a causal rectangle on ampere": (ask(keys=8, causal=True), Gpu("8.0"), "efficient"),
+    "ampere": (ask(), AttentionGpu("8.0", NEWER), "flash"),
+    "ada": (ask(), AttentionGpu("8.9", NEWER), "flash"),
+    "hopper": (ask(), AttentionGpu("9.0", NEWER), "cudnn"),
+    "hopper, float16": (ask(HALF), AttentionGpu("9.0", NEWER), "cudnn"),
+    "hopper, cuDNN of PyTorch's wheel": (ask(), AttentionGpu("9.0"), "cudnn"),
+    "hopper, older cuDNN": (ask(), AttentionGpu("9.0", OLDER), "flash"),
+    "blackwell": (ask(), AttentionGpu("10.0", NEWER), "cudnn"),
+    "blackwell's second": (ask(), AttentionGpu("10.3", NEWER), "flash"),
+    "blackwell for desks": (ask(), AttentionGpu("12.0", NEWER), "flash"),
+    "float32": (ask(FLOAT), AttentionGpu("9.0", NEWER), "efficient"),
+    "float64": (ask(DOUBLE), AttentionGpu("9.0", NEWER), "math"),
+    "a mask on hopper": (ask(mask=MASK), AttentionGpu("9.0", NEWER), "cudnn"),
+    "a mask on ampere": (ask(mask=MASK), AttentionGpu("8.0", NEWER), "efficient"),
+    "wide heads on hopper": (ask(width=256), AttentionGpu("9.0", NEWER), "cudnn"),
+    "wide heads on blackwell": (ask(width=256), AttentionGpu("10.0", NEWER), "flash"),
+    "odd heads": (ask(width=20), AttentionGpu("9.0", NEWER), "flash"),
+    "odd heads in float32": (ask(FLOAT, width=6), AttentionGpu("9.0", NEWER), "math"),
+    "one token": (ask(queries=1, keys=1), AttentionGpu("9.0", NEWER), "flash"),
+    "a causal rectangle on ampere": (ask(keys=8, causal=True), AttentionGpu("8.0"), "efficient"),
 }
 
 
@@ -48,25 +48,25 @@ CHOICES = {
 def test_the_kernel_is_the_one_that_pytorch_prefers(case) -> None:
     asked, gpu, backend = CHOICES[case]
 
-    assert choose_backend(asked, gpu).backend == backend
+    assert choose_backend(asked, gpu)[0] == backend
 
 
 def test_a_choice_says_why() -> None:
-    odd = choose_backend(ask(width=20), Gpu("9.0", NEWER))
-    assert odd.why == (
+    _, why = choose_backend(ask(width=20), AttentionGpu("9.0", NEWER))
+    assert why == (
         "cuDNN's is preferred on compute capability 9.0 with cuDNN 92000; "
         "cudnn needs heads of a multiple of 8"
     )
-    assert choose_backend(ask(), Gpu("8.0")).why == (
+    assert choose_backend(ask(), AttentionGpu("8.0"))[1] == (
         "flash attention is preferred on compute capability 8.0"
     )
 
 
 def test_what_is_switched_off_does_not_run(monkeypatch) -> None:
     with nn.attention.sdpa_kernel([nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
-        assert choose_backend(ask(), Gpu("9.0", NEWER)).backend == "efficient"
+        assert choose_backend(ask(), AttentionGpu("9.0", NEWER))[0] == "efficient"
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    put_back = choose_backend(ask(), Gpu("9.0", NEWER))
+    put_back = choose_backend(ask(), AttentionGpu("9.0", NEWER))
     assert put_back == ("flash", "TORCH_CUDNN_SDPA_DEPRIORITIZED is set")
 
 

@@ -8,94 +8,53 @@ from memory_steps import B, P, at_end_of, at_peak, keep
 from torch import nn
 
 from dpprof.memory.events import Storage
-from dpprof.memory.owners import Owner, find_owner
+from dpprof.memory.owners import find_owner
 from dpprof.methods.opacus.hooks import OpacusHooks
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.births import components_by_code
 from dpprof.spec import registry
 
 
-def storage(phase: str = "backward", **facts) -> Storage:
-    made = Storage(100, "mm", phase, facts.pop("module", None))
-    for name, value in facts.items():
-        setattr(made, name, value)
-    return made
-
-
 def make_noise() -> None:
     """Stands for a function that a method declares."""
 
 
-def owner(made: Storage, *, saved: bool = False, temporary: bool = False) -> Owner:
-    births = components_by_code({make_noise: "noise"})
-    return find_owner(made, births, saved=saved, temporary=temporary)
-
-
+NOISE = make_noise.__code__
+NORMS = {"sampler": OpacusPath.NORM_SAMPLER, "shape": (2, 5, 5)}
+HOOKED = {"module": "a", "roles": {"dp_activations"}}
+ADAM = {"phase": "step", "function": "torch.optim.adam:_adam"}
+SAVED, TEMPORARY = {"saved": True}, {"temporary": True}
 OWNERS = {
-    "a role is identity": (storage(roles={"gradients"}), {}, ("gradients", "identity")),
+    "a role is identity": ({"roles": {"gradients"}}, {}, "gradients", "identity"),
     "the stronger role": (
-        storage(roles={"gradients", "summed_gradients"}),
-        {},
-        ("summed_gradients", "identity"),
+        *({"roles": {"gradients", "summed_gradients"}}, {}, "summed_gradients", "identity"),
     ),
-    "saved": (
-        storage("forward", module="head"),
-        {"saved": True},
-        ("saved_activations", "identity"),
-    ),
-    "saved outside the model": (
-        storage("forward"),
-        {"saved": True},
-        ("logits_and_loss", "identity"),
-    ),
-    "held by autograd and a hook": (
-        storage("forward", module="a", roles={"dp_activations"}),
-        {"saved": True},
-        ("saved_activations", "identity"),
-    ),
-    "held by a hook alone": (
-        storage("forward", module="a", roles={"dp_activations"}),
-        {},
-        ("dp_activations", "identity"),
-    ),
-    "a declared function": (storage(code=make_noise.__code__), {}, ("noise", "birthplace")),
+    "saved": (*({"phase": "forward", "module": "head"}, SAVED, "saved_activations", "identity"),),
+    "saved outside the model": ({"phase": "forward"}, SAVED, "logits_and_loss", "identity"),
+    "held by autograd and a hook": (HOOKED, SAVED, "saved_activations", "identity"),
+    "held by a hook alone": (HOOKED, {}, "dp_activations", "identity"),
+    "a declared function": ({"code": NOISE}, {}, "noise", "birthplace"),
     "a declared function, seen in that role": (
-        storage(code=make_noise.__code__, roles={"noise"}),
-        {},
-        ("noise", "identity"),
+        *({"code": NOISE, "roles": {"noise"}}, {}, "noise", "identity"),
     ),
-    "a square product of a norm sampler": (
-        storage(sampler=OpacusPath.NORM_SAMPLER, op="bmm", shape=(2, 5, 5)),
-        {},
-        ("gram_matrices", "birthplace"),
-    ),
-    "a square copy is no Gram matrix": (
-        storage(sampler=OpacusPath.NORM_SAMPLER, op="clone", shape=(2, 5, 5)),
-        {},
-        ("workspace", "birthplace"),
-    ),
-    "an autograd node": (storage(node="MmBackward0"), {}, ("output_gradients", "birthplace")),
-    "backward and nothing more": (storage(), {}, ("output_gradients", "phase")),
-    "a library call that gives all back": (
-        storage("step", function="torch.optim.adam:_adam"),
-        {"temporary": True},
-        ("workspace", "birthplace"),
-    ),
-    "a library call that keeps something": (
-        storage("step", function="torch.optim.adam:_adam"),
-        {},
-        ("unattributed", None),
-    ),
-    "setup and nothing more": (storage("setup"), {"temporary": True}, ("unattributed", None)),
+    "a square product of a norm sampler": (NORMS, {}, "gram_matrices", "birthplace"),
+    "a square copy is no Gram matrix": (NORMS | {"op": "clone"}, {}, "workspace", "birthplace"),
+    "an autograd node": ({"node": "MmBackward0"}, {}, "output_gradients", "birthplace"),
+    "backward and nothing more": ({}, {}, "output_gradients", "phase"),
+    "a library call that gives all back": (ADAM, TEMPORARY, "workspace", "birthplace"),
+    "a library call that keeps something": (ADAM, {}, "unattributed", None),
+    "setup and nothing more": ({"phase": "setup"}, TEMPORARY, "unattributed", None),
 }
 
 
 @pytest.mark.parametrize("case", OWNERS)
 def test_owners_by_hand(case) -> None:
-    made, state, expected = OWNERS[case]
-    made.op = made.op or "mm"
+    facts, state, component, evidence = OWNERS[case]
+    storage = Storage(**{"nbytes": 100, "op": "bmm", "phase": "backward", "module": None} | facts)
+    births = components_by_code({make_noise: "noise"})
+    found = find_owner(storage, births, **{"saved": False, "temporary": False} | state)
 
-    assert owner(made, **state) == expected
+    assert found == (component, evidence)
 
 
 def test_a_wrong_label_breaks_a_known_answer(monkeypatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpprof.devices.allocations import CpuRecorder
+from dpprof.devices.cpu import CpuRecorder
 from dpprof.instruments.memory import tracing
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.events import Allocated, Event, Freed

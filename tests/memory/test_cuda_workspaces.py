@@ -1,11 +1,66 @@
-"""Which axes a reduction's arguments name, whatever its overload."""
+"""Buffers of CUDA kernels: what snapshots of real GPUs show, and cases worked out by hand."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from dpprof.memory.cuda_workspaces import cuda_workspaces
-from dpprof.memory.reduction_buffers import Processors, reduction_buffers
+from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces, reduction_buffers
+
+H100_PCIE = Processors.of(114, "9.0")
+H100 = Processors.of(132, "9.0")
+
+
+def _on_meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_a_bias_gradient_of_gpt2_large_takes_115_mib_on_an_h100() -> None:
+    """As a snapshot of minGPT shows (github.com/ailzhang/EfficientPyTorch): 32 x 128 tokens."""
+    assert reduction_buffers(_on_meta(4096, 5120), [0], 4, H100_PCIE)[0] == 115 * 2**20
+    assert reduction_buffers(_on_meta(32, 128, 5120), [0, 1], 4, H100_PCIE)[0] == 115 * 2**20
+
+
+def test_a_maximum_over_rows_takes_528_mib_on_an_h100() -> None:
+    """16 bytes for value and index; 33 thread blocks for each of 64 groups of columns."""
+    assert reduction_buffers(_on_meta(8192, 8192), [0], 16, H100) == (528 * 2**20, 4 * 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "expected"),
+    [
+        ((512, 1024), [1], (0, 0)),  # a warp for each row: nothing is shared
+        ((100, 5120), [0], (0, 0)),  # too few rows
+        ((4096, 2**20), [0], (0, 0)),  # so many columns that the device is full without
+        ((1,), [0], (0, 0)),
+        ((0, 7), [0], (0, 0)),
+        # 512 threads would have 2,048 values each: 128 blocks share them, 16 for each thread.
+        ((2**20,), [], (4 * 128, 4)),
+    ],
+)
+def test_cases_by_hand(shape: tuple[int, ...], dims: list[int], expected: tuple[int, int]) -> None:
+    assert reduction_buffers(_on_meta(*shape), dims, 4, H100) == expected
+
+
+def test_a_view_with_gaps_and_a_transposed_one_count_by_strides() -> None:
+    rows = _on_meta(4096, 5120)
+    assert reduction_buffers(rows.t(), [1], 4, H100) == reduction_buffers(rows, [0], 4, H100)
+    # Strides that no vector divides: a thread has one column. A block of 32 x 16 threads has 32
+    # columns, of 160 such groups; 4 blocks on each of 132 multiprocessors make 4 shares of each.
+    odd = _on_meta(4096, 5121)[:, :5120]
+    assert reduction_buffers(odd, [0], 4, H100) == (4 * 5120 * 4 * 32, 4 * 160)
+
+
+def test_more_than_two_gibibytes_are_reduced_in_parts() -> None:
+    """Offsets must fit 32 bits, so halves are reduced one after the other."""
+    whole = _on_meta(2**18, 5120)
+    half = _on_meta(2**16, 5120)
+    assert reduction_buffers(whole, [0], 4, H100) == reduction_buffers(half, [0], 4, H100)
+
+
+def test_threads_of_a_multiprocessor_follow_the_compute_capability() -> None:
+    assert Processors.of(58, "8.9").threads == 1536
+    assert Processors.of(108, "8.0").threads == 2048
+
 
 aten = torch.ops.aten
 H100 = Processors.of(132, "9.0")

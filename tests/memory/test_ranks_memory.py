@@ -1,7 +1,7 @@
 """Each rank's ledger is what its allocator counts, and the estimate for rank 0 is that ledger."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -29,10 +29,9 @@ UNKNOWN_BYTES = 64
 QUICK = [
     ("ours", "flash-bk", "kind=fsdp,world_size=2", {"checkpointing": "non-reentrant"}),
     ("llama", "flash", "kind=fsdp,world_size=2,reshard_after_forward=true", {}),
-    ("gpt2", "standard", "kind=fsdp,world_size=2", {"dtype": "bfloat16"}),
-    ("gpt2", "flash-bk", "kind=ddp,world_size=2", {}),
-    ("ours", "standard", "kind=ddp,world_size=2", {}),
+    ("gpt2", "standard", "kind=ddp,world_size=2", {"dtype": "bfloat16"}),
 ]
+"""Each model, method and kind once; the products of all are slow."""
 EVERY = [
     (model, method, f"kind={kind},world_size={size}", {"dtype": dtype})
     for size in (2, 4)
@@ -59,24 +58,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def record(spec: str) -> Measurement:
+def record(spec: str, instrument: Callable[..., Measurement] = memory.measure) -> Measurement:
     gc.collect()  # a sharded model refers to itself
-    return memory.measure(Experiment.model_validate_json(spec), lambda _: None)
+    return instrument(Experiment.model_validate_json(spec), lambda _: None)
 
 
-def follow(spec: str) -> Measurement:
-    gc.collect()
-    return phases.measure(Experiment.model_validate_json(spec), lambda _: None)
-
-
-def check(pools, model, method, parallel, others) -> None:
+@pytest.mark.parametrize(
+    ("model", "method", "parallel", "others"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY)],
+)
+def test_a_rank_holds_what_its_allocator_counts_and_what_was_predicted(
+    pools, model, method, parallel, others
+) -> None:
     experiment = make_experiment(
         **{"model": MODELS[model], "method": method, "seq_len": 24, "parallel": parallel}
         | {"warmup_steps": 2}
         | others
     )
     ledgers = pools[experiment.world_size].compute(record, experiment.model_dump_json())
-    followed = pools[experiment.world_size].compute(follow, experiment.model_dump_json())
+    followed = pools[experiment.world_size].compute(
+        record, experiment.model_dump_json(), phases.measure
+    )
     predicted = memory.estimate(experiment, lambda _: None)
 
     first = ledgers[0].memory
@@ -90,19 +92,6 @@ def check(pools, model, method, parallel, others) -> None:
         assert ledger.memory.at_peak.components["unattributed"] <= UNKNOWN_BYTES
         peak = told.memory.peak_allocated_bytes
         assert abs(peak - ledger.memory.peak_allocated_bytes) <= bound_bytes(experiment, peak)
-
-
-@pytest.mark.parametrize(("model", "method", "parallel", "others"), QUICK)
-def test_a_rank_holds_what_its_allocator_counts_and_what_was_predicted(
-    pools, model, method, parallel, others
-) -> None:
-    check(pools, model, method, parallel, others)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "method", "parallel", "others"), EVERY)
-def test_every_rank_does(pools, model, method, parallel, others) -> None:
-    check(pools, model, method, parallel, others)
 
 
 def test_what_ranks_hold_has_names(pools) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import set_up
 from dpprof.monitor import Monitor, TensorBoard, WeightsAndBiases
-from dpprof.monitor.monitor import find_peak
+from dpprof.monitor.monitor import find_datasheet_peak
 from dpprof.spec import registry
 from dpprof.spec.datasheets import H200
 
@@ -199,7 +199,7 @@ def test_executed_flops_that_were_not_seen_are_not_zero(last_batch, act, reason)
 def test_the_peak_is_the_data_sheets_where_there_is_one(monkeypatch, name, dtype, peak) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    found = find_peak(dtype)
+    found = find_datasheet_peak(dtype)
 
     assert peak in found.reason if isinstance(peak, str) else found == (peak, "")
 

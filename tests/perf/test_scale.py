@@ -9,7 +9,7 @@ import pytest
 PERF = Path(__file__).parents[2] / "perf"
 sys.path.insert(0, str(PERF))
 
-from scale import Cost, Row, find_broken, median_of, run, tabulate  # noqa: E402
+from scale import Cost, Row, find_broken, run  # noqa: E402
 
 
 def test_a_process_is_charged_for_what_its_children_take(tmp_path) -> None:
@@ -26,10 +26,6 @@ def test_a_command_that_fails_says_why(tmp_path) -> None:
         run([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], tmp_path)
 
 
-def test_medians_of_times_and_the_highest_peak() -> None:
-    assert median_of([Cost(1.0, 10.0), Cost(9.0, 30.0), Cost(2.0, 20.0)]) == Cost(2.0, 30.0)
-
-
 @pytest.mark.parametrize(
     ("plan", "report", "peak_mib", "broken"),
     [
@@ -44,14 +40,6 @@ def test_a_claim_is_broken_just_beyond_its_limit(plan, report, peak_mib, broken)
     reporting = [Row("all of them", Cost(1.0, peak_mib), report)]
 
     assert find_broken(planning, reporting) == broken
-
-
-def test_rows_as_markdown() -> None:
-    assert tabulate([Row("tables", Cost(12.34, 456.7), 3.456)], "times").splitlines() == [
-        "| | CPU (s) | times | peak RSS (MiB) |",
-        "| --- | ---: | ---: | ---: |",
-        "| tables | 12.3 | 3.46 | 457 |",
-    ]
 
 
 @pytest.mark.slow

@@ -56,13 +56,6 @@ def test_the_parameters_that_were_copied_are_those_of_the_model() -> None:
             assert row.parameters == V * D + row.seq_len * D + blocks + 2 * D
 
 
-def test_a_steps_seconds_are_its_tokens_over_their_rate() -> None:
-    rate = Row(SOURCE, "rate", 4, 512, tokens_per_s=1024.0)
-    whole = Row(SOURCE, "whole", 4, 512, step_s=0.25)
-
-    assert (rate.published_s, whole.published_s) == (2.0, 0.25)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

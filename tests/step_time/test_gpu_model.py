@@ -1,5 +1,7 @@
 """The time of an operator on a GPU, and of steps of models that run there."""
 
+import functools
+
 import pytest
 from factory import make_experiment
 
@@ -113,7 +115,7 @@ def test_rows_off_sixteen_bytes_are_slow_on_tensor_cores_alone() -> None:
         aligned = model.predict(product(op_dtype), 0)
         crooked = model.predict(product(op_dtype)._replace(is_aligned=False), 0)
         ratio = (crooked.seconds - KERNEL_S) / (aligned.seconds - KERNEL_S)
-        assert ratio == pytest.approx(1 / MISALIGNED.share)
+        assert ratio == pytest.approx(1 / MISALIGNED.value)
         assert crooked.spread > aligned.spread
         assert crooked.basis == "data sheet"
 
@@ -134,7 +136,7 @@ def test_products_without_sizes_take_the_time_of_their_flops() -> None:
 def test_other_operators_take_the_time_of_their_bytes() -> None:
     found = GpuModel(H200, "bfloat16").predict(Cost("add", "elementwise", 10, "float32"), 4_800_000)
 
-    assert found.seconds == pytest.approx(1e-6 / MEMORY.share + KERNEL_S)
+    assert found.seconds == pytest.approx(1e-6 / MEMORY.value + KERNEL_S)
     assert found.basis == "data sheet"
 
 
@@ -178,15 +180,22 @@ def test_attention_is_as_fast_as_others_measured(target, is_backward, tokens, tf
     assert flops / found.seconds == pytest.approx(tflop_per_s * 1e12, rel=0.15)
 
 
-def predict(**fields):
+WIDE = (1000, 1024, 2, 8)
+
+
+@functools.cache
+def predict(model: str | tuple[int, ...] = WIDE, **fields):
+    if model != "tiny":
+        sizes = ("vocab_size", "d_model", "layers", "heads")
+        model = dict(zip(sizes, model, strict=True))
     usual = {"device": "cuda", "target": "h100", "dtype": "bfloat16", "method": "standard"}
-    return estimate(make_experiment(**usual | fields), lambda _: None).time.predicted_step_s
+    experiment = make_experiment(**usual | {"model": model} | fields)
+    return estimate(experiment, lambda _: None).time.predicted_step_s
 
 
 def test_a_tiny_step_waits_for_the_host_and_a_large_one_does_not() -> None:
     tiny = predict(model="tiny", batch_size=1, seq_len=16)
-    small = {"vocab_size": 1000, "d_model": 1024, "layers": 2, "heads": 8}
-    large = predict(model=small, batch_size=32, seq_len=1024)
+    large = predict(batch_size=32, seq_len=1024)
 
     assert tiny.waiting_share > 0.4
     assert large.waiting_share < 0.1
@@ -195,10 +204,9 @@ def test_a_tiny_step_waits_for_the_host_and_a_large_one_does_not() -> None:
 
 
 def test_noise_and_optimizer_are_what_a_step_without_them_lacks() -> None:
-    small = {"vocab_size": 1000, "d_model": 1024, "layers": 2, "heads": 8}
-    one, four = (predict(model=small, batch_size=size, seq_len=1024) for size in (8, 32))
-    sgd = predict(model=small, batch_size=8, seq_len=1024, optimizer="sgd")
-    private = predict(model=small, batch_size=8, seq_len=1024, method="flash-bk")
+    one, four = (predict(batch_size=size, seq_len=1024) for size in (8, 32))
+    sgd = predict(batch_size=8, seq_len=1024, optimizer="sgd")
+    private = predict(batch_size=8, seq_len=1024, method="flash-bk")
 
     adamw_s, noisy_s = (step.median - step.without_update for step in (one, private))
     # AdamW must read parameter, gradient and two moments, and write all but the gradient.
@@ -210,9 +218,9 @@ def test_noise_and_optimizer_are_what_a_step_without_them_lacks() -> None:
 
 
 def test_a_target_with_a_table_of_its_own_rests_on_it() -> None:
-    shape = {"vocab_size": 1024, "d_model": 1024, "layers": 2, "heads": 8}
-    on_h100 = predict(model=shape, batch_size=4, seq_len=512)
-    on_l4 = predict(model=shape, batch_size=4, seq_len=512, target="l4")
+    shape = (1024, 1024, 2, 8)
+    on_h100 = predict(shape, batch_size=4, seq_len=512)
+    on_l4 = predict(shape, batch_size=4, seq_len=512, target="l4")
 
     assert on_h100.rests_on["measured at this shape"] > 0.1
     assert set(on_l4.rests_on) == {"extrapolated", "data sheet"}

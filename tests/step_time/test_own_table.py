@@ -52,9 +52,9 @@ LEAST = timed("neg", 1, 1e-7, family="other")
 """The least call; what moves a megabyte takes a thousand times as long."""
 
 
-def make(*operators: OperatorTime, **fields) -> OwnTable:
+def tabulate(*operators: OperatorTime, **fields) -> OperatorTable:
     usual = {
-        "operators": [*operators, LEAST],
+        "operators": operators,
         "threads": 1,
         "rounds": 5,
         "drift": 0.1,
@@ -65,7 +65,11 @@ def make(*operators: OperatorTime, **fields) -> OwnTable:
         "left_out": {},
         "wall_s": 0.0,
     }
-    return OwnTable(OperatorTable.model_validate(usual | fields))
+    return OperatorTable.model_validate(usual | fields)
+
+
+def make(*operators: OperatorTime, **fields) -> OwnTable:
+    return OwnTable(tabulate(*operators, LEAST, **fields))
 
 
 def add(size: int, **fields) -> OperatorShape:
@@ -149,18 +153,7 @@ def test_held_out_operators_are_predicted_without_their_own_size() -> None:
 
 def test_a_table_of_other_threads_or_of_another_pytorch_predicts_nothing(tmp_path) -> None:
     cpu = {"type": "cpu", "name": cpu_name(), "cores": available_cores()}
-    table = OperatorTable(
-        operators=copies(10),
-        threads=available_cores(),
-        rounds=1,
-        drift=None,
-        host_s=1.0,
-        host_spread=0.1,
-        step_factor=1.0,
-        experiments=[],
-        left_out={},
-        wall_s=0.0,
-    )
+    table = tabulate(*copies(10), threads=available_cores(), drift=None, host_s=1.0)
     with pytest.raises(NoTableError, match="no operators were timed on this machine; dpprof"):
         read_own_table(tmp_path, None)
     for torch_version, threads, problem in [

@@ -5,17 +5,17 @@ import pytest
 
 from dpprof.step_time.product_table import (
     UNIT,
-    Peaks,
+    PeakRates,
     ProductTable,
     bound_s,
     read_document,
-    read_table,
+    read_product_table,
 )
 
 SIZES = [2**power for power in range(6, 13)]
 MORE_ROWS = 0.03
 SPREADS = {"measured at this shape": 0.01, "interpolated": 0.02, "extrapolated": 0.04}
-PEAKS = Peaks(1e12, 1e11)
+PEAKS = PeakRates(1e12, 1e11)
 
 
 def make(law) -> ProductTable:
@@ -103,7 +103,7 @@ def test_shapes_that_were_not_measured_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l40s"])
 def test_a_table_that_ships_says_where_it_is_from_and_predicts_what_it_left_out(name) -> None:
-    document, table = read_document(name), read_table(name)
+    document, table = read_document(name), read_product_table(name)
     assert document["source"].startswith("aiconfigurator-core 0.12.0: systems/data/")
     assert "Apache-2.0" in document["license"]
     large = np.flatnonzero((table.shapes >= 512).all(axis=1))
@@ -123,7 +123,7 @@ def test_a_table_that_ships_says_where_it_is_from_and_predicts_what_it_left_out(
 
 @pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l40s"])
 def test_the_most_rows_of_a_table_are_found_from_a_quarter_of_them(name) -> None:
-    document, table = read_document(name), read_table(name)
+    document, table = read_document(name), read_product_table(name)
     most = document["m"][-1]
     kept = [at for at, m in enumerate(document["m"]) if 4 * m <= most]
     short = {key: [document[key][at] for at in kept] for key in ("m", "shares")}

@@ -1,16 +1,74 @@
-"""A CUDA device, with the caching allocator's counters and events on the stream."""
+"""A CUDA device: the caching allocator's counters, events on the stream, the driver's energy."""
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pynvml
 import torch
 
-from dpprof.devices.device import Counters, Device, Peaks, Recorded, Recorder, StepClock
-from dpprof.devices.energy import measure_energy
+from dpprof.devices.device import (
+    AllocatorPeaks,
+    AllocatorRecorder,
+    Counters,
+    Device,
+    NoEnergyError,
+    Recorded,
+    StepClock,
+)
 from dpprof.records.result import Energy
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 from dpprof.spec.target import Dtype
+from dpprof.system.hardware import nvml, visible_gpus
+
+WINDOW_S = 2.0
+"""The driver updates the counter about every tenth of a second, so the error of this window is at
+most a twentieth; a window shorter than an update reads zero (as documented by ml-energy/zeus)."""
+
+SOURCE = "NVML, nvmlDeviceGetTotalEnergyConsumption"
+
+
+def measure_energy(
+    run: Callable[[], None], synchronize: Callable[[], None], step_s: float
+) -> Energy:
+    """Run steps for the length of a window and return the energy of one.
+
+    The energy is the whole GPU's, with idle power. As in timed steps, the host waits for the device
+    only at both ends of the window.
+
+    A step takes about ``step_s``; ``synchronize`` waits until the device has finished.
+
+    Raises:
+        NoEnergyError: The counter cannot be read, or did not move.
+    """
+    steps = math.ceil(WINDOW_S / step_s)
+    gpu = next(iter(visible_gpus()), None)
+    with nvml() as available:
+        if gpu is None or not available:
+            raise NoEnergyError("NVML shows no GPU")
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+            synchronize()
+            before_mj, start_s = _read_mj(handle), time.perf_counter()
+            for _ in range(steps):
+                run()
+            synchronize()
+            window_s, used_mj = time.perf_counter() - start_s, _read_mj(handle) - before_mj
+        except pynvml.NVMLError as error:
+            raise NoEnergyError(f"NVML cannot read the energy counter: {error}") from error
+    if window_s < WINDOW_S / 2:
+        raise NoEnergyError(f"a window of {window_s:.1f} s is too short for the counter")
+    if used_mj <= 0:
+        raise NoEnergyError(f"the energy counter did not move in {window_s:.1f} s")
+    joules_per_step = used_mj / 1e3 / steps
+    return Energy(joules_per_step=joules_per_step, window_s=window_s, steps=steps, source=SOURCE)
+
+
+def _read_mj(handle: object) -> int:
+    return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
 
 _AMPERE = (8, 0)
 
@@ -34,7 +92,7 @@ class EventClock(StepClock):
         return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
-class CudaRecorder(Recorder):
+class CudaRecorder(AllocatorRecorder):
     """Keeps the caching allocator's counters, which are always exact."""
 
     def __init__(self, device: Device) -> None:
@@ -94,11 +152,11 @@ class Cuda(Device):
         torch.cuda.reset_peak_memory_stats()
         self._retries_before = torch.cuda.memory_stats()["num_alloc_retries"]
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> AllocatorPeaks:
         """Read the allocator's peaks, its retries, and the device's memory in use."""
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        return Peaks(
+        return AllocatorPeaks(
             allocated_bytes=torch.cuda.max_memory_allocated(),
             reserved_bytes=torch.cuda.max_memory_reserved(),
             device_used_bytes=total - free,

@@ -19,13 +19,17 @@ class Counters(NamedTuple):
     reserved_bytes: int | None
 
 
-class Peaks(NamedTuple):
-    """Peaks and retries since ``reset_peaks``, and the device memory in use now."""
+class AllocatorPeaks(NamedTuple):
+    """AllocatorPeaks and retries since ``reset_peaks``, and the device memory in use now."""
 
     allocated_bytes: int | None
     reserved_bytes: int | None
     device_used_bytes: int | None
     alloc_retries: int | None
+
+
+class NoEnergyError(Exception):
+    """There is no usable energy counter; the message says why."""
 
 
 class StepClock(ABC):
@@ -43,11 +47,11 @@ class StepClock(ABC):
 class Recorded(NamedTuple):
     """The peaks of windows and the counters of instants in a recording, by name."""
 
-    peaks: dict[str, Peaks]
+    peaks: dict[str, AllocatorPeaks]
     counters: dict[str, Counters]
 
 
-class Recorder(ABC):
+class AllocatorRecorder(ABC):
     """Records the allocator's work from the start of a process, as exactly as possible."""
 
     @abstractmethod
@@ -92,12 +96,12 @@ class Device(ABC):
     def reset_peaks(self) -> None:  # noqa: B027 (a device without counters has none to reset)
         """Reset the peaks to the present counters."""
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> AllocatorPeaks:
         """Return the peaks since ``reset_peaks``."""
-        return Peaks(None, None, None, None)
+        return AllocatorPeaks(None, None, None, None)
 
     @abstractmethod
-    def recorder(self) -> Recorder:
+    def recorder(self) -> AllocatorRecorder:
         """Start a recording, before the model exists and once in a process."""
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Measures how fast a device multiplies matrices, copies memory and launches operators.
 
-A ceiling is an upper bound, so the fastest repeat at the best of several sizes counts; medians are
+A ceiling is an upper bound, so it is the fastest repeat at the best of several sizes; medians are
 recorded too. Matrices hold normal random numbers, as in training: with zeros a GPU uses less power
 and clocks higher.
 """
@@ -29,8 +29,8 @@ _CALLS = 1_000
 _MOST_REPEATS = 1_000
 
 Action = Callable[[], object]
-Figure = TypeVar("Figure")
-Kind = TypeVar("Kind", Matmul, Bandwidth)
+_Measured = TypeVar("_Measured")
+_CeilingT = TypeVar("_CeilingT", Matmul, Bandwidth)
 
 
 class Extent(NamedTuple):
@@ -54,7 +54,7 @@ EXTENTS: Mapping[str, Extent] = {
     "cuda": Extent((1024, 2048, 4096, 8192, 16384), (2**30, 2**32), budget_s=0.3, longest_s=0.6),
 }
 
-ROUNDS = 3
+_ROUNDS = 3
 """How often every figure is measured, so that a short disturbance cannot affect all its repeats."""
 
 
@@ -68,18 +68,18 @@ class _Timed(NamedTuple):
 def measure(name: str) -> Limits:
     """Measure ``cpu`` or ``cuda``, with the threads and the GPU that the environment sets."""
     device, extent = open_device(name), EXTENTS[name]
-    extent = extent._replace(budget_s=extent.budget_s / ROUNDS)
-    return merge([measure_limits(device, extent) for _ in range(ROUNDS)])
+    extent = extent._replace(budget_s=extent.budget_s / _ROUNDS)
+    return keep_fastest([measure_limits(device, extent) for _ in range(_ROUNDS)])
 
 
-def merge(rounds: Sequence[Limits]) -> Limits:
+def keep_fastest(rounds: Sequence[Limits]) -> Limits:
     """Return the fastest figures of several rounds; null figures keep the last round's reason."""
     products = {
-        dtype: _merge([one.matmul[dtype] for one in rounds], ProductSample, "flops_per_s", "size")
+        dtype: _fastest([one.matmul[dtype] for one in rounds], ProductSample, "flops_per_s", "size")
         for dtype in DTYPES
     }
     copies = [one.bandwidth for one in rounds]
-    bandwidth = _merge(copies, CopySample, "bytes_per_s", "array_bytes")
+    bandwidth = _fastest(copies, CopySample, "bytes_per_s", "array_bytes")
     launches = [one.launch_latency_s for one in rounds if one.launch_latency_s is not None]
     figures: dict[str, object] = {f"matmul.{dtype}": one for dtype, one in products.items()}
     figures |= {"bandwidth": bandwidth, "launch_latency_s": launches or None}
@@ -92,9 +92,9 @@ def merge(rounds: Sequence[Limits]) -> Limits:
     )
 
 
-def _merge(
-    found: Sequence[Kind | None], sample: type[Repeated], rate: str, size: str
-) -> Kind | None:
+def _fastest(
+    found: Sequence[_CeilingT | None], sample: type[Repeated], rate: str, size: str
+) -> _CeilingT | None:
     """Merge the samples of several rounds by size; the highest rate counts."""
     known = [one for one in found if one is not None]
     if not known:
@@ -122,11 +122,11 @@ def measure_limits(device: Device, extent: Extent) -> Limits:
     """Measure every figure; one that cannot be measured is null with the reason."""
     reasons: dict[str, str] = {}
 
-    def attempt(key: str, figure: Callable[[], Figure]) -> Figure | None:
+    def attempt(key: str, figure: Callable[[], _Measured]) -> _Measured | None:
         try:
             return figure()
         except Exception as error:  # noqa: BLE001 (other figures may still be measured)
-            reasons[key] = _tell(error)
+            reasons[key] = _describe_error(error)
             return None
 
     products = {
@@ -220,7 +220,7 @@ def _time_sizes(
         except RuntimeError as error:  # most likely out of memory
             if not seconds:
                 raise
-            return _Timed(seconds, f"{size}: {_tell(error)}")
+            return _Timed(seconds, f"{size}: {_describe_error(error)}")
         before = size
     return _Timed(seconds, None)
 
@@ -256,6 +256,6 @@ def _sum_up(seconds: Sequence[float]) -> dict[str, Any]:
     return {"seconds": min(seconds), "median_s": median_s, "repeats": len(seconds)}
 
 
-def _tell(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     kind = "" if isinstance(error, UnsupportedError) else f"{type(error).__name__}: "
     return f"{kind}{error}"[:500]

@@ -2,18 +2,17 @@
 
 They are those of the ring algorithm, which sends the least that each rank must send (Patarasuk &
 Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Of S bytes on N
-ranks: all-gather and reduce-scatter send and receive S (N - 1) / N, S being the whole of what is
-gathered or reduced; all-reduce is one after the other, on S bytes; broadcast passes S on once.
+ranks: all-gather and reduce-scatter send and receive S (N - 1) / N, where S is the size of the
+whole tensor; all-reduce is one after the other, on S bytes; broadcast passes S on once.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from dpprof.records.step_costs import Exchange
 from dpprof.records.terms import Phase
 
-NAMES = {
+COLLECTIVES = {
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -22,15 +21,6 @@ NAMES = {
     "broadcast_": "broadcast",
 }
 """Collectives by the name of PyTorch's operator."""
-
-
-class Call(NamedTuple):
-    """One call of a collective by one rank."""
-
-    collective: str
-    phase: Phase
-    payload_bytes: int
-    """S."""
 
 
 def payload_bytes(collective: str, sizes: Sequence[int], world_size: int) -> int:
@@ -43,11 +33,16 @@ def payload_bytes(collective: str, sizes: Sequence[int], world_size: int) -> int
     return sum(sizes)
 
 
-def sum_exchanges(calls: Iterable[Call], world_size: int) -> list[Exchange]:
-    """Sum calls by collective and phase, in the order in which they began."""
+def sum_exchanges(calls: Iterable[tuple[str, Phase, int]], world_size: int) -> list[Exchange]:
+    """Sum calls by collective and phase, in the order in which they began.
+
+    Args:
+        calls: Collective, phase and S of each call.
+        world_size: N.
+    """
     groups: dict[tuple[str, Phase], list[int]] = defaultdict(list)
-    for call in calls:
-        groups[call.collective, call.phase].append(call.payload_bytes)
+    for collective, phase, payload in calls:
+        groups[collective, phase].append(payload)
     return [
         Exchange(
             collective=collective,

@@ -1,8 +1,77 @@
-"""What one call of an operator costs, and the sizes that its speed depends on."""
+"""What one call of an operator costs, the sizes that its speed depends on, and its kind.
 
-from typing import NamedTuple
+The kind says what an operator's work is for, by its family, its phase and its caller. Recorded
+bytes and traced times are summed by the same kinds, so bytes can be divided by seconds.
+"""
 
-from dpprof.flops.op_kinds import Family
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from dpprof.records.terms import OpKind, Phase
+
+OpFamily = Literal[
+    "matmul",
+    "attention",
+    "norm",
+    "elementwise",
+    "reduction",
+    "indexing",
+    "copy",
+    "random",
+    "optimizer",
+    "communication",
+    "other",
+]
+"""An operator's work, whoever calls it."""
+
+Scope = Literal["norm", "einsum"]
+"""The caller: a search for norms of per-sample gradients, or ``torch.einsum``."""
+
+EINSUMS = ("einsum", "tensordot")
+"""Functions of torch that contract axes by calling other operators."""
+
+_ALWAYS: dict[OpFamily, OpKind] = {
+    "norm": "norm",
+    "attention": "attention",
+    "matmul": "gemm",
+    "indexing": "indexing",
+    "random": "random",
+    "optimizer": "optimizer",
+}
+_UNLESS_CLIPPING: dict[OpFamily, OpKind] = {
+    "elementwise": "elementwise",
+    "reduction": "reduce",
+    "copy": "copy",
+    "other": "other",
+}
+
+
+def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> OpKind:
+    """Return the kind of an operator.
+
+    Communication between devices is ``communication`` everywhere. All other operators of a search
+    for norms are ``norm``, others of the phase step ``optimizer``, and others of a contraction
+    ``einsum``. The rest have a kind by their family; in the phase clip,
+    ``clip`` for elementwise operators, reductions and copies.
+
+    Args:
+        family: What the operator does.
+        phase: In which phase; None if that is not known.
+        scope: The caller.
+    """
+    if family == "communication":
+        return "communication"
+    if scope == "norm":
+        return "norm"
+    if phase == "step":
+        return "optimizer"
+    if scope == "einsum":
+        return "einsum"
+    if family in _ALWAYS:
+        return _ALWAYS[family]
+    return "clip" if phase == "clip" else _UNLESS_CLIPPING[family]
+
 
 COUNTED = ("matmul", "attention")
 """Families whose FLOPs are the executed FLOPs."""
@@ -15,7 +84,7 @@ class AttentionShape(NamedTuple):
     """The sizes of fused attention."""
 
     heads: int
-    """Of all samples together."""
+    """Heads of all samples together."""
 
     queries: int
     keys: int
@@ -30,10 +99,10 @@ class Cost(NamedTuple):
     """What one call of an operator costs."""
 
     op: str
-    family: Family
+    family: OpFamily
     flops: int
     dtype: str
-    """Of the first tensor; the speed of a matrix product depends on it."""
+    """The first tensor's dtype; the speed of a matrix product depends on it."""
 
     product: ProductShape | None = None
     """The sizes of a matrix product."""
@@ -44,3 +113,14 @@ class Cost(NamedTuple):
 
     formula_unknown: bool = False
     """Whether it is a product or attention without a formula; its FLOPs count as 0."""
+
+
+_WORD_BYTES = 16
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Return whether all rows of a matrix begin on 16 bytes, by whichever of its axes is dense."""
+    rows = [step for step in matrix.stride()[-2:] if step != 1]
+    return matrix.dim() < 2 or all(  # noqa: PLR2004 (vectors have no rows)
+        step * matrix.element_size() % _WORD_BYTES == 0 for step in rows
+    )

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpprof.flops.op_costs import learn_rule
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs of matrix products and attention while it is active.
 
     It sees operators below autograd and below ``torch.func``. On CUDA, autograd's own thread takes

@@ -17,13 +17,13 @@ _LEFT_OUT = ("device", "generator", "pin_memory")
 
 
 class Layout(NamedTuple):
-    """What of a tensor an operator's time depends on."""
+    """The properties of a tensor on which an operator's time depends."""
 
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
     bound: int
-    """Where it holds positions in another tensor, these are below this."""
+    """Integer elements are below this, because they are positions in another tensor."""
 
 
 def describe_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -70,7 +70,7 @@ _BOUNDS: Mapping[str, Bound] = {
         _size_along,
     ),
 }
-"""By operator, below what the numbers of its integer arguments must be."""
+"""The exclusive upper bound of integer elements in an operator's arguments, by operator."""
 
 
 def read_call(

@@ -20,14 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from dpprof.flops.alignment import is_aligned
-from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
-from dpprof.flops.op_kinds import Family
+from dpprof.flops.cost import COUNTED, AttentionShape, Cost, OpFamily, ProductShape, is_aligned
 from dpprof.norms import triton_ops
 
 aten = torch.ops.aten
 
-Moved = list[tuple[Tensor, int]]
+SizedTensors = list[tuple[Tensor, int]]
 
 
 def _single(a: Tensor, b: Tensor) -> ProductShape:
@@ -134,7 +132,7 @@ _REDUCTIONS = {
     *(aten.nll_loss_backward, aten.trace, aten._foreach_max, triton_ops.SCALE),  # noqa: SLF001
 }
 
-_UNTAGGED: tuple[tuple[str, Family], ...] = (
+_UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
     (r"(batch|group|layer|rms|weight)_norm|softmax|(?<!un)pool", "reduction"),
     (r"cum(sum|max|min)|segment_reduce|is_(all|any)_true", "reduction"),
     (r"(loss|cross_entropy|with_logits)$|loss(2d)?_forward", "reduction"),
@@ -154,7 +152,7 @@ def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Rule(NamedTuple):
+class OperatorRule(NamedTuple):
     """What is known of an operator before it is called."""
 
     name: str
@@ -168,7 +166,7 @@ class Rule(NamedTuple):
     is_free: bool
     """Whether it moves no bytes."""
 
-    family: Family
+    family: OpFamily
     shape_of: Callable[..., ProductShape] | None
     """From the arguments of a matrix product to its sizes."""
 
@@ -181,10 +179,10 @@ class Rule(NamedTuple):
     overwrites: bool
     """Whether it does not read what it writes to."""
 
-    def price(self, args: Any, kwargs: Any, out: Any) -> tuple[Cost, Moved, Moved]:
+    def price(self, args: Any, kwargs: Any, out: Any) -> tuple[Cost, SizedTensors, SizedTensors]:
         """Return the cost of a call, what it read and what it wrote."""
-        inputs: Moved = []
-        mutated: Moved = []
+        inputs: SizedTensors = []
+        mutated: SizedTensors = []
         for position, value in (*enumerate(args), *kwargs.items()):
             side = mutated if position in self.mutated else inputs
             if isinstance(value, Tensor):
@@ -245,7 +243,7 @@ class Rule(NamedTuple):
             return int(flop_registry[self.functional](*args, **kwargs, out_val=out))
         return None
 
-    def _count_others(self, reads: Moved, writes: Moved) -> int:
+    def _count_others(self, reads: SizedTensors, writes: SizedTensors) -> int:
         if self.family in ("elementwise", "optimizer"):
             return sum(tensor.numel() for tensor, _ in writes)
         if self.family in ("reduction", "norm"):
@@ -254,7 +252,7 @@ class Rule(NamedTuple):
 
 
 @cache
-def learn_rule(func: Any) -> Rule:
+def learn_rule(func: Any) -> OperatorRule:
     """Return what is known of an operator before it is called."""
     packet = func._overloadpacket  # noqa: SLF001 (no public name)
     functional = _find_functional(func, packet)
@@ -262,7 +260,7 @@ def learn_rule(func: Any) -> Rule:
     for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutated |= {position, argument.name}
-    return Rule(
+    return OperatorRule(
         name=str(packet).removeprefix("aten."),
         packet=packet,
         functional=functional,
@@ -299,7 +297,7 @@ def _fills_out(func: Any) -> bool:
 
 
 @cache
-def family_of(name: str) -> Family | None:
+def family_of(name: str) -> OpFamily | None:
     """Return an operator's family by its name in a trace, such as ``aten::addmm``.
 
     Returns:
@@ -345,8 +343,8 @@ def _does_work(func: Any) -> bool:
     return any(func.has_kernel_for_dispatch_key(key) for key in (keys.CPU, keys.CUDA))
 
 
-def _find_family(packet: Any, functional: Any) -> Family:
-    known: list[tuple[Any, Family]] = [
+def _find_family(packet: Any, functional: Any) -> OpFamily:
+    known: list[tuple[Any, OpFamily]] = [
         (_SHAPES, "matmul"),
         (_INDEXING, "indexing"),
         (_COPIES, "copy"),
@@ -363,10 +361,10 @@ def _find_family(packet: Any, functional: Any) -> Family:
     return found or _find_by_tags(packet, functional)
 
 
-def _find_product(functional: Any) -> Family | None:
+def _find_product(functional: Any) -> OpFamily | None:
     """Return the family of a product, known by its name, unless it only calls others."""
     words = functional.__name__.split("_")
-    family: Family = "attention" if "attention" in words else "matmul"
+    family: OpFamily = "attention" if "attention" in words else "matmul"
     if functional in flop_registry:
         return family
     is_called = family == "attention" or any(_PRODUCT.fullmatch(word) for word in words)
@@ -374,7 +372,7 @@ def _find_product(functional: Any) -> Family | None:
     return family if works else None
 
 
-def _find_by_tags(packet: Any, functional: Any) -> Family:
+def _find_by_tags(packet: Any, functional: Any) -> OpFamily:
     """Return the family by the tags of all overloads: single overloads lack tags."""
     tags = {
         tag for one in (packet, functional) for each in _list_overloads(one) for tag in each.tags

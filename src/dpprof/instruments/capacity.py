@@ -26,7 +26,7 @@ from dpprof.instruments.memory import (
 from dpprof.instruments.setup import import_method, make_batch
 from dpprof.memory.allocator_replay import Placement, place
 from dpprof.memory.caching_allocator import DEFAULT, EXPANDABLE, OutOfMemoryError, Settings
-from dpprof.memory.fake_ranks import fake_ranks
+from dpprof.memory.fake_tensors import fake_ranks
 from dpprof.methods.training_step import Enter
 from dpprof.records.result import Capacity, Measurement
 from dpprof.spec.experiment import Experiment
@@ -43,17 +43,19 @@ may be equal."""
 SAFE_SHARE = 0.9
 """The share of the memory for a safe batch, where the allocator is not simulated."""
 
-Peak = Callable[[int], int]
-"""From a batch size to the predicted peak."""
-
 
 def search(
-    peak: Peak, budget: int, known: dict[int, int], *, least: int = 1, most: int = MOST
+    peak: Callable[[int], int],
+    budget: int,
+    known: dict[int, int],
+    *,
+    least: int = 1,
+    most: int = MOST,
 ) -> int | None:
     """Find the largest batch whose peak is within a budget.
 
     Args:
-        peak: Predicts a peak; called as rarely as possible.
+        peak: Predicts the peak of a batch size; called as rarely as possible.
         budget: Bytes.
         known: Peaks by batch that are known already; new ones are added.
         least: The smallest batch to try.
@@ -369,7 +371,7 @@ def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
     )
 
 
-def _extend(few: dict[int, int]) -> Peak:
+def _extend(few: dict[int, int]) -> Callable[[int], int]:
     """Return the line through the two largest of a few batches, as a function of the batch size."""
     last = max(few)
     return lambda size: few.get(size) or few[last] + (size - last) * (few[last] - few[last - 1])

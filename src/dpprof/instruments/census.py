@@ -16,10 +16,10 @@ _OF_PARAMETERS: tuple[Component, ...] = (
     "norm_samples",
     "summed_gradients",
 )
-"""What a method may keep as an attribute of a parameter."""
+"""Components that a method may keep as attributes of a parameter."""
 
 
-class Holdings(NamedTuple):
+class TensorHolders(NamedTuple):
     """The objects that hold tensors at a moment."""
 
     module: nn.Module
@@ -29,7 +29,7 @@ class Holdings(NamedTuple):
     """Components by the attribute of a parameter that holds them, ``.grad`` excepted."""
 
 
-def take_census(holdings: Holdings) -> dict[str, int]:
+def take_census(holders: TensorHolders) -> dict[str, int]:
     """Count the bytes of every component that is known by identity.
 
     Allocates no tensor, so it does not change a peak.
@@ -39,21 +39,21 @@ def take_census(holdings: Holdings) -> dict[str, int]:
         ``optimizer_state``, ``per_sample_gradients``, ``norm_samples``,
         ``summed_gradients`` and ``dp_activations`` (what Opacus's hooks keep of the forward
         pass, which autograd may hold too). A storage counts once, whole, for the first of
-        these that it belongs to, and only on the device of the parameters. Of what is sharded,
-        it is this rank's shard.
+        these that it belongs to, and only on the device of the parameters. Of a sharded tensor,
+        this rank's shard counts.
     """
-    parameters = list(holdings.module.parameters())
+    parameters = list(holders.module.parameters())
     groups: dict[str, Iterable[Tensor]] = {
-        "inputs": holdings.batch or (),
-        "parameters": [*parameters, *holdings.module.buffers()],
+        "inputs": holders.batch or (),
+        "parameters": [*parameters, *holders.module.buffers()],
     }
     groups["gradients"] = tensors_in([parameter.grad for parameter in parameters])
     for kept in _OF_PARAMETERS:
-        names = [name for name, owner in holdings.attributes.items() if owner == kept]
+        names = [name for name, owner in holders.attributes.items() if owner == kept]
         groups[kept] = tensors_in([getattr(p, name, None) for p in parameters for name in names])
-    state = holdings.optimizer.state if holdings.optimizer else {}
+    state = holders.optimizer.state if holders.optimizer else {}
     groups["optimizer_state"] = tensors_in([list(of_one.values()) for of_one in state.values()])
-    layers = holdings.module.modules()
+    layers = holders.module.modules()
     groups["dp_activations"] = tensors_in([vars(layer).get("activations") for layer in layers])
     device = parameters[0].device
     seen: set[int] = set()

@@ -9,12 +9,10 @@ from collections.abc import Callable
 
 import psutil
 
-from dpprof.devices.device import Device
-from dpprof.devices.energy import NoEnergyError
-from dpprof.instruments.host_io import count_io, read_counts, why_no_counts
-from dpprof.instruments.resident import peak_rss_bytes
+from dpprof.devices.device import Device, NoEnergyError
+from dpprof.instruments.process_counters import count_io, peak_rss_bytes, read_counts, why_no_counts
 from dpprof.instruments.samplers import SamplerPaths
-from dpprof.instruments.setup import begin, set_up
+from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.training_step import Enter
 from dpprof.records.result import Energy, Measurement, Observed, Throughput, Time
@@ -39,7 +37,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
-    method, device = begin(experiment)
+    method, device = open_experiment(experiment)
     process = psutil.Process()
     snapshots = Snapshots(lambda _: device.counters(), rss=lambda: process.memory_info().rss)
     training = set_up(experiment, method, device, snapshots.take)
@@ -51,7 +49,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     warmup_step_s = time_steps(device, 1, run)
     first_step = device.peaks()
     warmup_step_s += time_steps(device, experiment.warmup_steps - 1, run)
-    snapshots.take("after_warmup", training.holdings)
+    snapshots.take("after_warmup", training.holders)
 
     device.reset_peaks()
     before = read_counts(process)

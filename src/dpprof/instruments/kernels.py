@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from dpprof.devices.device import Device
 from dpprof.flops.op_costs import family_of
-from dpprof.instruments.resident import peak_rss_bytes
-from dpprof.instruments.setup import Training, begin, set_up
+from dpprof.instruments.process_counters import peak_rss_bytes
+from dpprof.instruments.setup import Training, open_experiment, set_up
 from dpprof.launch.protocol import traces_folder
 from dpprof.methods.training_step import Enter
 from dpprof.norms.code_paths import CodePath, finds_norms
@@ -28,7 +28,13 @@ from dpprof.system.console import say
 from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import NORMS, PHASE, STEP, parse_trace, read_trace
-from dpprof.traces.trace_files import LIMIT_BYTES, NAME, Written, write_events, write_trace
+from dpprof.traces.trace_files import (
+    TRACE_LIMIT_BYTES,
+    TRACE_NAME,
+    Written,
+    write_events,
+    write_trace,
+)
 
 TRACED_STEPS = 3
 """The most steps that are traced; a longer trace is larger without more information."""
@@ -83,7 +89,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
-    method, device = begin(experiment)
+    method, device = open_experiment(experiment)
     training = set_up(experiment, method, device, lambda *_: None)
     for _ in range(experiment.warmup_steps):
         training.step.run(training.batch, enter)
@@ -99,7 +105,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     try:
         kernels = Kernels(
             **state_kernels(trace, family_of, on_cuda=on_cuda),
-            trace=str(folder / NAME) if folder and written else None,
+            trace=str(folder / TRACE_NAME) if folder and written else None,
             trace_bytes=written and written.bytes,
             trace_steps=written.steps if written else 0,
         )
@@ -165,5 +171,5 @@ def _leave_trace(
         else:
             if written is not None:
                 return written, {}
-            reason = f"one step alone takes more than {LIMIT_BYTES:,} bytes"
+            reason = f"one step alone takes more than {TRACE_LIMIT_BYTES:,} bytes"
     return None, {"kernels.trace": reason}

@@ -13,18 +13,17 @@ import torch
 
 from dpprof.devices.cpu import Cpu
 from dpprof.devices.gloo_threads import settled_collectives
-from dpprof.instruments.census import Holdings
-from dpprof.instruments.resident import peak_rss_bytes
+from dpprof.instruments.census import TensorHolders
+from dpprof.instruments.process_counters import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
-from dpprof.instruments.setup import Training, begin, import_method, set_up
+from dpprof.instruments.setup import Training, import_method, open_experiment, set_up
 from dpprof.memory import simulated_cuda
 from dpprof.memory.attribution import StepObserver
+from dpprof.memory.caching_allocator import MIN_BLOCK
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
-from dpprof.memory.cuda_workspaces import cuda_workspaces
-from dpprof.memory.fake_ranks import fake_ranks
-from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
+from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces
+from dpprof.memory.fake_tensors import INSTEAD, fake_ranks, fake_tensors
 from dpprof.memory.recorder import Recorder
-from dpprof.memory.reduction_buffers import Processors
 from dpprof.memory.summary import (
     simulate_allocator,
     state_communication,
@@ -119,7 +118,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
-    method, device = begin(experiment)
+    method, device = open_experiment(experiment)
     on_cuda = device.torch_device.type == "cuda"
     recorder = _record_cuda() if on_cuda else _record_cpu()
     # On CUDA backward has its own thread, whose Python stack does not show the caller.
@@ -143,7 +142,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     total = int(torch.cuda.get_device_properties().total_memory) if on_cuda else None
     allocator = simulate_allocator(steady, total) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True, allocator=allocator)
-    told = state(
+    measurement = state(
         experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=ceilings
     )
     observed = Observed(
@@ -152,7 +151,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         peak_rss_bytes=resident_bytes,
         peak_allocated_bytes=allocator_peak,
     )
-    return told.model_copy(update={"observed": observed})
+    return measurement.model_copy(update={"observed": observed})
 
 
 def _record_cpu(instead: Mapping[Any, Callable[..., Any]] | None = None) -> Recorder:
@@ -167,7 +166,7 @@ def _record_cuda() -> Recorder:
     gpu = torch.cuda.get_device_properties()
     capability = f"{gpu.major}.{gpu.minor}"
     recorder = Recorder(
-        block_bytes=simulated_cuda.BLOCK_BYTES,
+        block_bytes=MIN_BLOCK,
         is_there=lambda tensor, _: tensor.is_cuda,
         workspaces=cuda_workspaces(Processors.of(gpu.multi_processor_count, capability)),
     )
@@ -223,9 +222,9 @@ def set_up_fake(
     """Set a training up under fake tensors; a simulated GPU gets the model once it is built."""
     recorder.recording = target is None
 
-    def load(moment: str, holdings: Holdings) -> None:
+    def load(moment: str, holders: TensorHolders) -> None:
         if moment == "model_loaded":
-            recorder.load(holdings.module)
+            recorder.load(holders.module)
 
     return set_up(experiment, method, Cpu(), load)
 
@@ -267,9 +266,7 @@ def find_target(experiment: Experiment) -> Target | None:
 
 
 @contextmanager
-def tracing(
-    target: Target | None, choices: simulated_cuda.Choices = simulated_cuda.EVERYTHING
-) -> Iterator[Recorder]:
+def tracing(target: Target | None) -> Iterator[Recorder]:
     """Record fake tensors within, as if they were on a target."""
     with ExitStack() as within:
         within.enter_context(fake_tensors())
@@ -278,22 +275,19 @@ def tracing(
             recorder.describing = True  # what is predicted here rests on calls that are timed
         else:
             processors = None
-            if choices.reductions and target.multiprocessors:
+            if target.multiprocessors:
                 processors = Processors.of(target.multiprocessors, target.compute_capability)
-            notes = within.enter_context(
-                simulated_cuda.like_cuda(target.compute_capability, choices)
-            )
+            notes = within.enter_context(simulated_cuda.like_cuda(target.compute_capability))
             recorder = Recorder(
-                block_bytes=simulated_cuda.BLOCK_BYTES if choices.blocks else 1,
+                block_bytes=MIN_BLOCK,
                 is_there=simulated_cuda.is_on_device,
                 instead=INSTEAD,
-                workspaces=cuda_workspaces(processors) if choices.workspaces else {},
+                workspaces=cuda_workspaces(processors),
             )
             recorder.notes = notes
-            if choices.libraries:
-                recorder.handles = simulated_cuda.library_workspaces(
-                    target.compute_capability, "forward", "backward"
-                )
+            recorder.handles = simulated_cuda.library_workspaces(
+                target.compute_capability, "forward", "backward"
+            )
         within.enter_context(recorder)
         yield recorder
 

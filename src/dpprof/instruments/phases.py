@@ -10,9 +10,9 @@ import time
 
 from dpprof.devices.device import Device
 from dpprof.instruments.census import take_census
-from dpprof.instruments.resident import peak_rss_bytes
+from dpprof.instruments.process_counters import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
-from dpprof.instruments.setup import Training, begin, set_up
+from dpprof.instruments.setup import Training, open_experiment, set_up
 from dpprof.instruments.snapshots import Snapshots
 from dpprof.methods.training_step import Enter
 from dpprof.records.result import Measurement, Observed, Time
@@ -40,7 +40,7 @@ class _PhaseTimer:
         self._since = 0.0
 
     def enter(self, phase: Phase | None) -> None:
-        """End the current phase, and begin the next one unless it is None."""
+        """End the current phase, and open_experiment the next one unless it is None."""
         self._device.synchronize()
         now = time.perf_counter()
         if self._current is not None:
@@ -65,7 +65,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         experiment: What to run.
         enter: Called as each phase begins.
     """
-    method, device = begin(experiment)
+    method, device = open_experiment(experiment)
     recorder = device.recorder()
     snapshots = Snapshots(recorder.read, components=take_census)
     training = set_up(experiment, method, device, snapshots.take)
@@ -73,7 +73,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         training.step.run(training.batch, enter)
     for _ in range(experiment.warmup_steps - 1):
         training.step.run(training.batch, enter)
-    snapshots.take("after_warmup", training.holdings)
+    snapshots.take("after_warmup", training.holders)
     paths = SamplerPaths()
     with recorder.window("steady"), training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)

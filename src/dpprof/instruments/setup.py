@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
-from dpprof.instruments.census import Holdings
+from dpprof.instruments.census import TensorHolders
 from dpprof.methods.training_step import UNLABELLED, Batch, TrainingStep
 from dpprof.models.attention import find_attention
 from dpprof.models.build import build_model
@@ -30,14 +30,14 @@ class Training(NamedTuple):
     model: ModelFacts
 
     @property
-    def holdings(self) -> Holdings:
+    def holders(self) -> TensorHolders:
         """The objects that hold the training's tensors."""
-        return Holdings(
+        return TensorHolders(
             self.step.module, self.step.optimizer, self.batch, attributes=self.step.attributes
         )
 
 
-def begin(experiment: Experiment) -> tuple[type[TrainingStep], Device]:
+def open_experiment(experiment: Experiment) -> tuple[type[TrainingStep], Device]:
     """Import what the experiment needs, and return its method and its prepared device."""
     method = import_method(experiment)
     device = open_device(experiment.device)
@@ -78,7 +78,7 @@ def set_up(
     experiment: Experiment,
     method: type[TrainingStep],
     device: Device,
-    moment: Callable[[str, Holdings], None],
+    moment: Callable[[str, TensorHolders], None],
 ) -> Training:
     """Build an experiment's model, method, optimizer and batch on a prepared device.
 
@@ -90,11 +90,13 @@ def set_up(
     model = apply_dtype(model, experiment, device.torch_device).train()
     facts = _count(model)
     model = method.distribute(model, experiment, device.torch_device)
-    moment("model_loaded", Holdings(model))
+    moment("model_loaded", TensorHolders(model))
     step = method(model, experiment)
-    moment("wrapped_with_dp", Holdings(step.module, attributes=step.attributes))
+    moment("wrapped_with_dp", TensorHolders(step.module, attributes=step.attributes))
     step.attach_optimizer(_build_optimizer(step.module, experiment))
-    moment("optimizer_created", Holdings(step.module, step.optimizer, attributes=step.attributes))
+    moment(
+        "optimizer_created", TensorHolders(step.module, step.optimizer, attributes=step.attributes)
+    )
     if distributed.is_initialized() and distributed.get_rank():
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
@@ -122,7 +124,7 @@ def make_batch(
     """Return a batch of uniform random tokens on the device, so no step waits for data.
 
     The vocabulary's size is that of the model's first embedding. A Hugging Face model gets a mask;
-    what a sample lacks of ``seq_len`` tokens is padding, which has no labels.
+    a sample shorter than ``seq_len`` is padded, and padding has no labels.
 
     Args:
         model: The model.
@@ -137,7 +139,7 @@ def make_batch(
     embedding = next(tables, None)
     if embedding is None:
         raise UnsupportedError(
-            "the model has no torch.nn.Embedding, the first of which tells the vocabulary's size"
+            "the model has no torch.nn.Embedding, and the first one gives the vocabulary's size"
         )
     count = experiment.batch_size if batch_size is None else batch_size
     shape = (count, experiment.seq_len + 1)

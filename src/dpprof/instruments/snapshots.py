@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from dpprof.devices.device import Counters
-from dpprof.instruments.census import Holdings
+from dpprof.instruments.census import TensorHolders
 from dpprof.instruments.setup import Training
 from dpprof.methods.training_step import Enter
 from dpprof.records.step_costs import Snapshot
@@ -30,7 +30,7 @@ class Snapshots:
     def __init__(
         self,
         counters: Callable[[str], Counters],
-        components: Callable[[Holdings], dict[str, int]] | None = None,
+        components: Callable[[TensorHolders], dict[str, int]] | None = None,
         rss: Callable[[], int] | None = None,
     ) -> None:
         self._counters = counters
@@ -39,7 +39,7 @@ class Snapshots:
         self._start = time.perf_counter()
         self.taken: dict[str, Snapshot] = {}
 
-    def take(self, name: str, holdings: Holdings) -> None:
+    def take(self, name: str, holders: TensorHolders) -> None:
         """Record a moment under a name, replacing an earlier one of this name."""
         counters = self._counters(name)
         self.taken[name] = Snapshot(
@@ -48,7 +48,7 @@ class Snapshots:
             reserved_bytes=counters.reserved_bytes,
             rss_bytes=self._rss and self._rss(),
             elapsed_s=time.perf_counter() - self._start,
-            components=self._components and self._components(holdings),
+            components=self._components and self._components(holders),
         )
 
     def watch_step(self, training: Training, enter: Enter) -> None:
@@ -58,11 +58,11 @@ class Snapshots:
         def enter_and_take(phase: Phase | None) -> None:
             nonlocal current
             if current in _AFTER:
-                self.take(_AFTER[current], training.holdings)
+                self.take(_AFTER[current], training.holders)
             current = phase
             if phase is not None:
                 enter(phase)
 
-        self.take("before_forward", training.holdings)
+        self.take("before_forward", training.holders)
         training.step.run(training.batch, enter_and_take)
         enter_and_take(None)

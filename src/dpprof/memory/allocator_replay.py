@@ -13,27 +13,24 @@ from dpprof.memory.caching_allocator import (
     EXPANDABLE,
     CachingAllocator,
     OutOfMemoryError,
-    Peaks,
     Settings,
+    SimulatedPeaks,
 )
 from dpprof.memory.events import Allocated, Event, Freed
 from dpprof.records.step_costs import Allocator
 
 MOST_STEPS = 10
-"""The last step is played this often at most, if nothing else is said."""
+"""By default the last step is played at most this often."""
 
 
 class Placement(NamedTuple):
     """How the allocator places a training."""
 
-    peaks: Peaks
-    """Of the last step that was played."""
-
-    retries: int
-    """How often the allocator released its cache to make room, in all steps together."""
+    peaks: SimulatedPeaks
+    """The peaks of the last step that was played."""
 
     retries_in_last_step: int
-    """The same in the last step alone: what every later step costs."""
+    """How often the last step, and so every later one, released the cache to make room."""
 
     steps: int
     """How many times the last step was played."""
@@ -58,7 +55,7 @@ def place(
         step: What was recorded of the last step.
         size_of: The bytes that a storage requested, by its number.
         limit_bytes: What the device can give; None for no limit.
-        settings: Of the allocator.
+        settings: The allocator's settings.
         most_steps: The step is played this often at most.
 
     Raises:
@@ -78,7 +75,7 @@ def place(
         now = allocator.reserved_bytes, allocator.retries
         settled = steps > 1 and now == (reserved, retries)
     in_last_step = allocator.retries - retries
-    return Placement(allocator.peaks, allocator.retries, in_last_step, steps, settled)
+    return Placement(allocator.peaks, in_last_step, steps, settled)
 
 
 def summarise_allocator(
@@ -117,18 +114,23 @@ def summarise_allocator(
 
 
 class _Player:
-    """Plays events; a storage that is born again gets a key of its own."""
+    """Plays events; a storage that is allocated again gets a new key."""
 
     def __init__(self, allocator: CachingAllocator, size_of: Callable[[int], int]) -> None:
         self.keys: dict[int, tuple[int, int]] = {}
-        """The allocator's key of each storage that was born last under its number."""
+        """The allocator's latest key of each storage, by the storage's number."""
 
         self._allocator = allocator
         self._size_of = size_of
         self._turn = 0
 
     def play(self, events: Iterable[Event], inherited: Mapping[int, tuple[int, int]]) -> None:
-        """Play events once; what was left behind by the turn before is freed in place of others."""
+        """Play events once.
+
+        Args:
+            events: The events.
+            inherited: Keys that the previous turn left, by the number whose release frees them.
+        """
         self._turn += 1
         for event in events:
             match event:
@@ -142,7 +144,7 @@ class _Player:
 
 
 def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, int]:
-    """Pair what a step frees of the step before with what it leaves behind itself, by size."""
+    """Match storages that a step frees without having allocated them with those that it leaves."""
     left = {event.number: None for event in step if isinstance(event, Allocated)}
     freed = []
     for event in step:

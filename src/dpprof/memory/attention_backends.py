@@ -24,8 +24,8 @@ _NEWER_THAN = 91500
 """PyTorch prefers cuDNN's attention in versions above this (``check_prefer_cudnn_attention``)."""
 
 
-class Gpu(NamedTuple):
-    """What the choice depends on besides the tensors."""
+class AttentionGpu(NamedTuple):
+    """Properties of a GPU on which the choice of a kernel depends."""
 
     compute_capability: str
     cudnn: int | None = None
@@ -56,14 +56,7 @@ class AttentionCall(NamedTuple):
         return self.q_BHMK.shape[1] != self.k_BGNK.shape[1]
 
 
-class Choice(NamedTuple):
-    """The kernel that runs, and why."""
-
-    backend: Backend
-    why: str
-
-
-def choose_backend(call: AttentionCall, gpu: Gpu) -> Choice:
+def choose_backend(call: AttentionCall, gpu: AttentionGpu) -> tuple[Backend, str]:
     """Return the kernel that PyTorch would run, with the reason."""
     prefers, why = _prefers_cudnn(gpu)
     order: tuple[Backend, ...] = ("flash", "efficient", "math")
@@ -71,12 +64,12 @@ def choose_backend(call: AttentionCall, gpu: Gpu) -> Choice:
     for backend in ("cudnn", *order) if prefers else order:
         obstacle = _find_obstacle(backend, call, gpu)
         if obstacle is None:
-            return Choice(backend, "; ".join([why, *reasons]))
+            return backend, "; ".join([why, *reasons])
         reasons.append(f"{backend} {obstacle}")
     raise RuntimeError(f"no attention is enabled: {'; '.join(reasons)}")
 
 
-def _prefers_cudnn(gpu: Gpu) -> tuple[bool, str]:
+def _prefers_cudnn(gpu: AttentionGpu) -> tuple[bool, str]:
     where = f"compute capability {gpu.compute_capability}"
     if gpu.compute_capability not in _PREFERS_CUDNN:
         return False, f"flash attention is preferred on {where}"
@@ -89,7 +82,7 @@ def _prefers_cudnn(gpu: Gpu) -> tuple[bool, str]:
     return is_newer, f"{preferred} is preferred on {where} with cuDNN {gpu.cudnn}"
 
 
-def _find_obstacle(backend: Backend, call: AttentionCall, gpu: Gpu) -> str | None:
+def _find_obstacle(backend: Backend, call: AttentionCall, gpu: AttentionGpu) -> str | None:
     """Return why a backend cannot run a call, or None if it can."""
     switch = "mem_efficient" if backend == "efficient" else backend
     if not getattr(torch.backends.cuda, f"{switch}_sdp_enabled")():
@@ -102,7 +95,7 @@ def _find_obstacle(backend: Backend, call: AttentionCall, gpu: Gpu) -> str | Non
 _Obstacles = list[tuple[bool, str]]
 
 
-def _check_cudnn(call: AttentionCall, gpu: Gpu) -> _Obstacles:
+def _check_cudnn(call: AttentionCall, gpu: AttentionGpu) -> _Obstacles:
     limit = 256 if gpu.compute_capability == "9.0" else 128
     no_sequence = call.k_BGNK.shape[2] == 1 or (call.q_BHMK.shape[2] == 1 and call.dropout > 0)
     strict = torch.are_deterministic_algorithms_enabled()
@@ -116,7 +109,7 @@ def _check_cudnn(call: AttentionCall, gpu: Gpu) -> _Obstacles:
     ]
 
 
-def _check_flash(call: AttentionCall, _gpu: Gpu) -> _Obstacles:
+def _check_flash(call: AttentionCall, _gpu: AttentionGpu) -> _Obstacles:
     rectangular = call.q_BHMK.shape[2] != call.k_BGNK.shape[2]
     return [
         (call.q_BHMK.dtype not in _REDUCED, "needs 16 bits"),
@@ -127,7 +120,7 @@ def _check_flash(call: AttentionCall, _gpu: Gpu) -> _Obstacles:
     ]
 
 
-def _check_efficient(call: AttentionCall, _gpu: Gpu) -> _Obstacles:
+def _check_efficient(call: AttentionCall, _gpu: AttentionGpu) -> _Obstacles:
     aligned = 8 if call.q_BHMK.dtype in _REDUCED else 4
     return [
         (call.q_BHMK.dtype not in (*_REDUCED, torch.float32), "needs 32 bits at most"),
@@ -182,7 +175,7 @@ def _cudnn_backward(_gradient: Tensor, q: Tensor, *_: Any, **__: Any) -> Sequenc
     """Return a float32 gradient of the queries and softmax's sums, a lower bound.
 
     cudnn-frontend's graph has these tensors (``CompositeSDPABackwardNode``); what the engine
-    allocates besides is known only where it runs.
+    allocates beyond these is known only where it runs.
     """
     B, H, M, K = q.shape
     return 4 * B * H * M * K, 4 * B * H * M

@@ -1,4 +1,4 @@
-"""Observes in which roles tensors are used while a step runs, without allocating memory."""
+"""Observes the roles of tensors while a step runs, without allocating memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -6,7 +6,8 @@ the smallest free block that is large enough and splits it; neighbouring free bl
 no block fits, it reserves a segment. Where that exceeds the device's memory, it releases the
 segments that nothing uses, and tries once more: a retry.
 
-Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``, several streams, CUDA graphs.
+Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``,
+``garbage_collection_threshold``, several streams, CUDA graphs.
 """
 
 from bisect import bisect_left, insort
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 MIB = 2**20
 MIN_BLOCK = 512
-SMALL = MIB
+MAX_SMALL = MIB
 """The largest request of the small pool."""
 
 SMALL_SEGMENT = 2 * MIB
@@ -25,7 +26,7 @@ MIN_LARGE = 10 * MIB
 
 ROUND_LARGE = 2 * MIB
 _ADDRESSES = 2**50
-"""So many addresses a segment may take, where the device's memory is not known."""
+"""The addresses of an expandable segment, where the device's memory is not known."""
 
 
 class Settings(NamedTuple):
@@ -33,9 +34,6 @@ class Settings(NamedTuple):
 
     expandable_segments: bool = False
     """Give each pool one range of addresses, and back it with memory page by page."""
-
-    garbage_collection_threshold: float = 0.0
-    """Share of the limit above which segments that nothing uses are released; 0 for never."""
 
 
 DEFAULT = Settings()
@@ -46,7 +44,7 @@ class OutOfMemoryError(MemoryError):
     """The request does not fit, even after the cache was released."""
 
 
-class Peaks(NamedTuple):
+class SimulatedPeaks(NamedTuple):
     """The largest values of the allocator's counters since ``reset_peaks``; bytes."""
 
     requested_bytes: int
@@ -66,7 +64,7 @@ def round_size(nbytes: int) -> int:
 
 def segment_size(size: int) -> int:
     """Return the size of the segment that is reserved for a rounded request; bytes."""
-    if size <= SMALL:
+    if size <= MAX_SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < MIN_LARGE else _round_up(size, ROUND_LARGE)
 
@@ -78,17 +76,16 @@ def _round_up(nbytes: int, multiple: int) -> int:
 class _Block:
     """A range of addresses, and its neighbours in the segment."""
 
-    __slots__ = ("address", "born", "free", "mapped", "next", "pool", "previous", "size")
+    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
 
     def __init__(self, pool: "_Pool", address: int, size: int, *, mapped: bool = True) -> None:
         self.pool = pool
         self.address = address
         self.size = size
         self.mapped = mapped
-        """Whether memory backs it; always, but for expandable segments."""
+        """Whether memory backs it; only expandable segments have unmapped blocks."""
 
         self.free = True
-        self.born = 0
         self.previous: _Block | None = None
         self.next: _Block | None = None
 
@@ -111,11 +108,9 @@ class _Pool:
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         self.free: list[tuple[int, int, _Block]] = []
         self.unmapped: list[tuple[int, _Block]] = []
-        self.searches = 0
 
     def insert(self, block: _Block) -> None:
         if block.mapped:
-            block.born = self.searches
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
@@ -128,7 +123,6 @@ class _Pool:
 
     def find(self, size: int) -> _Block | None:
         """Return the best fit among the free blocks."""
-        self.searches += 1
         at = bisect_left(self.free, (size,))
         if at == len(self.free):
             return None
@@ -170,11 +164,7 @@ class CachingAllocator:
         self.retries = 0
         """How often the cache was released to make room (``num_alloc_retries``)."""
 
-        self.segments: list[int] = []
-        """Size of each segment in the order in which they were reserved; of expandable segments
-        what was mapped at once."""
-
-        self.peaks = Peaks(0, 0, 0)
+        self.peaks = SimulatedPeaks(0, 0, 0)
         self._limit = limit_bytes
         self._settings = settings
         self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
@@ -182,7 +172,7 @@ class CachingAllocator:
         self._top = LARGE_SEGMENT
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
-        """Allocate a number of bytes under a key; nothing for none.
+        """Allocate bytes under a key; zero bytes allocate nothing.
 
         Raises:
             OutOfMemoryError: They do not fit.
@@ -193,10 +183,9 @@ class CachingAllocator:
         if nbytes == 0:
             return
         size = round_size(nbytes)
-        pool = self._small if size <= SMALL else self._large
+        pool = self._small if size <= MAX_SMALL else self._large
         block = pool.find(size)
         if block is None:
-            self._collect_garbage()
             block = self._reserve(pool, size) or self._retry(pool, size)
         else:
             pool.remove(block)
@@ -214,9 +203,9 @@ class CachingAllocator:
         self._note_peaks()
 
     def free(self, key: Hashable) -> None:
-        """Free what was allocated under a key; nothing where nothing was.
+        """Free the block of a key, if it has one.
 
-        The block is kept for later requests: what is reserved stays reserved.
+        The block is kept for later requests, so the reserved bytes stay the same.
         """
         if key not in self._live:
             return
@@ -227,7 +216,7 @@ class CachingAllocator:
         self._insert_merged(block)
 
     def release_cache(self) -> None:
-        """Give back to the device what nothing uses, as ``torch.cuda.empty_cache`` does."""
+        """Give unused memory back to the device, as ``torch.cuda.empty_cache`` does."""
         for pool in (self._large, self._small):
             for _, _, block in list(pool.free):
                 if self._settings.expandable_segments:
@@ -237,18 +226,18 @@ class CachingAllocator:
 
     def reset_peaks(self) -> None:
         """Let peaks start from what is allocated now."""
-        self.peaks = Peaks(0, 0, 0)
+        self.peaks = SimulatedPeaks(0, 0, 0)
         self._note_peaks()
 
     def _note_peaks(self) -> None:
         now = self.requested_bytes, self.allocated_bytes, self.reserved_bytes
-        self.peaks = Peaks(*map(max, self.peaks, now))
+        self.peaks = SimulatedPeaks(*map(max, self.peaks, now))
 
     def _is_split(self, block: _Block, size: int) -> bool:
         rest = block.size - size
         if block.pool.is_small or self._settings.expandable_segments:
             return rest >= MIN_BLOCK
-        return rest > SMALL
+        return rest > MAX_SMALL
 
     def _fits(self, nbytes: int) -> bool:
         return self._limit is None or self.reserved_bytes + nbytes <= self._limit
@@ -264,12 +253,8 @@ class CachingAllocator:
         total = segment_size(size)
         if not self._fits(total):
             return None
-        self._grow(total)
+        self.reserved_bytes += total
         return _Block(pool, self._take_addresses(total), total)
-
-    def _grow(self, nbytes: int) -> None:
-        self.reserved_bytes += nbytes
-        self.segments.append(nbytes)
 
     def _take_addresses(self, nbytes: int) -> int:
         """Return the address of a new segment: aligned to pages, and next to no other."""
@@ -294,24 +279,6 @@ class CachingAllocator:
                 second.next.previous = first
             block = first
         block.pool.insert(block)
-
-    def _collect_garbage(self) -> None:
-        """Release whole segments, those unused longest first, until enough is free."""
-        if self._limit is None or not self._settings.garbage_collection_threshold:
-            return
-        excess = self.reserved_bytes - int(
-            self._settings.garbage_collection_threshold * self._limit
-        )
-        pool = self._large
-        whole = [b for _, _, b in pool.free if b.previous is None and b.next is None]
-        while excess > 0 and whole and not self._settings.expandable_segments:
-            ages = {block: pool.searches - block.born for block in whole}
-            average = sum(ages.values()) / len(whole)
-            for block in [block for block in whole if ages[block] >= average]:
-                if excess > 0:
-                    excess -= block.size
-                    self._release(block)
-                    whole.remove(block)
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages after a free block until it is large enough; None where memory ends."""
@@ -353,7 +320,7 @@ class CachingAllocator:
         if size < block.size:
             block.pool.insert(block.cut(size))
         block.mapped = True
-        self._grow(size)
+        self.reserved_bytes += size
         before = block.previous
         merges = before is not None and before.free and before.mapped
         self._insert_merged(block)

@@ -1,19 +1,166 @@
 """What CUDA kernels allocate and free themselves, by formula.
 
+A reduction over many elements into few results is shared among thread blocks, which leave
+partial results in a buffer, with a counter for each group of blocks. Source:
+aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``global_memory_size``), and
+layer_norm_kernel.cu for normalisation.
+
 Left out: scratch memory of sorting and scanning (CUB decides on it), and what cuDNN needs beyond a
 lower bound.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpprof.memory import attention_backends
 from dpprof.memory.recorder import Workspace
-from dpprof.memory.reduction_buffers import Processors, reduction_buffers
+
+_WARP = 32
+_MOST_THREADS = 512
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""Values for each thread (``min_values_per_thread``, ``max_values_per_thread``)."""
+
+_LEAST_FOR_VECTORS = 128
+_INT32 = 2**31 - 1
+
+
+class Processors(NamedTuple):
+    """The processors among which a device shares work."""
+
+    multiprocessors: int
+    threads: int
+    """Threads that are resident on a multiprocessor."""
+
+    @classmethod
+    def of(cls, multiprocessors: int, compute_capability: str) -> "Processors":
+        """Look up the threads (CUDA C++ Programming Guide, technical specifications)."""
+        threads = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
+        return cls(multiprocessors, threads.get(compute_capability, 2048))
+
+
+class _Axis(NamedTuple):
+    """An axis of the input as the kernel walks it; strides in elements."""
+
+    size: int
+    stride: int
+    reduced: bool
+    stride_out: int
+
+
+def reduction_buffers(
+    x: Tensor, dims: Sequence[int], accumulator_bytes: int, processors: Processors, vector: int = 4
+) -> tuple[int, int]:
+    """Return the bytes of the buffer for partial results, and of the counters.
+
+    Both are 0 where no results are shared among thread blocks.
+
+    Args:
+        x: What is reduced.
+        dims: The axes that are reduced; none for all.
+        accumulator_bytes: Size of a partial result.
+        processors: The device's.
+        vector: Elements that a thread loads at once where the reduced axis is contiguous.
+    """
+    if not x.numel():
+        return 0, 0
+    return max(
+        _buffers_of(part, accumulator_bytes, processors, vector)
+        for part in _split_to_32_bits(_walk(x, dims), x.element_size())
+    )
+
+
+def _walk(x: Tensor, dims: Sequence[int]) -> list[_Axis]:
+    """Order axes as ``TensorIterator`` does: reduced ones first, then by stride; merge them."""
+    reduced = {dim % max(x.dim(), 1) for dim in dims} or set(range(x.dim()))
+    axes, stride_out = [], 1
+    for dim in reversed(range(x.dim())):
+        axes.append(_Axis(x.shape[dim], x.stride(dim), dim in reduced, stride_out))
+        stride_out *= 1 if dim in reduced else x.shape[dim]
+    axes = sorted(
+        (axis for axis in axes if axis.size > 1), key=lambda axis: (not axis.reduced, axis.stride)
+    )
+    merged: list[_Axis] = []
+    for axis in axes:
+        last = merged[-1] if merged else None
+        if last is not None and _continues(last, axis):
+            merged[-1] = last._replace(size=last.size * axis.size)
+        else:
+            merged.append(axis)
+    return merged
+
+
+def _continues(inner: _Axis, outer: _Axis) -> bool:
+    return (
+        inner.reduced == outer.reduced
+        and outer.stride == inner.size * inner.stride
+        and (inner.reduced or outer.stride_out == inner.size * inner.stride_out)
+    )
+
+
+def _split_to_32_bits(axes: list[_Axis], item: int) -> list[list[_Axis]]:
+    """Halve the widest axis until offsets fit 32 bits (``with_32bit_indexing``)."""
+    extent = sum((axis.size - 1) * abs(axis.stride) * item for axis in axes)
+    if prod(axis.size for axis in axes) <= _INT32 and extent <= _INT32:
+        return [axes]
+    at = max(range(len(axes)), key=lambda i: (axes[i].size - 1) * axes[i].stride)
+    half = axes[at].size // 2
+    halves = (half, axes[at].size - half)
+    return [
+        part
+        for size in dict.fromkeys(halves)
+        for part in _split_to_32_bits(
+            [axis._replace(size=size) if i == at else axis for i, axis in enumerate(axes)], item
+        )
+    ]
+
+
+def _buffers_of(
+    axes: list[_Axis], accumulator_bytes: int, processors: Processors, vector: int
+) -> tuple[int, int]:
+    over = [axis for axis in axes if axis.reduced]
+    kept = [axis for axis in axes if not axis.reduced]
+    if not over:
+        return 0, 0
+    inputs, outputs = (prod(axis.size for axis in some) for some in (over, kept))
+    along_x = not kept or over[0].stride < kept[0].stride
+    vector_out = 1 if along_x else _vector_of_outputs(axes, kept[0])
+    if along_x:
+        loads_vectors = over[0].stride == 1 and len(over) == 1 and inputs >= _LEAST_FOR_VECTORS
+        wide, high = inputs // vector if loads_vectors else inputs, outputs
+    else:
+        wide, high = outputs // vector_out, inputs
+    width, height = _block(wide, high, _MOST_THREADS // vector_out)
+    step_in, step_out = (width, 1) if along_x else (1, width)
+    if -(-inputs // step_in) < min(height * 16, _MOST_VALUES):
+        return 0, 0  # each warp has results of its own
+    values = -(-inputs // (step_in * height))
+    grid = -(-(outputs // vector_out) // step_out)
+    room = processors.multiprocessors * (processors.threads // (width * height))
+    if values < _MOST_VALUES or grid > room:
+        return 0, 0
+    shares = max(min(-(-room // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    columns = 1 if along_x else width * vector_out
+    return (accumulator_bytes * outputs * shares * columns, 4 * grid) if shares > 1 else (0, 0)
+
+
+def _vector_of_outputs(axes: list[_Axis], kept: _Axis) -> int:
+    """Say how many results a thread computes at once (``get_output_vec_size``)."""
+    if kept.stride != 1:
+        return 1
+    multiples = kept.size, *(axis.stride for axis in axes if axis is not kept)
+    return next(size for size in (4, 2, 1) if not any(one % size for one in multiples))
+
+
+def _block(wide: int, high: int, most: int) -> tuple[int, int]:
+    """Return width and height of a thread block (``set_block_dimension``)."""
+    wide, high = (1 << (min(max(one, 1), most).bit_length() - 1) for one in (wide, high))
+    height = min(high, most // min(wide, _WARP))
+    return min(wide, most // height), height
+
 
 aten = torch.ops.aten
 
@@ -25,7 +172,7 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     """Return workspaces by overload packet.
 
     Args:
-        processors: Of the device; where they are not known, reductions allocate nothing.
+        processors: The device's; None if unknown, and then reductions allocate nothing.
     """
     always: dict[Any, Workspace] = {
         **attention_backends.WORKSPACES,
@@ -59,7 +206,7 @@ def _welford(x: Tensor) -> int:
 
 
 def _reduction(size: Callable[[Tensor], int], processors: Processors) -> Workspace:
-    """Of reductions whose second argument, if any, is an axis, axes, or a flag."""
+    """Return the workspace of reductions whose second argument is an axis, axes, or a flag."""
     vector = 2 if size is _welford else 4  # ReduceMomentKernel.cu loads fewer at once
 
     def buffers(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
@@ -69,7 +216,7 @@ def _reduction(size: Callable[[Tensor], int], processors: Processors) -> Workspa
 
 
 def _vector_norm(processors: Processors) -> Workspace:
-    """Of a norm, whose second argument is its order."""
+    """Return the workspace of a norm, whose second argument is its order."""
 
     def buffers(x: Tensor, _order: Any = 2, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
         return reduction_buffers(x, _axes(dim), _accumulator(x), processors)
@@ -78,7 +225,7 @@ def _vector_norm(processors: Processors) -> Workspace:
 
 
 def _maximum(processors: Processors) -> Workspace:
-    """Of ``max(x)``, ``max(x, dim)``; of ``max(x, other)`` nothing."""
+    """Return the workspace of ``max(x)`` and ``max(x, dim)``; ``max(x, other)`` has none."""
 
     def buffers(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
         if isinstance(dim, Tensor):
@@ -90,7 +237,7 @@ def _maximum(processors: Processors) -> Workspace:
 
 
 def _axes(dim: Any) -> Sequence[int]:
-    """Return the axes that are reduced; none for all, which a flag in their place means too."""
+    """Return the reduced axes; an empty tuple means all, and so does a flag in their place."""
     if isinstance(dim, bool) or dim is None:
         return ()
     return (dim,) if isinstance(dim, int) else dim

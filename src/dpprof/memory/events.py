@@ -1,4 +1,4 @@
-"""What a recorder notes: storages, and the events of a training in their order."""
+"""Records of a training: its storages, and its events in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

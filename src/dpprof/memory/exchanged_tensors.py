@@ -1,4 +1,4 @@
-"""What a recorder must know of ranks: roles of tensors that they exchange, and sharded tensors.
+"""Roles of the tensors that ranks exchange, and shapes of sharded tensors, for a recorder.
 
 FSDP copies shards into the buffer of an all-gather, and its output into the gathered parameters. It
 copies gradients into the buffer of a reduce-scatter, whose output is the shard's gradient. A sum of

@@ -1,7 +1,7 @@
-"""What PyTorch and Opacus need to run under fake tensors.
+"""What PyTorch and Opacus need to run under fake tensors, and as one rank of several.
 
 A fake tensor has a shape, a dtype and a storage's size, but no elements. ``fake_tensors`` replaces
-what fails for such tensors in private steps.
+what fails for such tensors in private steps; ``fake_ranks`` takes the place of the other ranks.
 """
 
 import warnings
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.utils._per_sample_grad as per_sample_grad
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import Reducer
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -116,3 +117,24 @@ def _raising_unsupported() -> Iterator[None]:
             f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
             "instrument memory runs it"
         ) from error
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of so many ranks within; collectives return at once and move nothing.
+
+    DDP keeps the buckets that it makes at first. Once it knows in which order gradients come, it
+    would compare new ones with other ranks, which needs elements; they have as many bytes.
+    """
+    if world_size == 1:
+        yield
+        return
+    # Importing it registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    distributed.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        with substitute(Reducer, "_rebuild_buckets", lambda _: False):
+            yield
+    finally:
+        distributed.destroy_process_group()

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping.sums import own_part
+from dpprof.flops.cost import EINSUMS, Scope, kind_of_op
 from dpprof.flops.op_call import describe_call
-from dpprof.flops.op_costs import Rule, learn_rule
-from dpprof.flops.op_kinds import EINSUMS, Scope, kind_of_op
+from dpprof.flops.op_costs import OperatorRule, learn_rule
 from dpprof.memory.events import Allocated, Entered, Event, Freed, Op, Saved, Storage, Unsaved
 from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_roles, takes_dtensors
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
@@ -50,7 +50,7 @@ _NAMED_IN_TORCH = ("/optim/", "/_expanded_weights/", "/nn/parallel/")
 
 _resize = torch.UntypedStorage.resize_
 _EMPTY = -1
-"""Stands for the number of a storage that has no bytes at present."""
+"""The number of a storage that has no bytes at present."""
 
 _EINSUMS = {getattr(torch.functional, name).__code__ for name in EINSUMS}
 _OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def load(self, module: nn.Module) -> None:
         """Record from now on, and first that a module's tensors are allocated, children first.
 
-        That is the order in which ``module.to(device)`` allocates. What is recorded already stays.
+        That is the order in which ``module.to(device)`` allocates. Earlier records stay.
         """
         self.recording = True
         for child in module.children():
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def find(self, tensor: Tensor) -> int | None:
         """Return the number of the storage under a tensor, or None if it is not known.
 
-        Of a ``DTensor`` it is the storage of this rank's shard.
+        For a ``DTensor`` this is the storage of this rank's shard.
         """
         try:
             finalizer = self._alive.get(own_part(tensor).untyped_storage()._cdata)  # noqa: SLF001
@@ -244,7 +244,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors_in(given):
                 self.give_role(tensor, role)
 
-    def _note_cost(self, rule: Rule, args: Any, kwargs: Any, out: Any, call: str) -> None:
+    def _note_cost(self, rule: OperatorRule, args: Any, kwargs: Any, out: Any, call: str) -> None:
         cost, reads, writes = rule.price(args, kwargs, out)
         op = Op(
             self.phase,
@@ -275,7 +275,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return find_in_place(func, args, fresh=fresh)
 
     def _move(self, old: Tensor, new: Tensor) -> None:
-        """Let a storage stand for another, as if both were one."""
+        """Give a new storage the number of an old one, as if both were one."""
         storage = old.untyped_storage()
         finalizer = self._alive.pop(storage._cdata)  # noqa: SLF001 (as below)
         self._follow(new.untyped_storage(), finalizer.number)

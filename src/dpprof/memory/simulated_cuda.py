@@ -1,14 +1,14 @@
 """Simulates a CUDA device for fake tensors on the CPU.
 
 Fake CUDA tensors cannot be differentiated in a build without CUDA. So the training is traced on the
-CPU, and this module has everything that a CUDA device does differently, with its source.
-docs/numbers/estimate.md says which of it was checked on a GPU.
+CPU, and this module does what a CUDA device does differently. docs/numbers/estimate.md lists all
+differences with their sources.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,44 +21,6 @@ from dpprof.memory import attention_backends
 from dpprof.norms.placement import as_if_on_cuda
 from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
-
-
-class Choices(NamedTuple):
-    """What is simulated; each can be switched off."""
-
-    blocks: bool = True
-    """Round every size up to 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
-
-    libraries: bool = True
-    """Allocate the workspaces of cuBLAS for the handles of forward's thread and of backward's
-    (ATen/cuda/CublasHandlePool.cpp)."""
-
-    attention: bool = True
-    """Run the kernels that CUDA would choose (``memory.attention_backends``)."""
-
-    foreach: bool = True
-    """Have optimizers update all parameters at once, CUDA's default (torch/optim/optimizer.py,
-    ``_default_to_fused_or_foreach``)."""
-
-    dropout: bool = True
-    """Keep a mask of one byte an element (ATen/native/Dropout.cpp, native_dropout)."""
-
-    autocast: bool = True
-    """Compute norms and softmax in float32 under autocast (ATen/autocast_mode.h)."""
-
-    kernels: bool = True
-    """Compute norms of flash clipping by its Triton kernels, which allocate almost nothing
-    (norms/triton_kernels.py)."""
-
-    reductions: bool = True
-    """Allocate the buffers of partial results of reductions (``memory.reduction_buffers``)."""
-
-    workspaces: bool = True
-    """Add what kernels allocate and free within an operator."""
-
-
-EVERYTHING = Choices()
-BLOCK_BYTES = 512
 
 
 def is_on_device(tensor: Tensor, phase: Phase) -> bool:
@@ -104,22 +66,19 @@ Their kernels convert each element as they read it, without a copy."""
 class _CudaFunctions(TorchFunctionMode):
     """Calls the functions that CUDA would call."""
 
-    def __init__(
-        self, choices: Choices, gpu: attention_backends.Gpu, notes: dict[str, str]
-    ) -> None:
+    def __init__(self, gpu: attention_backends.AttentionGpu, notes: dict[str, str]) -> None:
         super().__init__()
-        self._autocast = choices.autocast
         self._gpu = gpu
         self._notes = notes
-        self._instead: dict[Any, Callable[..., Any]] = {}
-        if choices.attention:
-            self._instead[functional.scaled_dot_product_attention] = self._attend
-        if choices.dropout:
-            self._instead |= {functional.dropout: _drop, torch.dropout: _drop}
+        self._instead: dict[Any, Callable[..., Any]] = {
+            functional.scaled_dot_product_attention: self._attend,
+            functional.dropout: _drop,
+            torch.dropout: _drop,
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._autocast and torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
+        if torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
             if func in _IN_FLOAT32:
                 args = (args[0].float(), *args[1:])
             elif func in _INTO_FLOAT32 and kwargs.get("dtype") is None:
@@ -127,7 +86,7 @@ class _CudaFunctions(TorchFunctionMode):
         return self._instead.get(func, func)(*args, **kwargs)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run backward with this mode active, for what checkpointing computes again.
+        """Run backward with this mode active, because checkpointing runs forward again in it.
 
         ``Tensor.backward`` is a function that this mode handles, and no mode is active in its own
         handler.
@@ -150,9 +109,9 @@ class _CudaFunctions(TorchFunctionMode):
     ) -> Any:
         q, k, v, mask = map(_cast, (query, key, value, attn_mask))
         call = attention_backends.AttentionCall(q, k, v, mask, dropout_p, is_causal, enable_gqa)
-        choice = attention_backends.choose_backend(call, self._gpu)
-        self._notes[f"attention: {choice.backend}"] = choice.why
-        return attention_backends.run_backend(choice.backend, call, scale)
+        backend, why = attention_backends.choose_backend(call, self._gpu)
+        self._notes[f"attention: {backend}"] = why
+        return attention_backends.run_backend(backend, call, scale)
 
 
 def _cast(x: Any) -> Any:
@@ -168,28 +127,27 @@ def _is_reduced(args: Any) -> bool:
 
 
 @contextmanager
-def like_cuda(compute_capability: str, choices: Choices = EVERYTHING) -> Iterator[dict[str, str]]:
+def like_cuda(compute_capability: str) -> Iterator[dict[str, str]]:
     """Have PyTorch decide within as it does for CUDA tensors.
 
     Args:
-        compute_capability: Of the device.
-        choices: What is simulated.
+        compute_capability: The device's.
 
     Yields:
         Each choice with its reason; it grows as choices are made.
     """
     notes: dict[str, str] = {}
-    gpu = attention_backends.Gpu(compute_capability, torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    gpu = attention_backends.AttentionGpu(compute_capability, cudnn)
     # By name in sys.modules: torch.optim removes this module from its own attributes.
     optimizers = importlib.import_module("torch.optim.optimizer")
-    devices = ["cpu", "cuda"] if choices.foreach else ["cuda"]
     types = [*optimizers._foreach_supported_types, FakeTensor]  # noqa: SLF001
     # Optimizers decide by these two whether to update all parameters at once.
     with (
-        as_if_on_cuda(autocast=choices.autocast, products=choices.kernels, kernels=choices.kernels),
-        substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: devices),
+        as_if_on_cuda(),
+        substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]),
         substitute(optimizers, "_foreach_supported_types", types),
-        _CudaFunctions(choices, gpu, notes) as functions,
+        _CudaFunctions(gpu, notes) as functions,
         substitute(torch.autograd, "_engine_run_backward", functions.run_backward),
     ):
         yield notes

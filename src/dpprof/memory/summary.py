@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from dpprof.flops.collectives import NAMES, Call, payload_bytes, sum_exchanges
+from dpprof.flops.collectives import COLLECTIVES, payload_bytes, sum_exchanges
 from dpprof.flops.cost import COUNTED
 from dpprof.flops.model_flops import model_flops_per_token
 from dpprof.memory.allocator_replay import place, summarise_allocator
@@ -35,13 +35,13 @@ from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target, ceiling_of
 
-LARGEST = 15
+LARGEST_ALLOCATIONS = 15
 """How many groups of live storages at the peak a result lists."""
 
 TIMELINE_POINTS = 300
 """A timeline is divided into this many equal parts; each keeps its highest instant."""
 
-OUTSIDE = "(outside the model)"
+OUTSIDE_MODEL = "(outside the model)"
 
 
 def state_memory(
@@ -61,7 +61,7 @@ def state_memory(
         steady: A step in the steady state.
         allocator_peak: The allocator's peak of that step in bytes, if known in this process.
         real: Whether the step really ran, so that its times have a meaning.
-        allocator: What the caching allocator makes of the steps; None for a CPU.
+        allocator: The simulated caching allocator's figures; None for a CPU.
     """
     peak, first_peak = steady.peak_bytes, first.peak_bytes
     if allocator is not None:
@@ -94,7 +94,7 @@ def simulate_allocator(steady: MemoryTimeline, limit_bytes: int | None) -> Alloc
 
 
 def _of_ranks(experiment: Experiment) -> dict[str, str]:
-    """Return what is assumed of several ranks on GPUs."""
+    """Return the assumptions about several ranks on GPUs."""
     if experiment.parallel is None or experiment.device != "cuda":
         return {}
     return {
@@ -105,7 +105,7 @@ def _of_ranks(experiment: Experiment) -> dict[str, str]:
 
 
 def _list_assumptions(step: MemoryTimeline) -> dict[str, str]:
-    """Return what is assumed: choices for a device, and lower bounds of workspaces."""
+    """Return the assumptions: choices for a device, and lower bounds of workspaces."""
     ran = {op.cost.op for op in step.ops}
     bounds = {f"workspace of {op}": why for op, why in LOWER_BOUNDS.items() if op in ran}
     return {**step.notes, **bounds}
@@ -153,7 +153,7 @@ def _list_largest(live: Iterable[LiveStorage]) -> list[LiveAllocation]:
         LiveAllocation(bytes=sum(group), storages=len(group), **dict(zip(names, key, strict=True)))
         for key, group in sizes.items()
     ]
-    return sorted(groups, key=lambda group: group.bytes, reverse=True)[:LARGEST]
+    return sorted(groups, key=lambda group: group.bytes, reverse=True)[:LARGEST_ALLOCATIONS]
 
 
 def _timeline(step: MemoryTimeline, *, real: bool) -> Timeline:
@@ -226,7 +226,7 @@ def state_compute(
             other += op.cost.flops
             continue
         by_phase[op.phase] += op.cost.flops
-        by_module[op.module or OUTSIDE] += op.cost.flops
+        by_module[op.module or OUTSIDE_MODEL] += op.cost.flops
         by_component[step.component_of(op.writes[0][0])] += op.cost.flops
     executed = by_phase.total()
     model_flops = count_model_flops(experiment, module)
@@ -308,7 +308,11 @@ def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
     """Summarise the bytes that a step's operators had to read and write."""
     sums: dict[str, dict[Any, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for op in step.ops:
-        keys = {"by_phase": op.phase, "by_op_kind": op.op_kind, "by_module": op.module or OUTSIDE}
+        keys = {
+            "by_phase": op.phase,
+            "by_op_kind": op.op_kind,
+            "by_module": op.module or OUTSIDE_MODEL,
+        }
         for way, sized in (("read", op.reads), ("written", op.writes)):
             for number, size in sized:
                 keys["by_component"] = step.component_of(number)
@@ -351,13 +355,13 @@ def _work(step: MemoryTimeline) -> list[Work]:
 
 
 def state_communication(step: MemoryTimeline, world_size: int) -> list[Exchange] | None:
-    """Summarise what a rank exchanged in a step; None where there is one rank."""
+    """Summarise a rank's exchanges in a step; None where there is one rank."""
     if world_size == 1:
         return None
     calls = []
     for op in step.ops:
-        collective = NAMES.get(op.name.removeprefix("c10d."))
+        collective = COLLECTIVES.get(op.name.removeprefix("c10d."))
         if collective is not None:
             sizes = [size for _, size in op.reads]
-            calls.append(Call(collective, op.phase, payload_bytes(collective, sizes, world_size)))
+            calls.append((collective, op.phase, payload_bytes(collective, sizes, world_size)))
     return sum_exchanges(calls, world_size)

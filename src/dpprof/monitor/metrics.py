@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-NAMES = {
+METRIC_NAMES = {
     "perf/step_time": "step_time_s",
     "perf/steps_per_second": "steps_per_s",
     "perf/samples_per_second": "samples_per_s",
@@ -35,19 +35,11 @@ class Window:
         self.tokens += tokens
 
 
-class Figure(NamedTuple):
+class Quantity(NamedTuple):
     """A number, or None with the reason why it is unknown."""
 
     value: float | None
     reason: str = ""
-
-
-class Work(NamedTuple):
-    """FLOPs of a token, and the peak of the device."""
-
-    model_flops_per_token: Figure
-    executed_flops_per_token: Figure
-    peak_flops_per_s: Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +86,31 @@ class Metrics:
     @cached_property
     def scalars(self) -> Mapping[str, float]:
         """The known figures by name."""
-        known = {name: getattr(self, attribute) for name, attribute in NAMES.items()}
+        known = {name: getattr(self, attribute) for name, attribute in METRIC_NAMES.items()}
         return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def derive_metrics(
-    window: Window, elapsed_s: float, work: Work, *, step: int, includes_profiling: bool
+    window: Window,
+    elapsed_s: float,
+    *,
+    model: Quantity,
+    executed: Quantity,
+    peak: Quantity,
+    step: int,
+    includes_profiling: bool,
 ) -> Metrics:
-    """Compute metrics of at least one timed step; ``step`` is ``Metrics.measured_at_step``."""
-    model, executed, peak = work
+    """Compute metrics of at least one timed step.
+
+    Args:
+        window: The timed steps.
+        elapsed_s: How long they took.
+        model: Model FLOPs of a token.
+        executed: Executed FLOPs of a token.
+        peak: FLOP/s of the device.
+        step: ``Metrics.measured_at_step``.
+        includes_profiling: Whether they were profiled.
+    """
     tokens_per_s = window.tokens / elapsed_s
     mfu = _divide(model, peak, times=tokens_per_s)
     hfu = _divide(executed, peak, times=tokens_per_s)
@@ -128,8 +136,8 @@ def derive_metrics(
     )
 
 
-def _divide(one: Figure, other: Figure, *, times: float = 1.0) -> Figure:
+def _divide(one: Quantity, other: Quantity, *, times: float = 1.0) -> Quantity:
     """Divide two figures; an unknown one gives its reason."""
     if one.value is None or other.value is None:
-        return Figure(None, "; ".join(filter(None, (one.reason, other.reason))))
-    return Figure(one.value * times / other.value)
+        return Quantity(None, "; ".join(filter(None, (one.reason, other.reason))))
+    return Quantity(one.value * times / other.value)

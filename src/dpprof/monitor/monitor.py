@@ -20,8 +20,8 @@ from typing import Any, Self
 
 import torch
 
-from dpprof.flops.counter import Counter
-from dpprof.monitor.metrics import NAMES, Figure, Metrics, Window, Work, derive_metrics
+from dpprof.flops.counter import FlopCounter
+from dpprof.monitor.metrics import METRIC_NAMES, Metrics, Quantity, Window, derive_metrics
 from dpprof.monitor.sinks import Sink
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.target import DTYPES, Dtype
@@ -70,7 +70,9 @@ class Monitor:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._freq = _check_count("flops_profile_freq", flops_profile_freq, least=1)
-        self._model = _check_flops("model_flops_per_token", model_flops_per_token)
+        self._model = _check_flops("model_flops_per_token", model_flops_per_token) or Quantity(
+            None, "model_flops_per_token was not given"
+        )
         self._peak = _check_flops("peak_flops_per_s", peak_flops_per_s)
         if dtype is not None and dtype not in DTYPES:
             raise refuse("dtype", dtype, one_of(DTYPES, dtype))
@@ -97,7 +99,7 @@ class Monitor:
         """Why a metric is not written, by its name."""
         if self.metrics is None:
             least = self._first + self._freq
-            return dict.fromkeys(NAMES, f"nothing is measured before step {least}")
+            return dict.fromkeys(METRIC_NAMES, f"nothing is measured before step {least}")
         return dict(self.metrics.reasons)
 
     @contextmanager
@@ -139,7 +141,7 @@ class Monitor:
 
     def _profile(self, number: int, samples: int, tokens: int) -> Iterator[None]:
         elapsed_s = self._lap()
-        counter = Counter()
+        counter = FlopCounter()
         with counter:
             yield
         within_s = self._lap()
@@ -151,7 +153,9 @@ class Monitor:
             self.metrics = derive_metrics(
                 self._window,
                 elapsed_s,
-                self._describe_work(counter, tokens),
+                model=self._model,
+                executed=_find_executed(counter, tokens),
+                peak=self._peak or find_datasheet_peak(self._dtype),
                 step=number,
                 includes_profiling=always,
             )
@@ -163,14 +167,6 @@ class Monitor:
             torch.cuda.synchronize()
         before_s, self._lap_s = self._lap_s, self._clock()
         return self._lap_s - before_s
-
-    def _describe_work(self, counter: Counter, tokens: int) -> Work:
-        model, peak = Figure(self._model), Figure(self._peak)
-        if self._model is None:
-            model = Figure(None, "model_flops_per_token was not given")
-        if self._peak is None:
-            peak = find_peak(self._dtype)
-        return Work(model, _find_executed(counter, tokens), peak)
 
     def _write(self, number: int) -> None:
         metrics = self.metrics
@@ -194,33 +190,33 @@ class Monitor:
                 warnings.warn(text, stacklevel=2)
 
 
-def _find_executed(counter: Counter, tokens: int) -> Figure:
+def _find_executed(counter: FlopCounter, tokens: int) -> Quantity:
     """Return the executed FLOPs for each token."""
     if counter.unpriced is not None:
-        return Figure(None, f"executed FLOPs are unknown: {counter.unpriced}")
+        return Quantity(None, f"executed FLOPs are unknown: {counter.unpriced}")
     if tokens == 0:
-        return Figure(None, "the profiled step had no tokens")
+        return Quantity(None, "the profiled step had no tokens")
     if counter.flops == 0:  # the dispatcher does not see CUDA graphs
-        return Figure(None, "the profiled step ran no matrix product")
-    return Figure(counter.flops / tokens)
+        return Quantity(None, "the profiled step ran no matrix product")
+    return Quantity(counter.flops / tokens)
 
 
-def find_peak(dtype: Dtype | None) -> Figure:
+def find_datasheet_peak(dtype: Dtype | None) -> Quantity:
     """Look up the current CUDA device in the data sheets; dense FLOP/s.
 
     There is no default dtype, as the peaks of a device differ by up to fifteen times.
     """
     missing = "peak_flops_per_s was not given, and "
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return Figure(None, missing + "a CPU has no data sheet")
+        return Quantity(None, missing + "a CPU has no data sheet")
     name = torch.cuda.get_device_name()
     target = find_by_device_name(name)
     if target is None:
-        return Figure(None, missing + f"there is no data sheet of {name}")
+        return Quantity(None, missing + f"there is no data sheet of {name}")
     if dtype is None:
-        return Figure(None, missing + "neither was dtype")
+        return Quantity(None, missing + "neither was dtype")
     peak = target.flops_per_s.get(dtype)
-    return Figure(peak, "" if peak else missing + f"the data sheet of {name} lacks {dtype}")
+    return Quantity(peak, "" if peak else missing + f"the data sheet of {name} lacks {dtype}")
 
 
 def _check_count(name: str, value: Any, *, least: int) -> int:
@@ -233,10 +229,10 @@ def _check_count(name: str, value: Any, *, least: int) -> int:
     return count
 
 
-def _check_flops(name: str, value: Any) -> float | None:
+def _check_flops(name: str, value: Any) -> Quantity | None:
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and value > 0):
         raise refuse(name, value, "it must be a number above 0, or None if it is unknown")
-    return value  # type: ignore[no-any-return]
+    return Quantity(value)

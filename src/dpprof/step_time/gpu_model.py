@@ -1,9 +1,8 @@
 """How long operators take on a GPU that need not be here.
 
 Matrix products take measured speeds, where a table of the device or of its architecture exists.
-All else rests on the data sheet: a kernel reaches the share of a peak that kernels of its kind are
-known to reach. What these shares are, where they come from and how far off they may be is stated
-beside each.
+Everything else rests on the data sheet: a kernel reaches the share of a peak that kernels of its
+kind are known to reach. Each share is stated below with its source and its uncertainty.
 """
 
 import math
@@ -13,7 +12,7 @@ from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
 from dpprof.spec import datasheets
 from dpprof.spec.target import Dtype, Target, ceiling_of
 from dpprof.step_time.op_time import OpTime
-from dpprof.step_time.product_table import Peaks, ProductTable, bound_s, read_table
+from dpprof.step_time.product_table import PeakRates, ProductTable, bound_s, read_product_table
 
 _MEASURED = {
     datasheets.H100: "h100",
@@ -30,61 +29,62 @@ _OF_ARCHITECTURE = {"8.0": "a100", "8.9": "l40s", "9.0": "h100", "10.0": "b200"}
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-class Share(NamedTuple):
-    """The share of a peak that kernels reach, and the spread of its logarithm."""
+class Estimate(NamedTuple):
+    """A figure, such as the share of a peak that kernels reach, and how uncertain it is."""
 
-    share: float
+    value: float
     spread: float
+    """Standard deviation of its logarithm."""
 
 
-MEMORY = Share(0.88, 0.1)
-"""Of bandwidth, by elementwise operators and copies. On an H100 they reach 0.82 to 0.90 from 2^24
-elements on (perf/measured_steps.md, which has all figures that are measured here)."""
+MEMORY = Estimate(0.88, 0.1)
+"""Share of bandwidth of elementwise operators and copies. On an H100 they reach 0.82 to 0.90 from
+2^24 elements on (perf/measured_steps.md, which has all figures that are measured here)."""
 
-WIDENING = Share(0.58, 0.1)
-"""By copies of bfloat16 to float32: measured, 0.57 to 0.59."""
+WIDENING = Estimate(0.58, 0.1)
+"""The same of copies of bfloat16 to float32: measured, 0.57 to 0.59."""
 
-REDUCTIONS = Share(0.62, 0.2)
-"""By softmax, normalisation, sums and their backward passes: measured, 0.39 to 0.70."""
+REDUCTIONS = Estimate(0.62, 0.2)
+"""The same of softmax, normalisation, sums and their backward passes: measured, 0.39 to 0.70."""
 
-OPTIMIZERS = Share(0.78, 0.1)
-"""By operators on all parameters at once: measured, 0.69 to 0.84."""
+OPTIMIZERS = Estimate(0.78, 0.1)
+"""The same of operators on all parameters at once: measured, 0.69 to 0.84."""
 
-INDEXING = Share(0.3, 0.5)
-"""By lookups, gathers and scatters: measured, 0.23 to 0.36 where they scatter, more where not."""
+INDEXING = Estimate(0.3, 0.5)
+"""The same of lookups and gathers, and of scatters, which were measured to reach 0.23 to 0.36."""
 
-RANDOM = Share(0.3, 0.4)
-"""Of bandwidth, by normal random numbers: their arithmetic binds them, not memory."""
+RANDOM = Estimate(0.3, 0.4)
+"""The same of normal random numbers, which are bound by arithmetic and not by memory."""
 
 _FLOAT32 = {"8.0": 0.85, "8.9": 0.63, "9.0": 0.78}
-"""Of the peak, by large products in float32, by compute capability.
+"""Share of the peak of large products in float32, by compute capability.
 
 zzc0721/torch-performance-test-data: ``torch.matmul`` of 4,096 and 8,192 rows and columns on an A100
 PCIe (issue 108), an RTX 4090 (78), an L20 (107) and an H100 (79).
 """
 
 _TF32 = 0.8
-"""Of the peak, by large products in TF32: the same issues give 0.73 to 0.91 for A100 and H100."""
+"""The same in TF32: the same issues give 0.73 to 0.91 for A100 and H100."""
 
 _OTHER_SPREAD = 0.2
-"""Of products in float32, TF32 and float64."""
+"""The spread of products in float32, TF32 and float64."""
 
-MISALIGNED = Share(0.45, 0.4)
-"""Of the speed of other products, where rows do not begin on 16 bytes and tensor cores are used.
+MISALIGNED = Estimate(0.45, 0.4)
+"""Speed of products on tensor cores whose rows do not begin on 16 bytes, over that of others.
 
 nanoGPT became about 25 % faster when its vocabulary grew from 50,257 to 50,304 (x.com/karpathy,
 3 February 2023), and a compiled GPT-2 30 % on an A100 when matrices were padded (issue 1129 of
 intel/torch-xpu-ops). Products with a side of the vocabulary are about 0.27 of its FLOPs.
 """
 
-UNKNOWN_PRODUCTS = Share(0.6, 0.35)
-"""Of the roofline, by products of a device without a table of its architecture, and by kernels of
-other products, such as those of tiled norms."""
+UNKNOWN_PRODUCTS = Estimate(0.6, 0.35)
+"""Share of the roofline of products on a device without a table of its architecture, and of other
+products, such as those of tiled norms."""
 
 KERNEL_S = 3e-6
-"""What a kernel takes besides its work: ``mem_empirical_constant_latency`` of the same source."""
+"""Seconds of a kernel beyond its work: ``mem_empirical_constant_latency`` of the same source."""
 
-HOST_S = Share(33e-6, 0.35)
+HOST_S = Estimate(33e-6, 0.35)
 """Seconds of the host for an operator that has work: Python, modules, dispatch, autograd, launch.
 
 The median of four machines. Three ran the small transformer of a course (Stanford CS336, 12 layers,
@@ -99,13 +99,13 @@ _FLASH: dict[str, tuple[float, float]] = {"8": (0.62, 0.5), "9": (0.38, 0.34), "
 and backward, by the major compute capability.
 
 A100: Dao 2023, "FlashAttention-2": 50 to 73 % forward and up to 63 % backward. H100: pull requests
-1791 and 2688 of Dao-AILab/flash-attention. B200: issue 1589 there. It stands for cuDNN's attention
-too, which newer versions of PyTorch prefer on an H100 or a B200 and which is faster there.
+1791 and 2688 of Dao-AILab/flash-attention. B200: issue 1589 there. It is also used for cuDNN's
+attention, which newer versions of PyTorch prefer on an H100 or a B200 and which is faster there.
 """
 
 CAUSAL = 0.82
-"""Of the speed without a mask, by attention that skips the masked half: tiles on the diagonal are
-computed whole, and processors end at different times.
+"""Speed of attention that skips the masked half, over that without a mask: tiles on the diagonal
+are computed whole, and processors end at different times.
 
 Forward 0.77 (H100, flash-attention's pull request 1791), 0.79 and 0.87 (H20, its issue 1310), 0.84
 and 0.89 (RTX 4090, apache/tvm's tl_doc/flash_perf.md); backward 0.77, 0.80 (RTX 4090), 0.99 (H100).
@@ -131,7 +131,7 @@ class NoPeakError(LookupError):
         super().__init__(f"the target's flops_per_s has no {dtype}")
 
 
-_BY_FAMILY: dict[str, Share] = {
+_BY_FAMILY: dict[str, Estimate] = {
     "random": RANDOM,
     "reduction": REDUCTIONS,
     "optimizer": OPTIMIZERS,
@@ -139,16 +139,16 @@ _BY_FAMILY: dict[str, Share] = {
 }
 
 
-def _share_of_bandwidth(cost: Cost) -> Share:
+def _share_of_bandwidth(cost: Cost) -> Estimate:
     if cost.op == "_to_copy" and cost.dtype == "bfloat16":
         return WIDENING
     return OPTIMIZERS if cost.op.startswith("_foreach_") else _BY_FAMILY.get(cost.family, MEMORY)
 
 
-def _slow_down(time: OpTime, by: Share) -> OpTime:
+def _slow_down(time: OpTime, by: Estimate) -> OpTime:
     """Return the time of an operator that reaches only a share of a speed."""
     spread = math.hypot(time.spread, by.spread)
-    return OpTime(time.seconds / by.share, spread, "data sheet")
+    return OpTime(time.seconds / by.value, spread, "data sheet")
 
 
 class GpuModel:
@@ -156,7 +156,7 @@ class GpuModel:
 
     Args:
         target: The device.
-        dtype: The dtype of the experiment, which says whether float32 products are TF32.
+        dtype: The dtype of the experiment, which decides whether float32 products are TF32.
     """
 
     host = HOST_S
@@ -164,7 +164,7 @@ class GpuModel:
     def __init__(self, target: Target, dtype: Dtype) -> None:
         own = _MEASURED.get(target)
         name = own or _OF_ARCHITECTURE.get(target.compute_capability)
-        self._products: ProductTable | None = read_table(name) if name else None
+        self._products: ProductTable | None = read_product_table(name) if name else None
         self._is_own = own is not None
         self._target = target
         self._dtype = dtype
@@ -189,20 +189,20 @@ class GpuModel:
         elif cost.family in COUNTED:
             share = UNKNOWN_PRODUCTS
             bound = max(cost.flops / self._peak(cost.dtype), streamed_s)
-            found = OpTime(bound / share.share, share.spread, "data sheet")
+            found = OpTime(bound / share.value, share.spread, "data sheet")
         else:
             share = _share_of_bandwidth(cost)
-            found = OpTime(streamed_s / share.share, share.spread, "data sheet")
+            found = OpTime(streamed_s / share.value, share.spread, "data sheet")
         return found._replace(seconds=found.seconds + KERNEL_S)
 
     def _predict_product(self, shape: ProductShape, dtype: str) -> OpTime:
         bytes_per_s = self._target.bandwidth_bytes_per_s
-        own_peaks = Peaks(self._peak(dtype), bytes_per_s)
+        own_peaks = PeakRates(self._peak(dtype), bytes_per_s)
         bound = float(bound_s(shape, _ITEMSIZES.get(dtype, 4), own_peaks))
         bfloat16 = self._target.flops_per_s.get("bfloat16")
         if self._products is None or bfloat16 is None:
-            return OpTime(bound / UNKNOWN_PRODUCTS.share, UNKNOWN_PRODUCTS.spread, "data sheet")
-        peaks = Peaks(bfloat16, bytes_per_s)
+            return OpTime(bound / UNKNOWN_PRODUCTS.value, UNKNOWN_PRODUCTS.spread, "data sheet")
+        peaks = PeakRates(bfloat16, bytes_per_s)
         found = self._products.predict(shape, _ITEMSIZES["bfloat16"], peaks)
         if not self._is_own:
             found = found._replace(spread=2 * found.spread, basis="extrapolated")
@@ -217,7 +217,7 @@ class GpuModel:
         """Return the share of the peak that large products reach in a dtype of 4 bytes or more."""
         if self._on_tensor_cores(dtype):
             return _TF32
-        return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.share)
+        return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
         return ceiling_of(op_dtype, self._dtype) in ("bfloat16", "tf32")
@@ -229,7 +229,7 @@ class GpuModel:
         share *= sizes.keys / (sizes.keys + _HALF_TOKENS[sizes.is_backward])
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
         flops = cost.flops / (2 * CAUSAL) if sizes.is_causal else cost.flops
-        seconds = max(flops / (self._peak(cost.dtype) * share), streamed_s / MEMORY.share)
+        seconds = max(flops / (self._peak(cost.dtype) * share), streamed_s / MEMORY.value)
         return OpTime(seconds, _ATTENTION_SPREAD, "data sheet")
 
     def _peak(self, op_dtype: str) -> float:

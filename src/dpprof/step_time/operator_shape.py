@@ -1,4 +1,4 @@
-"""What the time of an operator depends on: its work, and how its arguments lie in memory."""
+"""The properties that an operator's time depends on: its work, and its arguments' layout."""
 
 import hashlib
 import json
@@ -11,21 +11,21 @@ from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorShape
 
 _LOOKUPS = ("embedding", "gather", "index", "index_select")
-"""They read of their first tensor only as much as they write."""
+"""Operators that read only as much of their first tensor as they write."""
 
 
 def digest_call(call: str) -> str:
-    """Return the digest of a call that a table keeps."""
+    """Return the digest by which a table keeps a call."""
     return hashlib.sha256(call.encode()).hexdigest()[:20]
 
 
 def moved_bytes(op: Op) -> int:
-    """Return what an operator reads and writes, each once."""
+    """Return the bytes that an operator reads and writes, each once."""
     return sum(size for _, size in (*op.reads, *op.writes))
 
 
 def shape_of(op: Op) -> OperatorShape:
-    """Return what the time of a recorded operator depends on."""
+    """Return the properties of a recorded operator on which its time depends."""
     cost = op.cost
     layout, row = outline(op.call, is_reduction=cost.family == "reduction")
     reads, written = [size for _, size in op.reads], sum(size for _, size in op.writes)
@@ -47,7 +47,7 @@ def shape_of(op: Op) -> OperatorShape:
 
 @lru_cache(maxsize=2**14)
 def outline(call: str, *, is_reduction: bool = False) -> tuple[str, int]:
-    """Return how the arguments of a call lie in memory, and the size of their last axis.
+    """Return the memory layout of a call's arguments, and the size of their last axis.
 
     Two calls of one layout differ in sizes alone.
 
@@ -58,7 +58,7 @@ def outline(call: str, *, is_reduction: bool = False) -> tuple[str, int]:
     name, args, _ = json.loads(call)
     tensors = list(_tensors(args))
     sizes = max((shape for shape, _, _ in tensors), key=math.prod, default=_numbers(args))
-    words = [_lies(shape, strides, sizes) for shape, strides, _ in tensors[:4]]
+    words = [_layout_word(shape, strides, sizes) for shape, strides, _ in tensors[:4]]
     if is_reduction and sizes:
         axes = {axis % len(sizes) for axis in _numbers(args)}
         which = "with" if len(sizes) - 1 in axes else "without"
@@ -67,8 +67,8 @@ def outline(call: str, *, is_reduction: bool = False) -> tuple[str, int]:
     return " ".join([name, *words]), sizes[-1] if sizes else 1
 
 
-def _lies(shape: Sequence[int], strides: Sequence[int], largest: Sequence[int]) -> str:
-    """Say in a word how a tensor lies in memory, next to the largest one of its call."""
+def _layout_word(shape: Sequence[int], strides: Sequence[int], largest: Sequence[int]) -> str:
+    """Return a word for a tensor's layout, compared with the largest tensor of its call."""
     axes = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
     if not axes:
         return "one"

@@ -1,9 +1,9 @@
 """How long operators take on this machine: those that were timed on it, and others like them.
 
 An operator that was timed with the same arguments takes its own time. Another takes the speed of
-its like: of the same operator in the same dtype, at the sizes nearest to its own, and rather where
-the arguments lie in memory as its own do. A speed is a share of a roofline whose two peaks are the
-fastest product and the fastest traffic in the table, and which takes no less than the least call.
+the same operator in the same dtype at the nearest sizes, preferably with the same memory layout. A
+speed is a share of a roofline whose two peaks are the fastest product and the fastest traffic in
+the table, and which takes no less than the least call.
 """
 
 import math
@@ -19,21 +19,21 @@ from numpy.typing import NDArray
 
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
-from dpprof.step_time.nearby import Floats, fit_plane
 from dpprof.step_time.op_time import Z_90, OpTime
+from dpprof.step_time.product_table import Floats, fit_plane
 from dpprof.system.hardware import available_cores, cpu_name
 
-NEIGHBOURS = 12
+_NEIGHBOURS = 12
 _LEAST_SPREAD = 0.02
 _UNKNOWN_SPREAD = 0.7
-"""Of an operator that no timed one resembles."""
+"""The spread of an operator that resembles no timed one."""
 
 
 _OTHER_LAYOUT = 5.0
-"""As many doublings of a size is an operator apart whose arguments lie otherwise in memory."""
+"""A different memory layout counts as much as this many doublings of a size."""
 
 _LARGE = 2**20
-"""Bytes: what moves less may be in a cache, and says nothing of the memory's bandwidth."""
+"""Bytes: smaller data may be in a cache, so their speed is not the memory's bandwidth."""
 
 
 class _Group(NamedTuple):
@@ -48,7 +48,7 @@ class _Group(NamedTuple):
         """Return the logarithm of the speed at sizes, from the usable operators."""
         apart = np.where(self.layouts == layout, 0.0, _OTHER_LAYOUT)
         apart[~usable] = np.inf
-        return fit_plane(self.sizes, self.speeds, sizes, apart, NEIGHBOURS)
+        return fit_plane(self.sizes, self.speeds, sizes, apart, _NEIGHBOURS)
 
 
 class NoTableError(LookupError):
@@ -62,7 +62,7 @@ class OwnTable:
     """The times of operators on this machine.
 
     Args:
-        table: What was timed.
+        table: The timed operators.
     """
 
     def __init__(self, table: OperatorTable) -> None:
@@ -102,7 +102,7 @@ class OwnTable:
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the logarithm of what is interpolated, from held-out shapes."""
+        """Standard deviation of the logarithm of an interpolated time, from held-out shapes."""
         errors = [abs(math.log(found / true)) for found, true, _ in self.hold_out()]
         return float(np.quantile(errors, 0.9)) / Z_90 if errors else _UNKNOWN_SPREAD
 
@@ -110,7 +110,7 @@ class OwnTable:
         """Predict each timed operator from those of other sizes.
 
         Returns:
-            Predicted and timed seconds; operators with no like of another size are left out.
+            Predicted and timed seconds; operators that were timed at one size only are left out.
         """
         found = []
         for one in self._known.values():
@@ -140,11 +140,11 @@ class OwnTable:
 
 
 def read_own_table(root: Path, threads: int | None) -> OwnTable:
-    """Read what was timed on this machine's processor.
+    """Read the operators that were timed on this machine's processor.
 
     Args:
         root: The folder in which ``results`` is.
-        threads: Of the experiment; None for all cores.
+        threads: The experiment's threads; None for all cores.
 
     Raises:
         NoTableError: Nothing was timed, or by another PyTorch, or on another number of threads.

@@ -1,9 +1,9 @@
 """How fast a device multiplies matrices of each shape: a table of measured speeds.
 
 A speed is a share of the roofline: the time that the data sheet's peaks allow over the time
-measured. Shares change slowly with a shape, while times span six orders of magnitude, so shares are
-what is interpolated: by a plane through the nearest measured shapes, in the logarithms of the sizes
-and of the share. A share above 1 is one of operands that the device's cache held.
+measured. Shares change slowly with a shape, while times span six orders of magnitude. So shares are
+interpolated: by a plane through the nearest measured shapes, in the logarithms of the sizes and of
+the share. A share is above 1 where the device's cache held the operands.
 """
 
 import json
@@ -17,27 +17,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpprof.records.terms import Basis
-from dpprof.step_time.nearby import Floats, fit_plane
 from dpprof.step_time.op_time import OpTime
 
-NEIGHBOURS = 16
+Floats = NDArray[np.float64]
+
+_BLUR = 0.05
+"""Added to distances, so that no one point decides alone. In doublings of a size."""
+
+_LEVEL = 0.05
+"""Pulls the plane's slopes towards zero where the neighbours say little of them."""
+
+
+def fit_plane(points: Floats, values: Floats, at: Floats, apart: Floats, neighbours: int) -> float:
+    """Fit a plane through the points nearest to a place, and return its value there.
+
+    Args:
+        points: Logarithms of sizes to base 2, one row for each point.
+        values: One for each point.
+        at: The place.
+        apart: A further distance of each point for differences other than sizes; infinite for a
+            point that does not count. At least one is finite.
+        neighbours: The most points that the plane goes through.
+    """
+    offsets = points - at
+    squares = (offsets**2).sum(axis=1) + apart**2
+    few = min(neighbours, int(np.isfinite(apart).sum()))
+    nearest = np.argpartition(squares, few - 1)[:few]
+    weights = 1 / (np.sqrt(squares[nearest]) + _BLUR)
+    design = np.column_stack([np.ones(few), offsets[nearest]]) * weights[:, None]
+    level = np.diag([0.0] + [_LEVEL] * len(at))
+    right = np.concatenate([values[nearest] * weights, np.zeros(len(level))])
+    return float(np.linalg.lstsq(np.concatenate([design, level]), right, rcond=None)[0][0])
+
+
+_NEIGHBOURS = 16
 """The plane goes through this many measured shapes."""
 
 _FAR = 1.0
-"""In doublings of n or k: beyond the table by more, its spread grows no further."""
+"""Doublings of n or k beyond the table; further away the spread grows no more."""
 
 UNIT = 1e4
 """Shares are kept as whole numbers of these parts."""
 
 
-class Peaks(NamedTuple):
+class PeakRates(NamedTuple):
     """The data sheet's figures that shares are of."""
 
     flops_per_s: float
     bytes_per_s: float
 
 
-def bound_s(sizes: tuple[Any, Any, Any, Any], itemsize: int, peaks: Peaks) -> Any:
+def bound_s(sizes: tuple[Any, Any, Any, Any], itemsize: int, peaks: PeakRates) -> Any:
     """Return the least seconds of products by the roofline.
 
     Args:
@@ -112,9 +142,9 @@ class ProductTable:
             usable: One for each row of the table.
         """
         apart = np.where(usable, 0.0, np.inf)
-        return math.exp(fit_plane(self._logs, self._log_shares, point, apart, NEIGHBOURS))
+        return math.exp(fit_plane(self._logs, self._log_shares, point, apart, _NEIGHBOURS))
 
-    def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: Peaks) -> OpTime:
+    def predict(self, shape: tuple[int, int, int, int], itemsize: int, peaks: PeakRates) -> OpTime:
         """Predict ``batch`` products of ``(m, k)`` and ``(k, n)`` matrices.
 
         A batch is as fast as one product with as many rows: a device divides both into the same
@@ -131,7 +161,7 @@ class ProductTable:
 
 
 @cache
-def read_table(name: str) -> ProductTable:
+def read_product_table(name: str) -> ProductTable:
     """Read a table that is part of dpprof, by the device's name, such as ``h100``."""
     return ProductTable.read(read_document(name))
 

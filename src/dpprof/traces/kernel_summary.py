@@ -9,7 +9,7 @@ from dpprof.records.terms import OP_KINDS, PHASES
 from dpprof.traces.launching_ops import FamilyOf, Ran, attribute, find_steps
 from dpprof.traces.spans import Trace, cover_s
 
-LARGEST = 15
+LARGEST_KERNELS = 15
 """The number of kernels that are listed individually."""
 
 
@@ -105,7 +105,7 @@ def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:
         Kernel(name=name, op=op, phase=phase, op_kind=op_kind, **_per_step(some, steps))
         for (name, op, phase, op_kind), some in alike.items()
     ]
-    return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST]
+    return sorted(kernels, key=lambda one: one.seconds, reverse=True)[:LARGEST_KERNELS]
 
 
 def _copies(ran: Sequence[Ran], steps: int) -> dict[str, Copied]:

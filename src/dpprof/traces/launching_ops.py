@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from dpprof.flops.op_kinds import EINSUMS, Family, Scope, kind_of_op
+from dpprof.flops.cost import EINSUMS, OpFamily, Scope, kind_of_op
 from dpprof.records.terms import PHASES, OpKind, Phase
 from dpprof.traces.spans import NORMS, PHASE, STEP, Span, Trace
 
-FamilyOf = Callable[[str], Family | None]
+FamilyOf = Callable[[str], OpFamily | None]
 """Returns an operator's family by its name; None for operators that do no work of their own."""
 
 _OPERATOR = re.compile(r"\w+::\w+")
@@ -25,7 +25,7 @@ _OPERATOR = re.compile(r"\w+::\w+")
 
 _EINSUMS = tuple(f"aten::{name}" for name in EINSUMS)
 
-_BY_KERNEL: tuple[tuple[str, Family], ...] = (
+_BY_KERNEL: tuple[tuple[str, OpFamily], ...] = (
     # torch.compile names a kernel after all operators that it fuses.
     (r"^triton_(poi|for)_", "elementwise"),
     (r"^triton_(red|per|spl|mix)_", "reduction"),
@@ -54,7 +54,7 @@ _BY_KERNEL: tuple[tuple[str, Family], ...] = (
     (r"relu|gelu|silu|swiglu|rope_|rotary|(lstm|gru)_cell|quantize|axpy|amp_", "elementwise"),
     (r"op_?(generic_)?tensor|^triton_(fused_|_\d)", "elementwise"),
 )
-"""Families by name of GPU kernels, for kernels of no known operator; the first pattern decides.
+"""Families by the names of GPU kernels without a known operator; the first match decides.
 
 Names that older versions of torch.compile gave, such as ``triton__0d1d2d``, do not say what the
 kernel does and count as elementwise.
@@ -82,7 +82,7 @@ class _Caller(NamedTuple):
     op: str | None = None
     """The operator that does the work; if there is none, the innermost active operator."""
 
-    family: Family | None = None
+    family: OpFamily | None = None
     scope: Scope | None = None
 
 
@@ -180,7 +180,7 @@ def _settle(span: Span, caller: _Caller, launched_s: float, phases: Phases) -> R
     )
 
 
-def family_by_kernel(name: str) -> Family:
+def family_by_kernel(name: str) -> OpFamily:
     """Return a kernel's family, guessed from its name."""
     for pattern, family in _BY_KERNEL:
         if re.search(pattern, name, re.IGNORECASE):

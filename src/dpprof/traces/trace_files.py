@@ -12,10 +12,10 @@ from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import read_trace
 from dpprof.traces.tensorboard_events import TensorBoard
 
-LIMIT_BYTES = 32 * 2**20
+TRACE_LIMIT_BYTES = 32 * 2**20
 """The largest size of a trace's file."""
 
-NAME = "dpprof.pt.trace.json.gz"
+TRACE_NAME = "dpprof.pt.trace.json.gz"
 """The name that TensorBoard's profiler plug-in requires of a trace; Perfetto opens it too."""
 
 _US = 1e6
@@ -29,14 +29,14 @@ class Written(NamedTuple):
 
 
 def write_trace(
-    folder: Path, document: Mapping[str, Any], limit_bytes: int = LIMIT_BYTES
+    folder: Path, document: Mapping[str, Any], limit_bytes: int = TRACE_LIMIT_BYTES
 ) -> Written | None:
-    """Write a trace to ``NAME``; cut it to its first step if the file would exceed the limit.
+    """Write a trace to ``TRACE_NAME``; cut it to its first step if the file would exceed the limit.
 
     Returns:
         The written file; None, without a file, if even one step exceeds the limit.
     """
-    path = folder / NAME
+    path = folder / TRACE_NAME
     path.unlink(missing_ok=True)
     steps = find_steps(read_trace(document))
     cuts = [(document, len(steps))]

@@ -144,25 +144,13 @@ class AdamW:
             parameter.grad = None
 
 
-def _autocast(dtype: str) -> AbstractContextManager[object]:
+def autocast(dtype: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
 
-def training(
-    tape: Tape,
-    *,
-    T: int,
-    D: int,
-    H: int,
-    layers: int,
-    width: int,
-    V: int,
-    B: int,
-    dtype: str,
-    run_up: int,
-) -> None:
+def training(tape: Tape, *, T: int, B: int, dtype: str, run_up: int, **sizes: int) -> None:
     """Train some steps, and another one, which is measured."""
-    model = Model(V=V, T=T, D=D, H=H, layers=layers, width=width)
+    model = Model(T=T, **sizes)
     optimizer = AdamW(model.parameters())
     ids, last_ids, labels, last_labels = (
         torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1, _BATCHES, 1)
@@ -172,7 +160,7 @@ def training(
         if step == run_up:
             logits = loss = None
             tape.mark("last step")
-        with _autocast(dtype):
+        with autocast(dtype):
             logits = model(some)
             loss = _cross_entropy(logits, others)
         loss.backward()
@@ -186,11 +174,9 @@ _BATCHES = 5
 """Allocated for the steps that the source runs first, all at once."""
 
 
-def keeping_results(
-    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int
-) -> None:
+def keeping_results(tape: Tape, *, T: int, B: int, **sizes: int) -> None:
     """Let gradients add up, and keep logits and loss until those of the next step are there."""
-    model = Model(V=V, T=T, D=D, H=H, layers=layers, width=width)
+    model = Model(T=T, **sizes)
     ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
     for _ in range(2):
         tape.mark("last step")
@@ -201,16 +187,14 @@ def keeping_results(
     del logits, loss
 
 
-def inference(
-    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, dtype: str
-) -> None:
+def inference(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
     """Compute logits some times; the last one is measured."""
-    model = Model(V=V, T=T, D=D, H=H, layers=layers, width=width)
+    model = Model(T=T, **sizes)
     ids, last_ids = (torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1))
     with torch.no_grad():
         for at in range(2):
-            with _autocast(dtype):
+            with autocast(dtype):
                 model(ids[at])
         tape.mark("last step")
-        with _autocast(dtype):
+        with autocast(dtype):
             model(last_ids[0])

@@ -7,10 +7,9 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from published.programs.llama_like import Linear
+from published.programs.llama_like import Linear, autocast
 from published.recording import Tape
 from torch import Tensor, nn
 
@@ -139,10 +138,6 @@ class AdamW:
             parameter.grad = None
 
 
-def _autocast(dtype: str) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
-
-
 _STEPS = 3
 
 
@@ -153,26 +148,22 @@ def _take_last(x: Tensor) -> Tensor:
     return torch.ops.aten.slice.Tensor(x, 1, *every)
 
 
-def forward(
-    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, dtype: str
-) -> None:
+def forward(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
     """Build, and run forward some times."""
-    model = Model(V, D, H, layers, width)
+    model = Model(**sizes)
     ids = torch.empty(B, T, dtype=torch.int64)
     for _ in range(_STEPS):
-        with _autocast(dtype):
+        with autocast(dtype):
             model(ids)
     tape.mark("done")
 
 
-def training(
-    tape: Tape, *, T: int, D: int, H: int, layers: int, width: int, V: int, B: int, dtype: str
-) -> None:
+def training(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
     """Build, and train some steps."""
-    model = Model(V, D, H, layers, width)
+    model = Model(**sizes)
     optimizer = AdamW(model)
     ids, labels = torch.empty(B, T, dtype=torch.int64), torch.empty(B, dtype=torch.int64)
-    with _autocast(dtype):
+    with autocast(dtype):
         for _ in range(_STEPS):
             optimizer.zero_grad()
             logits = model(ids)

@@ -6,17 +6,12 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import math
 
 import torch
+from published.programs.gpt2 import Gelu
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
 
 _DROPOUT = 0.1
-
-
-class Gelu(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        half = 0.5 * x
-        return half * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 class Block(nn.Module):

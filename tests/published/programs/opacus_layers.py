@@ -9,24 +9,21 @@ import torch
 from opacus import GradSampleModule
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from published.programs.operators import take_handles
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
 
 _WIDTHS = 5120, 2560, 1280
+_PRIVATE = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
 
 
 def _model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(_WIDTHS)))
 
 
-def _take_handles() -> None:
-    one = torch.empty(1, 1, requires_grad=True)
-    (one @ one).sum().backward()
-
-
 def sgd(tape: Tape, *, B: int) -> None:
-    _take_handles()
+    take_handles()
     model = _model()
     x, y = torch.empty(B, _WIDTHS[0]), torch.empty(B, dtype=torch.int64)
     tape.mark("begin")
@@ -38,14 +35,10 @@ def sgd(tape: Tape, *, B: int) -> None:
 
 def per_sample(tape: Tape, *, B: int) -> None:
     """Keep gradients of single samples."""
-    _take_handles()
+    take_handles()
     model = GradSampleModule(_model())
-    optimizer = DPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=B,
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DPOptimizer(sgd, **_PRIVATE, expected_batch_size=B)
     x, y = torch.empty(B, _WIDTHS[0]), torch.empty(B, dtype=torch.int64)
     loss = functional.cross_entropy(model(x), y)
     tape.mark("begin")
@@ -57,16 +50,12 @@ def per_sample(tape: Tape, *, B: int) -> None:
 
 def ghost(tape: Tape, *, B: int) -> None:
     """Find norms by ghost clipping, and weigh the loss."""
-    _take_handles()
+    take_handles()
     model = GradSampleModuleFastGradientClipping(
         _model(), max_grad_norm=1.0, use_ghost_clipping=True
     )
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        expected_batch_size=B,
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DPOptimizerFastGradientClipping(sgd, **_PRIVATE, expected_batch_size=B)
     x, y = torch.empty(B, _WIDTHS[0]), torch.empty(B, dtype=torch.int64)
     losses: Tensor = functional.cross_entropy(model(x), y, reduction="none")
     tape.mark("begin")

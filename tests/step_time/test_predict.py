@@ -5,11 +5,11 @@ import math
 import pytest
 
 from dpprof.step_time.op_time import OpTime
-from dpprof.step_time.timeline import IssuedOp, combine
+from dpprof.step_time.predict import combine
 
 
 def ops(*seconds: float, kind: str = "gemm", spread: float = 0.1, basis="interpolated"):
-    return [IssuedOp(kind, OpTime(each, spread, basis)) for each in seconds]
+    return [(kind, OpTime(each, spread, basis)) for each in seconds]
 
 
 def test_large_operators_take_the_devices_time() -> None:

@@ -1,10 +1,23 @@
-"""Bytes that the process reads and writes in the timed steps."""
+"""What the operating system counts for the process: its largest resident memory, and its I/O."""
 
+import resource
+import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dpprof.records.result import HostIo
+
+
+def peak_rss_bytes() -> int:
+    """Return the largest resident memory of the process in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(text for text in status.read_text().splitlines() if text.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def read_counts(process: psutil.Process) -> Any:
