@@ -1,7 +1,8 @@
 """The ways to a layer's per-sample gradients, or to their norms."""
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 Output = Literal["gradients", "norms"]
 
@@ -30,6 +31,11 @@ class CodePath(StrEnum):
         return member
 
 
+Watch = Callable[[Any, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
+"""Called with a layer, its code path, the sampler that computes the layer's per-sample gradients
+or norms, and the sampler's arguments; must return the sampler's result for them."""
+
+
 def finds_norms(path: CodePath) -> bool:
     """Tell whether a way finds norms without per-sample gradients.
 
@@ -47,11 +53,9 @@ def finds_norms(path: CodePath) -> bool:
 class Way(CodePath):
     """The ways of ``dpprof.clipping``."""
 
-    MATERIALISED = "materialised", "norms"
-    GRAM = "gram", "norms"
     TILED_GRAM = "tiled gram", "norms"
     TILED_PRODUCT = "tiled product", "norms"
-    """The ways of ``norms.linear``. The first frees its gradients at once, so it makes norms."""
+    """The ways of ``norms.linear``."""
 
     KEPT = "kept product", "gradients"
     """A matrix's per-sample gradients, kept until the clipping factors are known."""
