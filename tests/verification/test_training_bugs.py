@@ -101,8 +101,17 @@ def test_adapters_without_gradient_are_found() -> None:
     model = build_llama()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     setup = with_dpprof(BookKeeping, model.train(), token_loss)
-    with pytest.raises(WrongTrainingError, match=r"so nothing is learned; .* reentrant checkpoint"):
+    with pytest.raises(ValueError, match="reentrant checkpointing hides layers from the check"):
         check(setup.model, token_loss, tokens(), setup.private)
+    model.disable_input_require_grads()
+    with pytest.raises(WrongTrainingError, match=r"on no trained parameter; .* reentrant checkp"):
+        check(setup.model, token_loss, tokens(), setup.private)
+
+
+def test_a_loss_without_a_gradient_is_found() -> None:
+    setup = with_hooks(build_mlp(), lambda *batch: 0 * points_loss(*batch))
+    with pytest.raises(WrongTrainingError, match="every sample is zero, so nothing is learned"):
+        check(setup.model, setup.loss, points(), setup.private)
 
 
 def test_a_loss_that_is_cut_off_is_found() -> None:

@@ -5,6 +5,7 @@ losses.
 """
 
 import functools
+import importlib
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.calls import LayerCall
-from dpprof.clipping.check import Checked, Losses, check
 from dpprof.clipping.contributions import Contribution, zero_samples
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
@@ -32,7 +32,7 @@ from dpprof.clipping.rules import Rule, find_rules
 from dpprof.clipping.sample_norms import NoSamples, SampleNorms
 from dpprof.clipping.shard_sums import ShardSums, Waiting, reduce_all
 from dpprof.clipping.sums import add_clipped_sum, bound_of, own_part, sum_clipped
-from dpprof.norms.code_paths import CodePath
+from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from dpprof.norms.plan import Choice
 
 Enter = Callable[[Any], None]
-Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 def _call(
@@ -127,9 +126,6 @@ class Clipping(ABC):
         self.squares: dict[nn.Parameter, Tensor] | None = None
         """If not None, receives the squared per-sample norms of each parameter, (B,) each."""
 
-        self.computes_in_16_bits = False
-        """Whether a layer of the last batch computed in 16 bits."""
-
         self.watch: Watch = _call
         """Called with layer, way, function and its arguments, in place of the function."""
 
@@ -181,9 +177,31 @@ class Clipping(ABC):
         """The trained parameters."""
         return [self.ranks.own(p) for p in self.model.parameters() if p.requires_grad]
 
-    def check(self, losses_of: Losses, *batch: Tensor, tolerance: float | None = None) -> Checked:
-        """Compare with per-sample gradients by definition, on one batch: ``clipping.check``."""
-        return check(self, losses_of, *batch, tolerance=tolerance)
+    def check(
+        self, losses_of: Callable[..., Tensor], *batch: Tensor, tolerance: float | None = None
+    ) -> Any:
+        """Check on one batch that this clips the gradients of single samples.
+
+        This is ``dpprof.verification.check`` of the clipping alone, without optimizer and noise.
+
+        Args:
+            losses_of: Computes losses, one for each sample, from tensors like those of the batch.
+            batch: The arguments of ``losses_of``, samples first; at least two samples.
+            tolerance: Largest relative error.
+
+        Returns:
+            ``dpprof.verification.Checked``.
+
+        Raises:
+            WrongTrainingError: Something is wrong. The message names the first such thing.
+        """
+        # By name, because it is in a higher layer, which also knows Opacus.
+        verification = importlib.import_module("dpprof.verification")
+
+        def loss(_: nn.Module, *parts: Tensor) -> Tensor:
+            return losses_of(*parts)
+
+        return verification.check(self.model, loss, batch, self, tolerance=tolerance)
 
     @property
     def first_batch_verified(self) -> bool:
@@ -254,7 +272,6 @@ class Clipping(ABC):
         self._losses = losses.detach()
         self.sample_norms = None
         self.nonfinite_samples = 0
-        self.computes_in_16_bits = False
         self.plan = {}
         try:
             self._first_batches.verify(losses, self.handling, self._coverage)
@@ -262,10 +279,18 @@ class Clipping(ABC):
             if self.ranks.is_sharded:
                 self._expect_shards(losses)
             if len(losses):
-                norms = SampleNorms(self, len(losses), self._find_reused(losses), self._keep)
+                norms = SampleNorms(
+                    len(losses),
+                    self._find_reused(losses),
+                    self._keep,
+                    keeps=self.keeps,
+                    watch=self.watch,
+                    squares=self.squares,
+                    name_of=self.name_of,
+                    why_once=self.why_once,
+                )
                 self.plan = norms.plan
                 self._clip(losses, norms, enter)
-                self.computes_in_16_bits = norms.computes_in_16_bits
                 if self._nonfinite is not None:
                     self.nonfinite_samples = sum(self._nonfinite.tolist())
             elif self.ranks.is_sharded:
@@ -417,16 +442,9 @@ class Clipping(ABC):
         with substitute(self, "_disabled", value=True), original_forward(self._layers):
             yield
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore norms, counts and plan at the end of the context, which verifies no batch."""
-        names = ("sample_norms", "nonfinite_samples", "nonfinite_samples_total", "batches", "plan")
-        before = {name: getattr(self, name) for name in names}
-        try:
-            with substitute(self._first_batches, "are_verified", value=True):
-                yield
-        finally:
-            vars(self).update(before, squares=None)
+    def first_batch_trusted(self) -> AbstractContextManager[None]:
+        """Verify no first batch inside the context."""
+        return substitute(self._first_batches, "are_verified", value=True)
 
     @torch.no_grad()
     def _finish(self, norms: SampleNorms | NoSamples) -> Tensor:

@@ -7,7 +7,7 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from dpprof.clipping.contributions import (
     merge,
 )
 from dpprof.clipping.layers import Contributions
-from dpprof.norms.code_paths import Way
+from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import Choice, choose
@@ -31,9 +31,6 @@ from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
-
-if TYPE_CHECKING:
-    from dpprof.clipping.engine import Clipping
 
 Keep = Callable[[nn.Parameter, Contribution], None]
 
@@ -48,8 +45,6 @@ class NoSamples:
     Args:
         losses: (0,)
     """
-
-    computes_in_16_bits = False
 
     def __init__(self, losses: Tensor) -> None:
         self._losses = losses
@@ -69,25 +64,37 @@ class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
     Args:
-        clipping: Says how: ``watch``, ``keeps``, ``squares`` and the names of parameters.
         samples: B.
         reused: Parameters that may be used more than once. Their norms need all uses, so
             ``add_reused`` adds them at the end.
         keep: Gets each contribution whose squared norms were added.
+        keeps: Whether contributions are kept until the norms are known.
+        watch: Called with layer, way, function and its arguments, in place of the function.
+        squares: If not None, receives the squared per-sample norms of each parameter, (B,) each.
+        name_of: Names a parameter.
+        why_once: Why a parameter that is not ``reused`` was expected to be used once.
     """
 
     def __init__(
-        self, clipping: "Clipping", samples: int, reused: Collection[nn.Parameter], keep: Keep
+        self,
+        samples: int,
+        reused: Collection[nn.Parameter],
+        keep: Keep,
+        *,
+        keeps: bool,
+        watch: Watch,
+        squares: dict[nn.Parameter, Tensor] | None,
+        name_of: Callable[[nn.Parameter], str],
+        why_once: str,
     ) -> None:
         self.totals: dict[str, Tensor] = {}
         """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
 
         self.plan: dict[str, Choice] = {}
-        self.computes_in_16_bits = False
-        self._clipping = clipping
-        self._samples = samples
-        self._reused = reused
-        self._keep = keep
+        self._samples, self._reused = samples, reused
+        self._keep, self._keeps = keep, keeps
+        self._watch, self._squares = watch, squares
+        self._name_of, self._why_once = name_of, why_once
         self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
         self._seen: set[nn.Parameter] = set()
 
@@ -98,8 +105,8 @@ class SampleNorms:
                 self._waiting[parameter].append((layer, contribution))
                 continue
             if parameter in self._seen:
-                name = self._clipping.name_of(parameter)
-                raise RuntimeError(f"{name} was used more than once, {self._clipping.why_once}")
+                name = self._name_of(parameter)
+                raise RuntimeError(f"{name} was used more than once, {self._why_once}")
             self._seen.add(parameter)
             self._square(layer, parameter, contribution)
 
@@ -131,9 +138,8 @@ class SampleNorms:
         match contribution:
             case Product(x_BTd, g_BTp):
                 B, T, d = x_BTd.shape
-                keeps = self._clipping.keeps
-                choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=keeps)
-                self.plan[self._clipping.name_of(parameter)] = choice
+                choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self._keeps)
+                self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
                     return self._square_gradients(layer, Way.KEPT, parameter, contribution)
                 squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
@@ -159,7 +165,7 @@ class SampleNorms:
     ) -> Squares:
         """Find squared norms with float32 products, even where training itself uses TF32."""
         with exact_products():
-            squares: Squares = self._clipping.watch(layer, way, function, inputs)
+            squares: Squares = self._watch(layer, way, function, inputs)
         return squares
 
     def _square_gradients(
@@ -167,7 +173,7 @@ class SampleNorms:
     ) -> Tensor:
         """Materialise the per-sample gradients, keep them, and add their squared norms; (B,)."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
-        gradients = self._clipping.watch(layer, way, contribution.materialise, inputs)
+        gradients = self._watch(layer, way, contribution.materialise, inputs)
         self._keep(parameter, SampleGradients(gradients))
         found_B = square(gradients)
         self._add(parameter, found_B)
@@ -175,10 +181,9 @@ class SampleNorms:
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         first = contribution[0]
-        self.computes_in_16_bits |= first.dtype in (torch.bfloat16, torch.float16)
         if len(first) != self._samples:
             raise BatchAxisError(
-                f"{self._clipping.name_of(parameter)} saw {len(first)} samples, and there are "
+                f"{self._name_of(parameter)} saw {len(first)} samples, and there are "
                 f"{self._samples} losses; the first axis of every layer's input must be the batch, "
                 "with one entry for each sample (repeat position ids, for example; OPT's blocks "
                 "join samples and tokens before fc1, so freeze what follows)"
@@ -193,7 +198,7 @@ class SampleNorms:
         layer = uses[0][0]
         merged = merge([contribution for _, contribution in uses])
         if merged is None:
-            name = self._clipping.name_of(parameter)
+            name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
         found = {
             type(contribution): self._square(layer, parameter, contribution)
@@ -226,6 +231,6 @@ class SampleNorms:
                 self.totals[name] = (
                     more_B if total_B is None else total_B + more_B.to(total_B.device)
                 )
-        squares = self._clipping.squares
+        squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B

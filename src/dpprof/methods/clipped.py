@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, sample_losses
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, sample_losses
+from dpprof.norms.code_paths import Watch
 from dpprof.norms.triton_ops import tell_reasons, tell_tiles
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice

@@ -14,7 +14,7 @@ from torch import nn
 
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.methods.opacus.padded_lookups import TABLES
-from dpprof.methods.training_step import Watch
+from dpprof.norms.code_paths import Watch
 from dpprof.system.substitutes import substitute
 
 _PATHS = dict(zip(TABLES, (OpacusPath.GRAD_SAMPLER, OpacusPath.NORM_SAMPLER), strict=True))
