@@ -78,7 +78,7 @@ class ReleasedState:
                 self._refuse(place, "was replaced")
             if tensor._version != version:  # noqa: SLF001
                 self._refuse(place, "was changed in place")
-            if place in self._values and not _is_equal(tensor, self._values[place]):
+            if place in self._values and not is_same(tensor, self._values[place]):
                 self._refuse(place, "was changed through .data")
 
     def _refuse(self, place: _Place, how: str) -> None:
@@ -113,8 +113,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_equal(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether tensors have the same bytes; NaN equals itself. This waits for the device."""
+def is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors have the same bytes. This waits for the device."""
     if isinstance(tensor, FakeTensor):
         return True
     one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (tensor, other))

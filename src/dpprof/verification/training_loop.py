@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.released_state import is_same
 from dpprof.system.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -311,7 +312,7 @@ class Loop:
     @torch.no_grad()
     def _write(self, values: Mapping[Tensor, Tensor]) -> None:
         for one, value in values.items():
-            if not torch.equal(one, value):  # a clipping refuses what is frozen and was written
+            if not is_same(one, value):  # a clipping refuses what is frozen and was written
                 one.copy_(value)
 
     @contextmanager
