@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, Scale
+from small_models import EVERY, FLAT, Scale, private
 from torch import nn
 
-from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.per_layer import PerLayerClipping
 
 BAD = [math.nan, math.inf, -math.inf, 1e30]
@@ -78,12 +77,7 @@ def test_batches_of_finite_samples_tell_none(way) -> None:
 def test_where_no_sample_is_finite_there_is_noise_alone(way) -> None:
     model = build()
     clipping = way(model, 0.1)
-    optimizer = NoisyOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        clipping,
-        noise_multiplier=1.0,
-        expected_batch_size=4,
-    )
+    optimizer = private(clipping, model, noise_multiplier=1.0)
     clipping.backward(model(inputs() * math.nan).sum((1, 2)))
     assert clipping.nonfinite_samples == 4
     assert all(not p.grad.any() for p in model.parameters())
