@@ -23,8 +23,7 @@ from dpprof.clipping.two_pass import FlashClipping
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import sample_losses
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.registry import UnsupportedError

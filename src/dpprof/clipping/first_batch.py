@@ -155,9 +155,7 @@ def _gradients_of(contribution: Contribution) -> Tensor:
 def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
     """List the places on an axis where something is not zero; NaN counts as zero."""
     others = [at for at in range(gradients.dim()) if at != axis]
-    largest = (
-        torch.linalg.vector_norm(gradients, torch.inf, dim=others) if others else gradients.abs()
-    )
+    largest = torch.linalg.vector_norm(gradients, torch.inf, dim=others)
     return (largest > 0).nonzero().flatten().tolist()
 
 

@@ -144,8 +144,7 @@ class NoisyOptimizer(OptimizerWrapper):
     @property
     def generators(self) -> list[torch.Generator]:
         """The sources of the noise: the given one, or one for each device of the parameters."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return list(dict.fromkeys(self._generator_on(p.device) for p in parameters))
+        return list(dict.fromkeys(self._generator_on(p.device) for p in self.every_parameter))
 
     def _generator_on(self, device: torch.device) -> torch.Generator:
         if self.generator is not None:
@@ -326,12 +325,11 @@ class NoisyOptimizer(OptimizerWrapper):
             setattr(self, name, value)
 
     def _refuse_within_a_batch(self, done: str) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
         if (
             self.clipping.batches != self._batches_before
             or self._step_skip_queue
             or self._is_noised
-            or any(getattr(p, "summed_grad", None) is not None for p in parameters)
+            or any(getattr(p, "summed_grad", None) is not None for p in self.every_parameter)
         ):
             raise RuntimeError(
                 f"a state cannot be {done} within a batch: sums without noise must not be written "
@@ -375,9 +373,8 @@ class NoisyOptimizer(OptimizerWrapper):
                 f"max_grad_norm changed from {self._bound} to {self.max_grad_norm} between the "
                 "parts of a batch"
             )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._require_clipped(parameter)
+        for parameter in self.every_parameter:
+            self._require_clipped(parameter)
 
     def _require_clipped(self, parameter: torch.nn.Parameter) -> None:
         name = self.clipping.name_of(parameter)

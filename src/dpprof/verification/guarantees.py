@@ -18,8 +18,16 @@ from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.records.verdict import TOLERANCE, Scenario
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
-from dpprof.verification.mechanism import complain_of_mechanism
-from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look
+from dpprof.verification.steps import (
+    STEPS,
+    StepResult,
+    WrongError,
+    begin,
+    complain_of_mechanism,
+    compute,
+    finish,
+    look,
+)
 from dpprof.verification.subjects import Subject, choose_frozen, choose_layer
 
 
@@ -132,7 +140,7 @@ def _may_refuse() -> Iterator[None]:
         raise RefusedError(f"{type(error).__name__}: {error}") from error
 
 
-def _compare(method: type[TrainingStep], taken: Taken, samples: Sequence[Tensor]) -> None:
+def _compare(method: type[TrainingStep], taken: StepResult, samples: Sequence[Tensor]) -> None:
     """Raise ``WrongError`` unless a step has the gradient and the mechanism that it should have."""
     if not taken.gradient.isfinite().all():
         raise WrongError("the gradient is not finite")

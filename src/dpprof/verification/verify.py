@@ -20,9 +20,18 @@ from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.verification import reference
 from dpprof.verification.float32_islands import lift_float32
 from dpprof.verification.guarantees import GUARANTEES, RefusedError
-from dpprof.verification.mechanism import complain_of_mechanism, find_sensitivity
 from dpprof.verification.reference import Group
-from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look
+from dpprof.verification.steps import (
+    STEPS,
+    StepResult,
+    WrongError,
+    begin,
+    complain_of_mechanism,
+    compute,
+    find_sensitivity,
+    finish,
+    look,
+)
 from dpprof.verification.subjects import Subject, describe, prepare
 
 BATCH_SIZES = (1, 4)
@@ -149,7 +158,7 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
     )
 
 
-def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[Taken]:
+def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[StepResult]:
     """Run steps that change no weight."""
     step = begin(method, subject.experiment, subject.model)
     for _ in range(STEPS):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
-from dpprof.verification.training_gradients import (
+from dpprof.verification.training.gradients import (
     Sample,
     clip,
     compare_each,
@@ -31,7 +31,7 @@ from dpprof.verification.training_gradients import (
     take_alone,
     take_together,
 )
-from dpprof.verification.training_loop import (
+from dpprof.verification.training.loop import (
     Gradients,
     Loop,
     Mechanism,
@@ -46,7 +46,7 @@ from dpprof.verification.training_loop import (
     refuse_settings,
     refuse_unknown,
 )
-from dpprof.verification.training_padding import change_padding, find_padding
+from dpprof.verification.training.padding import change_padding, find_padding
 
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
 """The largest error that rounding may cause, by dtype."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpprof.verification.training_loop import TrainingBatch
+from dpprof.verification.training.loop import TrainingBatch
 
 _UNLABELLED = -100
 

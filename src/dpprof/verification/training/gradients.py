@@ -11,7 +11,7 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 
-from dpprof.verification.training_loop import (
+from dpprof.verification.training.loop import (
     Gradients,
     Loop,
     TrainingBatch,
