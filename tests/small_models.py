@@ -4,10 +4,7 @@ Shape legend: B samples, T tokens, d width, V vocabulary.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,24 +20,6 @@ EVERY = [*FLAT, PerLayerClipping]
 
 V = 6
 """So few ids that tokens repeat."""
-
-
-def one_in(
-    count: int, *factors: Iterable[Any], unless: Callable[..., bool] = lambda *_: False
-) -> list[Any]:
-    """Multiply factors, and mark all but one in so many cases as slow.
-
-    The others hold every value of each factor, and every pair of values of two factors if there is
-    a third that has at least ``count`` values. ``unless`` leaves cases out.
-    """
-    cases = itertools.product(*(enumerate(factor) for factor in factors))
-    found = []
-    for case in cases:
-        values = [value for _, value in case]
-        marks = () if sum(at for at, _ in case) % count == 0 else pytest.mark.slow
-        if not unless(*values):
-            found.append(pytest.param(*values, marks=marks))
-    return found
 
 
 class Conv1D(nn.Module):

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, Conv1D, Scale, one_in
+from products import one_in
+from small_models import EVERY, FLAT, Conv1D, Scale
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

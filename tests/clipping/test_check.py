@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, KINDS, batch, build, draw, one_in
+from products import one_in
+from small_models import EVERY, FLAT, KINDS, batch, build, draw
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -77,65 +78,37 @@ class Wrong(nn.Module):
         return self.second(self.between(self, self.first(x_BTd).tanh()))
 
 
-def mixed(_, h):
-    return h - h.mean(0)
-
-
-def permuted(_, h):
-    return h.flip(0)
-
-
-def swapped(_, h):
-    return h + h.transpose(0, 1).mean(2, keepdim=True)
-
-
-def looked_up_once(model, h):
-    return h + model.table(torch.arange(h.shape[1])[:, None].expand(-1, 1)).transpose(0, 1)
-
-
-def plain(_, h):
-    return h
-
-
 def keep(x):
     return x
 
 
-def transpose(x):
-    return x.transpose(0, 1)
-
-
-def shift(x):
-    return x.roll(1, 0)
-
-
-def shift_back(losses):
-    return losses.roll(-1, 0)
+def look_up_once(model, h):
+    return h + model.table(torch.arange(h.shape[1])[:, None].expand(-1, 1)).transpose(0, 1)
 
 
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize(
     ("between", "before", "after", "message"),
     [
-        (mixed, keep, keep, r"sample \d"),
-        (permuted, keep, keep, r"sample \d"),
-        (swapped, keep, keep, r"sample \d"),
+        (lambda _, h: h - h.mean(0), keep, keep, r"sample \d"),
+        (lambda _, h: h.flip(0), keep, keep, r"sample \d"),
+        (lambda _, h: h + h.transpose(0, 1).mean(2, keepdim=True), keep, keep, r"sample \d"),
         # As many positions as samples: the first axis is as long as the batch's.
-        (looked_up_once, keep, keep, r"table\.weight: the gradient of sample 0 has norm"),
-        (plain, transpose, keep, r"first\.weight: the gradient of sample 0 has norm"),
+        (look_up_once, keep, keep, r"table\.weight: the gradient of sample 0 has norm"),
+        (None, lambda x: x.transpose(0, 1), keep, r"first\.weight: the gradient of sample 0 has"),
         # The norms of the batch are in another order than its losses.
-        (plain, shift, shift_back, r"first\.weight"),
+        (None, lambda x: x.roll(1, 0), lambda losses: losses.roll(-1, 0), r"first\.weight"),
     ],
     ids=["mixed", "permuted", "swapped", "looked up once", "batch second", "permutation undone"],
 )
 def test_samples_that_do_not_stay_apart_are_found(between, before, after, message, way) -> None:
-    model = Wrong(between).double()
+    model = Wrong(between or (lambda _, h: h)).double()
     clipping = way(model, 0.1)
     x = torch.randn(4, 4, 5, dtype=torch.float64)
+    samples = 1 if between is None and after is keep else 0  # the axis of the output
 
     def losses_of(x):
-        squares = model(before(x)).square()
-        return after(squares.sum((0, 2) if before is transpose else (1, 2)))
+        return after(model(before(x)).square().sum((1 - samples, 2)))
 
     with pytest.raises(WrongTrainingError, match=message):
         clipping.check(losses_of, x)

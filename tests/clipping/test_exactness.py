@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from small_models import KINDS, Small, draw, one_by_one, one_in
+from products import one_in
+from small_models import KINDS, Small, draw, one_by_one
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.two_pass import FlashClipping

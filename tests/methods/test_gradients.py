@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from small_models import one_in
+from products import one_in
 from steps import gradient, norms_of, prepare, sample_gradients
 from torch import Tensor
 
@@ -102,7 +102,7 @@ def test_without_clipping_and_noise_private_is_the_standard_gradient() -> None:
         torch.testing.assert_close(gradient(method, **fields), standard, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["microbatch", "per-layer", *PRIVATE])
+@pytest.mark.parametrize("method", ["microbatch", "per-layer", "opacus-per-layer", *PRIVATE])
 def test_noise_has_the_standard_deviation_that_was_asked_for(method) -> None:
     fields = {
         "batch_size": 4,
