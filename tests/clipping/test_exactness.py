@@ -19,10 +19,10 @@ D, P = 19, 37
 def small_tiles(monkeypatch) -> None:
     """Tiles so small that every shape has several, and none is a multiple of one."""
     monkeypatch.setattr(linear, "PRODUCT_TILE", (8, 16))
-    monkeypatch.setattr(linear, "gram_tile", lambda _: 48)
+    monkeypatch.setattr(linear, "gram_tile_size", lambda _: 48)
     monkeypatch.setattr(tied, "TILE", 48)
     monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)
-    monkeypatch.setattr(scale, "PARTS", 7)
+    monkeypatch.setattr(scale, "TOKEN_PARTS", 7)
     for module in (tiles, table):
         monkeypatch.setattr(module, "BATCHES", 1000)
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 2**16)

@@ -6,7 +6,7 @@ from small_models import FLAT
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merge
+from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merge_uses
 from dpprof.norms.linear import WAYS
 from dpprof.norms.rounding import TOLERATED
 from dpprof.norms.tiles import square
@@ -83,7 +83,7 @@ def test_two_tables_that_share_a_weight_have_each_its_own_padding(way) -> None:
 def test_lookups_of_unlike_padding_merge_into_one_without() -> None:
     g = torch.ones(1, 2, 3)
     ids = torch.tensor([[0, 1]])
-    (merged,) = merge([Lookup(ids, g, 4, 1), Lookup(ids, g, 4, -1)])
+    (merged,) = merge_uses([Lookup(ids, g, 4, 1), Lookup(ids, g, 4, -1)])
 
     assert merged.padding == -1
     assert merged.g_BTd[0, :, 0].tolist() == [1, 0, 1, 1]

@@ -167,7 +167,7 @@ def zero_samples(contribution: Contribution, excluded_B: Tensor) -> Contribution
     return contribution._replace(**numbers)
 
 
-def merge(contributions: Sequence[Contribution]) -> list[Contribution] | None:
+def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | None:
     """Combine the contributions of several uses of one parameter.
 
     Several uses of a matrix, or of a table, equal one use with the tokens of all. The per-sample

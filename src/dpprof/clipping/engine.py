@@ -28,16 +28,16 @@ from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
-from dpprof.clipping.rules import Rule, find_rules
-from dpprof.clipping.sample_norms import NoSamples, SampleNorms
-from dpprof.clipping.shard_sums import ShardSums, Waiting, reduce_all
-from dpprof.clipping.sums import add_clipped_sum, bound_of, own_part, sum_clipped
+from dpprof.clipping.rules import LayerRule, find_rules
+from dpprof.clipping.sample_norms import SampleNorms
+from dpprof.clipping.shard_sums import ShardSums, WaitingSums
+from dpprof.clipping.sums import add_to_grad, bound_of, own_part, sum_clipped
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
-    from dpprof.norms.plan import Choice
+    from dpprof.norms.plan import WayChoice
 
 Enter = Callable[[Any], None]
 
@@ -69,7 +69,7 @@ class Clipping(ABC):
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
             distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
             group of ranks.
-        ValueError: C is not positive and finite, or another argument is not what it may be.
+        ValueError: C is not positive and finite, or another argument is out of its range.
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
     (add/remove neighbouring batches): each sample contributes at most C, for any input, whatever is
@@ -120,7 +120,7 @@ class Clipping(ABC):
         self.batches = 0
         """How many batches were clipped: every ``backward`` that was not refused."""
 
-        self.plan: dict[str, Choice] = {}
+        self.plan: dict[str, WayChoice] = {}
         """How the last norms of each matrix were found, by its name, and why."""
 
         self.squares: dict[nn.Parameter, Tensor] | None = None
@@ -140,10 +140,11 @@ class Clipping(ABC):
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
         self._sums: ShardSums | None = None
-        self._waiting: Waiting = {}
-        self._waiting_bound = self.max_grad_norm
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
+
+        self.waiting = WaitingSums(self.ranks)
+        """Sums of the parts of a batch that are not in ``.grad`` yet, under ``fully_shard``."""
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         rules = find_rules(model, self.ranks.wrapper)
@@ -278,9 +279,9 @@ class Clipping(ABC):
             self._changed.clear()
             if self.ranks.is_sharded:
                 self._expect_shards(losses)
-            if len(losses):
+            if len(losses) or self.ranks.is_sharded:
                 norms = SampleNorms(
-                    len(losses),
+                    losses.detach(),
                     self._find_reused(losses),
                     self._keep,
                     keeps=self.keeps,
@@ -293,8 +294,6 @@ class Clipping(ABC):
                 self._clip(losses, norms, enter)
                 if self._nonfinite is not None:
                     self.nonfinite_samples = sum(self._nonfinite.tolist())
-            elif self.ranks.is_sharded:
-                self._clip(losses, NoSamples(losses), enter)
             else:
                 self.sample_norms = losses.detach()
             self._refuse_changed_outputs()
@@ -305,25 +304,13 @@ class Clipping(ABC):
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
-            self._waiting.clear()
+            self.waiting.totals.clear()
             raise
         finally:
             self._losses = self._excluded = self._nonfinite = self._sums = None
             self._changed.clear()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
-
-    def reduce_waiting(self) -> None:
-        """Reduce the sums of a batch in parts whose last part came already."""
-        if self._waiting:
-            if self._waiting_bound != self.max_grad_norm:
-                raise RuntimeError("max_grad_norm changed between the parts of a batch")
-            assert self.ranks.is_sharded
-            reduce_all(self.ranks, self._waiting, self.max_grad_norm)
-
-    def drop_waiting(self) -> None:
-        """Forget the sums of the parts of a batch that are not in ``.grad`` yet."""
-        self._waiting.clear()
 
     def _expect_shards(self, losses: Tensor) -> None:
         """Prepare to reduce this batch's sums onto shards."""
@@ -333,14 +320,12 @@ class Clipping(ABC):
                 "part in running the model; for a batch without samples, run it on any sample and "
                 "pass losses[:0]"
             )
-        if self._waiting and self._waiting_bound != self.max_grad_norm:
-            raise RuntimeError("max_grad_norm changed between the parts of a batch")
-        self._waiting_bound = self.max_grad_norm
+        self.waiting.verify(self.max_grad_norm)
         continues = self.continues()
-        self._sums = ShardSums(self.ranks, self.max_grad_norm, self._waiting, continues=continues)
+        self._sums = ShardSums(self.ranks, self.max_grad_norm, self.waiting, continues=continues)
 
     @abstractmethod
-    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
 
     @abstractmethod
@@ -447,7 +432,7 @@ class Clipping(ABC):
         return substitute(self._first_batches, "are_verified", value=True)
 
     @torch.no_grad()
-    def _finish(self, norms: SampleNorms | NoSamples) -> Tensor:
+    def _finish(self, norms: SampleNorms) -> Tensor:
         """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
         self._refuse_changed_outputs()
         norms.add_reused()
@@ -486,10 +471,13 @@ class Clipping(ABC):
     ) -> None:
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
+        if not len(factors_B):  # it belongs to no sample
+            return
+        summed = sum_clipped(parameter, contribution, factors_B)
         if self._sums is None:
-            add_clipped_sum(parameter, contribution, factors_B, self.max_grad_norm)
-        elif len(factors_B):  # otherwise it belongs to no sample
-            self._sums.add(parameter, sum_clipped(parameter, contribution, factors_B))
+            add_to_grad(parameter, summed, self.max_grad_norm)
+        else:
+            self._sums.add(parameter, summed)
 
 
 def _refuse_losses(losses: Tensor) -> None:
@@ -511,7 +499,7 @@ def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
 
 def _run(
     ranks: Ranks,
-    rule: Rule,
+    rule: LayerRule,
     layer: nn.Module,
     receive: Callable[..., None],
     *inputs: Any,

@@ -102,7 +102,7 @@ class NoisyOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self.clipping = clipping
         clipping.continues = self._will_skip
-        clipping.drop_waiting()
+        clipping.waiting.totals.clear()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
@@ -178,7 +178,7 @@ class NoisyOptimizer(OptimizerWrapper):
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
         self._require_one_clipped_batch()
         if not self._will_skip():
-            self.clipping.reduce_waiting()
+            self.clipping.waiting.reduce(self.max_grad_norm)
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -226,7 +226,7 @@ class NoisyOptimizer(OptimizerWrapper):
         self._batches_before = self.clipping.batches
         if not self._is_last_step_skipped:
             self._bound = None
-            self.clipping.drop_waiting()
+            self.clipping.waiting.totals.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
@@ -341,13 +341,10 @@ class NoisyOptimizer(OptimizerWrapper):
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
 
     def _agree(self, ranks: Ranks) -> None:
-        """Compare with other ranks what the noise depends on."""
+        """Compare the settings of the noise with those of other ranks."""
         assert self.generator is not None
         settings: dict[str, float | str] = {
-            "max_grad_norm": self.max_grad_norm,
-            "noise_multiplier": self.noise_multiplier,
-            "expected_batch_size": self.expected_batch_size or 0,
-            "loss_reduction": self.loss_reduction,
+            **{name: value or 0 for name, value in self._settings.items()},
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(
                 f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
@@ -420,7 +417,7 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
 
 @allocates("noise")
 def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw Gaussian noise whose floating point numbers do not tell what it was added to.
+    """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
 
     It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's.
     Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.

@@ -1,8 +1,8 @@
-"""Refuses steps that write samples into what a run releases beside its trained parameters.
+"""Refuses steps that write samples into other released tensors than trained parameters.
 
 ``state_dict()`` also holds buffers and frozen parameters. One that forward changes, such as a
 running mean, a codebook, an expert's bias or a cache, carries samples out of the run without noise.
-Versions tell of changes in place, but not of those through ``.data``, so the values of buffers are
+Versions show changes in place, but not those through ``.data``, so the values of buffers are
 compared too. A frozen parameter that is written through ``.data``, as adapters are merged, is not
 seen.
 """
@@ -19,7 +19,7 @@ _Place = tuple[nn.Module, str]
 
 
 class ReleasedState:
-    """What ``state_dict()`` holds beside parameters that are trained with noise.
+    """The tensors of ``state_dict()`` that are not trained with noise.
 
     Args:
         model: The model.

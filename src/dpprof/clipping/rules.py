@@ -23,10 +23,10 @@ from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
 
-Rule = Callable[..., Tensor]
+LayerRule = Callable[..., Tensor]
 """Called with the layer, a function that receives its contributions, and the layer's arguments."""
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, LayerRule] = {
     "torch.nn.modules.linear.Linear": run_linear,
     "torch.nn.modules.sparse.Embedding": run_embedding,
     "torch.nn.modules.normalization.LayerNorm": run_layer_norm,
@@ -39,7 +39,7 @@ RULES: Mapping[str, Rule] = {
 class Found(NamedTuple):
     """The rule of a layer."""
 
-    rule: Rule
+    rule: LayerRule
     replaced: type[nn.Module]
     """The class whose ``forward`` it replaces: the layer's own, or a base that this calls."""
 

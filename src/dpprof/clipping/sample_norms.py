@@ -18,14 +18,14 @@ from dpprof.clipping.contributions import (
     Lookup,
     Product,
     SampleGradients,
-    merge,
+    merge_uses,
 )
 from dpprof.clipping.layers import Contributions
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
-from dpprof.norms.plan import Choice, choose
-from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
+from dpprof.norms.plan import WayChoice, choose_way
+from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
 from dpprof.norms.table import square_lookup
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
@@ -39,32 +39,12 @@ class BatchAxisError(UnsupportedError, ValueError):
     """The first axis of a layer's input is not the batch."""
 
 
-class NoSamples:
-    """Stands for the norms of a batch without samples, whose contributions belong to none.
-
-    Args:
-        losses: (0,)
-    """
-
-    def __init__(self, losses: Tensor) -> None:
-        self._losses = losses
-
-    def add(self, _layer: nn.Module, _contributions: Contributions) -> None:
-        """Ignore a layer's contributions."""
-
-    def add_reused(self) -> None:
-        """Do nothing: there are none."""
-
-    def compute(self) -> Tensor:
-        """Return no norms; (0,)."""
-        return self._losses.detach()
-
-
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
     Args:
-        samples: B.
+        losses: (B,), detached; of a batch without samples, contributions are ignored, because they
+            belong to none.
         reused: Parameters that may be used more than once. Their norms need all uses, so
             ``add_reused`` adds them at the end.
         keep: Gets each contribution whose squared norms were added.
@@ -77,7 +57,7 @@ class SampleNorms:
 
     def __init__(
         self,
-        samples: int,
+        losses: Tensor,
         reused: Collection[nn.Parameter],
         keep: Keep,
         *,
@@ -90,8 +70,8 @@ class SampleNorms:
         self.totals: dict[str, Tensor] = {}
         """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
 
-        self.plan: dict[str, Choice] = {}
-        self._samples, self._reused = samples, reused
+        self.plan: dict[str, WayChoice] = {}
+        self._losses, self._reused = losses, reused
         self._keep, self._keeps = keep, keeps
         self._watch, self._squares = watch, squares
         self._name_of, self._why_once = name_of, why_once
@@ -100,6 +80,8 @@ class SampleNorms:
 
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
+        if not len(self._losses):
+            return
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
@@ -118,6 +100,8 @@ class SampleNorms:
     @allocates("norm_samples")
     def compute(self) -> Tensor:
         """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,)."""
+        if not len(self._losses):
+            return self._losses
         if "found" not in self.totals:
             raise RuntimeError("the losses depend on no trained parameter")
         # Negative inner products may exceed the squares.
@@ -138,7 +122,7 @@ class SampleNorms:
         match contribution:
             case Product(x_BTd, g_BTp):
                 B, T, d = x_BTd.shape
-                choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self._keeps)
+                choice = choose_way(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self._keeps)
                 self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
                     return self._square_gradients(layer, Way.KEPT, parameter, contribution)
@@ -154,7 +138,7 @@ class SampleNorms:
                 return self._square_gradients(layer, Way.DIRECT, parameter, contribution)
         self._keep(parameter, contribution)
         assert squares.size_B is not None
-        spread_B = spread(squares.size_B, B * T, is_rounded=rounded)
+        spread_B = bound_spread(squares.size_B, B * T, is_rounded=rounded)
         # Rounding can leave a product of Gram matrices a little below zero.
         found_B: Tensor = squares.found_B.clamp(min=0)
         self._add(parameter, found_B, squares.slack_B, spread_B)
@@ -181,12 +165,12 @@ class SampleNorms:
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         first = contribution[0]
-        if len(first) != self._samples:
+        if len(first) != len(self._losses):
             raise BatchAxisError(
                 f"{self._name_of(parameter)} saw {len(first)} samples, and there are "
-                f"{self._samples} losses; the first axis of every layer's input must be the batch, "
-                "with one entry for each sample (repeat position ids, for example; OPT's blocks "
-                "join samples and tokens before fc1, so freeze what follows)"
+                f"{len(self._losses)} losses; the first axis of every layer's input must be the "
+                "batch, with one entry for each sample (repeat position ids, for example; OPT's "
+                "blocks join samples and tokens before fc1, so freeze what follows)"
             )
 
     def _add_uses(
@@ -196,7 +180,7 @@ class SampleNorms:
         for _, contribution in uses:
             self._check(parameter, contribution)
         layer = uses[0][0]
-        merged = merge([contribution for _, contribution in uses])
+        merged = merge_uses([contribution for _, contribution in uses])
         if merged is None:
             name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")

@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the model gets, samples first."""
+        """The inputs of the model, samples first."""
         return (self.tokens_BT,) if self.mask_BT is None else (self.tokens_BT, self.mask_BT)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":

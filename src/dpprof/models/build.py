@@ -14,7 +14,7 @@ from dpprof.spec.fine_tuning import PARTS
 from dpprof.spec.registry import EntryPointError, UnsupportedError
 
 _PATTERNS = {"all": "", "lora": r"(^|\.)lora_", "bias": r"(^|\.)bias$"}
-"""Regular expressions for the parts that names tell."""
+"""Regular expressions for the parts that are found by name."""
 
 
 def build_model(experiment: Experiment) -> nn.Module:
@@ -70,7 +70,7 @@ def _find_head(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _store_frozen_in_16_bits(model: nn.Module) -> None:
-    """Convert frozen parameters, but no vector beside a trained one: norms take only one dtype."""
+    """Convert frozen parameters, but no vector with a trained one: norms take only one dtype."""
     for layer in model.modules():
         own = list(layer.parameters(recurse=False))
         trains_a_vector = any(one.requires_grad and one.dim() == 1 for one in own)

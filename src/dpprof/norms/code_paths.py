@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Literal, Self, get_args
 
-Output = Literal["gradients", "norms"]
+SamplerOutput = Literal["gradients", "norms"]
 
 
 class CodePath(StrEnum):
@@ -19,12 +19,14 @@ class CodePath(StrEnum):
         'norms'
     """
 
-    makes: Output
+    makes: SamplerOutput
 
-    def __new__(cls, name: str, makes: Output) -> Self:
-        """Make a member; ``makes`` is one of ``Output``, or ``ValueError`` is raised."""
-        if makes not in get_args(Output):
-            raise ValueError(f"{name!r} must make one of {get_args(Output)}, and not {makes!r}")
+    def __new__(cls, name: str, makes: SamplerOutput) -> Self:
+        """Make a member; ``makes`` is one of ``SamplerOutput``, or ``ValueError`` is raised."""
+        if makes not in get_args(SamplerOutput):
+            raise ValueError(
+                f"{name!r} must make one of {get_args(SamplerOutput)}, and not {makes!r}"
+            )
         member = str.__new__(cls, name)
         member._value_ = name
         member.makes = makes

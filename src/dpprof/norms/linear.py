@@ -48,7 +48,7 @@ GRAM_TILE = 256
 """Tokens on each side of a Gram matrix's tile; half of it where T would fit in one tile."""
 
 
-def gram_tile(T: int) -> int:
+def gram_tile_size(T: int) -> int:
     """Return the tokens on each side of a tile."""
     return GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
 
@@ -69,7 +69,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
         square_of_g_B=square_of_g_B,
         d=x_BTd.shape[2],
         p=g_BTp.shape[2],
-        depth=depth_of_tile(gram_tile(x_BTd.shape[1])),
+        depth=depth_of_tile(gram_tile_size(x_BTd.shape[1])),
     )
     return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
 
@@ -77,7 +77,7 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
 def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """Add up ``_gram_tile`` over all tiles; (5, B)."""
     B, T, _ = x_BTd.shape
-    tile = gram_tile(T)
+    tile = gram_tile_size(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
     at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):

@@ -13,7 +13,7 @@ from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.records.verdict import TOLERANCE
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
-from dpprof.verification.reference import Group
+from dpprof.verification.reference import PlacedGroup
 
 STEPS = 2
 """More than one, because a step must not affect the next."""
@@ -26,7 +26,7 @@ class WrongError(Exception):
 class StepResult(NamedTuple):
     """The results of one step."""
 
-    groups: list[Group]
+    groups: list[PlacedGroup]
     gradient: Tensor
     """The concatenated gradients of all trainable parameters."""
 
@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     noise_bound: float
 
 
-def begin(
+def begin_steps(
     method: type[TrainingStep],
     experiment: Experiment,
     model: nn.Module,
@@ -81,13 +81,13 @@ def finish(step: TrainingStep) -> None:
     step.optimizer.zero_grad()
 
 
-def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[Group]:
+def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[PlacedGroup]:
     position = {id(parameter): at for at, parameter in enumerate(trainable)}
     given = step.clip_groups()
     if any(id(parameter) not in position for group in given for parameter in group.parameters):
         raise WrongError("its groups clip parameters that are not trained")
     groups = [
-        Group([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
+        PlacedGroup([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
         for group in given
     ]
     placed = sorted(at for group in groups for at in group.positions)
@@ -98,13 +98,13 @@ def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list
     return groups
 
 
-def find_sensitivity(groups: Sequence[Group], noise_bound: float) -> float | None:
+def find_sensitivity(groups: Sequence[PlacedGroup], noise_bound: float) -> float | None:
     """Return how far one sample can move the sum, divided by the bound that scales the noise."""
     return math.hypot(*(group.bound for group in groups)) / noise_bound if groups else None
 
 
 def complain_of_mechanism(
-    method: type[TrainingStep], groups: Sequence[Group], noise_bound: float
+    method: type[TrainingStep], groups: Sequence[PlacedGroup], noise_bound: float
 ) -> str | None:
     """Return how a step's groups contradict the method's declarations; None if they do not."""
     name, declared = method.mechanism, method.sensitivity

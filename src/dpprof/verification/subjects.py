@@ -42,7 +42,7 @@ class Subject(NamedTuple):
     """The reference's gradients of the samples before clipping."""
 
 
-def describe(model: str | StandIn, method: str, attention: str, batch_size: int) -> Experiment:
+def describe_case(model: str | StandIn, method: str, attention: str, batch_size: int) -> Experiment:
     """Return the experiment of a case; ``prepare`` sets its bound.
 
     Raises:
@@ -112,7 +112,7 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
         batch = ignore_labels(batch)
     samples = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
     if scenario == "other padding":
-        batch = change_padding(batch)
+        batch = replace_padding(batch)
         changed = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
         if not all(map(torch.allclose, changed, samples)):
             raise RuntimeError("the model's own gradient depends on the tokens of padding")
@@ -165,7 +165,7 @@ def ignore_labels(batch: Batch) -> Batch:
     return replace(batch, labels_BT=labels_BT)
 
 
-def change_padding(batch: Batch) -> Batch:
+def replace_padding(batch: Batch) -> Batch:
     """Return the batch with other tokens as padding.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks a user's own private training: is it what it says it is?
+"""Checks whether a user's own training is private in the way that its settings say.
 
 Shape legend: B samples, T tokens.
 """
@@ -106,8 +106,8 @@ def check(
             (B,); the mean of them; or, in ghost clipping, the loss of Opacus's criterion.
         batch: Tensors, samples first; at least two samples. A dictionary is given by name.
         private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, a ``Clipping`` without either,
-            whose optimizer and noise then stay unchecked, or a ``Mechanism`` that says what a loop
-            by hand is meant to do.
+            whose optimizer and noise then stay unchecked, or a ``Mechanism`` that describes a loop
+            by hand.
         step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
             scheduler. By default the step of a loop with ``loss`` and ``private``.
         padding: (B, T) bool, True at tokens that must not matter. By default read from a mask
@@ -118,8 +118,8 @@ def check(
     Raises:
         WrongTrainingError: Something is wrong. The message names the first such thing.
         ValueError: There are fewer than two samples, the loss or the step is random with dropout
-            off, or an argument is not what it should be.
-        TypeError: ``private`` is none of these.
+            off, or an argument is invalid.
+        TypeError: ``private`` is of another type.
 
     Guarantee: on this batch the gradient before noise is within the tolerance that of the
     definition, and right noise is called wrong with a probability below 1e-11 a parameter. Limits:
@@ -160,7 +160,7 @@ def check(
 
 
 class _Check:
-    """One check, and what it has found so far."""
+    """One check and its results so far."""
 
     def __init__(
         self,

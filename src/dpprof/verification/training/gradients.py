@@ -1,4 +1,4 @@
-"""Per-sample gradients of a user's loss by definition, and what a wrong gradient amounts to.
+"""Per-sample gradients of a user's loss by definition, and the known mistakes in a wrong one.
 
 Shape legend: B samples.
 """
@@ -19,7 +19,7 @@ from dpprof.verification.training.loop import (
 )
 
 _EPSILON = 1e-6
-"""Opacus's and dpprof's, beside the norm."""
+"""What Opacus and dpprof add to the norm."""
 
 _ALONE = 0.1
 """A parameter is compared with its own gradient, or with this part of the whole."""
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 def read_losses(value: Any, count: int) -> Tensor:
-    """Return what a loss returned: (B,) losses, or the scalar of the whole batch."""
+    """Return the losses of a call: (B,), or the scalar of the whole batch."""
     if isinstance(value, DPTensorFastGradientClipping):
         value = value.loss_per_sample
     if not isinstance(value, Tensor):
@@ -142,7 +142,7 @@ def compare_norms(
 
 
 def diagnose(loop: Loop, samples: Sequence[Sample], given: Gradients, limit: float) -> str | None:
-    """Tell what a wrong gradient is instead; None if it is none of the known mistakes."""
+    """Return the known mistake that explains a wrong gradient; None if there is none."""
     for wrong, reason in _mistakes(loop, samples):
         if norm_of(wrong) and find_difference(given, wrong, limit)[0] is None:
             return reason
@@ -153,11 +153,11 @@ def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients
     count, groups, divisor = len(samples), loop.groups, loop.divisor
     unclipped = [(parameters, math.inf) for parameters, _ in groups]
     bound = math.hypot(*(one for _, one in groups))
-    for scale, said, why in (
+    for scale, share, why in (
         (1 / count, f"1/{count} of", "the mean over the batch is taken twice"),
         (count, f"{count} times", "the loss sums over the batch where a mean is expected"),
     ):
-        reason = f"each sample's gradient is {said} its own before it is clipped: {why}"
+        reason = f"each sample's gradient is {share} its own before it is clipped: {why}"
         yield clip(samples, groups, divisor, scale=scale), reason
     yield clip(samples, unclipped, divisor), "no sample's gradient is clipped"
     yield clip(samples, unclipped, count), "no sample's gradient is clipped"
@@ -175,8 +175,8 @@ def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients
             f"{bound:g}"
         )
         yield clip(samples, others, divisor), reason
-    for by, said in ((1.0, "not divided"), (divisor**2, "divided twice")):
-        reason = f"the sum of clipped gradients is {said} by the expected batch size, {divisor:g}"
+    for by, how in ((1.0, "not divided"), (divisor**2, "divided twice")):
+        reason = f"the sum of clipped gradients is {how} by the expected batch size, {divisor:g}"
         yield clip(samples, groups, by), reason
 
 

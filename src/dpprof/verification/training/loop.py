@@ -1,4 +1,4 @@
-"""Runs steps of a user's own loop, reads what its optimizer is given, and undoes them.
+"""Runs steps of a user's own loop, reads the gradients that its optimizer gets, and undoes them.
 
 Shape legend: B samples.
 """
@@ -26,17 +26,17 @@ PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
 
 
 class WrongTrainingError(RuntimeError):
-    """A training loop is not what it should be; the message names the first thing that is wrong."""
+    """A training loop is wrong; the message names the first thing that is."""
 
 
 class Mechanism(NamedTuple):
-    """What a loop that is written by hand says of itself, where no private optimizer says it."""
+    """The settings of a loop that is written by hand, without a private optimizer."""
 
     optimizer: Optimizer
     max_grad_norm: float
     noise_multiplier: float
     expected_batch_size: float
-    """By what the noisy sum is divided; 1 if by nothing."""
+    """The divisor of the noisy sum; 1 for none."""
 
 
 class TrainingBatch(NamedTuple):
@@ -85,7 +85,7 @@ def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
 
 
 class StepEffects(NamedTuple):
-    """What one step did."""
+    """The effects of one step."""
 
     given: Gradients
     """The gradients that the innermost optimizer was given."""
@@ -122,7 +122,7 @@ class Loop:
 
     Args:
         model: The model, wrapped or not.
-        private: Opacus's optimizer, dpprof's, or what a loop by hand says of itself.
+        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
         step: One whole step on a batch.
     """
 
@@ -167,7 +167,7 @@ class Loop:
 
     @property
     def divisor(self) -> float:
-        """By what the sum of clipped gradients is divided."""
+        """The divisor of the sum of clipped gradients."""
         size = self.private.expected_batch_size if self.averages else 1
         assert size is not None
         return float(size)
@@ -184,7 +184,7 @@ class Loop:
 
     @property
     def noise(self) -> float:
-        """The standard deviation of the noise in what the optimizer is given."""
+        """The standard deviation of the noise in the gradients that the optimizer is given."""
         private = self.private
         return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
 
@@ -351,7 +351,7 @@ def _copy(value: Any) -> Any:
 
 
 def _find_hooks(model: nn.Module) -> list[Any]:
-    """Find what of Opacus listens to a model, whether or not it wraps it."""
+    """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
     found: dict[int, Any] = {}
     for module in model.modules():
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001
@@ -404,10 +404,10 @@ def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
 
 
 def refuse_unknown(private: Any, step: Any) -> None:
-    """Refuse what does not say how a loop is private.
+    """Refuse an argument that does not say how a loop is private.
 
     Raises:
-        TypeError: It is none of the kinds that are known, or its bound adapts.
+        TypeError: It is of another type, or its bound adapts.
         ValueError: A loop by hand has no step.
     """
     if not isinstance(private, PrivateOptimizer | Mechanism):

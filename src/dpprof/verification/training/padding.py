@@ -58,7 +58,7 @@ def find_padding(batch: TrainingBatch, given: Tensor | None) -> PaddedTokens | s
 
 
 def change_padding(batch: TrainingBatch, padding: Tensor) -> TrainingBatch | str:
-    """Return the batch with other ids in the place of padded tokens, or why that cannot be."""
+    """Return the batch with other ids at padded tokens, or the reason why there is none."""
     places = _find_tokens(batch, padding)
     if not places:
         return "the batch has no ids as large as the mask"
