@@ -13,42 +13,42 @@ from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.spec.registry import UnsupportedError
 
 
-def freeze_head(model) -> None:
-    model.head.requires_grad_(False)
+def leave(_model) -> None:
+    pass
 
 
 def thaw(model) -> None:
     model.requires_grad_(True)
 
 
-def freeze_bias(model) -> None:
-    model.body.bias.requires_grad_(False)
-
-
-def replace_head(model) -> None:
-    model.head = nn.Linear(6, 6, bias=False).double()
-
-
-def tie(model) -> None:
-    model.head.weight = model.embedding.weight
-
-
 def load_by_assignment(model) -> None:
     model.load_state_dict(build().state_dict(), assign=True)
-
-
-def leave(_model) -> None:
-    pass
 
 
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize(
     ("before", "change", "message"),
     [
-        (freeze_head, thaw, r"head\.weight is trained and not clipped: it was thawed"),
-        (freeze_bias, thaw, r"body\.bias is trained and not clipped"),
-        (leave, replace_head, r"head\.weight is trained and not clipped"),
-        (leave, tie, r"head\.weight is trained.*moved or tied"),
+        (
+            lambda model: model.head.requires_grad_(False),
+            thaw,
+            r"head\.weight is trained and not clipped: it was thawed",
+        ),
+        (
+            lambda model: model.body.bias.requires_grad_(False),
+            thaw,
+            r"body\.bias is trained and not clipped",
+        ),
+        (
+            leave,
+            lambda model: setattr(model, "head", nn.Linear(6, 6, bias=False).double()),
+            r"head\.weight is trained and not clipped",
+        ),
+        (
+            leave,
+            lambda model: setattr(model.head, "weight", model.embedding.weight),
+            r"head\.weight is trained.*moved or tied",
+        ),
         (leave, load_by_assignment, r"embedding\.weight is trained and not clipped"),
     ],
     ids=["thawed layer", "thawed bias", "replaced", "tied", "loaded by assignment"],

@@ -168,39 +168,52 @@ def test_a_state_of_other_settings_is_refused(option, other, told) -> None:
     refuse(Run(**{option: other}).train(2), state, told)
 
 
-def test_a_state_without_privacy_is_refused() -> None:
-    state = Run().train(1).optimizer.original_optimizer.state_dict()
-    refuse(Run(), state, r"load it into optimizer\.original_optimizer")
+def shorten(states) -> None:
+    states["cpu"] = states["cpu"][:16]
 
 
-@pytest.mark.parametrize(("what", "own"), [("rank", 0), ("number of ranks", 1)])
-def test_a_state_of_another_rank_is_refused(what, own) -> None:
-    state = Run().optimizer.state_dict()
-    state["privacy"]["made_with"][what] = 2
-    refuse(Run(), state, f"made with {what} 2, and this one with {own};")
+def move_to_a_gpu(states) -> None:
+    states["cuda:0"] = states.pop("cpu")[:16]  # as a generator of CUDA gives it
 
 
-def test_a_state_of_another_kind_of_generator_is_refused() -> None:
-    state = Run().train(1).optimizer.state_dict()
-    states = state["privacy"]["generators"]
-    short = states["cpu"][:16]
-    states["cpu"] = short
-    refuse(Run(), state, "does not take this state .*size")
-    del states["cpu"]
-    states["cuda:0"] = short  # as a generator of CUDA gives it
-    refuse(Run(), state, "was drawn on cuda, and this optimizer draws on cpu;")
+REFUSED = {
+    "without privacy": (lambda s: s.pop("privacy"), r"load it into optimizer\.original_optimizer"),
+    "another rank": (
+        lambda s: s["privacy"]["made_with"].update(rank=2),
+        "made with rank 2, and this one with 0;",
+    ),
+    "another number of ranks": (
+        lambda s: s["privacy"]["made_with"].update({"number of ranks": 2}),
+        "made with number of ranks 2, and this one with 1;",
+    ),
+    "another size of generator": (
+        lambda s: shorten(s["privacy"]["generators"]),
+        "does not take this state .*size",
+    ),
+    "another kind of generator": (
+        lambda s: move_to_a_gpu(s["privacy"]["generators"]),
+        "was drawn on cuda, and this optimizer draws on cpu;",
+    ),
+    "other groups of parameters": (
+        lambda s: s.update(param_groups=s["param_groups"] * 2),
+        "different number of parameter groups",
+    ),
+    "no such bound": (
+        lambda s: s["privacy"]["settings"].update(max_grad_norm=float("nan")),
+        "max_grad_norm must be positive and finite",
+    ),
+    "no counts": (lambda s: s["privacy"].pop("batches"), "batches"),
+}
 
 
-def test_a_state_that_the_optimizer_inside_refuses_changes_nothing() -> None:
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(what) -> None:
     run = Run().train(1)
     run.optimizer.noise_multiplier = 0.75
     state = run.optimizer.state_dict()
-    state["param_groups"] = state["param_groups"] * 2
-    refuse(Run(), state, "different number of parameter groups")
-    state["privacy"]["settings"]["max_grad_norm"] = float("nan")
-    refuse(Run(), state, "max_grad_norm must be positive and finite")
-    del state["privacy"]["batches"]
-    refuse(Run(), state, "batches", KeyError)
+    change, message = REFUSED[what]
+    change(state)
+    refuse(Run(), state, message, KeyError if what == "no counts" else ValueError)
 
 
 class Secure(torch.Generator):
