@@ -149,7 +149,10 @@ class Clipping(ABC):
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         rules = find_rules(model, self.ranks.wrapper)
         self._layers = list(rules)
-        own = {layer: self._own_trained(layer) for layer in rules}
+        own = {
+            layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
+            for layer in rules
+        }
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
@@ -265,7 +268,12 @@ class Clipping(ABC):
             self._is_running.release()
 
     def _backward(self, losses: Tensor, enter: Enter) -> None:
-        _refuse_losses(losses)
+        if losses.dim() != 1:
+            shape = tuple(losses.shape)
+            raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
+        if losses.dtype not in (torch.float32, torch.float64):
+            # A clipping factor that is rounded up would let a sample exceed the bound.
+            raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
@@ -388,9 +396,6 @@ class Clipping(ABC):
                     refuse = partial(self._refuse_unclipped, parameter)
                     self._hooks[leaf] = leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _own_trained(self, layer: nn.Module) -> dict[str, nn.Parameter]:
-        return {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
-
     def _refuse_unclipped_sums(self) -> None:
         """Refuse to end a backward that left anything but clipped sums."""
         self.ranks.refuse_unclipped()
@@ -478,15 +483,6 @@ class Clipping(ABC):
             add_to_grad(parameter, summed, self.max_grad_norm)
         else:
             self._sums.add(parameter, summed)
-
-
-def _refuse_losses(losses: Tensor) -> None:
-    if losses.dim() != 1:
-        shape = tuple(losses.shape)
-        raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
-    if losses.dtype not in (torch.float32, torch.float64):
-        # A clipping factor that is rounded up would let a sample exceed the bound.
-        raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
 
 
 def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
