@@ -121,7 +121,7 @@ class SampleNorms:
         self._check(parameter, contribution)
         match contribution:
             case Product(x_BTd, g_BTp):
-                B, T, d = x_BTd.shape
+                _, T, d = x_BTd.shape
                 choice = choose_way(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self._keeps)
                 self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
@@ -129,7 +129,6 @@ class SampleNorms:
                 squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
                 rounded = contribution.is_rounded
             case Lookup(ids_BT):
-                B, T = ids_BT.shape
                 squares = self._measure(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
                 )
@@ -138,7 +137,7 @@ class SampleNorms:
                 return self._square_gradients(layer, Way.DIRECT, parameter, contribution)
         self._keep(parameter, contribution)
         assert squares.size_B is not None
-        spread_B = bound_spread(squares.size_B, B * T, is_rounded=rounded)
+        spread_B = bound_spread(squares.size_B, is_rounded=rounded)
         # Rounding can leave a product of Gram matrices a little below zero.
         found_B: Tensor = squares.found_B.clamp(min=0)
         self._add(parameter, found_B, squares.slack_B, spread_B)

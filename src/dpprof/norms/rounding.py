@@ -15,7 +15,7 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
 * ``size``, |X|^2 |G|^2: the rounding error of X^T G is relative to its square root. The error
   of a sum of n terms is about sqrt(n) u times the sum of their magnitudes (Higham and Mary 2019,
   "A New Approach to Probabilistic Rounding Error Analysis"); libraries sum in blocks, so n is at
-  most ``BLOCK``. ``spread`` takes four times that.
+  most ``BLOCK``. ``spread`` takes four times that, for batches of any size.
 * the norm used is ``max(sqrt(found + slack), sqrt(spread) / TOLERATED)``. It is never below the
   true norm by more than the fraction ``TOLERATED``. Where a gradient is mostly rounding error, the
   norm is so large that the error, scaled, stays below ``TOLERATED`` of the bound C.
@@ -98,12 +98,13 @@ def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
     return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B
 
 
-def bound_spread(size_B: Tensor, terms: int, *, is_rounded: bool = False) -> Tensor:
-    """Bound the square of the rounding error of a sum of products; (B,).
+def bound_spread(size_B: Tensor, *, is_rounded: bool = False) -> Tensor:
+    """Bound the square of the rounding error of a sum of products over any number of samples; (B,).
 
-    ``terms`` is how many products it sums for one element; ``is_rounded`` says whether its operands
-    are rounded to 16 bits, or to TF32.
+    It does not depend on how many samples the batch has: their norms would, and one sample more
+    would move what the others contribute. ``is_rounded`` says whether the operands are rounded to
+    16 bits, or to TF32.
     """
-    unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(min(terms, BLOCK))
+    unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(BLOCK)
     unit = max(unit, OF_FACTORS if is_rounded else 0.0)
     return size_B * (unit * unit)
