@@ -29,9 +29,13 @@ def plugin(monkeypatch):
 
 
 @functools.cache
-def found(method: str, model: str = "built-in", attentions: tuple[str, ...] = ATTENTIONS):
+def verify_once(method: str, model: str, attentions: tuple[str, ...]):
     with substitute(verify_module, "ATTENTIONS", attentions):
         return verify_module.verify(model, method)
+
+
+def found(method: str, model: str = "built-in", attentions: tuple[str, ...] = ATTENTIONS):
+    return verify_once(method, model, attentions)
 
 
 def verdict(method: str, model: str = "built-in", attentions: tuple[str, ...] = ATTENTIONS):
