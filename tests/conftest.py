@@ -14,6 +14,16 @@ def own_locks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.delenv("DPPROF_PROGRESS", raising=False)
 
 
+@pytest.fixture(scope="session")
+def pools():
+    """Processes of a group of each size, which all tests of several ranks share."""
+    from rank_pool import RankPools  # noqa: PLC0415 (it imports torch)
+
+    made = RankPools()
+    yield made
+    made.close()
+
+
 def pytest_configure() -> None:
     # Ctrl-C is heard, by children too, also where a shell started this in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)

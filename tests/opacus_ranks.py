@@ -20,8 +20,7 @@ from dpprof.instruments.setup import make_batch
 from dpprof.methods.opacus import fsdp
 from dpprof.methods.opacus.adaptive import OpacusAdaptive
 from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
 from dpprof.records.result import Measurement
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment

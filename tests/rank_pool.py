@@ -13,6 +13,10 @@ from torch import distributed
 SECONDS = 120
 """How long a rank waits for another."""
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch.distributed.fsdp", "opacus.accountants"])
+"""Starts processes that share what a first one imported."""
+
 
 class RankPool:
     """Ranks of one process group.
@@ -24,13 +28,11 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp"])  # imported once, not by each
         self._ends, self._processes = [], []
         for rank in range(size):
-            here, there = context.Pipe()
+            here, there = FORKS.Pipe()
             arguments = (rank, size, store, there)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = FORKS.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
             self._ends.append(here)

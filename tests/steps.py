@@ -6,8 +6,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
 from dpprof.spec import registry
 
 

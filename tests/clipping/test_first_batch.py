@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, KINDS, build, draw
+from small_models import EVERY, FLAT
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.first_batch import TRIES
-from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.memory.events import Allocated, Freed
 from dpprof.memory.recorder import Recorder
 from dpprof.spec.registry import UnsupportedError
@@ -195,17 +194,6 @@ def test_it_is_refused_under_checkpointing_too(name, reentrant, way) -> None:
     clipping = way(model, 0.5)
     with pytest.raises(UnsupportedError, match=MODELS[name][1]):
         clipping.backward(checkpoint(model, x, use_reentrant=reentrant).square().sum((1, 2)))
-
-
-@pytest.mark.parametrize("way", EVERY)
-@pytest.mark.parametrize(("kind", "bias"), KINDS)
-def test_models_that_keep_samples_apart_pass(kind, bias, way) -> None:
-    if way is PerLayerClipping and ("twice" in kind or kind == "tied"):
-        return  # which it refuses
-    model = build(kind, bias=bias)
-    clipping = way(model, 0.5)
-    clipping.backward(model.losses(*draw(4, 7)))
-    assert clipping.first_batch_verified
 
 
 @pytest.mark.parametrize("way", EVERY)

@@ -23,13 +23,12 @@ from dpprof.clipping.two_pass import FlashClipping
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import sample_losses
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.subjects import describe, prepare
+from dpprof.verification.subjects import describe_case, prepare
 
 ROOT = Path(__file__).parents[2]
 MODELS = ["gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt-neox", "opt", "phi"]
@@ -330,7 +329,9 @@ ARCHITECTURES = re.findall(
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_the_first_batch_of_an_architecture_is_verified(kind, way) -> None:
-    experiment = describe(StandIn(model=Architecture(hf=kind, model_type=kind)), "flash", "sdpa", 4)
+    experiment = describe_case(
+        StandIn(model=Architecture(hf=kind, model_type=kind)), "flash", "sdpa", 4
+    )
     with lift_float32():
         model, batch = prepare(experiment)[1:3]
         clipping = way(model, 0.5)

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, Scale
+from small_models import EVERY, FLAT, Scale, private
 from torch import nn
 
-from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.per_layer import PerLayerClipping
 
 BAD = [math.nan, math.inf, -math.inf, 1e30]
@@ -45,6 +44,7 @@ def test_a_sample_that_is_not_finite_adds_nothing_and_costs_the_others_nothing(v
     clipping = way(model, 0.1)
     clipping.backward(model(x).tanh().sum((1, 2)) * silent)  # the first has a gradient of zero
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (clipping.nonfinite_samples, clipping.nonfinite_samples_total) == (0, 0)
     x[0, 2] = value
 
     clipping, found = clip(way, x)
@@ -68,22 +68,10 @@ def test_so_does_a_loss_that_is_not_finite(value, way) -> None:
 
 
 @pytest.mark.parametrize("way", EVERY)
-def test_batches_of_finite_samples_tell_none(way) -> None:
-    clipping, _ = clip(way, inputs())
-
-    assert (clipping.nonfinite_samples, clipping.nonfinite_samples_total) == (0, 0)
-
-
-@pytest.mark.parametrize("way", EVERY)
 def test_where_no_sample_is_finite_there_is_noise_alone(way) -> None:
     model = build()
     clipping = way(model, 0.1)
-    optimizer = NoisyOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        clipping,
-        noise_multiplier=1.0,
-        expected_batch_size=4,
-    )
+    optimizer = private(clipping, model, noise_multiplier=1.0)
     clipping.backward(model(inputs() * math.nan).sum((1, 2)))
     assert clipping.nonfinite_samples == 4
     assert all(not p.grad.any() for p in model.parameters())

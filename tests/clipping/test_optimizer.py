@@ -1,9 +1,11 @@
 """A step applies one clipped and noised batch, or is refused in a sentence."""
 
+from math import inf, nan
+
 import pytest
 import torch
 from opacus.schedulers import ExponentialNoise
-from small_models import EVERY, batch, build, draw, private
+from small_models import EVERY, batch, build, private
 from torch import nn
 
 from dpprof.clipping.book_keeping import BookKeeping
@@ -18,40 +20,68 @@ def training():
     return model, clipping, private(clipping, model)
 
 
-def test_what_is_frozen_after_its_gradient_was_clipped_is_refused(training) -> None:
-    model, clipping, optimizer = training
-    clipping.backward(model.losses(*batch()))
+def freeze(model, _clipping, optimizer) -> None:
     model.body.requires_grad_(False)
-
-    with pytest.raises(RuntimeError, match=r"body\.weight is frozen and has a gradient"):
-        optimizer.step()
-
-
-def test_a_parameter_of_another_model_is_refused(training) -> None:
-    model, clipping, optimizer = training
-    other = nn.Linear(2, 3)
-    optimizer.original_optimizer.add_param_group({"params": list(other.parameters())})
-    clipping.backward(model.losses(*batch()))
-
-    with pytest.raises(RuntimeError, match=r"trains a parameter of shape \(3, 2\), which its"):
-        optimizer.step()
-
-
-def test_the_optimizer_inside_refuses_to_step_without_noise(training) -> None:
-    model, clipping, optimizer = training
-    clipping.backward(model.losses(*batch()))
-    with pytest.raises(RuntimeError, match="SGD was asked to step on gradients without noise"):
-        optimizer.original_optimizer.step()
     optimizer.step()
 
 
-def test_a_gradient_that_was_changed_after_it_was_clipped_is_refused(training) -> None:
+def train_another_model(_model, _clipping, optimizer) -> None:
+    other = nn.Linear(2, 3)
+    optimizer.original_optimizer.add_param_group({"params": list(other.parameters())})
+    optimizer.step()
+
+
+def change_a_gradient(model, _clipping, optimizer) -> None:
+    model.head.weight.grad *= 2
+    optimizer.step()
+
+
+def change_the_bound(_model, clipping, optimizer) -> None:
+    optimizer.max_grad_norm = 0.25
+    assert clipping.max_grad_norm == 0.25
+    optimizer.step()
+
+
+def add_batches_up(model, clipping, optimizer) -> None:
+    for _ in range(3):
+        clipping.backward(model.losses(*batch()))
+    optimizer.step()
+
+
+def leave_noise_out(_model, _clipping, optimizer) -> None:
+    optimizer.original_optimizer.step()
+
+
+def step_twice(_model, _clipping, optimizer) -> None:
+    optimizer.step()
+    optimizer.step()
+
+
+def scale_losses(model, clipping, optimizer) -> None:
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    clipping.backward(scaler.scale(model.losses(*batch()).float()))
+    scaler.step(optimizer)
+
+
+REFUSED = {
+    freeze: r"body\.weight is frozen and has a gradient",
+    train_another_model: r"trains a parameter of shape \(3, 2\), which its",
+    change_a_gradient: r"the gradient of head\.weight, or the bound, changed",
+    change_the_bound: "or the bound, changed after it was clipped",
+    add_batches_up: "4 batches were added up before a step",
+    leave_noise_out: "SGD was asked to step on gradients without noise",
+    step_twice: r"no batch was clipped.*torch\.zeros\(0\)",
+    scale_losses: "GradScaler does not work with clipping",
+}
+
+
+@pytest.mark.parametrize("misuse", REFUSED)
+def test_a_step_that_is_not_of_one_clipped_batch_is_refused(training, misuse) -> None:
     model, clipping, optimizer = training
     clipping.backward(model.losses(*batch()))
-    model.head.weight.grad *= 2
-
-    with pytest.raises(RuntimeError, match=r"the gradient of head\.weight, or the bound, changed"):
-        optimizer.step()
+    with pytest.raises(RuntimeError, match=REFUSED[misuse]):
+        misuse(model, clipping, optimizer)
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -65,18 +95,6 @@ def test_a_step_without_zero_grad_is_refused(way) -> None:
     with pytest.raises(RuntimeError, match=r"has a gradient that is not a sum.*zero_grad"):
         clipping.backward(model.losses(*batch()))
     optimizer.zero_grad(set_to_none=False)  # zeros are as good as none
-    clipping.backward(model.losses(*batch()))
-    optimizer.step()
-
-
-def test_batches_that_are_added_up_before_a_step_are_refused(training) -> None:
-    model, clipping, optimizer = training
-    for _ in range(4):
-        clipping.backward(model.losses(*batch()))
-
-    with pytest.raises(RuntimeError, match="4 batches were added up before a step"):
-        optimizer.step()
-    optimizer.zero_grad()
     clipping.backward(model.losses(*batch()))
     optimizer.step()
 
@@ -101,49 +119,6 @@ def test_a_batch_in_parts_counts_once_and_is_averaged_once() -> None:
     assert optimizer.accumulated_iterations == 1
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
-
-
-def test_a_step_without_a_batch_is_refused(training) -> None:
-    with pytest.raises(RuntimeError, match=r"no batch was clipped.*torch\.zeros\(0\)"):
-        training[2].step()
-
-
-@pytest.mark.parametrize("multiplier", [-1.0, float("inf"), float("nan")])
-def test_noise_of_no_scale_is_refused(multiplier) -> None:
-    model = build()
-    clipping = BookKeeping(model, 1.0)
-    with pytest.raises(ValueError, match="noise_multiplier must be finite and at least 0"):
-        private(clipping, model, noise_multiplier=multiplier)
-
-
-@pytest.mark.parametrize("size", [0, -4, float("inf")])
-def test_a_batch_size_to_divide_by_is_positive(size) -> None:
-    model = build()
-    sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="expected_batch_size must be positive and finite"):
-        NoisyOptimizer(sgd, BookKeeping(model, 1.0), noise_multiplier=1.0, expected_batch_size=size)
-
-
-def test_the_noise_has_the_bound_of_the_clipping_whoever_changes_it(training) -> None:
-    model, clipping, optimizer = training
-    optimizer.max_grad_norm = 0.25
-    assert clipping.max_grad_norm == 0.25
-    clipping.backward(model.losses(*batch()))
-    clipping.max_grad_norm = 10.0
-
-    with pytest.raises(RuntimeError, match="or the bound, changed after it was clipped"):
-        optimizer.step()
-
-
-def test_grad_scaler_is_refused() -> None:
-    model = build().float()
-    clipping = BookKeeping(model, 1.0)
-    optimizer = private(clipping, model)
-    scaler = torch.amp.GradScaler("cpu")
-    clipping.backward(scaler.scale(model.losses(*draw(4, 7))))
-
-    with pytest.raises(RuntimeError, match="GradScaler does not work with clipping"):
-        scaler.step(optimizer)
 
 
 def test_schedulers_of_pytorch_and_of_opacus_move_what_they_schedule() -> None:
@@ -191,18 +166,20 @@ def test_a_closure_computes_the_gradient_of_a_step(training) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
-        ({"loss_reduction": "max"}, "loss_reduction must be 'mean' or 'sum', and is 'max'"),
+        *(({"noise_multiplier": one}, "finite and at least 0") for one in (-1.0, inf, nan)),
+        *(({"expected_batch_size": one}, "positive and finite") for one in (0, -4, inf)),
         ({"expected_batch_size": None}, "expected_batch_size must be given where"),
+        ({"loss_reduction": "max"}, "loss_reduction must be 'mean' or 'sum', and is 'max'"),
     ],
 )
-def test_an_average_that_cannot_be_taken_is_refused(settings, told) -> None:
+def test_settings_out_of_range_are_refused(settings, message) -> None:
     model = build()
     sgd = torch.optim.SGD(model.parameters())
-    settings = {"expected_batch_size": 4} | settings
-    with pytest.raises(ValueError, match=told):
-        NoisyOptimizer(sgd, BookKeeping(model, 1.0), noise_multiplier=1.0, **settings)
+    settings = {"noise_multiplier": 1.0, "expected_batch_size": 4} | settings
+    with pytest.raises(ValueError, match=message):
+        NoisyOptimizer(sgd, BookKeeping(model, 1.0), **settings)
 
 
 def test_a_sum_needs_no_batch_size() -> None:

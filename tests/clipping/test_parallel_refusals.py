@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_models import FLAT, private
 from torch import nn
 from torch.distributed import destroy_process_group
 from torch.distributed._composable.replicate import replicate
@@ -14,13 +15,10 @@ from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 
 from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.per_layer import PerLayerClipping
-from dpprof.clipping.two_pass import FlashClipping
 from dpprof.spec.registry import UnsupportedError
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.filterwarnings("ignore")]
-FLAT = [FlashClipping, BookKeeping]
 
 
 @pytest.fixture(scope="module")
@@ -154,35 +152,17 @@ def test_gradients_that_fsdp_reduced_by_itself_are_not_stepped_on(way) -> None:
         clipping.backward(losses_of(model))
 
 
-def test_gradients_that_fsdp_holds_back() -> None:
+@pytest.mark.parametrize(
+    "change", [lambda gradient: gradient.to_local().mul_(2), lambda gradient: gradient.mul_(2)]
+)
+def test_a_shard_that_was_changed_after_it_was_clipped(change) -> None:
     model = sharded()
     clipping = BookKeeping(model, 1.0)
-    model.set_requires_gradient_sync(False)
-    with clipping.disabled():
-        losses_of(model).sum().backward()
-    with pytest.raises(RuntimeError, match="FSDP holds a gradient that is not clipped"):
-        clipping.backward(losses_of(model))
-
-
-def test_a_shard_that_was_changed_after_it_was_clipped() -> None:
-    for change in (
-        lambda gradient: gradient.to_local().mul_(2),
-        lambda gradient: gradient.mul_(2),
-    ):
-        model = sharded()
-        clipping = BookKeeping(model, 1.0)
-        sgd = torch.optim.SGD(model.parameters())
-        optimizer = NoisyOptimizer(sgd, clipping, noise_multiplier=1.0, expected_batch_size=2)
-        clipping.backward(losses_of(model))
-        change(model.last.weight.grad)
-        with pytest.raises(RuntimeError, match=r"gradient of last\.weight, or the bound, changed"):
-            optimizer.step()
-
-
-def test_no_losses_without_a_run_of_the_model() -> None:
-    clipping = BookKeeping(sharded(), 1.0)
-    with pytest.raises(RuntimeError, match=r"run it on any sample and pass losses\[:0\]"):
-        clipping.backward(torch.zeros(0))
+    optimizer = private(clipping, model, noise_multiplier=1.0)
+    clipping.backward(losses_of(model))
+    change(model.last.weight.grad)
+    with pytest.raises(RuntimeError, match=r"gradient of last\.weight, or the bound, changed"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -194,22 +174,6 @@ def test_the_sample_of_a_batch_without_samples_leaves_nothing_even_if_it_is_not_
     assert clipping.sample_norms.shape == (0,)
 
 
-def test_settings_of_fsdp_that_are_made_later() -> None:
-    model = sharded()
-    clipping = BookKeeping(model, 1.0)
-    model.set_all_reduce_hook(lambda _: None)
-    with pytest.raises(UnsupportedError, match="with set_all_reduce_hook does not work"):
-        clipping.backward(losses_of(model))
-
-
-def test_sharding_after_the_clipping_was_made() -> None:
-    model = Small()
-    clipping = BookKeeping(model, 1.0)
-    fully_shard(model)
-    with pytest.raises((RuntimeError, UnsupportedError), match="replaced"):
-        clipping.backward(losses_of(model))
-
-
 def test_per_layer_clipping_and_check() -> None:
     with pytest.raises(UnsupportedError, match="per-layer clipping does not work with several"):
         PerLayerClipping(sharded(), 1.0)
@@ -217,26 +181,52 @@ def test_per_layer_clipping_and_check() -> None:
         BookKeeping(sharded(), 1.0).check(lambda x: x, torch.ones(2, 3))
 
 
-def test_ddp_that_communicates_by_itself_again() -> None:
-    model = DistributedDataParallel(Small())
+def hold_back(model, clipping):
+    model.set_requires_gradient_sync(False)
+    with clipping.disabled():
+        losses_of(model).sum().backward()
+
+
+LATER = {
+    "gradients that FSDP holds": (sharded, hold_back, "FSDP holds a gradient that is not clipped"),
+    "a hook of FSDP": (
+        sharded,
+        lambda model, _: model.set_all_reduce_hook(lambda _: None),
+        "with set_all_reduce_hook does not work",
+    ),
+    "sharding": (Small, lambda model, _: fully_shard(model), "replaced"),
+    "DDP that communicates by itself": (
+        lambda: DistributedDataParallel(Small()),
+        lambda model, _: setattr(model, "require_backward_grad_sync", True),
+        r"require_backward_grad_sync.* was turned on",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_what_changes_after_the_clipping_was_made(what) -> None:
+    build, change, message = LATER[what]
+    model = build()
     clipping = BookKeeping(model, 1.0)
-    model.require_backward_grad_sync = True
-    with pytest.raises(RuntimeError, match=r"require_backward_grad_sync.* was turned on"):
+    change(model, clipping)
+    with pytest.raises((RuntimeError, UnsupportedError), match=message):
         clipping.backward(losses_of(model))
+
+
+def test_no_losses_without_a_run_of_the_model() -> None:
+    clipping = BookKeeping(sharded(), 1.0)
+    with pytest.raises(RuntimeError, match=r"run it on any sample and pass losses\[:0\]"):
+        clipping.backward(torch.zeros(0))
 
 
 def test_ddp_communicates_again_once_its_clipping_is_removed() -> None:
     model = DistributedDataParallel(Small())
     clipping = BookKeeping(model, 1.0)
-    assert clipping.check(losses_of_rows(model), torch.randn(3, 3)).samples == 3
+    assert clipping.check(lambda x: model(x).square().sum(1), torch.randn(3, 3)).samples == 3
     clipping.remove()
     losses_of(model).sum().backward()
     assert model.require_backward_grad_sync
     assert all(p.grad is not None for p in model.parameters())
-
-
-def losses_of_rows(model):
-    return lambda x: model(x).square().sum(1)
 
 
 def test_no_sync_changes_nothing() -> None:

@@ -188,19 +188,6 @@ def test_epsilon_is_opacus_for_the_same_schedule(accountant_type) -> None:
     assert loader.sample_rate == 0.1
 
 
-def test_a_poisson_batch_without_samples_steps_on_noise_alone() -> None:
-    model = build()
-    clipping, optimizer = private(FlashClipping, model)
-    before = [p.detach().clone() for p in model.parameters()]
-    empty = torch.zeros(0, 5, dtype=torch.int64)
-
-    clipping.backward(sample_losses(model, empty, empty))
-    optimizer.step()
-
-    for old, new in zip(before, model.parameters(), strict=True):
-        assert not torch.equal(old, new)
-
-
 def test_opacus_batch_memory_manager_splits_a_batch_into_parts() -> None:
     loader = DataLoader(data(12), batch_size=6)
     whole, parts = build(), build()
@@ -260,11 +247,12 @@ def test_the_loop_in_the_documents_trains_on_empty_batches_too(samples) -> None:
         assert not torch.equal(old, new)
 
 
-def test_a_model_that_fails_on_nothing_is_spared_an_empty_batch() -> None:
+@pytest.mark.parametrize("way", EVERY)
+def test_a_model_that_fails_on_nothing_is_spared_an_empty_batch(way) -> None:
     model = FailsOnNothing("layer norm", 6, 9, bias=True)
     with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
         model(torch.zeros(0, 5, dtype=torch.int64))
-    clipping, optimizer = private(BookKeeping, model)
+    clipping, optimizer = private(way, model)
     before = [p.detach().clone() for p in model.parameters()]
     clipping.backward(torch.zeros(0))
     optimizer.step()

@@ -24,10 +24,10 @@ def test_public_names_are_documented(package, name) -> None:
     assert inspect.getdoc(getattr(package, name))
 
 
-@pytest.mark.parametrize("name", [*GUARANTEED, "Monitor"])
+@pytest.mark.parametrize("name", [*GUARANTEED, "Monitor", "check"])
 def test_examples_run(name) -> None:
-    package = dpprof.monitor if name == "Monitor" else dpprof.clipping
-    one = getattr(package, name)
+    packages = {"Monitor": dpprof.monitor, "check": dpprof.verification}
+    one = getattr(packages.get(name, dpprof.clipping), name)
     module = sys.modules[one.__module__]
     (test,) = doctest.DocTestFinder(recurse=False).find(one, name, module=module, globs={})
 
@@ -38,6 +38,11 @@ def test_examples_run(name) -> None:
 @pytest.mark.parametrize("name", GUARANTEED)
 def test_guarantees_are_stated(name) -> None:
     assert "Formal guarantees:" in inspect.getdoc(getattr(dpprof.clipping, name))
+
+
+def test_the_limits_of_a_check_are_stated() -> None:
+    assert "Guarantee:" in dpprof.verification.check.__doc__
+    assert "it does not prove that there is none" in dpprof.verification.check.__doc__
 
 
 def test_an_unknown_name_is_no_attribute() -> None:

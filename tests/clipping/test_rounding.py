@@ -6,7 +6,7 @@ from small_models import FLAT
 from torch import nn
 from torch.nn import functional
 
-from dpprof.clipping.contributions import Lookup, SampleGradients, merge
+from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merge_uses
 from dpprof.norms.linear import WAYS
 from dpprof.norms.rounding import TOLERATED
 from dpprof.norms.tiles import square
@@ -83,7 +83,7 @@ def test_two_tables_that_share_a_weight_have_each_its_own_padding(way) -> None:
 def test_lookups_of_unlike_padding_merge_into_one_without() -> None:
     g = torch.ones(1, 2, 3)
     ids = torch.tensor([[0, 1]])
-    (merged,) = merge([Lookup(ids, g, 4, 1), Lookup(ids, g, 4, -1)])
+    (merged,) = merge_uses([Lookup(ids, g, 4, 1), Lookup(ids, g, 4, -1)])
 
     assert merged.padding == -1
     assert merged.g_BTd[0, :, 0].tolist() == [1, 0, 1, 1]
@@ -96,14 +96,19 @@ def test_squares_of_16_bits_are_summed_in_32() -> None:
     assert float(square(gradients)) == pytest.approx(float(exact), rel=1e-5)
 
 
-def test_a_factor_of_a_made_gradient_is_not_rounded_to_16_bits() -> None:
-    gradients = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    factors = torch.tensor([0.33301, 0.0])  # bfloat16 would make 0.3340 of it, 0.3 % more
-    found = SampleGradients(gradients).sum(factors)
-
-    assert found.dtype == torch.float32
-    exact = 0.33301 * float(gradients[0].double().norm())
-    assert float(found.double().norm()) == pytest.approx(exact, rel=1e-6)
+def test_a_factor_is_not_rounded_to_the_16_bits_of_what_it_scales() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, g, made = (torch.randn(1, 64, 50, generator=generator).bfloat16() for _ in range(3))
+    factor = torch.tensor([0.33301])  # bfloat16 would make 0.3340 of it, 0.3 % more
+    scaled = factor.double() * g.double()[0]
+    for contribution, expected, rel in (
+        (Product(x, g), scaled.t() @ x.double()[0], 1e-3),
+        (Lookup(torch.arange(64)[None], g, 64, -1), scaled, 1e-3),
+        (SampleGradients(made), factor.double() * made.double()[0], 1e-6),
+    ):
+        found = contribution.sum(factor)
+        assert found.dtype == torch.float32
+        assert float(found.double().norm()) == pytest.approx(float(expected.norm()), rel=rel)
 
 
 @pytest.mark.parametrize("way", FLAT)

@@ -328,7 +328,7 @@ def test_a_difference_counts_relative_to_what_a_sample_may_contribute() -> None:
 
 def test_the_worst_difference_passes_as_seldom_as_is_said(monkeypatch) -> None:
     """Of rank one, and 20 times as large as the limit: one in 20 passes."""
-    monkeypatch.setattr(projections, "LIMITS", {torch.float64: 0.05})
+    monkeypatch.setattr(projections, "MAX_DIFFERENCE", {torch.float64: 0.05})
     torch.manual_seed(0)
     draws = 4000
     rank_one = torch.zeros(draws, 6, 5, dtype=torch.float64)

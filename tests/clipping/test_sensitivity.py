@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from small_models import Conv1D, FourAxes, Scale, Twice, TwoAxes
 from torch import nn
@@ -192,7 +192,28 @@ COMMON = {
 }
 
 
+DEPENDS_ON_THE_OTHERS = Case(
+    seed=0,
+    way=FlashClipping,
+    dtype=torch.float64,
+    B=2,
+    T=2,
+    widths=(3, 2),
+    layers=("conv1d of gpt-2",),
+    frozen=0,
+    table=False,
+    padding=None,
+    tied=False,
+    spread=0.0,
+    cancels=True,
+    scale=1e6,
+    bound=0.01,
+)
+"""Gradients that are mostly rounding: their norms must not depend on the size of the batch."""
+
+
 @settings(max_examples=40, **COMMON)
+@example(DEPENDS_ON_THE_OTHERS)
 @given(cases())
 def test_no_sample_moves_the_sum_by_more_than_the_bound(case) -> None:
     assert_bounded(case)

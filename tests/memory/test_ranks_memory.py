@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from factory import make_experiment
-from rank_pool import RankPools
 
 from dpprof.instruments import memory, phases
 from dpprof.records.reconciliation import bound_bytes
@@ -40,13 +39,6 @@ EVERY = [
     for kind in ("ddp", "fsdp")
     for dtype in ("float32", "bfloat16")
 ]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    made = RankPools()
-    yield made
-    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,6 @@ def test_the_gradient_is_the_same(method, checkpointing) -> None:
 
 REPRESENTATIVES = {
     ("flash", "non-reentrant"),
-    ("flash-bk", "reentrant"),
     ("opacus-ghost", "reentrant"),
 }
 

@@ -13,17 +13,8 @@ MAKE_GRADIENTS = (
 FIND_NORMS = (OpacusPath.NORM_SAMPLER, Way.SUMMED, Way.CROSSED, *WAYS)
 
 
-@pytest.mark.parametrize("path", MAKE_GRADIENTS)
-def test_what_makes_gradients_finds_no_norms(path) -> None:
-    assert not finds_norms(path)
-
-
-@pytest.mark.parametrize("path", FIND_NORMS)
-def test_what_finds_norms_makes_no_gradients(path) -> None:
-    assert finds_norms(path)
-
-
-def test_every_way_is_one_of_these() -> None:
+def test_every_way_makes_gradients_or_finds_norms() -> None:
+    assert {path for path in (*OpacusPath, *Way) if finds_norms(path)} == set(FIND_NORMS)
     assert {*MAKE_GRADIENTS, *FIND_NORMS} == {*OpacusPath, *Way}
 
 

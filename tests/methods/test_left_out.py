@@ -20,10 +20,3 @@ def test_samples_that_were_left_out_are_told(method) -> None:
 
         assert step.nonfinite_samples == count
     assert all(p[2:].isfinite().all() for p in step.module.parameters())
-
-
-def test_a_method_that_does_not_count_tells_nothing() -> None:
-    step, batch = prepare("standard")
-    step.run(batch, lambda _: None)
-
-    assert step.nonfinite_samples is None

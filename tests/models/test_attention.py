@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpprof.models.attention import find_attention
+from dpprof.models.transformer import find_attention
 
 VARIANTS = ["sdpa", "eager", "opacus"]
 SHAPES = [(1, 1), (2, 5), (5, 2), (4, 4), (3, 40)]  # B, T; also B = T, where axes can hide

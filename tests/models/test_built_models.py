@@ -8,8 +8,7 @@ from transformers import OPTForCausalLM
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import UNLABELLED, sample_losses
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
 from dpprof.models.hugging_face import build_causal_lm
 from dpprof.spec.registry import UnsupportedError
 
@@ -129,7 +128,7 @@ def test_frozen_parameters_are_stored_in_16_bits_and_trained_ones_are_not() -> N
     experiment = make_experiment(
         **LLAMA, lora={"rank": 2}, dtype="bfloat16", parameters_dtype="bfloat16"
     )
-    model = apply_dtype(build_model(experiment), experiment, torch.device("cpu"))
+    model = build_model(experiment)  # before it is on its device
 
     for parameter in model.parameters():
         expected = torch.float32 if parameter.requires_grad else torch.bfloat16

@@ -2,8 +2,7 @@ import pytest
 import torch
 from factory import make_experiment
 
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
 
 CASES = {
     "float32": (torch.float32, torch.float32, torch.float32),

@@ -55,16 +55,6 @@ def test_shared_weights_stay_shared_in_every_conversion_of_a_fake_model() -> Non
     assert table.dtype is torch.float64
 
 
-def test_frozen_weights_are_converted_before_the_model_is_on_its_device() -> None:
-    fields = {"dtype": "bfloat16", "parameters_dtype": "bfloat16", "lora": {"rank": 2}}
-    model = build_model(make_experiment(model="hf:tiny-llama", **fields))
-
-    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {
-        (True, torch.float32),
-        (False, torch.bfloat16),
-    }
-
-
 def masks_given(model: str, batch: list[slice], *, fake: bool, **fields) -> list[tuple | None]:
     """Return the shapes of the masks that attention gets for parts of a batch; None for none."""
     experiment = make_experiment(model=f"hf:{model}", batch_size=3, seq_len=8, **fields)

@@ -116,8 +116,8 @@ def test_exact_norms_of_float32_take_whichever_was_faster(
 
     is_kernel = kernel_ms < products_ms
     assert ran.count("kernel") == (1 + 3 if is_kernel else 1)  # one of them to be timed
-    assert (triton_ops.tell_tiles(way, 10, 4, 5) == {"TILE_T": 64}) == is_kernel
-    assert bool(triton_ops.tell_reasons()) == (not is_kernel)
+    assert (triton_ops.chosen_tiles(way, 10, 4, 5) == {"TILE_T": 64}) == is_kernel
+    assert bool(triton_ops.explain_missing_tiles()) == (not is_kernel)
 
 
 def test_norms_on_tensor_cores_are_not_timed(timed) -> None:
@@ -150,7 +150,7 @@ def test_without_a_compiler_norms_on_cuda_take_pytorchs_operators(uncompiled, wa
         squares_B = WAYS[way](x_BTd.as_subclass(OnCuda), g_BTp.as_subclass(OnCuda)).found_B
         assert torch.equal(squares_B.as_subclass(torch.Tensor), expected_B)
     assert Driver.tries == 1
-    assert triton_ops.tell_reasons() == {"norm_plan.tiles": WHY}
+    assert triton_ops.explain_missing_tiles() == {"norm_plan.tiles": WHY}
 
 
 def test_a_result_says_why_kernels_did_not_run(uncompiled) -> None:

@@ -9,7 +9,7 @@ from dpprof.planning.stand_ins import StandIn
 from dpprof.records.verdict import TOLERANCE, judge
 from dpprof.spec import registry
 from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.subjects import describe, prepare
+from dpprof.verification.subjects import describe_case, prepare
 from dpprof.verification.verify import verify, verify_case
 
 pytest.importorskip("transformers")
@@ -91,7 +91,7 @@ def test_opt_s_lookups_of_tokens_and_positions_are_clipped_exactly(method, tied,
 
 
 def test_padding_is_there_and_its_tokens_differ_between_the_scenarios() -> None:
-    experiment = describe(stand_in("hf:tiny-gpt2", padding="0.3"), "flash-bk", "sdpa", 4)
+    experiment = describe_case(stand_in("hf:tiny-gpt2", padding="0.3"), "flash-bk", "sdpa", 4)
     plain, other = (prepare(experiment, scenario).batch for scenario in ("plain", "other padding"))
     padding = plain.mask_BT == 0
 
@@ -102,7 +102,7 @@ def test_padding_is_there_and_its_tokens_differ_between_the_scenarios() -> None:
 
 
 def test_a_batch_of_one_padded_sample_has_tokens_in_the_vocabulary() -> None:
-    experiment = describe(stand_in("hf:tiny-gpt2", padding="0.3"), "flash-bk", "sdpa", 1)
+    experiment = describe_case(stand_in("hf:tiny-gpt2", padding="0.3"), "flash-bk", "sdpa", 1)
     batch = prepare(experiment).batch
 
     assert batch.tokens_BT.min() >= 0

@@ -7,7 +7,7 @@ from torch import nn
 
 from dpprof.models.build import build_model
 from dpprof.verification.reference import (
-    Group,
+    PlacedGroup,
     clip_and_average,
     group_norms,
     sample_gradients,
@@ -17,21 +17,21 @@ SAMPLES = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0, 0.0], [0.0, 0.4]])]
 
 
 def test_norms_by_hand() -> None:
-    whole, apart = [Group([0, 1], 1.0)], [Group([1], 1.0), Group([0], 1.0)]
+    whole, apart = [PlacedGroup([0, 1], 1.0)], [PlacedGroup([1], 1.0), PlacedGroup([0], 1.0)]
 
     assert group_norms(SAMPLES, whole).flatten().tolist() == pytest.approx([5.0, 0.5])
     assert group_norms(SAMPLES, apart).flatten().tolist() == pytest.approx([4.0, 3.0, 0.4, 0.3])
 
 
 def test_clipped_as_one_by_hand() -> None:
-    found = clip_and_average(SAMPLES, [Group([0, 1], 1.0)])
+    found = clip_and_average(SAMPLES, [PlacedGroup([0, 1], 1.0)])
 
     # The first sample is scaled to a norm of 1, the second is within it.
     assert found.tolist() == pytest.approx([0.45, 0.4, 0.2], rel=1e-5)
 
 
 def test_clipped_in_groups_by_hand() -> None:
-    found = clip_and_average(SAMPLES, [Group([0], 0.6), Group([1], 0.2)])
+    found = clip_and_average(SAMPLES, [PlacedGroup([0], 0.6), PlacedGroup([1], 0.2)])
 
     assert found.tolist() == pytest.approx([0.45, 0.1, 0.1], rel=1e-5)
 

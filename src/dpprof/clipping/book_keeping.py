@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpprof.clipping.contributions import Contribution, Lookup, Product
 from dpprof.clipping.engine import Clipping, Enter, make_weights
-from dpprof.clipping.sample_norms import NoSamples, SampleNorms
+from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.shard_sums import ShardSums
 
 
@@ -49,7 +49,7 @@ class BookKeeping(Clipping):
         self._kept: list[tuple[nn.Parameter, Contribution]] = []
         self._versions: dict[int, int] = {}
 
-    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         try:
             enter("backward")
             with self.handling(norms.add):

@@ -1,4 +1,4 @@
-"""Records what a layer was when it ran, so that backward differentiates the forward that ran.
+"""Records the state of a layer as it runs, so that backward differentiates the forward that ran.
 
 A rule's backward reads the layer's weights, and a layer without a rule runs again. If either
 changed since forward, the gradient would be that of a forward that never ran. Autograd refuses a
@@ -15,8 +15,8 @@ _PLAIN = (bool, int, float, str, type(None))
 class LayerCall:
     """One call of a layer: its settings and the versions of its parameters.
 
-    Settings are ``training`` and other plain attributes. One that forward itself changed, such as a
-    counter, is none.
+    Settings are ``training`` and other plain attributes. An attribute that forward itself changes,
+    such as a counter, does not count.
 
     Args:
         layer: It is about to run.

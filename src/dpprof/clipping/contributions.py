@@ -50,7 +50,11 @@ class Product(NamedTuple):
             else:
                 g = (g * weights_B11).to(g.dtype)
             left, right = (x, g) if self.transposed else (g, x)
-            return _multiply(left.flatten(0, 1).t(), right.flatten(0, 1))
+            left_mN, right_Nn = left.flatten(0, 1).t(), right.flatten(0, 1)
+            accumulator = accumulator_of(left.dtype)
+            if left.dtype == accumulator:
+                return left_mN @ right_Nn
+            return torch.mm(left_mN, right_Nn, out_dtype=accumulator)
         left, right = (x, g) if self.transposed else (g, x)
         weights_N1 = weights_B11.expand(-1, x.shape[1], 1).flatten(0, 1)
         left_Nm, right_Nn = left.flatten(0, 1), right.flatten(0, 1)
@@ -58,13 +62,6 @@ class Product(NamedTuple):
         for some in spans(len(left_Nm), REDUCED_SLICE):
             summed.addmm_((left_Nm[some] * weights_N1[some]).t(), right_Nn[some].to(summed.dtype))
         return summed
-
-
-def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply two matrices; 16-bit operands give a float32 result."""
-    if left.dtype == accumulator_of(left.dtype):
-        return left @ right
-    return torch.mm(left, right, out_dtype=accumulator_of(left.dtype))
 
 
 class Lookup(NamedTuple):
@@ -167,7 +164,7 @@ def zero_samples(contribution: Contribution, excluded_B: Tensor) -> Contribution
     return contribution._replace(**numbers)
 
 
-def merge(contributions: Sequence[Contribution]) -> list[Contribution] | None:
+def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | None:
     """Combine the contributions of several uses of one parameter.
 
     Several uses of a matrix, or of a table, equal one use with the tokens of all. The per-sample

@@ -84,13 +84,10 @@ class Coverage:
                 full = f"{path}.{name}" if path else name
                 self.names.setdefault(parameter, full)
                 if known is None or (known.get(name) is not parameter):
-                    self._refuse(full, parameter)
+                    what = "moved or tied" if parameter in self else "thawed, added or replaced"
+                    raise RuntimeError(
+                        f"{full} is trained and not clipped: it was {what} after this clipping was "
+                        "made; call remove() and make a new one"
+                    )
                 owners[parameter] += 1
         return {parameter for parameter, count in owners.items() if count > 1}
-
-    def _refuse(self, name: str, parameter: nn.Parameter) -> None:
-        what = "moved or tied" if parameter in self else "thawed, added or replaced"
-        raise RuntimeError(
-            f"{name} is trained and not clipped: it was {what} after this clipping was made; call "
-            "remove() and make a new one"
-        )

@@ -5,6 +5,7 @@ losses.
 """
 
 import functools
+import importlib
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.calls import LayerCall
-from dpprof.clipping.check import Checked, Losses, check
 from dpprof.clipping.contributions import Contribution, zero_samples
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
@@ -28,19 +28,18 @@ from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
-from dpprof.clipping.rules import Rule, find_rules
-from dpprof.clipping.sample_norms import NoSamples, SampleNorms
-from dpprof.clipping.shard_sums import ShardSums, Waiting, reduce_all
-from dpprof.clipping.sums import add_clipped_sum, bound_of, own_part, sum_clipped
-from dpprof.norms.code_paths import CodePath
+from dpprof.clipping.rules import LayerRule, find_rules
+from dpprof.clipping.sample_norms import SampleNorms
+from dpprof.clipping.shard_sums import ShardSums, WaitingSums
+from dpprof.clipping.sums import add_to_grad, bound_of, own_part, sum_clipped
+from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
-    from dpprof.norms.plan import Choice
+    from dpprof.norms.plan import WayChoice
 
 Enter = Callable[[Any], None]
-Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 def _call(
@@ -70,7 +69,7 @@ class Clipping(ABC):
         UnsupportedError: A layer has no exact per-sample gradient, or no rule, or the model is
             distributed otherwise than by ``DistributedDataParallel``, or ``fully_shard`` over one
             group of ranks.
-        ValueError: C is not positive and finite, or another argument is not what it may be.
+        ValueError: C is not positive and finite, or another argument is out of its range.
 
     Formal guarantees: the sum has L2 sensitivity C when one sample is added or removed
     (add/remove neighbouring batches): each sample contributes at most C, for any input, whatever is
@@ -121,14 +120,11 @@ class Clipping(ABC):
         self.batches = 0
         """How many batches were clipped: every ``backward`` that was not refused."""
 
-        self.plan: dict[str, Choice] = {}
+        self.plan: dict[str, WayChoice] = {}
         """How the last norms of each matrix were found, by its name, and why."""
 
         self.squares: dict[nn.Parameter, Tensor] | None = None
         """If not None, receives the squared per-sample norms of each parameter, (B,) each."""
-
-        self.computes_in_16_bits = False
-        """Whether a layer of the last batch computed in 16 bits."""
 
         self.watch: Watch = _call
         """Called with layer, way, function and its arguments, in place of the function."""
@@ -144,15 +140,19 @@ class Clipping(ABC):
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
         self._sums: ShardSums | None = None
-        self._waiting: Waiting = {}
-        self._waiting_bound = self.max_grad_norm
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
+
+        self.waiting = WaitingSums(self.ranks)
+        """Sums of the parts of a batch that are not in ``.grad`` yet, under ``fully_shard``."""
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         rules = find_rules(model, self.ranks.wrapper)
         self._layers = list(rules)
-        own = {layer: self._own_trained(layer) for layer in rules}
+        own = {
+            layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
+            for layer in rules
+        }
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
@@ -181,9 +181,31 @@ class Clipping(ABC):
         """The trained parameters."""
         return [self.ranks.own(p) for p in self.model.parameters() if p.requires_grad]
 
-    def check(self, losses_of: Losses, *batch: Tensor, tolerance: float | None = None) -> Checked:
-        """Compare with per-sample gradients by definition, on one batch: ``clipping.check``."""
-        return check(self, losses_of, *batch, tolerance=tolerance)
+    def check(
+        self, losses_of: Callable[..., Tensor], *batch: Tensor, tolerance: float | None = None
+    ) -> Any:
+        """Check on one batch that this clips the gradients of single samples.
+
+        This is ``dpprof.verification.check`` of the clipping alone, without optimizer and noise.
+
+        Args:
+            losses_of: Computes losses, one for each sample, from tensors like those of the batch.
+            batch: The arguments of ``losses_of``, samples first; at least two samples.
+            tolerance: Largest relative error.
+
+        Returns:
+            ``dpprof.verification.Checked``.
+
+        Raises:
+            WrongTrainingError: Something is wrong. The message names the first such thing.
+        """
+        # By name, because it is in a higher layer, which also knows Opacus.
+        verification = importlib.import_module("dpprof.verification")
+
+        def loss(_: nn.Module, *parts: Tensor) -> Tensor:
+            return losses_of(*parts)
+
+        return verification.check(self.model, loss, batch, self, tolerance=tolerance)
 
     @property
     def first_batch_verified(self) -> bool:
@@ -246,7 +268,12 @@ class Clipping(ABC):
             self._is_running.release()
 
     def _backward(self, losses: Tensor, enter: Enter) -> None:
-        _refuse_losses(losses)
+        if losses.dim() != 1:
+            shape = tuple(losses.shape)
+            raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
+        if losses.dtype not in (torch.float32, torch.float64):
+            # A clipping factor that is rounded up would let a sample exceed the bound.
+            raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
         self.ranks.verify()
         self._shared = self._coverage.verify(self.model)
         self._hook_leaves()
@@ -254,22 +281,27 @@ class Clipping(ABC):
         self._losses = losses.detach()
         self.sample_norms = None
         self.nonfinite_samples = 0
-        self.computes_in_16_bits = False
         self.plan = {}
         try:
             self._first_batches.verify(losses, self.handling, self._coverage)
             self._changed.clear()
             if self.ranks.is_sharded:
                 self._expect_shards(losses)
-            if len(losses):
-                norms = SampleNorms(self, len(losses), self._find_reused(losses), self._keep)
+            if len(losses) or self.ranks.is_sharded:
+                norms = SampleNorms(
+                    losses.detach(),
+                    self._find_reused(losses),
+                    self._keep,
+                    keeps=self.keeps,
+                    watch=self.watch,
+                    squares=self.squares,
+                    name_of=self.name_of,
+                    why_once=self.why_once,
+                )
                 self.plan = norms.plan
                 self._clip(losses, norms, enter)
-                self.computes_in_16_bits = norms.computes_in_16_bits
                 if self._nonfinite is not None:
                     self.nonfinite_samples = sum(self._nonfinite.tolist())
-            elif self.ranks.is_sharded:
-                self._clip(losses, NoSamples(losses), enter)
             else:
                 self.sample_norms = losses.detach()
             self._refuse_changed_outputs()
@@ -280,25 +312,13 @@ class Clipping(ABC):
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
-            self._waiting.clear()
+            self.waiting.totals.clear()
             raise
         finally:
             self._losses = self._excluded = self._nonfinite = self._sums = None
             self._changed.clear()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
-
-    def reduce_waiting(self) -> None:
-        """Reduce the sums of a batch in parts whose last part came already."""
-        if self._waiting:
-            if self._waiting_bound != self.max_grad_norm:
-                raise RuntimeError("max_grad_norm changed between the parts of a batch")
-            assert self.ranks.is_sharded
-            reduce_all(self.ranks, self._waiting, self.max_grad_norm)
-
-    def drop_waiting(self) -> None:
-        """Forget the sums of the parts of a batch that are not in ``.grad`` yet."""
-        self._waiting.clear()
 
     def _expect_shards(self, losses: Tensor) -> None:
         """Prepare to reduce this batch's sums onto shards."""
@@ -308,14 +328,12 @@ class Clipping(ABC):
                 "part in running the model; for a batch without samples, run it on any sample and "
                 "pass losses[:0]"
             )
-        if self._waiting and self._waiting_bound != self.max_grad_norm:
-            raise RuntimeError("max_grad_norm changed between the parts of a batch")
-        self._waiting_bound = self.max_grad_norm
+        self.waiting.verify(self.max_grad_norm)
         continues = self.continues()
-        self._sums = ShardSums(self.ranks, self.max_grad_norm, self._waiting, continues=continues)
+        self._sums = ShardSums(self.ranks, self.max_grad_norm, self.waiting, continues=continues)
 
     @abstractmethod
-    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
 
     @abstractmethod
@@ -378,9 +396,6 @@ class Clipping(ABC):
                     refuse = partial(self._refuse_unclipped, parameter)
                     self._hooks[leaf] = leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def _own_trained(self, layer: nn.Module) -> dict[str, nn.Parameter]:
-        return {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
-
     def _refuse_unclipped_sums(self) -> None:
         """Refuse to end a backward that left anything but clipped sums."""
         self.ranks.refuse_unclipped()
@@ -417,19 +432,12 @@ class Clipping(ABC):
         with substitute(self, "_disabled", value=True), original_forward(self._layers):
             yield
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore norms, counts and plan at the end of the context, which verifies no batch."""
-        names = ("sample_norms", "nonfinite_samples", "nonfinite_samples_total", "batches", "plan")
-        before = {name: getattr(self, name) for name in names}
-        try:
-            with substitute(self._first_batches, "are_verified", value=True):
-                yield
-        finally:
-            vars(self).update(before, squares=None)
+    def first_batch_trusted(self) -> AbstractContextManager[None]:
+        """Verify no first batch inside the context."""
+        return substitute(self._first_batches, "are_verified", value=True)
 
     @torch.no_grad()
-    def _finish(self, norms: SampleNorms | NoSamples) -> Tensor:
+    def _finish(self, norms: SampleNorms) -> Tensor:
         """Set ``sample_norms`` once backward is over, and return the clipping factors; (B,)."""
         self._refuse_changed_outputs()
         norms.add_reused()
@@ -468,19 +476,13 @@ class Clipping(ABC):
     ) -> None:
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
+        if not len(factors_B):  # it belongs to no sample
+            return
+        summed = sum_clipped(parameter, contribution, factors_B)
         if self._sums is None:
-            add_clipped_sum(parameter, contribution, factors_B, self.max_grad_norm)
-        elif len(factors_B):  # otherwise it belongs to no sample
-            self._sums.add(parameter, sum_clipped(parameter, contribution, factors_B))
-
-
-def _refuse_losses(losses: Tensor) -> None:
-    if losses.dim() != 1:
-        shape = tuple(losses.shape)
-        raise ValueError(f"losses must be one for each sample, (B,), and have shape {shape}")
-    if losses.dtype not in (torch.float32, torch.float64):
-        # A clipping factor that is rounded up would let a sample exceed the bound.
-        raise ValueError(f"losses must be float32 or float64, and are {losses.dtype}")
+            add_to_grad(parameter, summed, self.max_grad_norm)
+        else:
+            self._sums.add(parameter, summed)
 
 
 def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
@@ -493,7 +495,7 @@ def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
 
 def _run(
     ranks: Ranks,
-    rule: Rule,
+    rule: LayerRule,
     layer: nn.Module,
     receive: Callable[..., None],
     *inputs: Any,

@@ -8,10 +8,9 @@ exactly, since zeros stay zeros on their way.
 What it proves: on this batch, the loss of one sample does not depend on what trained layers
 computed for the others, by any path that autograd differentiates. Where that sample's own gradient
 is zero, as below a matrix that starts at zero, nothing is proved, and the next batches are looked
-at too, ``TRIES`` at most. It cannot see what reaches a loss without a gradient (a count of the
-batch's tokens, a detached mean), what mixes before the first trained layer, layers that do not run,
-what other samples of the batch do, and what the code does on other data or in later steps.
-``Clipping.check`` sees some of it.
+at too, ``TRIES`` at most. It does not see values that reach a loss without a gradient (a count of
+the batch's tokens, a detached mean), mixing before the first trained layer, layers that do not run,
+other samples of the batch, other data or later steps. ``Clipping.check`` sees some of these.
 
 Shape legend: B samples, T tokens, p width of an output.
 """
@@ -39,7 +38,7 @@ Handler = Callable[[nn.Module, Contributions], None]
 """Handles the contributions of a layer during one backward pass."""
 
 FIRST_BATCH = ("verified", "trusted")
-"""What may become of the first batch."""
+"""How the first batch is treated."""
 
 TRIES = 10
 """The most batches to look at where a layer's gradients are all zero."""
@@ -50,7 +49,7 @@ class FirstBatches:
 
     Args:
         what: One of ``FIRST_BATCH``.
-        ranks: Under ``fully_shard`` all run backward together, and tell each other what they found.
+        ranks: Under ``fully_shard`` all run backward together, and share their findings.
         name_of: Names a layer.
 
     Raises:
@@ -155,10 +154,9 @@ def _gradients_of(contribution: Contribution) -> Tensor:
 def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:
     """List the places on an axis where something is not zero; NaN counts as zero."""
     others = [at for at in range(gradients.dim()) if at != axis]
-    largest = (
-        torch.linalg.vector_norm(gradients, torch.inf, dim=others) if others else gradients.abs()
-    )
-    return (largest > 0).nonzero().flatten().tolist()
+    largest = torch.linalg.vector_norm(gradients, torch.inf, dim=others)
+    places: list[int] = (largest > 0).nonzero().flatten().tolist()
+    return places
 
 
 def _lies_on_another_axis(gradients: Tensor, sample: int) -> bool:

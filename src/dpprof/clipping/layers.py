@@ -1,4 +1,4 @@
-"""Rules of the layer types that clipping knows: how each runs, and what it contributes.
+"""Rules of the layer types that clipping knows: how each runs, and its contributions.
 
 Each rule is an autograd function. Its backward computes the gradient of the layer's input as
 autograd would. In place of the parameters' gradients it passes on contributions: the tensors that
@@ -167,7 +167,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class RmsFormula(NamedTuple):
-    """What an RMS norm computes."""
+    """The formula of an RMS norm."""
 
     eps: float
     axes: tuple[int, ...]

@@ -84,7 +84,7 @@ class _AnyLayer(torch.autograd.Function):
                 "parameters, or do without it (Opacus's DPMultiheadAttention: add_bias_kv=False)"
             )
         held = {one.untyped_storage()._cdata for one in tensors}  # noqa: SLF001 (no public name)
-        # In-place code after the layer must not reach what the layer got.
+        # In-place code after the layer must not reach the inputs of the layer.
         y = y.clone() if y.untyped_storage()._cdata in held else as_own(y)  # noqa: SLF001
         ctx.projected_B = _project(y) if any(ctx.needs_input_grad) else None
         return y

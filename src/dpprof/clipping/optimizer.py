@@ -102,7 +102,7 @@ class NoisyOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self.clipping = clipping
         clipping.continues = self._will_skip
-        clipping.drop_waiting()
+        clipping.waiting.totals.clear()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
@@ -144,8 +144,7 @@ class NoisyOptimizer(OptimizerWrapper):
     @property
     def generators(self) -> list[torch.Generator]:
         """The sources of the noise: the given one, or one for each device of the parameters."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return list(dict.fromkeys(self._generator_on(p.device) for p in parameters))
+        return list(dict.fromkeys(self._generator_on(p.device) for p in self.every_parameter))
 
     def _generator_on(self, device: torch.device) -> torch.Generator:
         if self.generator is not None:
@@ -179,7 +178,7 @@ class NoisyOptimizer(OptimizerWrapper):
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
         self._require_one_clipped_batch()
         if not self._will_skip():
-            self.clipping.reduce_waiting()
+            self.clipping.waiting.reduce(self.max_grad_norm)
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -227,7 +226,7 @@ class NoisyOptimizer(OptimizerWrapper):
         self._batches_before = self.clipping.batches
         if not self._is_last_step_skipped:
             self._bound = None
-            self.clipping.drop_waiting()
+            self.clipping.waiting.totals.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
@@ -326,12 +325,11 @@ class NoisyOptimizer(OptimizerWrapper):
             setattr(self, name, value)
 
     def _refuse_within_a_batch(self, done: str) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
         if (
             self.clipping.batches != self._batches_before
             or self._step_skip_queue
             or self._is_noised
-            or any(getattr(p, "summed_grad", None) is not None for p in parameters)
+            or any(getattr(p, "summed_grad", None) is not None for p in self.every_parameter)
         ):
             raise RuntimeError(
                 f"a state cannot be {done} within a batch: sums without noise must not be written "
@@ -343,13 +341,10 @@ class NoisyOptimizer(OptimizerWrapper):
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
 
     def _agree(self, ranks: Ranks) -> None:
-        """Compare with other ranks what the noise depends on."""
+        """Compare the settings of the noise with those of other ranks."""
         assert self.generator is not None
         settings: dict[str, float | str] = {
-            "max_grad_norm": self.max_grad_norm,
-            "noise_multiplier": self.noise_multiplier,
-            "expected_batch_size": self.expected_batch_size or 0,
-            "loss_reduction": self.loss_reduction,
+            **{name: value or 0 for name, value in self._settings.items()},
             "the number of steps": self.steps,
             "the trained parameters": "\n".join(
                 f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
@@ -375,9 +370,8 @@ class NoisyOptimizer(OptimizerWrapper):
                 f"max_grad_norm changed from {self._bound} to {self.max_grad_norm} between the "
                 "parts of a batch"
             )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._require_clipped(parameter)
+        for parameter in self.every_parameter:
+            self._require_clipped(parameter)
 
     def _require_clipped(self, parameter: torch.nn.Parameter) -> None:
         name = self.clipping.name_of(parameter)
@@ -423,7 +417,7 @@ def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> T
 
 @allocates("noise")
 def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw Gaussian noise whose floating point numbers do not tell what it was added to.
+    """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
 
     It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's.
     Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.

@@ -12,6 +12,18 @@ import torch
 from torch.optim import Optimizer
 
 
+def _of_the_original(name: str, doc: str) -> property:
+    """Return a property that is an attribute of the original optimizer."""
+
+    def read(wrapper: "OptimizerWrapper") -> Any:
+        return getattr(wrapper.original_optimizer, name)
+
+    def write(wrapper: "OptimizerWrapper", value: Any) -> None:
+        setattr(wrapper.original_optimizer, name, value)
+
+    return property(read, write, doc=doc)
+
+
 class OptimizerWrapper(Optimizer):
     """Steps another optimizer, with its parameters and its state, once a gradient is made private.
 
@@ -20,7 +32,7 @@ class OptimizerWrapper(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Without that of Optimizer: groups, state and defaults are those of the other.
+        # Optimizer's own is not called: groups, state and defaults are those of the original.
         self.original_optimizer = optimizer
         self.step_hook: Callable[[Any], None] | None = None
         self._step_skip_queue: list[bool] = []
@@ -73,42 +85,23 @@ class OptimizerWrapper(Optimizer):
     @property
     def params(self) -> list[Any]:
         """The parameters that are trained, each with an attribute ``summed_grad``."""
-        groups = self.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        return [p for p in self.every_parameter if p.requires_grad]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The other's groups of parameters."""
-        return self.original_optimizer.param_groups
+    def every_parameter(self) -> list[Any]:
+        """The parameters of the original optimizer, with those that are frozen."""
+        return [p for group in self.param_groups for p in group["params"]]
 
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The other's state."""
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.original_optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The other's defaults."""
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = defaults
+    param_groups: Any = _of_the_original("param_groups", "The original optimizer's groups.")
+    state: Any = _of_the_original("state", "The original optimizer's state.")
+    defaults: Any = _of_the_original("defaults", "The original optimizer's defaults.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the other's state as a dictionary."""
+        """Return the original optimizer's state as a dictionary."""
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the other's state."""
+        """Load the original optimizer's state."""
         self.original_optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 A patched layer's class becomes a subclass of its own class, so names, ``isinstance`` and
 ``state_dict`` stay the same. A rule may also replace the ``forward`` of a base class alone: then
-the layer's own ``forward`` runs, and what it calls by ``super()`` is the rule. Every copy
+the layer's own ``forward`` runs, and its call of ``super().forward`` runs the rule. Every copy
 (``copy.deepcopy``, ``AveragedModel``, pickle, ``torch.save``) has the original class: its
 parameters are new, so no clipping knows them.
 """

@@ -25,7 +25,7 @@ from dpprof.clipping.contributions import Contribution
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
-from dpprof.clipping.sample_norms import NoSamples, SampleNorms
+from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -80,8 +80,7 @@ class PerLayerClipping(Clipping):
         own = (list(trained_in(layer).values()) for layer in self.model.modules())
         return [(parameters, self.bound) for parameters in own if parameters]
 
-    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
-        assert isinstance(norms, SampleNorms)  # the other is for shards, which are refused
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         enter("backward")
         try:
             with self.handling(partial(self._clip_layer, norms)):

@@ -1,4 +1,4 @@
-"""Compares what is summed with what was measured, sample by sample, without keeping either.
+"""Compares the summed gradients with the measured ones, sample by sample, without keeping either.
 
 The first pass of ``FlashClipping`` finds norms, and the second sums. In between, and in both, the
 user's code runs. Checkpointed blocks, layers without a rule and hooks may draw other numbers the
@@ -10,11 +10,11 @@ gradients Y needs no G: ``Y^T (X u)``. Gradients of vectors are compared as they
 
 What it proves: let D be the difference between the two gradients of a sample, over max(norm, C).
 The sample contributes at most ``C (1 + |D|)``, beside rounding. The square of the projection of D
-has the expectation |D|^2, and a batch is refused where its root exceeds ``LIMITS``. The worst
-D has rank one; it passes where u is nearly orthogonal to it, with a probability of about ``limit /
-|D|``. In float32 that is 0.4 % for a sample that exceeds C by a sixteenth, and 0.02 % for 2 C.
-Others, and differences in several layers, samples or steps, are seen more surely. It is no proof
-where a model knows the direction.
+has the expectation |D|^2, and a batch is refused where its root exceeds ``MAX_DIFFERENCE``. The
+worst D has rank one; it passes where u is nearly orthogonal to it, with a probability of about
+``limit / |D|``. In float32 that is 0.4 % for a sample that exceeds C by a sixteenth, and 0.02 % for
+2 C. Others, and differences in several layers, samples or steps, are seen more surely. It is no
+proof where a model knows the direction.
 
 Cost for a linear layer of d x p over T tokens, each time: 2 B T (d + p) FLOPs, and one read of
 inputs and output gradients. Memory: B min(d, p) numbers for each matrix, B p for each vector.
@@ -34,10 +34,10 @@ from dpprof.clipping.contributions import Contribution, Lookup, Product, SampleG
 from dpprof.norms.tiles import accumulator_of
 from dpprof.records.births import allocates
 
-LIMITS = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
+MAX_DIFFERENCE = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
 """How large D may be: some kernels add in any order."""
 
-LIMIT_WHEN_ROUNDED = 2.0**-5
+MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5
 """The same where tensor cores round to 16 bits or TF32."""
 
 
@@ -62,12 +62,12 @@ class Projections:
         self._limit = 0.0
 
     def note_measured(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Project what a norm was found of; what is for a vector must be materialised."""
+        """Project a contribution whose norm was found; that of a vector must be materialised."""
         self._limit = max(self._limit, _limit_of(contribution))
         self._add(parameter, contribution, 1)
 
     def note_summed(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Project what is summed; what is for a vector must be materialised."""
+        """Project a contribution that is summed; that of a vector must be materialised."""
         self._add(parameter, contribution, -1)
 
     @torch.no_grad()
@@ -111,9 +111,9 @@ class Projections:
 def _limit_of(contribution: Contribution) -> float:
     match contribution:
         case Product() if contribution.is_rounded:
-            return LIMIT_WHEN_ROUNDED
+            return MAX_DIFFERENCE_WHEN_ROUNDED
         case Product(_, gradients) | Lookup(_, gradients) | SampleGradients(gradients):
-            return LIMITS[accumulator_of(gradients.dtype)]
+            return MAX_DIFFERENCE[accumulator_of(gradients.dtype)]
     raise AssertionError(contribution)
 
 

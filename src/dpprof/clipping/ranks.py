@@ -1,13 +1,13 @@
 """How the sums of one model's ranks become one sum, with noise added once.
 
-Each rank computes the whole gradient of its own samples, so their norms and clipping factors are
-its own affair. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
+Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
+clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
 FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, undivided and in
 float32 at least. ``replicas`` does it in the optimizer's step, where every rank adds the noise of
 its own part of the elements before the all-reduce; ``shards`` in backward, parameter by parameter,
 onto the shards to which each rank adds noise.
 
-What the guarantee rests on: every rank clips to one bound, each element gets noise from one rank,
+The guarantee rests on this: every rank clips to one bound, each element gets noise from one rank,
 and ranks' random numbers are independent. Before anything is applied, ranks compare what they are
 set to (``agree``), and seeds come from rank 0 (``make_generator``).
 """
@@ -119,8 +119,8 @@ class SeveralRanks(Ranks):
         for (name, setting), values in zip(settings.items(), columns, strict=True):
             other = next((r for r, value in enumerate(values) if value != values[0]), None)
             if other is not None:
-                told = "" if isinstance(setting, str) else f": {values[0]:g} and {values[other]:g}"
-                raise RuntimeError(f"{name} differs between rank 0 and rank {other}{told}")
+                both = "" if isinstance(setting, str) else f": {values[0]:g} and {values[other]:g}"
+                raise RuntimeError(f"{name} differs between rank 0 and rank {other}{both}")
         if seed is not None and len(set(seeds)) < self.size:
             raise RuntimeError(
                 "two ranks draw noise from one seed, so their noise is not independent; leave the "
@@ -156,7 +156,7 @@ def seed_of_rank(base: int, rank: int) -> int:
 
 
 def distinct_part(generator: torch.Generator) -> int:
-    """Return the part of a generator's seed that tells its numbers from others."""
+    """Return the part of a generator's seed that decides its numbers."""
     return generator.initial_seed() % 2**32
 
 

@@ -1,8 +1,8 @@
-"""Refuses steps that write samples into what a run releases beside its trained parameters.
+"""Refuses steps that write samples into other released tensors than trained parameters.
 
 ``state_dict()`` also holds buffers and frozen parameters. One that forward changes, such as a
 running mean, a codebook, an expert's bias or a cache, carries samples out of the run without noise.
-Versions tell of changes in place, but not of those through ``.data``, so the values of buffers are
+Versions show changes in place, but not those through ``.data``, so the values of buffers are
 compared too. A frozen parameter that is written through ``.data``, as adapters are merged, is not
 seen.
 """
@@ -19,7 +19,7 @@ _Place = tuple[nn.Module, str]
 
 
 class ReleasedState:
-    """What ``state_dict()`` holds beside parameters that are trained with noise.
+    """The tensors of ``state_dict()`` that are not trained with noise.
 
     Args:
         model: The model.
@@ -78,7 +78,7 @@ class ReleasedState:
                 self._refuse(place, "was replaced")
             if tensor._version != version:  # noqa: SLF001
                 self._refuse(place, "was changed in place")
-            if place in self._values and not _is_equal(tensor, self._values[place]):
+            if place in self._values and not is_same(tensor, self._values[place]):
                 self._refuse(place, "was changed through .data")
 
     def _refuse(self, place: _Place, how: str) -> None:
@@ -113,8 +113,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_equal(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether tensors have the same bytes; NaN equals itself. This waits for the device."""
+def is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors have the same bytes. This waits for the device."""
     if isinstance(tensor, FakeTensor):
         return True
     one, two = (each.detach().reshape(-1).view(torch.uint8) for each in (tensor, other))

@@ -41,7 +41,7 @@ class Replicas(SeveralRanks):
         self._disarm()
 
     def verify(self) -> None:
-        """Refuse a wrapper that communicates by itself again."""
+        """Refuse a wrapper whose own communication was turned on again."""
         self._refuse_settings()
         if self.wrapper.require_backward_grad_sync:
             raise RuntimeError(

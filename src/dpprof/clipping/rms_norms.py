@@ -1,4 +1,4 @@
-"""Recognises a root mean square norm by what it computes, whatever its class is called.
+"""Recognises a root mean square norm by its values, whatever the name of its class.
 
 Most architectures have an RMS norm of their own. They differ in the name of their epsilon, in
 whether the scale is w or 1 + w, and in when 16-bit inputs are cast back. A layer of this kind is
@@ -104,7 +104,7 @@ def _compute_both(
     *,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what a formula gives, and a layer; None where the layer gives no such tensor."""
+    """Return the values of a formula and of a layer; None if the layer returns no such tensor."""
     generator = torch.Generator().manual_seed(0)
     sizes_T1 = 10.0 ** torch.arange(-4.0, 3.0)[:, None]  # epsilon counts in the small ones
     x_BTd = torch.randn(2, len(sizes_T1), d, generator=generator) * sizes_T1

@@ -23,10 +23,10 @@ from dpprof.clipping.patching import is_patched
 from dpprof.clipping.rms_norms import Recognised, recognise
 from dpprof.spec.registry import UnsupportedError
 
-Rule = Callable[..., Tensor]
+LayerRule = Callable[..., Tensor]
 """Called with the layer, a function that receives its contributions, and the layer's arguments."""
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, LayerRule] = {
     "torch.nn.modules.linear.Linear": run_linear,
     "torch.nn.modules.sparse.Embedding": run_embedding,
     "torch.nn.modules.normalization.LayerNorm": run_layer_norm,
@@ -39,7 +39,7 @@ RULES: Mapping[str, Rule] = {
 class Found(NamedTuple):
     """The rule of a layer."""
 
-    rule: Rule
+    rule: LayerRule
     replaced: type[nn.Module]
     """The class whose ``forward`` it replaces: the layer's own, or a base that this calls."""
 
@@ -139,9 +139,13 @@ def _find_by_class(layer: nn.Module) -> Found | None:
         if rule is None:
             continue
         inherits = vars(base).get("forward") == own.forward
-        if inherits:
-            _refuse_unknown_parameters(layer)
-        elif rule is not run_embedding or _find_unknown_parameters(layer):
+        unknown = {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
+        if inherits and unknown:
+            raise UnsupportedError(
+                f"{own.__name__} has a parameter {min(unknown)} that its rule does not know; a "
+                "re-parametrized weight, such as weight_norm's, has no per-sample gradient"
+            )
+        if not inherits and (rule is not run_embedding or unknown):
             return None
         if rule is run_embedding:
             _refuse_options(layer)
@@ -165,19 +169,6 @@ def _run_recognised(
 ) -> Tensor:
     (x,) = (*inputs, *named.values())
     return run_rms_formula(getattr(layer, formula.scale), formula.read(layer), receive, x)
-
-
-def _find_unknown_parameters(layer: nn.Module) -> set[str]:
-    return {name for name, _ in layer.named_parameters(recurse=False)} - KNOWN
-
-
-def _refuse_unknown_parameters(layer: nn.Module) -> None:
-    unknown = _find_unknown_parameters(layer)
-    if unknown:
-        raise UnsupportedError(
-            f"{type(layer).__name__} has a parameter {min(unknown)} that its rule does not know; "
-            "a re-parametrized weight, such as weight_norm's, has no per-sample gradient"
-        )
 
 
 def _refuse_options(embedding: Any) -> None:

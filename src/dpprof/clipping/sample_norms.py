@@ -7,7 +7,7 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,19 @@ from dpprof.clipping.contributions import (
     Lookup,
     Product,
     SampleGradients,
-    merge,
+    merge_uses,
 )
 from dpprof.clipping.layers import Contributions
-from dpprof.norms.code_paths import Way
+from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
-from dpprof.norms.plan import Choice, choose
-from dpprof.norms.rounding import TOLERATED, Squares, cross_slack, spread
+from dpprof.norms.plan import WayChoice, choose_way
+from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
 from dpprof.norms.table import square_lookup
 from dpprof.norms.tied import inner_product
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
-
-if TYPE_CHECKING:
-    from dpprof.clipping.engine import Clipping
 
 Keep = Callable[[nn.Parameter, Contribution], None]
 
@@ -42,64 +39,56 @@ class BatchAxisError(UnsupportedError, ValueError):
     """The first axis of a layer's input is not the batch."""
 
 
-class NoSamples:
-    """Stands for the norms of a batch without samples, whose contributions belong to none.
-
-    Args:
-        losses: (0,)
-    """
-
-    computes_in_16_bits = False
-
-    def __init__(self, losses: Tensor) -> None:
-        self._losses = losses
-
-    def add(self, _layer: nn.Module, _contributions: Contributions) -> None:
-        """Ignore a layer's contributions."""
-
-    def add_reused(self) -> None:
-        """Do nothing: there are none."""
-
-    def compute(self) -> Tensor:
-        """Return no norms; (0,)."""
-        return self._losses.detach()
-
-
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
 
     Args:
-        clipping: Says how: ``watch``, ``keeps``, ``squares`` and the names of parameters.
-        samples: B.
+        losses: (B,), detached; of a batch without samples, contributions are ignored, because they
+            belong to none.
         reused: Parameters that may be used more than once. Their norms need all uses, so
             ``add_reused`` adds them at the end.
         keep: Gets each contribution whose squared norms were added.
+        keeps: Whether contributions are kept until the norms are known.
+        watch: Called with layer, way, function and its arguments, in place of the function.
+        squares: If not None, receives the squared per-sample norms of each parameter, (B,) each.
+        name_of: Names a parameter.
+        why_once: Why a parameter that is not ``reused`` was expected to be used once.
     """
 
     def __init__(
-        self, clipping: "Clipping", samples: int, reused: Collection[nn.Parameter], keep: Keep
+        self,
+        losses: Tensor,
+        reused: Collection[nn.Parameter],
+        keep: Keep,
+        *,
+        keeps: bool,
+        watch: Watch,
+        squares: dict[nn.Parameter, Tensor] | None,
+        name_of: Callable[[nn.Parameter], str],
+        why_once: str,
     ) -> None:
         self.totals: dict[str, Tensor] = {}
         """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
 
-        self.plan: dict[str, Choice] = {}
-        self.computes_in_16_bits = False
-        self._clipping = clipping
-        self._samples = samples
-        self._reused = reused
-        self._keep = keep
+        self.plan: dict[str, WayChoice] = {}
+        self._losses, self._reused = losses, reused
+        self._keep, self._keeps = keep, keeps
+        self._watch, self._squares = watch, squares
+        self._name_of, self._why_once = name_of, why_once
         self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
         self._seen: set[nn.Parameter] = set()
 
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
+        if not len(self._losses):
+            return
         for parameter, contribution in contributions:
             if parameter in self._reused:
                 self._waiting[parameter].append((layer, contribution))
                 continue
             if parameter in self._seen:
-                name = self._clipping.name_of(parameter)
-                raise RuntimeError(f"{name} was used more than once, {self._clipping.why_once}")
+                name = self._name_of(parameter)
+                raise RuntimeError(f"{name} was used more than once, {self._why_once}")
             self._seen.add(parameter)
             self._square(layer, parameter, contribution)
 
@@ -111,6 +100,8 @@ class SampleNorms:
     @allocates("norm_samples")
     def compute(self) -> Tensor:
         """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,)."""
+        if not len(self._losses):
+            return self._losses
         if "found" not in self.totals:
             raise RuntimeError("the losses depend on no trained parameter")
         # Negative inner products may exceed the squares.
@@ -130,16 +121,14 @@ class SampleNorms:
         self._check(parameter, contribution)
         match contribution:
             case Product(x_BTd, g_BTp):
-                B, T, d = x_BTd.shape
-                keeps = self._clipping.keeps
-                choice = choose(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=keeps)
-                self.plan[self._clipping.name_of(parameter)] = choice
+                _, T, d = x_BTd.shape
+                choice = choose_way(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self._keeps)
+                self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
                     return self._square_gradients(layer, Way.KEPT, parameter, contribution)
                 squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
                 rounded = contribution.is_rounded
             case Lookup(ids_BT):
-                B, T = ids_BT.shape
                 squares = self._measure(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
                 )
@@ -148,7 +137,7 @@ class SampleNorms:
                 return self._square_gradients(layer, Way.DIRECT, parameter, contribution)
         self._keep(parameter, contribution)
         assert squares.size_B is not None
-        spread_B = spread(squares.size_B, B * T, is_rounded=rounded)
+        spread_B = bound_spread(squares.size_B, is_rounded=rounded)
         # Rounding can leave a product of Gram matrices a little below zero.
         found_B: Tensor = squares.found_B.clamp(min=0)
         self._add(parameter, found_B, squares.slack_B, spread_B)
@@ -159,7 +148,7 @@ class SampleNorms:
     ) -> Squares:
         """Find squared norms with float32 products, even where training itself uses TF32."""
         with exact_products():
-            squares: Squares = self._clipping.watch(layer, way, function, inputs)
+            squares: Squares = self._watch(layer, way, function, inputs)
         return squares
 
     def _square_gradients(
@@ -167,7 +156,7 @@ class SampleNorms:
     ) -> Tensor:
         """Materialise the per-sample gradients, keep them, and add their squared norms; (B,)."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
-        gradients = self._clipping.watch(layer, way, contribution.materialise, inputs)
+        gradients = self._watch(layer, way, contribution.materialise, inputs)
         self._keep(parameter, SampleGradients(gradients))
         found_B = square(gradients)
         self._add(parameter, found_B)
@@ -175,13 +164,12 @@ class SampleNorms:
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         first = contribution[0]
-        self.computes_in_16_bits |= first.dtype in (torch.bfloat16, torch.float16)
-        if len(first) != self._samples:
+        if len(first) != len(self._losses):
             raise BatchAxisError(
-                f"{self._clipping.name_of(parameter)} saw {len(first)} samples, and there are "
-                f"{self._samples} losses; the first axis of every layer's input must be the batch, "
-                "with one entry for each sample (repeat position ids, for example; OPT's blocks "
-                "join samples and tokens before fc1, so freeze what follows)"
+                f"{self._name_of(parameter)} saw {len(first)} samples, and there are "
+                f"{len(self._losses)} losses; the first axis of every layer's input must be the "
+                "batch, with one entry for each sample (repeat position ids, for example; OPT's "
+                "blocks join samples and tokens before fc1, so freeze what follows)"
             )
 
     def _add_uses(
@@ -191,9 +179,9 @@ class SampleNorms:
         for _, contribution in uses:
             self._check(parameter, contribution)
         layer = uses[0][0]
-        merged = merge([contribution for _, contribution in uses])
+        merged = merge_uses([contribution for _, contribution in uses])
         if merged is None:
-            name = self._clipping.name_of(parameter)
+            name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
         found = {
             type(contribution): self._square(layer, parameter, contribution)
@@ -226,6 +214,6 @@ class SampleNorms:
                 self.totals[name] = (
                     more_B if total_B is None else total_B + more_B.to(total_B.device)
                 )
-        squares = self._clipping.squares
+        squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B

@@ -6,8 +6,31 @@ from torch import Tensor, nn
 
 from dpprof.clipping.ranks import Ranks
 
-Waiting = dict[nn.Parameter, Tensor | None]
-"""Sums of the parts of a batch that came before, whole; None for zeros."""
+
+class WaitingSums:
+    """Whole sums of the earlier parts of a batch, until its last part comes.
+
+    Args:
+        ranks: Reduces a sum.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._bound = 0.0
+        self.totals: dict[nn.Parameter, Tensor | None] = {}
+        """By parameter; None for zeros."""
+
+    def verify(self, bound: float) -> None:
+        """Refuse another bound than that of the earlier parts."""
+        if self.totals and self._bound != bound:
+            raise RuntimeError("max_grad_norm changed between the parts of a batch")
+        self._bound = bound
+
+    def reduce(self, bound: float) -> None:
+        """Reduce all sums."""
+        self.verify(bound)
+        for parameter in list(self.totals):
+            self._ranks.add_to_shard(parameter, self.totals.pop(parameter), bound)
 
 
 class ShardSums:
@@ -27,7 +50,7 @@ class ShardSums:
         self,
         ranks: Ranks,
         bound: float,
-        waiting: Waiting,
+        waiting: WaitingSums,
         *,
         continues: bool,
     ) -> None:
@@ -73,12 +96,12 @@ class ShardSums:
         """Reduce a sum and free it; or let it wait for the other parts of the batch."""
         del self._uses[parameter]
         total = self._totals.pop(parameter, None)
-        before = self._waiting.pop(parameter, None)
+        before = self._waiting.totals.pop(parameter, None)
         if total is not None and before is not None:
             total.add_(before)
         total = before if total is None else total
         if self._continues:
-            self._waiting[parameter] = total
+            self._waiting.totals[parameter] = total
         else:
             self._ranks.add_to_shard(parameter, total, self._bound)
 
@@ -91,10 +114,4 @@ class ShardSums:
         if self._uses or self._totals:
             raise RuntimeError("the second backward pass used other parameters than the first")
         if not self._continues:
-            reduce_all(self._ranks, self._waiting, self._bound)
-
-
-def reduce_all(ranks: Ranks, waiting: Waiting, bound: float) -> None:
-    """Reduce sums that waited for the other parts of their batch."""
-    for parameter in list(waiting):
-        ranks.add_to_shard(parameter, waiting.pop(parameter), bound)
+            self._waiting.reduce(self._bound)

@@ -96,9 +96,9 @@ class Shards(SeveralRanks):
 
     def any(self, holds: bool) -> bool:
         """Tell whether something holds on any rank."""
-        told = torch.tensor([float(holds)], device=self.device)
-        distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self.group)
-        return bool(told)
+        answer = torch.tensor([float(holds)], device=self.device)
+        distributed.all_reduce(answer, distributed.ReduceOp.MAX, group=self.group)
+        return bool(answer)
 
     def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
         """Add noise to this rank's shard of the sum over all ranks."""

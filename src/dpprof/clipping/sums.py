@@ -43,11 +43,9 @@ def sum_clipped(parameter: nn.Parameter, contribution: Contribution, factors_B: 
 
 
 @torch.no_grad()
-def add_clipped_sum(
-    parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor, bound: float
-) -> None:
-    """Add the sum of a contribution over samples, scaled by clipping factors, to ``.grad``."""
-    gradient = sum_clipped(parameter, contribution, factors_B).to(parameter.dtype)
+def add_to_grad(parameter: nn.Parameter, summed: Tensor, bound: float) -> None:
+    """Add a clipped sum to ``.grad``, and mark that."""
+    gradient = summed.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient
     elif bound_of(parameter.grad) != bound:

@@ -26,7 +26,7 @@ from dpprof.clipping.contributions import Contribution, SampleGradients, Scale, 
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.projections import Projections
-from dpprof.clipping.sample_norms import NoSamples, SampleNorms
+from dpprof.clipping.sample_norms import SampleNorms
 
 
 class FlashClipping(Clipping):
@@ -37,8 +37,8 @@ class FlashClipping(Clipping):
     Formal guarantees: those of ``Clipping``; the sum of all parameters' gradients has L2
     sensitivity ``max_grad_norm`` under adding or removing one sample. The second pass must see the
     gradients that the first measured, whatever the model draws, counts or reads in between. Random
-    projections tell (``projections``): in float32 a sample that would contribute C (1 + r) is
-    accepted with a probability of about 2^-12 / r, and in 16 bits on a GPU 2^-5 / r.
+    projections compare them (``projections``): in float32 a sample that would contribute C (1 + r)
+    is accepted with a probability of about 2^-12 / r, and in 16 bits on a GPU 2^-5 / r.
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ class FlashClipping(Clipping):
         self._projections: Projections | None = None
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def _clip(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+    def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         if len(losses):
             generator = self._find_generator(losses)
             self._projections = Projections(self._coverage, losses, generator)
@@ -65,7 +65,7 @@ class FlashClipping(Clipping):
         finally:
             self._projections = None
 
-    def _run_passes(self, losses: Tensor, norms: SampleNorms | NoSamples, enter: Enter) -> None:
+    def _run_passes(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         enter("backward")
         with self.handling(norms.add):
             torch.autograd.backward(losses, make_weights(losses), retain_graph=True)

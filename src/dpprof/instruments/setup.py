@@ -12,9 +12,8 @@ from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
 from dpprof.instruments.census import TensorHolders
 from dpprof.methods.training_step import UNLABELLED, Batch, TrainingStep
-from dpprof.models.attention import find_attention
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
+from dpprof.models.transformer import find_attention
 from dpprof.records.result import ModelFacts
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture

@@ -14,8 +14,8 @@ from dpprof.clipping.graph import nodes_behind
 from dpprof.memory.owners import BACKPROPS, DP_ACTIVATIONS, LOGITS, SAVED
 from dpprof.memory.recorder import Recorder
 from dpprof.methods.tensors import tensors_in
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch
-from dpprof.norms.code_paths import CodePath
+from dpprof.methods.training_step import Batch, Enter, TrainingStep
+from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.terms import Phase
 
 _NAME_OF_MODEL = "(model)"

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, Watch, sample_losses
-from dpprof.norms.triton_ops import tell_reasons, tell_tiles
+from dpprof.methods.training_step import Batch, Enter, TrainingStep, sample_losses
+from dpprof.norms.code_paths import Watch
+from dpprof.norms.triton_ops import chosen_tiles, explain_missing_tiles
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
 from dpprof.records.terms import Component
@@ -86,7 +87,7 @@ class ClippedStep(TrainingStep):
                 outputs=choice.p,
                 flops=choice.flops,
                 prices=choice.prices,
-                tiles=tell_tiles(choice.way, choice.T, choice.d, choice.p),
+                tiles=chosen_tiles(choice.way, choice.T, choice.d, choice.p),
             )
             for name, choice in self.clipping.plan.items()
         }
@@ -99,7 +100,7 @@ class ClippedStep(TrainingStep):
     @property
     def reasons(self) -> dict[str, str]:
         """Why a Triton kernel did not run where one should have."""
-        return tell_reasons()
+        return explain_missing_tiles()
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch how norms are computed."""

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dpprof.models.distribute import distribute
-from dpprof.norms.code_paths import CodePath
+from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
 from dpprof.records.terms import Component, Phase
@@ -34,10 +34,6 @@ UNLABELLED = -100
 
 Enter = Callable[[Phase], None]
 """Called when a phase begins; the phase lasts until the next one or the end of the step."""
-
-Watch = Callable[[nn.Module, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
-"""Called with a layer, its code path, the sampler that computes the layer's per-sample gradients
-or norms, and the sampler's arguments; must return the sampler's result for them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the model gets, samples first."""
+        """The inputs of the model, samples first."""
         return (self.tokens_BT,) if self.mask_BT is None else (self.tokens_BT, self.mask_BT)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":

@@ -3,8 +3,7 @@
 Shape legend: B batch, T tokens, D d_model, H heads, K head width (D / H).
 """
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,9 @@ def mix_eager(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
     return y_BHTK
 
 
+MIXES: Mapping[str, Mix] = {"sdpa": mix_sdpa, "eager": mix_eager}
+
+
 class Attention(nn.Module):
     """Multi-head attention with one projection for queries, keys and values."""
 
@@ -54,16 +56,3 @@ class Attention(nn.Module):
         y_BHTK = self.mix(q_BHTK, k_BHTK, v_BHTK)
         mixed_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).reshape(B, T, D))
         return mixed_BTD
-
-
-def find_attention(name: str) -> Callable[[int, int], nn.Module]:
-    """Return the builder of a variant, from d_model and heads, after importing what it needs.
-
-    Opacus is imported only for its own variant, because it takes 70 MiB.
-    """
-    if name == "opacus":
-        module = importlib.import_module("dpprof.models.opacus_attention")
-        build: Callable[[int, int], nn.Module] = module.OpacusAttention
-        return build
-    mix = {"sdpa": mix_sdpa, "eager": mix_eager}[name]
-    return lambda d_model, heads: Attention(d_model, heads, mix)

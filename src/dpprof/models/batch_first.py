@@ -2,8 +2,8 @@
 
 Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
 their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
-belongs to which sample. And OPT's lookup of positions is called with the mask and a number, beside
-the ids that it adds 2 to.
+belongs to which sample. And OPT's lookup of positions is called with the mask and a number in
+addition to the ids, to which it adds 2.
 """
 
 from typing import Any

@@ -1,15 +1,20 @@
-"""Builds an experiment's model."""
+"""Builds an experiment's model, in its precision, with the parameters frozen that it leaves out."""
 
+import re
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from dpprof.models.trainable import choose_trainable
 from dpprof.models.transformer import Transformer
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Dimensions, Experiment
-from dpprof.spec.registry import EntryPointError
+from dpprof.spec.fine_tuning import PARTS
+from dpprof.spec.registry import EntryPointError, UnsupportedError
+
+_PATTERNS = {"all": "", "lora": r"(^|\.)lora_", "bias": r"(^|\.)bias$"}
+"""Regular expressions for the parts that are found by name."""
 
 
 def build_model(experiment: Experiment) -> nn.Module:
@@ -26,20 +31,76 @@ def build_model(experiment: Experiment) -> nn.Module:
     """
     model = _build(experiment)
     if experiment.trained != "all" or experiment.lora is not None:
-        choose_trainable(model, experiment)
+        _choose_trainable(model, experiment)
     if experiment.parameters_dtype == "bfloat16":
         _store_frozen_in_16_bits(model)
     return model
 
 
+def _choose_trainable(model: nn.Module, experiment: Experiment) -> None:
+    """Freeze the parameters that ``experiment.trainable`` leaves out.
+
+    Raises:
+        UnsupportedError: Nothing would be trained.
+    """
+    part = experiment.trained
+    trained = _find_trained(model, part)
+    if not trained:
+        allowed = f"allowed: {', '.join(PARTS)}, or a regular expression that matches a name"
+        raise UnsupportedError(f"trainable {part!r} matches no parameter; {allowed}")
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+
+
+def _find_trained(model: nn.Module, part: str) -> set[nn.Parameter]:
+    if part == "head":
+        return _find_head(model)
+    pattern = _PATTERNS.get(part, part)
+    return {p for name, p in model.named_parameters() if re.search(pattern, name)}
+
+
+def _find_head(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the layer that makes the logits."""
+    for module in model.modules():
+        find = getattr(module, "get_output_embeddings", None)
+        head = find() if find is not None else getattr(module, "head", None)
+        if isinstance(head, nn.Module):
+            return set(head.parameters())
+    raise UnsupportedError("trainable head: the model does not say which layer makes the logits")
+
+
 def _store_frozen_in_16_bits(model: nn.Module) -> None:
-    """Convert frozen parameters, but no vector beside a trained one: norms take only one dtype."""
+    """Convert frozen parameters, but no vector with a trained one: norms take only one dtype."""
     for layer in model.modules():
         own = list(layer.parameters(recurse=False))
         trains_a_vector = any(one.requires_grad and one.dim() == 1 for one in own)
         for parameter in own:
             if not (parameter.requires_grad or (parameter.dim() == 1 and trains_a_vector)):
                 parameter.data = parameter.data.bfloat16()
+
+
+def apply_dtype(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
+    """Return a model, already on its device, with the experiment's precision.
+
+    float64 converts parameters. bfloat16 is autocast of the forward pass: parameters, gradients and
+    optimizer state stay float32, and the backward pass uses the forward pass's dtypes. Logits are
+    converted to float32, so the loss is float32. float32 and tf32 change nothing here; tf32 is a
+    setting of the device. ``parameters_dtype`` is applied where the model is built. Of FSDP it is a
+    policy in place of autocast (``distribute``).
+    """
+    if experiment.dtype == "float64":
+        return model.double()
+    is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
+    if experiment.dtype == "bfloat16" and not is_sharded:
+        forward = model.forward
+
+        def forward_in_bfloat16(*inputs: Tensor) -> Tensor:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                logits_BTV: Tensor = forward(*inputs)
+            return logits_BTV.float()
+
+        model.forward = forward_in_bfloat16
+    return model
 
 
 def _build(experiment: Experiment) -> nn.Module:

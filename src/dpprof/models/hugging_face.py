@@ -122,7 +122,12 @@ def build_causal_lm(experiment: Experiment) -> CausalLM:
     """
     assert isinstance(experiment.model, Architecture)
     config = read_config(experiment.model)
-    _refuse_positions(config, experiment.seq_len)
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and experiment.seq_len > most:
+        raise UnsupportedError(
+            f"the model has {most:,} positions, and seq_len is {experiment.seq_len:,}; raise "
+            "max_position_embeddings in its config, or shorten the samples"
+        )
     if experiment.attention == "opacus":
         raise UnsupportedError("a Hugging Face model has its own attention; use sdpa or eager")
     # None is the library's own choice: sdpa, or eager where the architecture has no sdpa.
@@ -163,7 +168,9 @@ def read_config(architecture: Architecture) -> Any:
         raise UnsupportedError(
             f"transformers refuses the config of {kind}: {_one_line(error)}"
         ) from error
-    if getattr(config, "is_encoder_decoder", False) or _is_encoder(config):
+    is_masked = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_encoder = is_masked and not getattr(config, "is_decoder", False)
+    if getattr(config, "is_encoder_decoder", False) or is_encoder:
         raise UnsupportedError(f"{kind} is an encoder, and here only causal decoders are trained")
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise UnsupportedError(f"{kind} reads more than text; give the config of its text model")
@@ -172,21 +179,6 @@ def read_config(architecture: Architecture) -> Any:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def _is_encoder(config: Any) -> bool:
-    """Tell whether an architecture is bidirectional unless its config makes it a decoder."""
-    masked = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return masked and not getattr(config, "is_decoder", False)
-
-
-def _refuse_positions(config: Any, seq_len: int) -> None:
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and seq_len > most:
-        raise UnsupportedError(
-            f"the model has {most:,} positions, and seq_len is {seq_len:,}; raise "
-            "max_position_embeddings in its config, or shorten the samples"
-        )
 
 
 def _add_adapters(model: Any, experiment: Experiment) -> None:

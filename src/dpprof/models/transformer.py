@@ -6,11 +6,14 @@ with contiguous ids, and every parameter is in a layer that Opacus has a rule fo
 Shape legend: B batch, T tokens, D d_model, V vocabulary.
 """
 
+import importlib
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.models.attention import find_attention
+from dpprof.models.attention import MIXES, Attention
 from dpprof.spec.experiment import Dimensions
 
 
@@ -78,6 +81,18 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x_BTD = checkpoint(block, x_BTD, use_reentrant=self.checkpointing == "reentrant")
         return x_BTD
+
+
+def find_attention(name: str) -> Callable[[int, int], nn.Module]:
+    """Return the builder of a variant, from d_model and heads, after importing what it needs.
+
+    Opacus is imported only for its own variant, because it takes 70 MiB.
+    """
+    if name == "opacus":
+        module = importlib.import_module("dpprof.models.opacus_attention")
+        build: Callable[[int, int], nn.Module] = module.OpacusAttention
+        return build
+    return lambda d_model, heads: Attention(d_model, heads, MIXES[name])
 
 
 def _initialise(module: nn.Module) -> None:

@@ -1,9 +1,10 @@
 """The ways to a layer's per-sample gradients, or to their norms."""
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-Output = Literal["gradients", "norms"]
+SamplerOutput = Literal["gradients", "norms"]
 
 
 class CodePath(StrEnum):
@@ -18,16 +19,23 @@ class CodePath(StrEnum):
         'norms'
     """
 
-    makes: Output
+    makes: SamplerOutput
 
-    def __new__(cls, name: str, makes: Output) -> Self:
-        """Make a member; ``makes`` is one of ``Output``, or ``ValueError`` is raised."""
-        if makes not in get_args(Output):
-            raise ValueError(f"{name!r} must make one of {get_args(Output)}, and not {makes!r}")
+    def __new__(cls, name: str, makes: SamplerOutput) -> Self:
+        """Make a member; ``makes`` is one of ``SamplerOutput``, or ``ValueError`` is raised."""
+        if makes not in get_args(SamplerOutput):
+            raise ValueError(
+                f"{name!r} must make one of {get_args(SamplerOutput)}, and not {makes!r}"
+            )
         member = str.__new__(cls, name)
         member._value_ = name
         member.makes = makes
         return member
+
+
+Watch = Callable[[Any, CodePath, Callable[..., Any], tuple[Any, ...]], Any]
+"""Called with a layer, its code path, the sampler that computes the layer's per-sample gradients
+or norms, and the sampler's arguments; must return the sampler's result for them."""
 
 
 def finds_norms(path: CodePath) -> bool:
@@ -47,11 +55,9 @@ def finds_norms(path: CodePath) -> bool:
 class Way(CodePath):
     """The ways of ``dpprof.clipping``."""
 
-    MATERIALISED = "materialised", "norms"
-    GRAM = "gram", "norms"
     TILED_GRAM = "tiled gram", "norms"
     TILED_PRODUCT = "tiled product", "norms"
-    """The ways of ``norms.linear``. The first frees its gradients at once, so it makes norms."""
+    """The ways of ``norms.linear``."""
 
     KEPT = "kept product", "gradients"
     """A matrix's per-sample gradients, kept until the clipping factors are known."""

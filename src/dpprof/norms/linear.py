@@ -15,7 +15,7 @@ The tiled ways need at most ``WORKSPACE_BYTES`` for any T, d and p. On CUDA with
 kernels that keep tiles in registers (``norms.triton_launch``), unless PyTorch's products are
 faster, as they may be in exact float32.
 
-Shape legend: B samples, T tokens, d width of the input, p width of the output. All take
+Shape legend: B samples, T tokens, d width of the input, p width of the output. Both take
 ``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64).
 """
 
@@ -48,21 +48,9 @@ GRAM_TILE = 256
 """Tokens on each side of a Gram matrix's tile; half of it where T would fit in one tile."""
 
 
-def gram_tile(T: int) -> int:
+def gram_tile_size(T: int) -> int:
     """Return the tokens on each side of a tile."""
     return GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
-
-
-def materialised(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
-    """Materialise every per-sample gradient: B d p elements."""
-    found_B = square(multiply(x_BTd.transpose(1, 2), g_BTp))
-    return Squares(found_B, None, square(x_BTd) * square(g_BTp))
-
-
-def gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
-    """Materialise both Gram matrices of every sample: 2 B T^2 elements."""
-    everything = slice(0, x_BTd.shape[1])
-    return _bound(_gram_tile(x_BTd, g_BTp, everything, everything), x_BTd, g_BTp)
 
 
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
@@ -73,13 +61,23 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
         sums_5B = torch.stack([found_B, square(x_BTd), square(g_BTp), *squares])
     else:
         sums_5B = by_products()
-    return _bound(sums_5B, x_BTd, g_BTp)
+    found_B, trace_of_x_B, trace_of_g_B, square_of_x_B, square_of_g_B = sums_5B
+    slack_B = gram_slack(
+        trace_of_x_B=trace_of_x_B,
+        trace_of_g_B=trace_of_g_B,
+        square_of_x_B=square_of_x_B,
+        square_of_g_B=square_of_g_B,
+        d=x_BTd.shape[2],
+        p=g_BTp.shape[2],
+        depth=depth_of_tile(gram_tile_size(x_BTd.shape[1])),
+    )
+    return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
 
 
 def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """Add up ``_gram_tile`` over all tiles; (5, B)."""
     B, T, _ = x_BTd.shape
-    tile = gram_tile(T)
+    tile = gram_tile_size(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
     at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
@@ -103,20 +101,6 @@ def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Ten
         traces = [one.new_zeros(len(one)) for one in both]
     squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
     return torch.stack([multiply_and_sum(of_inputs, of_gradients), *traces, *squares])
-
-
-def _bound(sums_5B: Tensor, x_BTd: Tensor, g_BTp: Tensor) -> Squares:
-    found_B, trace_of_x_B, trace_of_g_B, square_of_x_B, square_of_g_B = sums_5B
-    slack_B = gram_slack(
-        trace_of_x_B=trace_of_x_B,
-        trace_of_g_B=trace_of_g_B,
-        square_of_x_B=square_of_x_B,
-        square_of_g_B=square_of_g_B,
-        d=x_BTd.shape[2],
-        p=g_BTp.shape[2],
-        depth=depth_of_tile(gram_tile(x_BTd.shape[1])),
-    )
-    return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
 
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
@@ -145,8 +129,6 @@ def _square_product_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 
 WAYS: dict[Way, FindSquares] = {
-    Way.MATERIALISED: materialised,
-    Way.GRAM: gram,
     Way.TILED_GRAM: tiled_gram,
     Way.TILED_PRODUCT: tiled_product,
 }

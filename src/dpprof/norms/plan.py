@@ -18,7 +18,7 @@ where ``2 T^2 > d p``; comparing what is kept gives T (d + p).
 from typing import NamedTuple
 
 from dpprof.norms.code_paths import Way
-from dpprof.norms.linear import PRODUCT_TILE, gram_tile
+from dpprof.norms.linear import PRODUCT_TILE, gram_tile_size
 from dpprof.norms.tiles import spans
 
 FLOPS_PER_BYTE = 10
@@ -37,7 +37,7 @@ class Price(NamedTuple):
         return self.flops + FLOPS_PER_BYTE * self.elements * itemsize
 
 
-class Choice(NamedTuple):
+class WayChoice(NamedTuple):
     """The way to a layer's norms, and why."""
 
     way: Way
@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 def price_gram(T: int, d: int, p: int) -> Price:
     """Price the tiled Gram way for one sample."""
     flops = elements = 0
-    tile = gram_tile(T)
+    tile = gram_tile_size(T)
     for rows in spans(T, tile):
         for columns in spans(rows.stop, tile):
             a, b = rows.stop - rows.start, columns.stop - columns.start
@@ -70,7 +70,7 @@ def price_product(T: int, d: int, p: int) -> Price:
     return Price(2 * T * d * p, T * (d * stripes + p * bands) + 2 * d * p)
 
 
-def choose(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> Choice:
+def choose_way(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> WayChoice:
     """Choose the way to a layer's norms.
 
     T is the tokens of a sample, d and p the widths of input and output, ``itemsize`` the bytes of
@@ -79,7 +79,7 @@ def choose(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> Choice:
     gram, product = price_gram(T, d, p), price_product(T, d, p)
     prices = {Way.TILED_GRAM: gram.weigh(itemsize), Way.TILED_PRODUCT: product.weigh(itemsize)}
     if keeps and d * p <= T * (d + p):
-        return Choice(Way.KEPT, T, d, p, product.flops, prices)
+        return WayChoice(Way.KEPT, T, d, p, product.flops, prices)
     way = min(prices, key=lambda name: prices[name])
     flops = gram.flops if way is Way.TILED_GRAM else product.flops
-    return Choice(way, T, d, p, flops, prices)
+    return WayChoice(way, T, d, p, flops, prices)

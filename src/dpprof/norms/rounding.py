@@ -12,17 +12,17 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
   of B likewise. By Cauchy-Schwarz the error of the sum of A * B is at most
   ``u (d tr(A) |B| + p |A| tr(B) + m |A| |B|)`` plus terms of u^2, where m is the depth of the last
   sum. ``eps = 2 u`` in place of u covers those, and accumulators that truncate.
-* ``size``, |X|^2 |G|^2: the square of what the rounding error of X^T G is relative to. The error
+* ``size``, |X|^2 |G|^2: the rounding error of X^T G is relative to its square root. The error
   of a sum of n terms is about sqrt(n) u times the sum of their magnitudes (Higham and Mary 2019,
   "A New Approach to Probabilistic Rounding Error Analysis"); libraries sum in blocks, so n is at
-  most ``BLOCK``. ``spread`` takes four times that.
+  most ``BLOCK``. ``spread`` takes four times that, for batches of any size.
 * the norm used is ``max(sqrt(found + slack), sqrt(spread) / TOLERATED)``. It is never below the
   true norm by more than the fraction ``TOLERATED``. Where a gradient is mostly rounding error, the
   norm is so large that the error, scaled, stays below ``TOLERATED`` of the bound C.
 
 So a sample contributes at most ``C (1 + TOLERATED)`` to the computed sum, rounding included. For
 inputs that do not cancel, this changes a norm by at most about 1e-3 in float32. Per-sample
-gradients that are kept (``norms.plan``) need none of it: they are what is summed.
+gradients that are kept (``norms.plan``) need no correction, because they themselves are summed.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -98,12 +98,13 @@ def cross_slack(found_B: Tensor, size_B: Tensor, terms: int) -> Tensor:
     return 16 * eps * found_B + (2 * found_B.sqrt() + wrong_B) * wrong_B
 
 
-def spread(size_B: Tensor, terms: int, *, is_rounded: bool = False) -> Tensor:
-    """Bound the square of the rounding error of a sum of products; (B,).
+def bound_spread(size_B: Tensor, *, is_rounded: bool = False) -> Tensor:
+    """Bound the square of the rounding error of a sum of products over any number of samples; (B,).
 
-    ``terms`` is how many products it sums for one element; ``is_rounded`` says whether its operands
-    are rounded to 16 bits, or to TF32.
+    It does not depend on how many samples the batch has: their norms would, and one sample more
+    would move what the others contribute. ``is_rounded`` says whether the operands are rounded to
+    16 bits, or to TF32.
     """
-    unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(min(terms, BLOCK))
+    unit = 2 * torch.finfo(size_B.dtype).eps * math.sqrt(BLOCK)
     unit = max(unit, OF_FACTORS if is_rounded else 0.0)
     return size_B * (unit * unit)

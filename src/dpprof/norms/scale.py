@@ -9,7 +9,7 @@ Shape legend: B samples, T tokens, d width.
 from torch import Tensor
 
 from dpprof.norms import placement, triton_ops
-from dpprof.norms.tiles import PARTS, accumulator_of
+from dpprof.norms.tiles import TOKEN_PARTS, accumulator_of
 
 
 def scale_gradients(
@@ -27,7 +27,7 @@ def scale_gradients(
         mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
         made_Bd: Tensor = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2))
         return made_Bd
-    parts_of_T = 1 if placement.is_cuda(x_BTd) else PARTS
+    parts_of_T = 1 if placement.is_cuda(x_BTd) else TOKEN_PARTS
     accumulator = accumulator_of(x_BTd.dtype)
     means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)
     parts = zip(x_BTd.chunk(parts_of_T, dim=1), rstd_BT1.chunk(parts_of_T, dim=1), strict=True)

@@ -9,15 +9,15 @@ from dpprof.norms import placement
 from dpprof.records.births import allocates_for_its_caller
 
 WORKSPACE_BYTES = 8 * 2**20
-"""The most memory that the norm of a matrix may take beside its arguments and result, for any T, d
-and p. A tile of one sample is smaller; as many samples are processed at a time as fit. For more
-than ``BATCHES`` times as many samples it grows with their number."""
+"""The most memory that the norm of a matrix may take in addition to its arguments and result, for
+any T, d and p. A tile of one sample is smaller; as many samples are processed at a time as fit. For
+more than ``BATCHES`` times as many samples it grows with their number."""
 
 BATCHES = 16
 """The most parts into which samples, or columns of a lookup table, are split: each part is a kernel
 launch for every tile."""
 
-PARTS = 4
+TOKEN_PARTS = 4
 """Parts into which the tokens of a normalisation are split; one needs one or two parts of its
 input as workspace."""
 

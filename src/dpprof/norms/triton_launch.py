@@ -28,7 +28,7 @@ _AXES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def launch_gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """Compute the squared norms of per-sample weight gradients from Gram matrices.
 
     Terms of both signs may cancel, so the rounding error is relative to (sum_t |x_t| |g_t|)^2, and
@@ -52,10 +52,10 @@ def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2, sums=3)
 
 
-def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def launch_product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     """Compute the squared norms of per-sample weight gradients from their tiles.
 
-    Arguments and errors: ``gram_squares``.
+    Arguments and errors: ``launch_gram_squares``.
 
     Returns:
         (B,) in float32, inf at overflow.
@@ -107,7 +107,7 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int
     return partials_NBS.sum(dim=2)
 
 
-def scale_gradients(
+def launch_scale_gradients(
     x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> Tensor:
     """Sum ``g * (x - mean) * rstd`` over tokens, as in ``norms.scale``; (B, d) in float32.
@@ -138,9 +138,7 @@ def scale_gradients(
     return partials_BSd.sum(dim=1)
 
 
-def tell_tiles(kernel: str) -> dict[str, int]:
+def read_config(kernel: str) -> dict[str, int]:
     """Return the configuration of a kernel's last run, under Triton's names."""
-    config = {"gram_squares": sum_gram_squares, "product_squares": sum_product_squares}[
-        kernel
-    ].best_config
+    config = (sum_gram_squares if kernel == "gram_squares" else sum_product_squares).best_config
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}

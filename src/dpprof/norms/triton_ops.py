@@ -42,12 +42,12 @@ def why_no_kernels() -> str | None:
     except ModuleNotFoundError:
         return "Triton is not installed"
     except Exception as error:  # noqa: BLE001 (of compilers, linkers, loaders and drivers)
-        told = next(iter(str(error).splitlines()), "")
-        return f"Triton's driver cannot be used: {type(error).__name__}: {told}"
+        first_line = next(iter(str(error).splitlines()), "")
+        return f"Triton's driver cannot be used: {type(error).__name__}: {first_line}"
     return None
 
 
-def tell_reasons() -> dict[str, str]:
+def explain_missing_tiles() -> dict[str, str]:
     """Say why norms on CUDA used PyTorch's operators in place of kernels, if they did."""
     has_asked = why_no_kernels.cache_info().currsize
     reason = why_no_kernels() if has_asked else None
@@ -56,7 +56,7 @@ def tell_reasons() -> dict[str, str]:
     return {} if reason is None else {"norm_plan.tiles": reason}
 
 
-def tell_tiles(way: Way, T: int, d: int, p: int) -> dict[str, int] | None:
+def chosen_tiles(way: Way, T: int, d: int, p: int) -> dict[str, int] | None:
     """Return the configuration that tuning chose for a kernel; None if it has not run."""
     return _tiles.get((KERNELS.get(way, way), T, d, p))
 
@@ -104,9 +104,9 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    squares: Tensor = getattr(triton_launch, kernel)(x_BTd, g_BTp)
+    squares: Tensor = getattr(triton_launch, f"launch_{kernel}")(x_BTd, g_BTp)
     if len(x_BTd):
-        _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = triton_launch.tell_tiles(kernel)
+        _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = triton_launch.read_config(kernel)
     return squares
 
 
@@ -117,7 +117,7 @@ def scale_gradients(
     """Compute the per-sample gradients of a scale in one pass over both tensors; (B, d)."""
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    return triton_launch.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
+    return triton_launch.launch_scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
 
 
 SCALE = torch.ops.dpprof.scale_gradients

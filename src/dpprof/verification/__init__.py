@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from dpprof.system.lazy_imports import import_at_first_use
 
 if TYPE_CHECKING:
-    from dpprof.verification.training_check import Checked as Checked
-    from dpprof.verification.training_check import check as check
-    from dpprof.verification.training_loop import Mechanism as Mechanism
-    from dpprof.verification.training_loop import WrongTrainingError as WrongTrainingError
+    from dpprof.verification.training.check import Checked as Checked
+    from dpprof.verification.training.check import check as check
+    from dpprof.verification.training.loop import Mechanism as Mechanism
+    from dpprof.verification.training.loop import WrongTrainingError as WrongTrainingError
 
 _MODULES = {
-    "Checked": "dpprof.verification.training_check",
-    "Mechanism": "dpprof.verification.training_loop",
-    "WrongTrainingError": "dpprof.verification.training_loop",
-    "check": "dpprof.verification.training_check",
+    "Checked": "dpprof.verification.training.check",
+    "Mechanism": "dpprof.verification.training.loop",
+    "WrongTrainingError": "dpprof.verification.training.loop",
+    "check": "dpprof.verification.training.check",
 }
 __all__ = list(_MODULES)
 __getattr__ = import_at_first_use(__name__, _MODULES)

@@ -1,12 +1,12 @@
-"""Lifts what a Hugging Face model computes in float32, whatever its dtype, to float64.
+"""Computes in float64 the parts of a Hugging Face model that are float32 in any dtype.
 
 Such models compute norms, softmax and rotary angles in float32 even if their weights are float64.
 There, two right ways to the same gradient differ by 1e-7, and an error of this size in a method
-could not be told from rounding. Lifted, they agree to 1e-9.
+could not be distinguished from rounding. In float64 they agree to 1e-9.
 
 This proves that a method differentiates the model's formulas. It does not prove anything about
 float32 rounding, with which the model really trains. Only calls from ``transformers`` and ``peft``
-are lifted: what a method computes in float32 itself still counts against it.
+are lifted. A method that itself computes in float32 still fails.
 """
 
 import sys
@@ -25,7 +25,7 @@ _LIBRARIES = ("transformers", "peft")
 
 @contextmanager
 def lift_float32() -> Iterator[None]:
-    """Compute in float64 what the libraries' models compute in float32.
+    """Compute in float64 where the libraries' models compute in float32.
 
     The context must cover the backward pass too, in which blocks are computed again. Tensors that
     are created without a dtype are float64 too.

@@ -18,8 +18,16 @@ from dpprof.methods.training_step import Batch, TrainingStep
 from dpprof.records.verdict import TOLERANCE, Scenario
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
-from dpprof.verification.mechanism import complain_of_mechanism
-from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look
+from dpprof.verification.steps import (
+    STEPS,
+    StepResult,
+    WrongError,
+    begin_steps,
+    complain_of_mechanism,
+    compute,
+    finish,
+    look,
+)
 from dpprof.verification.subjects import Subject, choose_frozen, choose_layer
 
 
@@ -30,7 +38,7 @@ class RefusedError(Exception):
 def freeze_later(method: type[TrainingStep], subject: Subject) -> None:
     """Freeze parameters after set-up: they must not change, and the others' gradient is right."""
     with _may_refuse():
-        step = begin(method, subject.experiment, subject.model, lr=1.0)
+        step = begin_steps(method, subject.experiment, subject.model, lr=1.0)
     parameters = [one for one in step.module.parameters() if one.requires_grad]
     frozen = choose_frozen(step.module)
     for parameter in frozen:
@@ -51,7 +59,7 @@ def thaw_later(method: type[TrainingStep], subject: Subject) -> None:
     model = copy.deepcopy(subject.model)
     choose_layer(model).requires_grad_(False)
     with _may_refuse():
-        step = begin(method, subject.experiment, model, thaw_as=subject.model)
+        step = begin_steps(method, subject.experiment, model, thaw_as=subject.model)
         compute(step, subject.batch)
     _compare(method, look(step), subject.samples)
 
@@ -75,7 +83,7 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
     with _may_refuse():
-        step = begin(method, subject.experiment, model)
+        step = begin_steps(method, subject.experiment, model)
     expected = [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
     for _ in range(STEPS):
         with _may_refuse():
@@ -92,7 +100,7 @@ def empty(method: type[TrainingStep], subject: Subject) -> None:
     """Use a batch without samples: the gradient before noise must be zero."""
     batch = subject.batch.map(lambda ids: ids[:0])
     with _may_refuse():
-        step = begin(method, subject.experiment, subject.model)
+        step = begin_steps(method, subject.experiment, subject.model)
         compute(step, batch)
     if not look(step).gradient.eq(0).all():
         raise WrongError("the gradient is not zero")
@@ -103,7 +111,7 @@ def accumulate(method: type[TrainingStep], subject: Subject) -> None:
     experiment, model, batch, samples = subject
     second = make_batch(model, Cpu(), experiment)
     with _may_refuse():
-        step = begin(method, experiment, model)
+        step = begin_steps(method, experiment, model)
         compute(step, batch)
     first = reference.clip_and_average(samples, look(step).groups)
     with _may_refuse():
@@ -132,7 +140,7 @@ def _may_refuse() -> Iterator[None]:
         raise RefusedError(f"{type(error).__name__}: {error}") from error
 
 
-def _compare(method: type[TrainingStep], taken: Taken, samples: Sequence[Tensor]) -> None:
+def _compare(method: type[TrainingStep], taken: StepResult, samples: Sequence[Tensor]) -> None:
     """Raise ``WrongError`` unless a step has the gradient and the mechanism that it should have."""
     if not taken.gradient.isfinite().all():
         raise WrongError("the gradient is not finite")

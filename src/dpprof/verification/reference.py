@@ -12,10 +12,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-NAME = "torch.func"
+REFERENCE_NAME = "torch.func"
 
 
-class Group(NamedTuple):
+class PlacedGroup(NamedTuple):
     """Parameters that are clipped together, by position, and the bound of their norm."""
 
     positions: Sequence[int]
@@ -48,13 +48,13 @@ def sample_gradients(model: nn.Module, inputs: Sequence[Tensor], labels_BT: Tens
     return [samples[name].flatten(1) for name in trainable]
 
 
-def group_norms(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
+def group_norms(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Tensor:
     """Return the norms of the samples' gradients over each group; (B, G)."""
     norms = [torch.cat([samples[at] for at in group.positions], 1).norm(dim=1) for group in groups]
     return torch.stack(norms, dim=1)
 
 
-def clip_and_average(samples: Sequence[Tensor], groups: Sequence[Group]) -> Tensor:
+def clip_and_average(samples: Sequence[Tensor], groups: Sequence[PlacedGroup]) -> Tensor:
     """Scale every sample's gradient to its bounds, sum, and divide by B.
 
     The factor is ``min(1, C / (norm + epsilon))``. Without groups nothing is clipped.

@@ -1,6 +1,7 @@
-"""Runs steps of a method on a copy of a model, and reads their results."""
+"""Runs steps of a method on a copy of a model, and compares their results with its declarations."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from dpprof.methods.training_step import Batch, TrainingStep
+from dpprof.records.verdict import TOLERANCE
 from dpprof.spec.experiment import Experiment
-from dpprof.verification.reference import Group
+from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
+from dpprof.verification.reference import PlacedGroup
 
 STEPS = 2
 """More than one, because a step must not affect the next."""
@@ -20,10 +23,10 @@ class WrongError(Exception):
     """A method did something wrong; the message says what."""
 
 
-class Taken(NamedTuple):
+class StepResult(NamedTuple):
     """The results of one step."""
 
-    groups: list[Group]
+    groups: list[PlacedGroup]
     gradient: Tensor
     """The concatenated gradients of all trainable parameters."""
 
@@ -31,7 +34,7 @@ class Taken(NamedTuple):
     noise_bound: float
 
 
-def begin(
+def begin_steps(
     method: type[TrainingStep],
     experiment: Experiment,
     model: nn.Module,
@@ -57,7 +60,7 @@ def compute(step: TrainingStep, batch: Batch) -> None:
     step.compute_gradient(batch, lambda _: None)
 
 
-def look(step: TrainingStep) -> Taken:
+def look(step: TrainingStep) -> StepResult:
     """Return the results of a step.
 
     Raises:
@@ -69,7 +72,7 @@ def look(step: TrainingStep) -> Taken:
     if missing:
         raise WrongError(f"{missing} of {len(trainable)} parameters have no gradient")
     gradient = torch.cat([p.grad.flatten() for p in trainable if p.grad is not None])
-    return Taken(groups, gradient.clone(), step.sample_norms(), step.noise_bound())
+    return StepResult(groups, gradient.clone(), step.sample_norms(), step.noise_bound())
 
 
 def finish(step: TrainingStep) -> None:
@@ -78,14 +81,14 @@ def finish(step: TrainingStep) -> None:
     step.optimizer.zero_grad()
 
 
-def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[Group]:
+def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[PlacedGroup]:
     position = {id(parameter): at for at, parameter in enumerate(trainable)}
-    told = step.clip_groups()
-    if any(id(parameter) not in position for group in told for parameter in group.parameters):
+    given = step.clip_groups()
+    if any(id(parameter) not in position for group in given for parameter in group.parameters):
         raise WrongError("its groups clip parameters that are not trained")
     groups = [
-        Group([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
-        for group in told
+        PlacedGroup([position[id(p)] for p in group.parameters], float(group.bound), group.epsilon)
+        for group in given
     ]
     placed = sorted(at for group in groups for at in group.positions)
     if groups and placed != list(range(len(trainable))):
@@ -93,3 +96,31 @@ def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list
     if any(group.epsilon < 0 for group in groups):
         raise WrongError("its groups have a negative epsilon")
     return groups
+
+
+def find_sensitivity(groups: Sequence[PlacedGroup], noise_bound: float) -> float | None:
+    """Return how far one sample can move the sum, divided by the bound that scales the noise."""
+    return math.hypot(*(group.bound for group in groups)) / noise_bound if groups else None
+
+
+def complain_of_mechanism(
+    method: type[TrainingStep], groups: Sequence[PlacedGroup], noise_bound: float
+) -> str | None:
+    """Return how a step's groups contradict the method's declarations; None if they do not."""
+    name, declared = method.mechanism, method.sensitivity
+    found = find_sensitivity(groups, noise_bound)
+    if found is None:
+        return None if name == NO_CLIPPING else f"it declares {name}, and clips nothing"
+    if name == NO_CLIPPING:
+        return "it clips, and declares no mechanism"
+    if name == FLAT and len(groups) > 1:
+        return f"it declares {FLAT}, and clips {len(groups)} groups"
+    is_stated = name != FLAT and "sensitivity" in (method.__doc__ or "").lower()
+    if declared > 1 and not is_stated:
+        return (
+            f"it declares a sensitivity of {declared:g}, which takes a mechanism of another name "
+            "and a docstring that states the sensitivity"
+        )
+    if not found <= declared * (1 + TOLERANCE):
+        return f"one sample can move the sum by {found:.2f} C, and it declares {declared:g} C"
+    return None

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
 from dpprof.methods.training_step import UNLABELLED, Batch
-from dpprof.models.build import build_model
-from dpprof.models.dtype import apply_dtype
+from dpprof.models.build import apply_dtype, build_model
+from dpprof.planning.shrinking import shrink
 from dpprof.planning.stand_ins import StandIn
 from dpprof.records.verdict import BUILT_IN, Scenario
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Dimensions, Experiment
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
@@ -41,7 +42,7 @@ class Subject(NamedTuple):
     """The reference's gradients of the samples before clipping."""
 
 
-def describe(model: str | StandIn, method: str, attention: str, batch_size: int) -> Experiment:
+def describe_case(model: str | StandIn, method: str, attention: str, batch_size: int) -> Experiment:
     """Return the experiment of a case; ``prepare`` sets its bound.
 
     Raises:
@@ -64,10 +65,28 @@ def describe(model: str | StandIn, method: str, attention: str, batch_size: int)
 def _describe_model(model: str | StandIn) -> dict[str, Any]:
     if isinstance(model, str):
         return {"model": REDUCED if model == BUILT_IN else model}
-    from dpprof.verification.sizes import complete  # noqa: PLC0415 (an extra)
-
     fields = model.model_dump(exclude_none=True, exclude={"model"})
-    return {"model": complete(model.model), **fields}
+    return {"model": _complete(model.model), **fields}
+
+
+def _complete(architecture: Architecture) -> Architecture:
+    """Return an architecture whose sizes are all small, also those that its config leaves out.
+
+    Raises:
+        UnsupportedError: It is not that of a causal language model, or transformers refuses it.
+    """
+    import transformers  # noqa: PLC0415 (an extra)
+
+    from dpprof.models.hugging_face import read_config  # noqa: PLC0415
+
+    transformers.logging.set_verbosity_error()
+    whole: dict[str, Any] = read_config(architecture).to_dict()
+    small = shrink(whole)
+    if any("experts" in name for name in whole):
+        # The other implementations of experts know no float64, or none of torch.func's transforms.
+        small["experts_implementation"] = "eager"
+    changed = {name: value for name, value in small.items() if value != whole.get(name)}
+    return Architecture(**(architecture.model_dump() | changed))
 
 
 def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
@@ -93,7 +112,7 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
         batch = ignore_labels(batch)
     samples = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
     if scenario == "other padding":
-        batch = change_padding(batch)
+        batch = replace_padding(batch)
         changed = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
         if not all(map(torch.allclose, changed, samples)):
             raise RuntimeError("the model's own gradient depends on the tokens of padding")
@@ -146,7 +165,7 @@ def ignore_labels(batch: Batch) -> Batch:
     return replace(batch, labels_BT=labels_BT)
 
 
-def change_padding(batch: Batch) -> Batch:
+def replace_padding(batch: Batch) -> Batch:
     """Return the batch with other tokens as padding.
 
     Raises:

@@ -20,10 +20,19 @@ from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.verification import reference
 from dpprof.verification.float32_islands import lift_float32
 from dpprof.verification.guarantees import GUARANTEES, RefusedError
-from dpprof.verification.mechanism import complain_of_mechanism, find_sensitivity
-from dpprof.verification.reference import Group
-from dpprof.verification.steps import STEPS, Taken, WrongError, begin, compute, finish, look
-from dpprof.verification.subjects import Subject, describe, prepare
+from dpprof.verification.reference import PlacedGroup
+from dpprof.verification.steps import (
+    STEPS,
+    StepResult,
+    WrongError,
+    begin_steps,
+    complain_of_mechanism,
+    compute,
+    find_sensitivity,
+    finish,
+    look,
+)
+from dpprof.verification.subjects import Subject, describe_case, prepare
 
 BATCH_SIZES = (1, 4)
 ATTENTIONS: tuple[str, ...] = get_args(Experiment.model_fields["attention"].annotation)
@@ -72,7 +81,7 @@ def verify_case(
     known: dict[str, Any] = {"scenario": scenario, "attention": attention}
     known["batch_size"] = batch_size
     try:
-        subject = prepare(describe(model, method, attention, batch_size), scenario)
+        subject = prepare(describe_case(model, method, attention, batch_size), scenario)
         by_loop = next(_take_steps(Microbatch, subject)).gradient
     except UnsupportedError as error:
         return _state_error(error, known)
@@ -94,7 +103,7 @@ def try_guarantee(model: str | StandIn, method: str, plain: Case, scenario: Scen
     if plain.outcome != "passed":
         outcome = "unsupported" if plain.outcome == "unsupported" else "unknown"
         return Case(**known, outcome=outcome, reason=f"not tried: {plain.reason}")
-    subject = prepare(describe(model, method, attention, batch_size))
+    subject = prepare(describe_case(model, method, attention, batch_size))
     known["max_grad_norm"] = subject.experiment.max_grad_norm
     try:
         GUARANTEES[scenario](registry.load("methods", method), subject)
@@ -123,11 +132,11 @@ def _find_mechanism(method: str) -> str | None:
 def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
     experiment, samples = subject.experiment, subject.samples
     method: type[TrainingStep] = registry.load("methods", experiment.method)
-    errors, norm_errors, names = [], [], [reference.NAME]
+    errors, norm_errors, names = [], [], [reference.REFERENCE_NAME]
     for taken in _take_steps(method, subject):
         expected = [reference.clip_and_average(samples, taken.groups)]
         if method is not Microbatch and _is_flat(taken.groups, experiment):
-            names = ["microbatch", reference.NAME]
+            names = ["microbatch", reference.REFERENCE_NAME]
             expected.append(by_loop)
         errors += [float((taken.gradient - one).norm() / one.norm()) for one in expected]
         norms = reference.group_norms(samples, taken.groups) if taken.groups else None
@@ -149,18 +158,18 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
     )
 
 
-def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[Taken]:
+def _take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[StepResult]:
     """Run steps that change no weight."""
-    step = begin(method, subject.experiment, subject.model)
+    step = begin_steps(method, subject.experiment, subject.model)
     for _ in range(STEPS):
         compute(step, subject.batch)
         yield look(step)
         finish(step)
 
 
-def _is_flat(groups: Sequence[Group], experiment: Experiment) -> bool:
+def _is_flat(groups: Sequence[PlacedGroup], experiment: Experiment) -> bool:
     """Return whether groups are those of ``microbatch``."""
-    flat = Group(groups[0].positions, experiment.max_grad_norm) if groups else None
+    flat = PlacedGroup(groups[0].positions, experiment.max_grad_norm) if groups else None
     return list(groups) == [flat]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from dpprof.methods.opacus.padded_lookups import has_trained_padding
 from dpprof.methods.opacus.path_watchers import watch_expanded_weights
 from dpprof.methods.opacus.per_sample import OpacusPerSample
-from dpprof.methods.training_step import Watch
+from dpprof.norms.code_paths import Watch
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 

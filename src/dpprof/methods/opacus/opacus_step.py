@@ -36,7 +36,7 @@ class OpacusStep(TrainingStep):
     unsupported_ranks: ClassVar[Mapping[str, str]] = {
         "fsdp": "Opacus trains under FSDP with ghost clipping alone, the method opacus-ghost"
     }
-    """Why a kind of ``parallel`` is none of ``parallel_kinds``."""
+    """Why a kind of ``parallel`` is not in ``parallel_kinds``."""
 
     optimizer: DPOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {

@@ -11,7 +11,7 @@ from typing import Any
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn
 
-TABLES = ("GRAD_SAMPLERS", "NORM_SAMPLERS")
+SAMPLER_TABLES = ("GRAD_SAMPLERS", "NORM_SAMPLERS")
 """Opacus's tables of samplers by type of layer; only ghost clipping has the second."""
 
 Sampler = Callable[[nn.Embedding, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
@@ -25,7 +25,7 @@ def has_trained_padding(model: nn.Module) -> bool:
 
 def leave_padding_out(module: AbstractGradSampleModule) -> None:
     """Replace the samplers of lookup tables, for this model alone."""
-    for table in TABLES:
+    for table in SAMPLER_TABLES:
         samplers: dict[type[nn.Module], Any] = getattr(module, table, {})
         if nn.Embedding in samplers:
             setattr(module, table, samplers | {nn.Embedding: _wrap(samplers[nn.Embedding])})

@@ -13,11 +13,11 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 
 from dpprof.methods.opacus.opacus_paths import OpacusPath
-from dpprof.methods.opacus.padded_lookups import TABLES
-from dpprof.methods.training_step import Watch
+from dpprof.methods.opacus.padded_lookups import SAMPLER_TABLES
+from dpprof.norms.code_paths import Watch
 from dpprof.system.substitutes import substitute
 
-_PATHS = dict(zip(TABLES, (OpacusPath.GRAD_SAMPLER, OpacusPath.NORM_SAMPLER), strict=True))
+_PATHS = dict(zip(SAMPLER_TABLES, (OpacusPath.GRAD_SAMPLER, OpacusPath.NORM_SAMPLER), strict=True))
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.methods.opacus.padded_lookups import leave_padding_out
 from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.opacus.refusals import tell_refusals
-from dpprof.methods.training_step import Batch, Enter, Watch, mean_loss
+from dpprof.methods.training_step import Batch, Enter, mean_loss
+from dpprof.norms.code_paths import Watch
 from dpprof.spec.experiment import Experiment
 
 

@@ -2,8 +2,9 @@
 
 A refusal is an exception with which the library itself says that it does not know a model: a
 ``NotImplementedError`` that Opacus raises, or a ``RuntimeError`` on expanded weights that their
-code raises. One more is told in our words: Opacus's hooks detach every argument of a trained layer,
-and fail on one that is no tensor. Any other exception passes: it may be a defect, here or there.
+code raises. One more gets a message of dpprof: Opacus's hooks detach every argument of a trained
+layer, and fail on one that is no tensor. Any other exception passes: it may be a defect, here or
+there.
 """
 
 from collections.abc import Iterator

@@ -18,7 +18,8 @@ from dpprof.methods.opacus.opacus_step import OpacusStep
 from dpprof.methods.opacus.padded_lookups import leave_padding_out
 from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.opacus.refusals import tell_refusals
-from dpprof.methods.training_step import Batch, Enter, Watch
+from dpprof.methods.training_step import Batch, Enter
+from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment

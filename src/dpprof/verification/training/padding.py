@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpprof.verification.training_loop import Batch
+from dpprof.verification.training.loop import TrainingBatch
 
 _UNLABELLED = -100
 
 
-class Padding(NamedTuple):
+class PaddedTokens(NamedTuple):
     """Where tokens are padding; (B, T) bool."""
 
     places: Tensor
-    is_told: bool
+    is_certain: bool
     """Whether a mask or the user said so, and not labels alone."""
 
 
-def find_padding(batch: Batch, given: Tensor | None) -> Padding | str:
+def find_padding(batch: TrainingBatch, given: Tensor | None) -> PaddedTokens | str:
     """Return where tokens are padding, or why that is unknown.
 
     A mask is a tensor of 0 and 1 whose zeros are at one end of every sample. Without a mask,
@@ -37,11 +37,19 @@ def find_padding(batch: Batch, given: Tensor | None) -> Padding | str:
                 f"padding must be bool and as large as the tokens, and is {given.dtype} of "
                 f"{tuple(given.shape)}"
             )
-        return Padding(given, is_told=True) if given.any() else "no token of the batch is padding"
+        return (
+            PaddedTokens(given, is_certain=True)
+            if given.any()
+            else "no token of the batch is padding"
+        )
     masks = [part for part in batch.parts if _is_mask(part)]
     if masks:
         padded = masks[0] == 0
-        return Padding(padded, is_told=True) if padded.any() else "the mask leaves no token out"
+        return (
+            PaddedTokens(padded, is_certain=True)
+            if padded.any()
+            else "the mask leaves no token out"
+        )
     for labels in batch.parts:
         if labels.dim() == 2 and (labels == _UNLABELLED).any():  # noqa: PLR2004 (B, T)
             for tokens in _find_tokens(batch, labels):
@@ -49,8 +57,8 @@ def find_padding(batch: Batch, given: Tensor | None) -> Padding | str:
     return "the batch has no mask and no labels of -100"
 
 
-def change_padding(batch: Batch, padding: Tensor) -> Batch | str:
-    """Return the batch with other ids in the place of padded tokens, or why that cannot be."""
+def change_padding(batch: TrainingBatch, padding: Tensor) -> TrainingBatch | str:
+    """Return the batch with other ids at padded tokens, or the reason why there is none."""
     places = _find_tokens(batch, padding)
     if not places:
         return "the batch has no ids as large as the mask"
@@ -77,7 +85,7 @@ def _is_mask(part: Tensor) -> bool:
     return bool((changes <= 1).all() and ends.all())
 
 
-def _find_tokens(batch: Batch, like: Tensor) -> list[Tensor]:
+def _find_tokens(batch: TrainingBatch, like: Tensor) -> list[Tensor]:
     """Find ids: integers of a shape, without negative ones, that are no mask."""
     return [
         part
@@ -89,7 +97,7 @@ def _find_tokens(batch: Batch, like: Tensor) -> list[Tensor]:
     ]
 
 
-def _find_run(tokens: Tensor, unlabelled: Tensor) -> Padding | str:
+def _find_run(tokens: Tensor, unlabelled: Tensor) -> PaddedTokens | str:
     """Find the run of one id at the end of samples, the same id for all."""
     runs = unlabelled.flip(1).long().cumprod(1).flip(1).bool()
     longest = int(runs.sum(1).argmax())
@@ -98,4 +106,4 @@ def _find_run(tokens: Tensor, unlabelled: Tensor) -> Padding | str:
     few = int(padded.sum(1).max()) < 2  # noqa: PLR2004 (one may be a token that ends a sample)
     if few:
         return "labels of -100 are not at the end of samples"
-    return Padding(padded, is_told=False)
+    return PaddedTokens(padded, is_certain=False)

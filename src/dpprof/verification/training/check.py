@@ -1,22 +1,28 @@
-"""Checks a user's own private training: is it what it says it is?
+"""Checks whether a user's own training is private in the way that its settings say.
 
 Shape legend: B samples, T tokens.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from scipy.stats import chi2
 from torch import Tensor, nn
 
-from dpprof.clipping.check import TOLERANCE, TOLERANCE_OF_16_BITS
 from dpprof.clipping.engine import Clipping
-from dpprof.verification.training_gradients import (
+from dpprof.clipping.graph import nodes_behind
+from dpprof.verification.training.gradients import (
     Sample,
     clip,
+    compare_each,
+    compare_norms,
+    compare_unclipped,
+    compare_whole,
     diagnose,
     find_difference,
     find_shared_layer,
@@ -25,21 +31,36 @@ from dpprof.verification.training_gradients import (
     take_alone,
     take_together,
 )
-from dpprof.verification.training_loop import (
-    Batch,
+from dpprof.verification.training.loop import (
+    Gradients,
     Loop,
     Mechanism,
     PrivateOptimizer,
-    Taken,
-    Watch,
+    StepEffects,
+    StepWatcher,
+    TrainingBatch,
     WrongTrainingError,
+    completed,
+    ordinary_step,
     read_batch,
     refuse_settings,
+    refuse_unknown,
 )
-from dpprof.verification.training_losses import compare_each, compare_unclipped, compare_whole
-from dpprof.verification.training_noise import compare_noise
-from dpprof.verification.training_padding import change_padding, find_padding
-from dpprof.verification.training_private import completed, ordinary_step, refuse_unknown
+from dpprof.verification.training.padding import change_padding, find_padding
+
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""The largest error that rounding may cause, by dtype."""
+
+_LIMIT_OF_16_BITS = 0.05
+
+_FALSE_ALARM = 1e-12
+"""The probability that right noise is called wrong, for each parameter."""
+
+_MIXES = "samples are mixed or permuted before this layer, or its input has another axis first"
+
+_DRAWN_AGAIN = (
+    "backward draws other numbers than forward did (checkpoint with preserve_rng_state=True)"
+)
 
 
 class Checked(NamedTuple):
@@ -85,8 +106,8 @@ def check(
             (B,); the mean of them; or, in ghost clipping, the loss of Opacus's criterion.
         batch: Tensors, samples first; at least two samples. A dictionary is given by name.
         private: dpprof's ``NoisyOptimizer``, Opacus's optimizer, a ``Clipping`` without either,
-            whose optimizer and noise then stay unchecked, or a ``Mechanism`` that says what a loop
-            by hand is meant to do.
+            whose optimizer and noise then stay unchecked, or a ``Mechanism`` that describes a loop
+            by hand.
         step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
             scheduler. By default the step of a loop with ``loss`` and ``private``.
         padding: (B, T) bool, True at tokens that must not matter. By default read from a mask
@@ -97,8 +118,8 @@ def check(
     Raises:
         WrongTrainingError: Something is wrong. The message names the first such thing.
         ValueError: There are fewer than two samples, the loss or the step is random with dropout
-            off, or an argument is not what it should be.
-        TypeError: ``private`` is none of these.
+            off, or an argument is invalid.
+        TypeError: ``private`` is of another type.
 
     Guarantee: on this batch the gradient before noise is within the tolerance that of the
     definition, and right noise is called wrong with a probability below 1e-11 a parameter. Limits:
@@ -122,6 +143,9 @@ def check(
         >>> found.samples, found.parameters, found.unchecked
         (4, 2, {'padding': 'the batch has no mask and no labels of -100'})
     """
+    clipping = getattr(private, "clipping", private)
+    if isinstance(clipping, Clipping) and clipping.ranks.is_sharded:
+        raise ValueError("check needs whole parameters: check the model before fully_shard")
     if isinstance(private, Clipping):
         if step is not None:
             raise ValueError("step makes the steps of an optimizer; give that as private")
@@ -136,13 +160,13 @@ def check(
 
 
 class _Check:
-    """One check, and what it has found so far."""
+    """One check and its results so far."""
 
     def __init__(
         self,
         loop: Loop,
         loss: Callable[..., Any],
-        batch: Batch,
+        batch: TrainingBatch,
         tolerance: float | None,
         *,
         by_hand: bool,
@@ -154,6 +178,8 @@ class _Check:
         self.by_hand = by_hand
         self.limit = 0.0
         self.worst = 0.0
+        self.is_random = False
+        self.hides_layers = False
         self.checked: list[str] = []
         self.unchecked: dict[str, str] = {}
 
@@ -161,7 +187,15 @@ class _Check:
         loop = self.loop
         refuse_settings(loop)
         self.checked.append("every trained parameter is in the optimizer")
-        with loop.quiet():
+        with loop.quiet(), ExitStack() as stack:
+            if self._is_random() and loop.clipping is not None and not self.by_hand:
+                stack.enter_context(loop.evaluation())
+                self.is_random = True
+            if self._is_random():
+                raise ValueError(
+                    "loss is random with dropout off: it gives the same batch another loss each "
+                    "time"
+                )
             self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
             taken = self._compare_gradients(samples)
             self._compare_with_dropout()
@@ -173,19 +207,24 @@ class _Check:
             len(samples), len(loop.trained), self.worst, tuple(self.checked), self.unchecked
         )
 
+    def _is_random(self) -> bool:
+        """Tell whether the loss is drawn anew each time."""
+        with self.loop.plain() as model, torch.no_grad():
+            values = (self.batch.call(self.loss, model) for _ in range(2))
+            first, second = (read_losses(one, self.batch.samples).nan_to_num() for one in values)
+        return not torch.equal(first, second)
+
     def _compare_losses(self, samples: Sequence[Sample]) -> None:
         """Compare the batch's losses with those of its samples alone."""
         count = len(samples)
-        watch = Watch(silent=False)
+        watch = StepWatcher(silent=False)
         with self.loop.plain() as model, watch:
-            value, again = (self.batch.call(self.loss, model) for _ in range(2))
-            losses, again = (read_losses(one, count) for one in (value, again))
+            value = self.batch.call(self.loss, model)
+            losses = read_losses(value, count)
+            names = [type(node).__name__ for node in nodes_behind(losses)]
+            self.hides_layers = "CheckpointFunctionBackward" in names
             found = self.loop.differentiate(losses)
-        losses, again = losses.detach(), again.detach()
-        if not torch.equal(losses.nan_to_num(), again.nan_to_num()):
-            raise ValueError(
-                "loss is random with dropout off: it gives the same batch another loss each time"
-            )
+        losses = losses.detach()
         self._refuse_other_loss(value)
         self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
         alone = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
@@ -216,8 +255,8 @@ class _Check:
         if self.tolerance is not None:
             return self.tolerance
         dtypes = [losses.dtype, *(p.dtype for p in self.loop.trained)]
-        limit = max(TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS) for dtype in dtypes)
-        return TOLERANCE_OF_16_BITS if in_16_bits else limit
+        limit = max(_LIMITS.get(dtype, _LIMIT_OF_16_BITS) for dtype in dtypes)
+        return _LIMIT_OF_16_BITS if in_16_bits else limit
 
     def _shared(self) -> str | None:
         """Tell which layer has no gradient of each sample; single samples by hand need none."""
@@ -225,7 +264,7 @@ class _Check:
             return None
         return find_shared_layer(self.loop, self.loss, self.batch)
 
-    def _take(self, batch: Batch, *, silent: bool = True, times: int = 1) -> Taken:
+    def _take(self, batch: TrainingBatch, *, silent: bool = True, times: int = 1) -> StepEffects:
         try:
             taken = self.loop.take(batch, silent=silent, times=times)
         except WrongTrainingError:
@@ -237,12 +276,12 @@ class _Check:
             raise WrongTrainingError("the step did not step the optimizer")
         return taken
 
-    def _compare_gradients(self, samples: Sequence[Sample]) -> Taken:
+    def _compare_gradients(self, samples: Sequence[Sample]) -> StepEffects:
         """Compare at the loop's own bound, and where some samples are clipped and some not."""
         loop = self.loop
         taken = self._take(self.batch)
         if taken.in_16_bits and self.tolerance is None:
-            self.limit = TOLERANCE_OF_16_BITS  # the loop may compute otherwise than loss
+            self.limit = _LIMIT_OF_16_BITS  # the loop may compute otherwise than loss
         self._compare(samples, taken)
         norms = [sample.norm(loop.trained) for sample in samples]
         bound = math.hypot(*(one for _, one in loop.groups))
@@ -262,15 +301,18 @@ class _Check:
         self.checked.append("the gradient is that of single samples, clipped")
         return taken
 
-    def _compare(self, samples: Sequence[Sample], taken: Taken) -> None:
+    def _compare(self, samples: Sequence[Sample], taken: StepEffects) -> None:
         loop = self.loop
         expected = clip(samples, loop.groups, loop.divisor)
-        if not norm_of(expected):
-            raise WrongTrainingError(
-                "the gradient of every sample is zero, so nothing is learned; a frozen model under "
-                "reentrant checkpointing needs enable_input_require_grads()"
-            )
         first, worst = find_difference(taken.given, expected, self.limit)
+        if self.hides_layers and first is not None:
+            raise ValueError(
+                "reentrant checkpointing hides layers from the check; check with "
+                "use_reentrant=False"
+            )
+        self._compare_norms(samples, taken, _MIXES)
+        if not norm_of(expected):
+            raise WrongTrainingError("the gradient of every sample is zero, so nothing is learned")
         if first is None:
             self.worst = max(self.worst, worst)
             return
@@ -294,33 +336,38 @@ class _Check:
             f"the gradient's norm {float(expected[first].norm()):.2g}"
         )
 
+    def _compare_norms(self, samples: Sequence[Sample], taken: StepEffects, reason: str) -> None:
+        """Compare the norms that a clipping found, unless a step by hand splits the batch."""
+        if self.loop.clipping is not None and not self.by_hand:
+            compare_norms(self.loop, samples, taken.squares, self.limit, reason)
+
     def _compare_with_dropout(self) -> None:
         """Compare once more as training runs, with the same random numbers on both sides."""
         loop = self.loop
-        if not loop.dropout:
+        if not loop.dropout and not self.is_random:
             return
         if self.by_hand:
             self.unchecked["dropout"] = "a step by hand may draw its numbers in another order"
             return
-        with loop.dropout_as_it_is():
+        with loop.dropout_on():
             samples = take_together(loop, self.loss, self.batch)
         if samples is None:
             self.unchecked["dropout"] = "loss does not return one loss for each sample"
             return
-        with loop.dropout_as_it_is():
+        with loop.dropout_on():
             taken = self._take(self.batch)
+        self._compare_norms(samples, taken, _DRAWN_AGAIN)
         expected = clip(samples, loop.groups, loop.divisor)
         first, worst = find_difference(taken.given, expected, self.limit)
         if first is not None:
             raise WrongTrainingError(
                 f"{loop.names[first]}: with dropout on, the gradient is not that of single "
-                "samples: backward draws other numbers than forward did (checkpoint with "
-                "preserve_rng_state=True)"
+                f"samples: {_DRAWN_AGAIN}"
             )
         self.worst = max(self.worst, worst)
         self.checked.append("so it is with dropout on")
 
-    def _find_untrained(self, samples: Sequence[Sample], taken: Taken) -> None:
+    def _find_untrained(self, samples: Sequence[Sample], taken: StepEffects) -> None:
         """Find parameters that do not move and should, and those that move and should not."""
         loop = self.loop
         for parameter, name in loop.names.items():
@@ -348,15 +395,15 @@ class _Check:
                 + (f" and {len(still) - 1} more" if len(still) > 1 else "")
             )
 
-    def _try_noise(self, silent: Taken) -> None:
+    def _try_noise(self, silent: StepEffects) -> None:
         if self.loop.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
         first, second = (self._take(self.batch, silent=False).given for _ in range(2))
-        drawn = compare_noise(self.loop, silent.given, first, second)
+        drawn = _compare_noise(self.loop, silent.given, first, second)
         self.checked.append(f"noise of the right scale, by {drawn} elements")
 
-    def _compare_padding(self, silent: Taken, padding: Tensor | None) -> None:
+    def _compare_padding(self, silent: StepEffects, padding: Tensor | None) -> None:
         """Change padded tokens, and compare the gradients."""
         found = find_padding(self.batch, padding)
         if isinstance(found, str):
@@ -368,7 +415,7 @@ class _Check:
             return
         other = self._take(changed)
         first, _ = find_difference(other.given, silent.given, self.limit)
-        if first is not None and not found.is_told:
+        if first is not None and not found.is_certain:
             self.unchecked["padding"] = (
                 "gradients depend on ids at the end of samples whose labels are -100; if these are "
                 "padding, that is wrong: give their places as padding"
@@ -399,3 +446,38 @@ class _Check:
                     f"{self.loop.names[parameter]}: a batch without samples has a gradient"
                 )
         self.checked.append("an empty batch contributes nothing")
+
+
+def _compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradients) -> int:
+    """Compare the variance of each parameter's noise with its scale, by a chi-squared test.
+
+    Args:
+        loop: The loop, with noise.
+        silent: The gradients that its optimizer is given without noise.
+        first: The same with noise.
+        second: The same once more.
+
+    Returns:
+        How many elements of noise were seen.
+    """
+    drawn = 0
+    for parameter in loop.trained:
+        name, zero = loop.names[parameter], torch.zeros_like(parameter)
+        base = silent.get(parameter, zero)
+        noise = (first.get(parameter, zero) - base).double()
+        if not noise.any():
+            raise WrongTrainingError(f"{name} gets no noise")
+        if torch.equal(first.get(parameter, zero), second.get(parameter, zero)):
+            raise WrongTrainingError(f"{name} gets the same noise in every step")
+        count = noise.numel()
+        low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
+        rounding = 2 * torch.finfo(parameter.dtype).eps * (float(base.abs().max()) + loop.noise)
+        found = math.sqrt(float(noise.square().mean()))
+        least, most = (math.sqrt(one) * loop.noise for one in (low, high))
+        if not least - rounding <= found <= most + rounding:
+            raise WrongTrainingError(
+                f"{name}: the noise has a standard deviation of {found:.4g}, and noise multiplier "
+                f"times bound over the expected batch size is {loop.noise:.4g}"
+            )
+        drawn += count
+    return drawn

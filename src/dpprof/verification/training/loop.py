@@ -1,4 +1,4 @@
-"""Runs steps of a user's own loop, reads what its optimizer is given, and undoes them.
+"""Runs steps of a user's own loop, reads the gradients that its optimizer gets, and undoes them.
 
 Shape legend: B samples.
 """
@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from opacus.grad_sample import AbstractGradSampleHooks, AbstractGradSampleModule
-from opacus.optimizers import DPOptimizer
+from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpprof.clipping.engine import Clipping
 from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.clipping.released_state import is_same
 from dpprof.system.substitutes import substitute
 
 Gradients = dict[nn.Parameter, Tensor]
@@ -24,26 +26,31 @@ PrivateOptimizer: TypeAlias = DPOptimizer | NoisyOptimizer
 
 
 class WrongTrainingError(RuntimeError):
-    """A training loop is not what it should be; the message names the first thing that is wrong."""
+    """A training loop is wrong; the message names the first thing that is."""
 
 
 class Mechanism(NamedTuple):
-    """What a loop that is written by hand says of itself, where no private optimizer says it."""
+    """The settings of a loop that is written by hand, without a private optimizer."""
 
     optimizer: Optimizer
     max_grad_norm: float
     noise_multiplier: float
     expected_batch_size: float
-    """By what the noisy sum is divided; 1 if by nothing."""
+    """The divisor of the noisy sum; 1 for none."""
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Tensors, samples first, and their names where a dictionary named them."""
 
     names: tuple[str, ...] | None
     parts: tuple[Tensor, ...]
 
-    def pick(self, samples: slice) -> "Batch":
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return len(self.parts[0])
+
+    def pick(self, samples: slice) -> "TrainingBatch":
         """Return some of the samples."""
         return self._replace(parts=tuple(part[samples] for part in self.parts))
 
@@ -54,7 +61,7 @@ class Batch(NamedTuple):
         return function(*first, **dict(zip(self.names, self.parts, strict=True)))
 
 
-def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> Batch:
+def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
     """Return a batch of at least two samples.
 
     Raises:
@@ -74,20 +81,22 @@ def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> Batch:
         raise ValueError(
             f"batch must be tensors of at least two samples, samples first, and is {shapes}"
         )
-    return Batch(names, parts)
+    return TrainingBatch(names, parts)
 
 
-class Taken(NamedTuple):
-    """What one step did."""
+class StepEffects(NamedTuple):
+    """The effects of one step."""
 
     given: Gradients
     """The gradients that the innermost optimizer was given."""
 
     moved: set[nn.Parameter]
     in_16_bits: bool
+    squares: Gradients
+    """The squared norms of each sample by parameter, (B,), if a ``Clipping`` found them."""
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether anything computes in 16 bits; ``silent`` makes Gaussian draws their means."""
 
     in_16_bits = False
@@ -113,7 +122,7 @@ class Loop:
 
     Args:
         model: The model, wrapped or not.
-        private: Opacus's optimizer, dpprof's, or what a loop by hand says of itself.
+        private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
         step: One whole step on a batch.
     """
 
@@ -138,6 +147,8 @@ class Loop:
         }
         """Modules of dropout, and their rates."""
 
+        self.training = {module: module.training for module in self.model.modules()}
+
         self.clipping = private.clipping if isinstance(private, NoisyOptimizer) else None
         optimizer: Any = private.optimizer if isinstance(private, Mechanism) else private
         while isinstance(optimizer, PrivateOptimizer):
@@ -156,7 +167,7 @@ class Loop:
 
     @property
     def divisor(self) -> float:
-        """By what the sum of clipped gradients is divided."""
+        """The divisor of the sum of clipped gradients."""
         size = self.private.expected_batch_size if self.averages else 1
         assert size is not None
         return float(size)
@@ -173,7 +184,7 @@ class Loop:
 
     @property
     def noise(self) -> float:
-        """The standard deviation of the noise in what the optimizer is given."""
+        """The standard deviation of the noise in the gradients that the optimizer is given."""
         private = self.private
         return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
 
@@ -214,7 +225,7 @@ class Loop:
     def quiet(self) -> Iterator[None]:
         """Restore everything at the end; dropout is off and no accountant counts meanwhile.
 
-        ``dropout_as_it_is`` turns dropout on again.
+        ``dropout_on`` turns dropout on again.
 
         Trained parameters that are all zero, such as an adapter's second matrix, are moved
         meanwhile: others have no gradient behind them.
@@ -222,6 +233,8 @@ class Loop:
         sources = [getattr(self.private, "generator", None)]
         sources = getattr(self.private, "generators", sources)
         with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
+            if self.clipping is not None:
+                stack.enter_context(self.clipping.first_batch_trusted())
             for source in filter(None, sources):
                 stack.callback(source.set_state, source.get_state())
             for module in self.dropout:
@@ -238,15 +251,25 @@ class Loop:
             yield
 
     @contextmanager
-    def dropout_as_it_is(self) -> Iterator[None]:
-        """Turn dropout on inside the context, with the same draws each time."""
+    def evaluation(self) -> Iterator[None]:
+        """Evaluate the model inside the context, as ``eval()`` does."""
+        with ExitStack() as stack:
+            for module in self.training:
+                stack.enter_context(substitute(module, "training", value=False))
+            yield
+
+    @contextmanager
+    def dropout_on(self) -> Iterator[None]:
+        """Train as usual inside the context, with the same random numbers each time."""
         with torch.random.fork_rng(), ExitStack() as stack:
             torch.manual_seed(0)
+            for module, is_training in self.training.items():
+                stack.enter_context(substitute(module, "training", value=is_training))
             for module, p in self.dropout.items():
                 stack.enter_context(substitute(module, "p", value=p))
             yield
 
-    def take(self, batch: Batch, *, silent: bool, times: int = 1) -> Taken | None:
+    def take(self, batch: TrainingBatch, *, silent: bool, times: int = 1) -> StepEffects | None:
         """Take a step, and undo it; None if the optimizer made none. ``silent`` draws no noise.
 
         Gradients are cleared before. ``times`` takes it from the same parameters again and again,
@@ -260,8 +283,10 @@ class Loop:
         def look(*_: Any) -> None:
             given.append({p: p.grad.clone() for p in self.names if p.grad is not None})
 
-        mode = Watch(silent=silent)
+        mode, squares = StepWatcher(silent=silent), Gradients()
         with self._restored() as before:
+            if self.clipping is not None:
+                self.clipping.squares = squares
             for parameter in self.names:
                 parameter.grad = None
             optimizer = self.optimizer if isinstance(self.private, Mechanism) else self.private
@@ -270,6 +295,7 @@ class Loop:
             try:
                 for _ in range(times):
                     given.clear()
+                    squares.clear()
                     self._write(before)
                     with mode:
                         batch.call(self.step)
@@ -281,12 +307,12 @@ class Loop:
                 f"one step on a batch steps the optimizer {len(given)} times, and an accountant "
                 "counts each"
             )
-        return Taken(given[0], moved, mode.in_16_bits) if given else None
+        return StepEffects(given[0], moved, mode.in_16_bits, squares) if given else None
 
     @torch.no_grad()
     def _write(self, values: Mapping[Tensor, Tensor]) -> None:
         for one, value in values.items():
-            if not torch.equal(one, value):  # a clipping refuses what is frozen and was written
+            if not is_same(one, value):  # a clipping refuses what is frozen and was written
                 one.copy_(value)
 
     @contextmanager
@@ -325,7 +351,7 @@ def _copy(value: Any) -> Any:
 
 
 def _find_hooks(model: nn.Module) -> list[Any]:
-    """Find what of Opacus listens to a model, whether or not it wraps it."""
+    """Find Opacus's hooks on a model, whether or not Opacus wraps it."""
     found: dict[int, Any] = {}
     for module in model.modules():
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]  # noqa: SLF001
@@ -358,3 +384,60 @@ def refuse_settings(loop: Loop) -> None:
                 f"samples are clipped to a bound of {bound:g}, and the noise is for one of "
                 f"{loop.private.max_grad_norm:g}"
             )
+
+
+@contextmanager
+def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
+    """Give a clipping an optimizer without noise, inside the context.
+
+    An optimizer of its own may be in the middle of a batch in parts: the sums of those are kept.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums = [getattr(parameter, "summed_grad", None) for parameter in trained]
+    sgd = torch.optim.SGD(trained, lr=1.0)
+    try:
+        with substitute(clipping, "continues", clipping.continues):
+            yield NoisyOptimizer(sgd, clipping, noise_multiplier=0.0, expected_batch_size=1)
+    finally:
+        for parameter, summed in zip(trained, sums, strict=True):
+            vars(parameter)["summed_grad"] = summed
+
+
+def refuse_unknown(private: Any, step: Any) -> None:
+    """Refuse an argument that does not say how a loop is private.
+
+    Raises:
+        TypeError: It is of another type, or its bound adapts.
+        ValueError: A loop by hand has no step.
+    """
+    if not isinstance(private, PrivateOptimizer | Mechanism):
+        raise TypeError(
+            "private must be an optimizer of Opacus, dpprof's NoisyOptimizer, a Clipping or a "
+            f"Mechanism, and is a {type(private).__name__}"
+        )
+    if isinstance(private, AdaClipDPOptimizer):
+        raise TypeError("private must clip to a fixed bound, and adapts it")
+    if isinstance(private, Mechanism) and step is None:
+        raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")
+
+
+def ordinary_step(
+    model: nn.Module, loss: Callable[..., Any], private: PrivateOptimizer | Mechanism
+) -> Callable[..., None]:
+    """Return the step of an ordinary loop with a loss and an optimizer, on a batch's tensors."""
+    assert isinstance(private, PrivateOptimizer)
+
+    def step(*batch: Tensor, **named: Tensor) -> None:
+        private.zero_grad()
+        value = loss(model, *batch, **named)
+        if isinstance(private, NoisyOptimizer):
+            private.clipping.backward(value)
+        elif isinstance(value, Tensor) and value.dim():
+            torch.autograd.backward(
+                value.mean() if private.loss_reduction == "mean" else value.sum()
+            )
+        else:
+            value.backward()
+        private.step()
+
+    return step

@@ -1,0 +1,1 @@
+"""Checks a user's own private training against the gradients of single samples."""
