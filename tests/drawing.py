@@ -14,9 +14,9 @@ from factory import (
     write_synthetic_ceilings,
 )
 
-from dpprof.analysis.budget import Planned
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.planner import Manifest
 from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.spec import registry

@@ -5,10 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.accounting.schedule import Schedule, describe_noise
+from dpprof.accounting.plan import AtEpsilon, NoisePlan, Schedule, describe_noise
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.code_digest import verified_as
 from dpprof.planning.planner import Manifest, PlannedRun
 from dpprof.records.ceilings import Ceilings, ceilings_path, device_name

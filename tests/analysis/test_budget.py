@@ -11,9 +11,9 @@ from factory import (
 )
 
 from dpprof.accounting.plan import AtEpsilon
-from dpprof.analysis.budget import Planned, make_budget
+from dpprof.analysis.advice.budget import Planned, make_budget
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.budget import Budget
 from dpprof.records.verdict import Standing
 

@@ -4,8 +4,8 @@ import pytest
 from factory import CPU, make_experiment, make_manifest, write_synthetic, write_synthetic_ceilings
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import read_table
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.frames import read_table
 from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.records.record import ResultError
 from dpprof.spec.validation import InputError

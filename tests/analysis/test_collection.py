@@ -7,7 +7,7 @@ from factory import make_experiment, make_manifest, write_synthetic
 from reading import trust_of
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.records.verdict import verdict_path

@@ -5,10 +5,9 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.columns import integer, number, text, write_page
-from dpprof.analysis.frames import make_frame, read_table
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.columns import TABLES, integer, number, text, write_page
+from dpprof.analysis.tables.frames import make_frame, read_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "numbers" / "tables.md"
 FITS = {

@@ -6,8 +6,7 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_manifest, make_memory, write_synthetic
 
-from dpprof.analysis.csv_text import write_frame, write_rows
-from dpprof.analysis.frames import TableFolder, read_table
+from dpprof.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
 from dpprof.cli.tables import main
 from dpprof.planning.planner import Manifest
 

@@ -7,9 +7,14 @@ from collections import Counter
 import pytest
 from factory import make_capacity, make_experiment, make_memory, write_synthetic
 
-from dpprof.analysis.difference import compare
-from dpprof.analysis.peak_holdings import ROUNDING, list_holdings, name_component, say_size
-from dpprof.analysis.waterfall import LEVELS
+from dpprof.analysis.difference.difference import explain_difference
+from dpprof.analysis.difference.waterfall import (
+    LEVELS,
+    ROUNDING,
+    format_size,
+    list_holdings,
+    name_component,
+)
 from dpprof.instruments import memory
 from dpprof.records.result import read_result, result_path
 from dpprof.report.difference_text import Detail, list_rows, render_markdown, render_text
@@ -38,7 +43,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def differences(files):
     results = {run: read_result(path) for run, path in files.items()}
-    return {(a, b): compare(results[a], results[b]) for a, b in PAIRS}
+    return {(a, b): explain_difference(results[a], results[b]) for a, b in PAIRS}
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +230,7 @@ NAMES = {
 @pytest.mark.parametrize("case", NAMES)
 def test_runs_are_named_by_what_tells_them_apart(case, tmp_path) -> None:
     a, b, of_a, of_b = NAMES[case]
-    difference = compare(written(tmp_path, **a), written(tmp_path, **b))
+    difference = explain_difference(written(tmp_path, **a), written(tmp_path, **b))
 
     assert (difference.a.name, difference.b.name) == (of_a, of_b)
 
@@ -233,7 +238,7 @@ def test_runs_are_named_by_what_tells_them_apart(case, tmp_path) -> None:
 def test_what_both_share_is_told(tmp_path) -> None:
     a, b = written(tmp_path), written(tmp_path, batch_size=3, dtype="bfloat16")
 
-    assert compare(a, b).shared == (
+    assert explain_difference(a, b).shared == (
         "method standard",
         "model V16-d8-L1-H2",
         "seq len 4",
@@ -257,7 +262,7 @@ def test_a_result_that_cannot_be_explained_says_what_to_run(tmp_path) -> None:
 
 
 def test_sizes_and_components_are_said_in_words() -> None:
-    assert [say_size(size) for size in (0, 1023, 1024, -1536, 540 * 2**20, 3 * 2**30)] == [
+    assert [format_size(size) for size in (0, 1023, 1024, -1536, 540 * 2**20, 3 * 2**30)] == [
         "0 bytes",
         "1,023 bytes",
         "1.0 KiB",

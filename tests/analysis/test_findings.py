@@ -9,8 +9,8 @@ from factory import (
 )
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.findings import _contended
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.findings import _contended
 from dpprof.records.result import Time
 
 GHOST = make_experiment(method="opacus-ghost")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from factory import CPU, make_experiment, make_memory, make_predicted_time, write_synthetic
 
-from dpprof.analysis.regressions import Options, compare_folders
-from dpprof.analysis.results_folder import read_results_folder
+from dpprof.analysis.gate.folders import read_results_folder
+from dpprof.analysis.gate.regressions import Options, compare_folders
 from dpprof.analysis.statistics import can_differ, mann_whitney
 from dpprof.records.comparison import FolderComparison
 from dpprof.records.thresholds import Thresholds

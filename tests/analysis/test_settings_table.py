@@ -6,8 +6,8 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.methods_table import tabulate_methods
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.experiments import tabulate_methods
 
 STANDARD = make_experiment(method="standard")
 GHOST = make_experiment(method="opacus-ghost")

@@ -4,8 +4,8 @@ import pytest
 from factory import CPU, make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.shared_hosts import SharedHosts, find_shared_hosts
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.conditions import SharedHosts, find_shared_hosts
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.result import Result
 
 NOON = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)

@@ -4,9 +4,9 @@ import pytest
 from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic_verdict
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import read_table
-from dpprof.analysis.standings import name_holes, name_other_mechanisms, name_unverified
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.standings import methods_by_hole, name_other_mechanisms, name_unverified
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.frames import read_table
 from dpprof.planning.artifacts import code_path
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import verdict_path
@@ -44,7 +44,10 @@ def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None
         assert found["opacus-hooks"] == "flat clipping"
     verification = tables["verification"]
     assert name_other_mechanisms(verification) == {"opacus-ghost": "adaptive flat clipping"}
-    assert name_holes(verification) == {"one: a": ["opacus-ghost"], "another: b": ["opacus-ghost"]}
+    assert methods_by_hole(verification) == {
+        "one: a": ["opacus-ghost"],
+        "another: b": ["opacus-ghost"],
+    }
 
 
 def test_a_method_that_is_not_private_is_no_other_mechanism(tmp_path) -> None:
@@ -56,7 +59,7 @@ def test_a_method_that_is_not_private_is_no_other_mechanism(tmp_path) -> None:
 
     assert table["mechanism"].tolist() == ["none"]
     assert name_other_mechanisms(table) == {}
-    assert name_holes(table) == {}
+    assert methods_by_hole(table) == {}
 
 
 def test_without_a_verdict_nothing_is_known(tmp_path) -> None:

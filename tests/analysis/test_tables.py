@@ -5,10 +5,10 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.frames import read_table
 from dpprof.planning.artifacts import code_path
 from dpprof.planning.planner import Manifest
 from dpprof.records.record import ResultError

@@ -7,11 +7,10 @@ import pandas as pd
 import pytest
 from factory import make_capacity, make_experiment, make_manifest, make_memory, write_synthetic
 
-from dpprof.analysis.axes import RUN_KEY
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import TableFolder, rows_of
-from dpprof.analysis.tables import build_tables
-from dpprof.analysis.timeline_table import TimelineFile
+from dpprof.analysis.tables.axes import RUN_KEY
+from dpprof.analysis.tables.build import TimelineFile, build_tables
+from dpprof.analysis.tables.frames import TableFolder, rows_of
 from dpprof.cli.tables import main
 from dpprof.planning.planner import Manifest
 
@@ -87,7 +86,7 @@ def test_rows_of_some_runs_are_those_of_the_whole_table(
     tmp_path, manifest, rows, monkeypatch
 ) -> None:
     main([f"--manifest={manifest}", f"--output-dir={tmp_path / 'tables'}"])
-    monkeypatch.setattr("dpprof.analysis.frames._PART", rows)
+    monkeypatch.setattr("dpprof.analysis.tables.frames._PART", rows)
     whole = TableFolder(tmp_path / "tables")["timeline"]
     runs = [tuple(key) for key in whole[RUN_KEY].drop_duplicates().to_numpy()][1:]
 

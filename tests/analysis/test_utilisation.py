@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.analysis.utilisation import find_peak, utilise
+from dpprof.analysis.tables.memory import find_peak, utilise
 from dpprof.records.step_costs import Compute
 from dpprof.spec.datasheets import H200
 from dpprof.spec.target import Target

@@ -1,6 +1,6 @@
 """What advice says to people: one table, or adapters and whole training side by side."""
 
-from dpprof.analysis.advice import Advice, Option
+from dpprof.analysis.advice.advice import Advice, Option
 from dpprof.cli.advise import tell
 
 WHERE = "64 tokens, bfloat16, on h100"

@@ -14,9 +14,9 @@ from factory import (
 )
 from scripts import ROOT, run
 
-from dpprof.accounting.schedule import Schedule, describe_noise
-from dpprof.analysis.budget import make_budget
-from dpprof.analysis.frames import read_table
+from dpprof.accounting.plan import Schedule, describe_noise
+from dpprof.analysis.advice.budget import make_budget
+from dpprof.analysis.tables.frames import read_table
 from dpprof.cli.budget import explain_choice, tell
 
 MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"

@@ -11,8 +11,8 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
 from scripts import ROOT, run
 
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.table_sums import write_sums
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.frames import write_sums
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.result import read_result
 from dpprof.spec.experiment import Experiment

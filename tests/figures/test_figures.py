@@ -11,7 +11,7 @@ from factory import (
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.panels import split
 from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
 from dpprof.records.terms import OUTCOMES, PHASES

@@ -23,7 +23,9 @@ FIELDS = {"batch_size": B, "seq_len": 4, "noise_multiplier": 0.1}
 def processes():
     """Processes for one call each, which have imported the libraries and computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opacus", "torch._dynamo", "dpprof.analysis.tables", "pytest"])
+    context.set_forkserver_preload(
+        ["opacus", "torch._dynamo", "dpprof.analysis.tables.build", "pytest"]
+    )
     with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
         yield pool
 

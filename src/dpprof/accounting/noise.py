@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 from opacus.accountants import create_accountant
 
-from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.accounting.schedule import (
+from dpprof.accounting.plan import (
+    AtEpsilon,
     NoiseOfBatch,
+    NoisePlan,
     Schedule,
     batches_around,
     choose_batch,
@@ -28,7 +29,7 @@ from dpprof.accounting.schedule import (
 from dpprof.accounting.search import MOST, BeyondReachError, find_least
 from dpprof.spec.privacy import Accountant, Privacy
 
-TOLERANCE = 0.01
+EPSILON_TOLERANCE = 0.01
 """What is spent is at most this much below the budget, as by Opacus, and at most this share."""
 
 _FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
@@ -49,14 +50,14 @@ def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: Accou
 def find_noise_multiplier(
     of: Schedule, epsilon: float, delta: float, accountant: Accountant
 ) -> float:
-    """Find a noise multiplier that spends a budget, up to ``TOLERANCE``, and no more.
+    """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more.
 
     As Opacus's ``get_noise_multiplier``, with fewer calls: each takes PRV up to seconds.
 
     Raises:
         BeyondReachError: No noise multiplier does, or the accountant fails.
     """
-    tolerance = TOLERANCE * min(1.0, epsilon)
+    tolerance = EPSILON_TOLERANCE * min(1.0, epsilon)
     try:
         guess = 1.0
         if accountant == "prv":
@@ -100,7 +101,7 @@ def find_batch_size(
         size = min(math.ceil(batch_size), samples)
         return spend(Schedule(samples, size, planned.steps), step_noise * size, delta, by)
 
-    tolerance = TOLERANCE * min(1.0, epsilon)
+    tolerance = EPSILON_TOLERANCE * min(1.0, epsilon)
     try:
         if accountant == "prv":
             guess = _guess(lambda b: spent(b, "rdp"), epsilon, guess, samples)

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dpprof.analysis.advice import Advice, Option, advise
-from dpprof.analysis.axes import target_text
+from dpprof.analysis.advice.advice import Advice, Option, advise
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
+from dpprof.analysis.tables.axes import target_text
 from dpprof.cli.capacities import answer, make_parser, say_smallest_batch, tell_smallest
 from dpprof.cli.common import lay_out
 from dpprof.planning.code_digest import verdict_digest

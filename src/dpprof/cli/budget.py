@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.analysis.axes import target_text
-from dpprof.analysis.budget import make_budget
+from dpprof.analysis.advice.budget import make_budget
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
+from dpprof.analysis.tables.axes import target_text
 from dpprof.cli.capacities import answer, make_parser, read_capacity_options
 from dpprof.cli.common import ending_in_a_sentence, lay_out
 from dpprof.cli.options import add_privacy_options, read_privacy

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dpprof.analysis.regressions import Options, compare_folders
-from dpprof.analysis.results_folder import read_results_folder
+from dpprof.analysis.gate.folders import read_results_folder
+from dpprof.analysis.gate.regressions import Options, compare_folders
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
 from dpprof.records.thresholds import Thresholds

@@ -12,9 +12,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.analysis.difference import Difference, compare
-from dpprof.analysis.peak_holdings import list_holdings
-from dpprof.analysis.waterfall import LEVELS
+from dpprof.analysis.difference.difference import Difference, explain_difference
+from dpprof.analysis.difference.waterfall import LEVELS, list_holdings
 from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
@@ -54,7 +53,7 @@ def read_both(a: Path, b: Path) -> Difference:
     """
     if a.exists() and b.exists() and a.samefile(b):
         raise InputError(f"{b}: A and B are the same file; name two results")
-    return compare(read(a), read(b))
+    return explain_difference(read(a), read(b))
 
 
 def render(difference: Difference, form: str, detail: Detail) -> str:

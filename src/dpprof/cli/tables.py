@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from dpprof.analysis.budget import Planned
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import Collected, collect
-from dpprof.analysis.csv_text import write_frame
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.table_sums import write_sums
-from dpprof.analysis.tables import build_tables
-from dpprof.analysis.timeline_table import TimelineFile
+from dpprof.analysis.tables.build import TimelineFile, build_tables
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.frames import write_frame, write_sums
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.accounting_run import account_apart
 from dpprof.launch.interrupted import drop_copies

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.style import HATCHES, PAGE_INCHES
 
 VISIBLE = 0.005

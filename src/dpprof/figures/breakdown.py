@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.peak_composition import compose
+from dpprof.analysis.selection import compose_peaks
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS
@@ -23,7 +23,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     The instrument memory recorded it, or estimate predicted it where memory did not run. The tick
     is the allocator's peak, measured by another process. Unattributed memory has no known owner.
     """
-    told = compose(tables)
+    told = compose_peaks(tables)
     panels = split(told[told["target"].isna()], MISSING, most=4)
     figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
@@ -45,7 +45,7 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     predicts the bytes of tensors without the device; the allocator reserves more, which the table
     of predictions tells.
     """
-    told = compose(tables)
+    told = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
     panels = split(told[told["target"].notna()], missing, most=4)
     figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import RUN_KEY
+from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import BOUND_COLOURS, OP_KIND_COLOURS, NothingToDrawError

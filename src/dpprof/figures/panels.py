@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import BASELINE, name_model
-from dpprof.analysis.frames import naming_axes, varying_axes
+from dpprof.analysis.tables.axes import BASELINE, name_model
+from dpprof.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.figures.style import NothingToDrawError, new_figure
 
 MAX_PANELS = 12

@@ -1,17 +1,141 @@
-"""Whether one figure of a run is worse on the candidate's side than on the baseline's."""
+"""Whether one figure of a run is worse on the candidate's side than on the baseline's.
 
-from collections.abc import Sequence
+Most figures of a result are exact: equal runs have equal ones, without noise. Step times are not.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
 from decimal import Decimal
 from statistics import median, median_low
+from typing import Literal, NamedTuple
 
-from dpprof.analysis.exact_figures import Figure
-from dpprof.analysis.groups import Group
-from dpprof.analysis.results_folder import RunKey
+from dpprof.analysis.gate.folders import RunKey
+from dpprof.analysis.groups import ExperimentRuns
 from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
-from dpprof.records.comparison import ComparedFigure, Judgement, TimeStatistics
+from dpprof.records.comparison import ComparedFigure, FigureName, Judgement, Metric, TimeStatistics
 from dpprof.records.result import Result
+from dpprof.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.records.terms import OUTCOMES
 from dpprof.records.thresholds import Thresholds
+from dpprof.spec.experiment import device_of
+
+Unit = Literal["bytes", "FLOPs", "samples", "seconds"]
+
+
+class ExactFigure(NamedTuple):
+    """A figure that any run of an instrument has."""
+
+    metric: Metric
+    name: FigureName
+    unit: Unit | None = "bytes"
+    part: str | None = None
+    phase: str | None = None
+    more_is_better: bool = False
+
+
+FigureFamily = dict[ExactFigure, int | float]
+"""Figures that are known together; one that is absent is 0."""
+
+
+class FamilyKey(NamedTuple):
+    """What a family is of."""
+
+    name: str
+    batch_size: int | None = None
+    """The batch that a capacity found, and of which it states the family."""
+
+
+def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey, FigureFamily]:
+    """Return the exact figures of a result by family; none of a run that failed.
+
+    Resident memory and what a real allocator reserves are not exact, so they are not among them.
+    """
+    if result.outcome != "ok":
+        return {}
+    of = None if result.capacity is None else result.capacity.stated_batch_size
+    families: dict[FamilyKey, FigureFamily] = {}
+    if "memory" in metrics:
+        families[FamilyKey("largest batches")] = _largest_batches(result)
+        if result.memory is not None:
+            for figure, value in _peaks(result.memory):
+                families[FamilyKey(figure.name, of)] = {figure: value}
+            families[FamilyKey("components", of)] = _components(result.memory)
+    if "flops" in metrics:
+        if result.compute is not None:
+            families[FamilyKey("FLOPs", of)] = _flops(result.compute)
+        if result.io is not None:
+            families[FamilyKey("operators", of)] = _operators(result.io)
+        families[FamilyKey("communication", of)] = _exchanges(result.communication or ())
+    if "time" in metrics:
+        families[FamilyKey("predicted step time", of)] = _predicted_time(result)
+    return {key: family for key, family in families.items() if family}
+
+
+def _largest_batches(result: Result) -> FigureFamily:
+    found = result.capacity
+    if found is None:
+        return {}
+    return {
+        ExactFigure("memory", "largest batch", "samples", more_is_better=True): found.batch_size,
+        ExactFigure("memory", "largest safe batch", "samples", more_is_better=True): (
+            found.safe_batch_size or 0
+        ),
+    }
+
+
+def _peaks(memory: Memory) -> Iterator[tuple[ExactFigure, int]]:
+    peak, first = memory.peak_allocated_bytes, memory.first_step_peak_allocated_bytes
+    if peak is not None:
+        yield ExactFigure("memory", "peak"), peak
+    if first is not None:
+        yield ExactFigure("memory", "peak of the first step"), first
+    if (simulated := memory.allocator) is not None:
+        yield ExactFigure("memory", "reserved"), simulated.reserved_bytes
+        expandable = simulated.expandable_reserved_bytes
+        yield ExactFigure("memory", "reserved with expandable segments"), expandable
+        if simulated.fits is not None:
+            yield ExactFigure("memory", "fits", None, more_is_better=True), int(simulated.fits)
+
+
+def _components(memory: Memory) -> FigureFamily:
+    held = {} if memory.at_peak is None else memory.at_peak.components
+    return {ExactFigure("memory", "component", part=name): size for name, size in held.items()}
+
+
+def _flops(compute: Compute) -> FigureFamily:
+    found: FigureFamily = {
+        ExactFigure("flops", "executed FLOPs", "FLOPs"): compute.executed_flops,
+        ExactFigure("flops", "other FLOPs", "FLOPs"): compute.other_flops,
+    }
+    if compute.model_flops is not None:
+        found[ExactFigure("flops", "model FLOPs", "FLOPs")] = compute.model_flops
+    return found
+
+
+def _operators(io: Io) -> FigureFamily:
+    found: FigureFamily = {ExactFigure("flops", "bytes moved"): io.bytes_read + io.bytes_written}
+    for work in io.by_phase_and_op_kind:
+        found[ExactFigure("flops", "FLOPs", "FLOPs", work.op_kind, work.phase)] = work.flops
+        moved = work.read + work.written
+        found[ExactFigure("flops", "bytes moved", "bytes", work.op_kind, work.phase)] = moved
+    return found
+
+
+def _exchanges(communication: Iterable[Exchange]) -> FigureFamily:
+    return {
+        ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase): one.bytes_each_way
+        for one in communication
+    }
+
+
+def _predicted_time(result: Result) -> FigureFamily:
+    """Return the predicted time for a GPU; that for a CPU rests on times measured on it."""
+    target, time = result.experiment.target, result.time
+    if target is None or device_of(target) == "cpu" or time is None:
+        return {}
+    if time.predicted_step_s is None:
+        return {}
+    return {ExactFigure("time", "predicted step time", "seconds"): time.predicted_step_s.median}
+
 
 Number = int | float
 
@@ -21,7 +145,7 @@ def judge_outcomes(
 ) -> ComparedFigure:
     """Compare how runs ended: worse is a larger share of replicates that failed."""
     failed = [[r for r in side if r.outcome != "ok"] for side in (baseline, candidate)]
-    told = [_spell_outcomes(side) for side in (baseline, candidate)]
+    told = [_format_outcomes(side) for side in (baseline, candidate)]
     was, now = len(failed[0]) * len(candidate), len(failed[1]) * len(baseline)
     judgement: Judgement = "worse" if now > was else "better" if now < was else "same"
     reason = None
@@ -42,7 +166,7 @@ def judge_outcomes(
     )
 
 
-def _spell_outcomes(results: Sequence[Result]) -> str:
+def _format_outcomes(results: Sequence[Result]) -> str:
     outcomes = [result.outcome for result in results]
     if len(set(outcomes)) == 1:
         return outcomes[0]
@@ -51,7 +175,7 @@ def _spell_outcomes(results: Sequence[Result]) -> str:
 
 def judge_exact(
     key: RunKey,
-    figure: Figure,
+    figure: ExactFigure,
     baseline: Sequence[Number],
     candidate: Sequence[Number],
     thresholds: Thresholds,
@@ -70,13 +194,13 @@ def judge_exact(
             judgement = "within threshold"
     else:
         judgement = "undecided"
-        reason = f"replicates differ: {_spell_range(baseline)} and {_spell_range(candidate)}"
+        reason = f"replicates differ: {_format_range(baseline)} and {_format_range(candidate)}"
     return _state(key, figure, was, now).model_copy(
         update={"threshold": threshold, "judgement": judgement, "reason": reason}
     )
 
 
-def find_threshold(figure: Figure, thresholds: Thresholds) -> float:
+def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
     """Return the threshold of a figure, as a share of the baseline."""
     if figure.metric == "memory":
         fallback = 0.0 if figure.name == "fits" else thresholds.memory
@@ -93,13 +217,13 @@ def _is_within(was: Number, now: Number, threshold: float) -> bool:
     return abs(Decimal(now) - Decimal(was)) <= share * Decimal(was)
 
 
-def _spell_range(values: Sequence[Number]) -> str:
+def _format_range(values: Sequence[Number]) -> str:
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def tell_missing(
-    key: RunKey, figure: Figure, values: Sequence[Number], *, in_baseline: bool
+def state_missing(
+    key: RunKey, figure: ExactFigure, values: Sequence[Number], *, in_baseline: bool
 ) -> ComparedFigure:
     """State a figure that only one side knows."""
     value, side = median_low(values), "baseline" if in_baseline else "candidate"
@@ -108,7 +232,7 @@ def tell_missing(
 
 
 def _state(
-    key: RunKey, figure: Figure, baseline: Number | None, candidate: Number | None
+    key: RunKey, figure: ExactFigure, baseline: Number | None, candidate: Number | None
 ) -> ComparedFigure:
     known = baseline and candidate is not None
     return ComparedFigure(
@@ -128,7 +252,7 @@ def _state(
 
 def judge_step_times(
     key: RunKey,
-    groups: tuple[Group, Group],
+    groups: tuple[ExperimentRuns, ExperimentRuns],
     found: Comparison,
     threshold: float,
     reason: str | None = None,

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import make_frame
-from dpprof.analysis.machines import find_usual_machines, machine_of
-from dpprof.analysis.peak_composition import RECORDERS
-from dpprof.analysis.shared_hosts import find_shared_hosts
-from dpprof.analysis.surroundings import Usual
+from dpprof.analysis.conditions import Usual, find_shared_hosts, find_usual_machines, machine_of
+from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.tables.frames import make_frame
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name
 from dpprof.records.result import Result
@@ -37,7 +35,7 @@ TOLERATED_OTHER = 0.05
 """Share of a trace's time that may lack a known op kind."""
 
 
-def find(
+def find_caveats(
     collected: Collected,
     peaks: pd.DataFrame,
     costs: pd.DataFrame,
@@ -152,7 +150,7 @@ def _other_settings(results: Iterable[Result], usual: Usual) -> Iterator[tuple[s
     told = [
         f"r{result.replicate} with {' and '.join(unusual)}"
         for result in results
-        if (unusual := usual.tell_unusual(result))
+        if (unusual := usual.list_unusual(result))
     ]
     if told:
         finding = f"it was measured {', '.join(told)}, as most of the sweep was"

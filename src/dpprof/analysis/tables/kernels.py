@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpprof.analysis.axes import axes_of, key_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import make_frame
-from dpprof.analysis.peak_composition import RECORDERS
-from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.tables.axes import axes_of, key_of
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.frames import make_frame
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.records.result import Kernels, Result
 from dpprof.records.step_costs import Work
-
-Rows = Iterator[dict[str, Any]]
 
 
 class Roof(NamedTuple):
@@ -94,7 +92,7 @@ def _common(one: _Traced) -> dict[str, Any]:
     return key_of(one.run) | axes_of(one.result.experiment) | parameters
 
 
-def _kernel_rows(one: _Traced) -> Rows:
+def _kernel_rows(one: _Traced) -> Iterator[dict[str, Any]]:
     for launched in one.kernels.by_phase_and_op_kind:
         work = one.work.get((launched.phase, launched.op_kind))
         yield (

@@ -1,33 +1,34 @@
-"""Tidy tables: one row per run, step, phase, snapshot ...; all in bytes and seconds."""
+"""Builds every table: tidy rows, all in bytes and seconds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
 import pandas as pd
 
-from dpprof.analysis.advice import tabulate_advice
-from dpprof.analysis.axes import axes_of, key_of
-from dpprof.analysis.budget import Planned, tabulate_budget, tabulate_noise
-from dpprof.analysis.ceilings_table import tabulate_ceilings
+from dpprof.analysis.advice.advice import tabulate_advice
+from dpprof.analysis.advice.budget import Planned, tabulate_budget, tabulate_noise
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.experiments_table import tabulate_experiments
-from dpprof.analysis.findings import find
-from dpprof.analysis.frames import make_frame
-from dpprof.analysis.groups import Noise, group_runs
-from dpprof.analysis.instrument_overhead import tabulate_instrument_overhead
-from dpprof.analysis.kernel_tables import tabulate_kernels
-from dpprof.analysis.memory_tables import tabulate_memory
-from dpprof.analysis.methods_table import tabulate_methods
-from dpprof.analysis.rank_tables import list_exchanges, list_ranks
-from dpprof.analysis.settings_table import tabulate_settings
+from dpprof.analysis.groups import Noise, group_runs, sent_bytes
 from dpprof.analysis.standings import tabulate_verification
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.timeline_table import list_instants
+from dpprof.analysis.tables.axes import axes_of, key_of
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.experiments import (
+    tabulate_experiments,
+    tabulate_instrument_overhead,
+    tabulate_methods,
+    tabulate_settings,
+)
+from dpprof.analysis.tables.findings import find_caveats
+from dpprof.analysis.tables.frames import make_frame, write_rows
+from dpprof.analysis.tables.kernels import tabulate_kernels
+from dpprof.analysis.tables.memory import tabulate_memory
 from dpprof.planning.planner import PlannedRun
+from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Memory
-from dpprof.records.terms import OUTCOMES
+from dpprof.records.terms import COMPONENTS, OUTCOMES
+from dpprof.spec.datasheets import find_by_device_name
 
 Rows = Iterable[dict[str, Any]]
 
@@ -50,8 +51,8 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
         "snapshots": _snapshot_rows(collected),
         "components": _component_rows(collected),
         "samplers": _sampler_rows(collected),
-        "ranks": list_ranks(collected),
-        "communication": list_exchanges(collected),
+        "ranks": _rank_rows(collected),
+        "communication": _exchange_rows(collected),
         "timeline": (row for found in collected.found for row in list_instants(*found)),
         "missing": (
             key_of(run) | {"method": run.method, "reason": reason}
@@ -74,7 +75,7 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
             (group.experiment for group in groups), collected.standings
         ),
         "ceilings": tabulate_ceilings(collected.ceilings),
-        "findings": find(
+        "findings": find_caveats(
             collected,
             recorded["peaks"],
             recorded["costs"],
@@ -188,3 +189,104 @@ def _outcomes(collected: Collected) -> pd.DataFrame:
     table["success_rate"] = (table["ok"] / table["runs"]).where(table["runs"] > 0)
     table.index.name = "method"
     return table.sort_index().reset_index().rename_axis(columns=None)
+
+
+def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:
+    """Return one row per device and figure.
+
+    The figures are ``flops_per_s`` of each dtype (``size`` is the n of n x n matrices),
+    ``bytes_per_s`` (``size`` is the bytes of the copied array) and ``launch_s``. A figure that was
+    not measured has a ``reason``. ``source`` names the data sheet.
+    """
+    rows = [row for ceilings in known for row in _ceilings_rows(ceilings)]
+    return make_frame("ceilings", rows).astype({"size": "Int64"})
+
+
+def _ceilings_rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
+    measured = {
+        "device": device_name(ceilings.device),
+        "others_busy_cores": ceilings.others_busy_cores,
+    }
+    sheet = find_by_device_name(ceilings.device.get("name"))
+    common = measured | {"source": sheet and sheet.source}
+    for dtype, product in ceilings.matmul.items():
+        yield common | {
+            "dtype": dtype,
+            "figure": "flops_per_s",
+            "measured": product and product.flops_per_s,
+            "size": product and product.size,
+            "datasheet": sheet and sheet.flops_per_s.get(dtype),
+            "reason": ceilings.reasons.get(f"matmul.{dtype}"),
+        }
+    copies = ceilings.bandwidth
+    yield common | {
+        "figure": "bytes_per_s",
+        "measured": copies and copies.bytes_per_s,
+        "size": copies and copies.array_bytes,
+        "datasheet": sheet and sheet.bandwidth_bytes_per_s,
+        "reason": ceilings.reasons.get("bandwidth"),
+    }
+    yield measured | {
+        "figure": "launch_s",
+        "measured": ceilings.launch_latency_s,
+        "reason": ceilings.reasons.get("launch_latency_s"),
+    }
+
+
+def _rank_rows(collected: Collected) -> Rows:
+    """Yield one row per run and rank."""
+    for run, result in collected.found:
+        for part in result.ranks or []:
+            peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
+            yield (
+                key_of(run)
+                | {"rank": part.rank}
+                | {name: part.memory and getattr(part.memory, name) for name in peaks}
+                | {"median_step_s": part.time and part.time.median_s}
+                | {"sent_bytes": sent_bytes(part.communication)}
+            )
+
+
+def _exchange_rows(collected: Collected) -> Rows:
+    """Yield one row per collective in a phase of a run, of rank 0."""
+    for run, result in collected.found:
+        for exchange in result.communication or []:
+            yield key_of(run) | axes_of(result.experiment) | exchange.model_dump()
+
+
+_COLUMNS = list(TABLES["timeline"].columns)
+
+
+class TimelineFile:
+    """The table as a CSV file, to which runs are added; the same bytes as those of its frame.
+
+    Args:
+        file: To write to.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._add([_COLUMNS])
+
+    def add(self, run: PlannedRun, result: Result) -> None:
+        """Add the instants of a run; nothing where it has none."""
+        self._add([row[name] for name in _COLUMNS] for row in list_instants(run, result))
+
+    def _add(self, rows: Any) -> None:
+        self._file.write(write_rows(rows).encode())
+
+
+def list_instants(run: PlannedRun, result: Result) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run: one for each instant of a step, with bytes by component."""
+    line = result.memory and result.memory.timeline
+    # The timeline of a capacity is for another batch size than the experiment's.
+    if not line or result.capacity:
+        return
+    for row, (ops, phase) in enumerate(zip(line.ops, line.phase, strict=True)):
+        yield (
+            key_of(run)
+            | {"ops": ops, "phase": phase, "elapsed_s": line.elapsed_s and line.elapsed_s[row]}
+            | {"op": line.op and line.op[row]}
+            | dict.fromkeys(COMPONENTS, 0)
+            | {component: sizes[row] for component, sizes in line.components.items()}
+        )

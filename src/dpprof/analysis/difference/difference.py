@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from dpprof.analysis.axes import axes_of
-from dpprof.analysis.peak_holdings import list_holdings, peak_bytes
-from dpprof.analysis.shared_axis import SharedAxis, share_axis
-from dpprof.analysis.waterfall import Bar, subtract
+from dpprof.analysis.difference.shared_axis import SharedAxis, share_axis
+from dpprof.analysis.difference.waterfall import Bar, list_holdings, peak_bytes, subtract
+from dpprof.analysis.tables.axes import axes_of
 from dpprof.records.result import Result
 
-_TOLD = ("method", "model", "batch_size", "seq_len", "dtype", "device", "target")
+_ALWAYS_NAMED = ("method", "model", "batch_size", "seq_len", "dtype", "device", "target")
 """The axes that are named where both runs share them."""
 
 _NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
@@ -69,7 +68,7 @@ class Difference(NamedTuple):
         }
 
 
-def compare(a: Result, b: Result) -> Difference:
+def explain_difference(a: Result, b: Result) -> Difference:
     """Explain the difference of two runs' peaks; the runs may differ in anything.
 
     Args:
@@ -85,11 +84,13 @@ def compare(a: Result, b: Result) -> Difference:
     assert a.memory.timeline is not None
     assert b.memory.timeline is not None
     axes = find_axes(a), find_axes(b)
-    of_a, of_b = _tell_apart(a, b)
+    of_a, of_b = _name_apart(a, b)
     return Difference(
         a=_describe(a, of_a),
         b=_describe(b, of_b),
-        shared=tuple(_spell_all((key for key in _TOLD if axes[0][key] == axes[1][key]), axes[0])),
+        shared=tuple(
+            _format_axes((key for key in _ALWAYS_NAMED if axes[0][key] == axes[1][key]), axes[0])
+        ),
         bars=subtract(*held),
         axis=share_axis(a.memory.timeline, b.memory.timeline),
     )
@@ -126,11 +127,11 @@ def find_axes(result: Result) -> dict[str, Any]:
     return axes
 
 
-def _tell_apart(a: Result, b: Result) -> tuple[str, str]:
+def _name_apart(a: Result, b: Result) -> tuple[str, str]:
     """Name both runs by their methods, and by the axes in which they differ."""
     axes = find_axes(a), find_axes(b)
     apart = [key for key in axes[0] if axes[0][key] != axes[1][key] and key not in _NOT_NAMED]
-    facts = [_spell_all(apart, side) for side in axes]
+    facts = [_format_axes(apart, side) for side in axes]
     methods = [str(side["method"]) for side in axes]
     if methods[0] == methods[1] and facts[0] == facts[1]:
         facts = [[_how(result)] for result in (a, b)]
@@ -147,7 +148,7 @@ def _how(result: Result) -> str:
     return f"{'predicted' if _is_predicted(result) else 'recorded'}, replicate {result.replicate}"
 
 
-def _spell_all(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
+def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
     """Spell axes that have a value; a target says which device it is."""
     spelled = []
     for key in keys:

@@ -10,16 +10,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.analysis.comparability import (
+from dpprof.analysis.conditions import Fact
+from dpprof.analysis.gate.folders import (
+    ResultsFolder,
+    RunKey,
     explain_nothing_in_common,
     find_differences,
-    spell_difference,
+    format_difference,
 )
-from dpprof.analysis.exact_figures import FamilyKey, Figure, list_families
-from dpprof.analysis.groups import Group, Noise
-from dpprof.analysis.judging import judge_exact, judge_outcomes, judge_step_times, tell_missing
-from dpprof.analysis.results_folder import ResultsFolder, RunKey
-from dpprof.analysis.surroundings import Fact
+from dpprof.analysis.gate.judging import (
+    ExactFigure,
+    FamilyKey,
+    judge_exact,
+    judge_outcomes,
+    judge_step_times,
+    list_families,
+    state_missing,
+)
+from dpprof.analysis.groups import ExperimentRuns, Noise
 from dpprof.records.comparison import (
     EXIT_STATUS,
     JUDGEMENTS,
@@ -109,7 +117,7 @@ def compare_folders(
     if not pairs:
         reason = explain_nothing_in_common(baseline, candidate)
     elif unlike:
-        reason = "; ".join(spell_difference(*difference) for difference in unlike)
+        reason = "; ".join(format_difference(*difference) for difference in unlike)
     elif not any(_would_count(one) and one.judgement != "undecided" for one in figures):
         reason = f"no run has enough on both sides to judge {' or '.join(options.metrics)}"
     verdict: Verdict = "not comparable" if reason else "nothing worse"
@@ -163,8 +171,8 @@ def _explain(
             yield Explanation(experiment_id=name, instrument=instrument, command=escape(command))
 
 
-def _group(results: Sequence[Result]) -> Group:
-    return Group(results[0].experiment, len(results), results)
+def _group(results: Sequence[Result]) -> ExperimentRuns:
+    return ExperimentRuns(results[0].experiment, len(results), results)
 
 
 def _would_count(figure: ComparedFigure) -> bool:
@@ -175,13 +183,13 @@ def _would_count(figure: ComparedFigure) -> bool:
 def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigure]:
     yield judge_outcomes(pair.key, pair.baseline, pair.candidate)
     sides = [_values(results, options.metrics) for results in pair.sides]
-    moved = _tell_moved_peak(pair)
+    moved = _explain_moved_peak(pair)
     for family in dict.fromkeys([*sides[0], *sides[1]]):
         known = [side.get(family) for side in sides]
         if known[0] is None or known[1] is None:
             if family.batch_size is None and all(sides):
                 for figure, values in (known[0] or known[1] or {}).items():
-                    yield tell_missing(pair.key, figure, values, in_baseline=known[1] is None)
+                    yield state_missing(pair.key, figure, values, in_baseline=known[1] is None)
             continue
         for figure in dict.fromkeys([*known[0], *known[1]]):
             was, now = known[0].get(figure, [0]), known[1].get(figure, [0])
@@ -199,9 +207,9 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
 
 def _values(
     results: Sequence[Result], metrics: Collection[Metric]
-) -> dict[FamilyKey, dict[Figure, list[int | float]]]:
+) -> dict[FamilyKey, dict[ExactFigure, list[int | float]]]:
     """Return the values of each figure over replicates, by family."""
-    found: dict[FamilyKey, dict[Figure, list[int | float]]] = {}
+    found: dict[FamilyKey, dict[ExactFigure, list[int | float]]] = {}
     listed = [list_families(result, metrics) for result in results]
     for family in dict.fromkeys(family for families in listed for family in families):
         known = [families[family] for families in listed if family in families]
@@ -210,7 +218,7 @@ def _values(
     return found
 
 
-def _tell_moved_peak(pair: _Pair) -> str | None:
+def _explain_moved_peak(pair: _Pair) -> str | None:
     """Say that the peak is in another phase, where components are therefore others."""
     phases = [
         {r.memory.at_peak.phase for r in side if r.memory is not None and r.memory.at_peak}

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.analysis.advice import Advice, Option, advise
-from dpprof.analysis.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.advice.advice import Advice, Option, advise
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import setting_key
+from dpprof.analysis.tables.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.tables.frames import make_frame
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing

@@ -1,11 +1,46 @@
-"""What a report speaks of first: the setting of the largest model of which most is known."""
+"""Which runs and settings figures and reports show, of the many that a sweep has."""
 
 from collections.abc import Iterator, Mapping
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, SETTING
-from dpprof.analysis.peak_composition import compose
+from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, SETTING
+from dpprof.records.terms import COMPONENTS
+
+RECORDERS = ("memory", "estimate")
+"""The instruments that record the experiment's own memory timeline, the preferred one first."""
+
+
+def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one run per experiment: its first recorded one, or else its first estimate."""
+    rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
+    return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
+
+
+def compose_peaks(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the peaks of the chosen runs, with the bytes of each component as a column."""
+    owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
+    by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
+    return choose_runs(tables["peaks"]).merge(by_owner, left_on=RUN_KEY, right_index=True)
+
+
+def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
+    """Return the bytes that must fit: what the allocator would reserve, where that is known.
+
+    Elsewhere it is the higher of the steady-state and the first step's peak.
+    """
+    tensors = peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)
+    return peaks["reserved_bytes"].astype(float).fillna(tensors)
+
+
+def find_fitting(peaks: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each run fits: by the simulated allocator, or else by its peak.
+
+    A run that would reserve more than the memory fits if releasing the cache makes room.
+    """
+    within = needed_bytes(peaks) <= peaks["target_memory_bytes"].astype(float)
+    return peaks["fits"].where(peaks["fits"].notna(), within).astype(bool)
+
 
 Tables = Mapping[str, pd.DataFrame]
 
@@ -52,7 +87,7 @@ def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return predicted peaks by target, of one setting each, with their ratio to standard."""
-    told = _with_size(compose(tables), tables["peaks"])
+    told = _with_size(compose_peaks(tables), tables["peaks"])
     told = told[told["target"].notna()]
     found = {}
     for target, rows in told.groupby("target", sort=False):

@@ -1,17 +1,118 @@
-"""Tables as data frames: made from rows, and read from CSV files."""
+"""Tables as data frames and as CSV files, each with a checksum by which an edited file is found.
 
-from collections.abc import Iterable, Iterator, Mapping
+No spreadsheet runs a text of these files: a text that would be read as a formula gets an apostrophe
+in front, as OWASP advises. So does one that has apostrophes and then such a beginning, so that the
+text can be restored. csvCell in the page's elements.js does the same.
+"""
+
+import csv
+import hashlib
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dpprof.analysis.axes import AXES, RUN_KEY, name_model
-from dpprof.analysis.csv_text import restore_texts, texts_of
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.table_sums import check_sum
+from dpprof.analysis.tables.axes import AXES, RUN_KEY, name_model
+from dpprof.analysis.tables.columns import TABLES
 from dpprof.spec.validation import InputError
+from dpprof.system.files import write_atomically
+
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+
+
+def write_rows(rows: Iterable[Iterable[Any]]) -> str:
+    """Return rows of cells as lines of CSV; None is an empty cell."""
+    text = _Lines()
+    csv.writer(text).writerows([_protect(cell) for cell in row] for row in rows)
+    return text.getvalue()
+
+
+def write_frame(table: str, frame: pd.DataFrame) -> str:
+    """Return a table's frame as CSV."""
+    text = _Lines()
+    _change_texts(table, frame, _protect).to_csv(text, index=False, lineterminator="\r\n")
+    return text.getvalue()
+
+
+def restore_texts(table: str, frame: pd.DataFrame) -> pd.DataFrame:
+    """Return a table's frame that was read from CSV with its texts as they were."""
+    return _change_texts(table, frame, _restore)
+
+
+def texts_of(table: str) -> list[str]:
+    """List the columns of a table that are declared as texts; none of a table that is not."""
+    declared = TABLES[table].columns.values() if table in TABLES else ()
+    return [column.name for column in declared if column.kind == "text"]
+
+
+class _Lines(io.StringIO):
+    """Ends lines in a line feed alone.
+
+    The csv module quotes a cell with a carriage return, which readers take for the end of a line,
+    only if lines end in one.
+    """
+
+    def write(self, line: str) -> int:
+        return super().write(line.removesuffix("\r\n") + "\n")
+
+
+def _change_texts(table: str, frame: pd.DataFrame, change: Callable[[Any], Any]) -> pd.DataFrame:
+    changed = {}
+    for name in frame.columns.intersection(texts_of(table)):
+        others = {old: new for old in frame[name].unique() if (new := change(old)) is not old}
+        changed[name] = frame[name].replace(others)
+    return frame.assign(**changed)
+
+
+def _protect(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
+
+
+def _restore(cell: Any) -> Any:
+    quoted = isinstance(cell, str) and cell.startswith("'") and _FORMULA.match(cell)
+    return cell[1:] if quoted else cell
+
+
+SUMS = "sha256sums.txt"
+"""The file of the checksums, as ``sha256sum --check`` reads it."""
+
+_AGAIN = "delete the tables and run snakemake, which makes them again"
+
+_LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>.+)")
+
+
+def write_sums(folder: Path, names: Iterable[str]) -> None:
+    """Write the checksums of files in a folder."""
+    lines = [f"{_digest(folder / name)}  {name}\n" for name in names]
+    write_atomically(folder / SUMS, "".join(lines))
+
+
+def check_sum(path: Path) -> None:
+    """Check that a table is as ``write_sums`` found it.
+
+    Raises:
+        InputError: It is not, or the folder has no checksum of it; the message names the file.
+        OSError: A file cannot be read.
+    """
+    digest, sums = _digest(path), path.parent / SUMS
+    if not sums.is_file():
+        raise InputError(
+            f"{sums}: is missing, so nobody can tell whether {path} is whole; {_AGAIN}"
+        )
+    text = sums.read_text(encoding="utf-8", errors="replace")
+    known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
+    if known.get(path.name) != digest:
+        raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 _PART = 100_000
 """Rows of a large table that are read together."""

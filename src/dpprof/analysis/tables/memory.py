@@ -2,6 +2,12 @@
 
 The allocator's peak checks the recorded and the estimated peak. It comes from another process,
 which measured the same experiment. For a target, that process must have run on such a device.
+
+MFU is FLOP/s as a share of the device's peak, by the FLOPs that the non-private step needs
+(Chowdhery et al. 2022, "PaLM", appendix B). HFU counts the executed FLOPs. The peak is the dense
+peak of the dtype in use: a GPU's is from its data sheet, a CPU's is the fastest matrix product
+measured on it. Values above 1 stay as they are: they show that the FLOPs, the time or the peak is
+wrong.
 """
 
 from collections import defaultdict
@@ -11,23 +17,63 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from dpprof.analysis.axes import axes_of, key_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import make_frame
-from dpprof.analysis.groups import Group
-from dpprof.analysis.utilisation import NOT_TIMED, Peak, find_peak, utilise
+from dpprof.analysis.groups import ExperimentRuns
+from dpprof.analysis.tables.axes import axes_of, key_of
+from dpprof.analysis.tables.frames import make_frame
 from dpprof.planning.planner import PlannedRun
-from dpprof.records.ceilings import Ceilings
+from dpprof.records.ceilings import Ceilings, find_ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Compute, Io, Memory, Moved
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
-from dpprof.spec.target import Target
+from dpprof.spec.target import Dtype, Target
 from dpprof.system.files import canonical_json
 
-Rows = Iterator[dict[str, Any]]
+NOT_TIMED = "no clean run measured the step time there"
+
+
+class PeakFlops(NamedTuple):
+    """The dense FLOP/s that utilisation is a share of."""
+
+    flops_per_s: float | None
+    source: str | None
+    reason: str | None
+    """Why there is no peak."""
+
+
+def find_peak(
+    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, known: Iterable[Ceilings]
+) -> PeakFlops:
+    """Return the peak of the dtype in use.
+
+    ``device`` is where the step was timed, as its result describes it; None if it was not.
+    """
+    if compute.peak_flops_per_s is not None:
+        return PeakFlops(compute.peak_flops_per_s, compute.peak_source, None)
+    if device is None:
+        return PeakFlops(None, None, NOT_TIMED)
+    name = device.get("name")
+    if device.get("type") != "cpu":
+        return PeakFlops(None, None, f"dpprof has no data sheet of {name}")
+    ceilings = find_ceilings(known, device)
+    if ceilings is None:
+        return PeakFlops(None, None, f"the ceilings of {name} were not measured")
+    measured = ceilings.matmul.get(dtype)
+    if measured is None:
+        reason = ceilings.reasons.get(f"matmul.{dtype}", "it was not measured")
+        return PeakFlops(None, None, f"no {dtype} matrix product was measured on {name}: {reason}")
+    source = f"the fastest {dtype} matrix product measured on {name}, n = {measured.size}"
+    return PeakFlops(measured.flops_per_s, source, None)
+
+
+def utilise(flops: float | None, step_s: float | None, peak: float | None) -> float | None:
+    """Return the FLOP/s of a step as a share of the peak; None where an argument is unknown."""
+    if flops is None or not step_s or not peak:
+        return None
+    return flops / step_s / peak
 
 
 class _Recorded(NamedTuple):
@@ -40,7 +86,9 @@ class _Recorded(NamedTuple):
     io: Io
 
 
-def tabulate_memory(collected: Collected, groups: Sequence[Group]) -> dict[str, pd.DataFrame]:
+def tabulate_memory(
+    collected: Collected, groups: Sequence[ExperimentRuns]
+) -> dict[str, pd.DataFrame]:
     """Return the tables of the runs that recorded or estimated memory, by name."""
     recorded = list(_find_recorded(collected))
     measured = _Measured(groups)
@@ -65,14 +113,14 @@ def _find_recorded(collected: Collected) -> Iterator[_Recorded]:
 class _Measured:
     """Finds measurements that a recorded or predicted peak can be compared with."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[ExperimentRuns]) -> None:
         self._here = {group.experiment.id: group for group in groups}
-        self._elsewhere: dict[str, list[Group]] = defaultdict(list)
+        self._elsewhere: dict[str, list[ExperimentRuns]] = defaultdict(list)
         for group in groups:
             if group.experiment.target is None:
                 self._elsewhere[_rest(group.experiment)].append(group)
 
-    def find(self, experiment: Experiment) -> Group | None:
+    def find(self, experiment: Experiment) -> ExperimentRuns | None:
         """Return the measurements of this experiment, or of an equal one on its target's device."""
         if experiment.target is None:
             return self._here[experiment.id]
@@ -85,7 +133,7 @@ def _rest(experiment: Experiment) -> str:
     return canonical_json(experiment.model_dump(mode="json", exclude={"device", "target"}))
 
 
-def _ran_on_target(group: Group, experiment: Experiment) -> bool:
+def _ran_on_target(group: ExperimentRuns, experiment: Experiment) -> bool:
     if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
         return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
     target = _target_of(experiment)
@@ -169,7 +217,7 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
             "peak_source": peak.source,
             "roofline_step_s": compute.roofline_step_s,
             "median_step_s": step_s,
-            **_tell_prediction(one.result),
+            **_predicted_times(one.result),
             "mfu": mfu,
             "hfu": hfu,
             "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
@@ -178,7 +226,7 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
     )
 
 
-def _tell_prediction(result: Result) -> dict[str, float | None]:
+def _predicted_times(result: Result) -> dict[str, float | None]:
     step = None if result.time is None else result.time.predicted_step_s
     return {
         "predicted_step_s": None if step is None else step.median,
@@ -187,7 +235,7 @@ def _tell_prediction(result: Result) -> dict[str, float | None]:
     }
 
 
-def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | None:
+def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str | None:
     """Return why MFU is null; None if it is not."""
     if step_s is None:
         return NOT_TIMED
@@ -196,21 +244,21 @@ def _why_unknown(compute: Compute, step_s: float | None, peak: Peak) -> str | No
     return peak.reason
 
 
-def _owner_rows(recorded: Iterable[_Recorded]) -> Rows:
+def _owner_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
     for one in recorded:
         assert one.memory.at_peak is not None
         for component, size in one.memory.at_peak.components.items():
             yield key_of(one.run) | {"component": component, "bytes": size}
 
 
-def _holding_rows(recorded: Iterable[_Recorded]) -> Rows:
+def _holding_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
     for one in recorded:
         assert one.memory.at_peak is not None
         for held in one.memory.at_peak.largest:
             yield key_of(one.run) | held.model_dump()
 
 
-def _traffic_rows(recorded: Iterable[_Recorded]) -> Rows:
+def _traffic_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
     for one in recorded:
         by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
             "phase": (one.compute.flops_by_phase, one.io.by_phase),

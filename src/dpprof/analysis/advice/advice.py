@@ -13,16 +13,16 @@ from typing import Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from dpprof.analysis.axes import BASELINE, SETTING, axes_of
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.frames import make_frame
 from dpprof.analysis.groups import setting_key
 from dpprof.analysis.standings import UNKNOWN
+from dpprof.analysis.tables.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.tables.frames import make_frame
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.mechanisms import NO_CLIPPING
 
-Verdict = Literal[
+Recommendation = Literal[
     "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
 ]
 
@@ -35,7 +35,7 @@ class Option(_Frozen):
     """One method, with its verdict and the numbers behind it: the last columns of ``advice``."""
 
     method: str
-    verdict: Verdict
+    verdict: Recommendation
     private: bool
     mechanism: str | None = None
     verified: bool | None = None
@@ -148,7 +148,7 @@ def _describe(result: Result, standing: Standing) -> Option:
     bound_s = None if tight else compute.roofline_step_s
     step = None if tight or result.time is None else result.time.predicted_step_s
     tokens = experiment.world_size * experiment.tokens_in(capacity.stated_batch_size)
-    verdict: Verdict = "unranked" if private else "baseline"
+    verdict: Recommendation = "unranked" if private else "baseline"
     message = None
     if tight:
         verdict = "tight" if private else verdict
@@ -183,7 +183,7 @@ def _rank(option: Option) -> tuple[bool, bool, float]:
 def _judge(option: Option, fastest: Option | None) -> Option:
     if option.verdict != "unranked" or option.tokens_per_s is None or fastest is None:
         return option
-    verdict: Verdict = "slower"
+    verdict: Recommendation = "slower"
     if option == fastest:
         verdict = "first"
     elif (option.tokens_per_s_high or 0.0) >= (fastest.tokens_per_s_low or 0.0):
