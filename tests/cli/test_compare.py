@@ -7,10 +7,11 @@ import jsonschema
 import pytest
 import yaml
 from factory import make_capacity, make_experiment, make_memory, write_synthetic
-from scripts import ROOT, run
+from scripts import ROOT
 
 from dpprof.cli.compare import main
 from dpprof.cli.explain import main as explain
+from dpprof.instruments.memory import estimate
 from dpprof.records.comparison import FolderComparison
 from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import Experiment
@@ -65,22 +66,16 @@ def refused(capsys, *arguments) -> str:
     return error.strip().splitlines()[-1]
 
 
-def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_path) -> None:
-    options = ["--model=tiny", "--method=flash-bk", "--batch-size=2", "--seq-len=16"]
-    options += ["--target=h100", "--instrument=estimate"]
-    name = Experiment(
-        model="tiny", method="flash-bk", batch_size=2, seq_len=16, target="h100", device="cuda"
-    ).id
+def test_two_real_estimates_of_the_same_code_exit_with_0_and_all_is_the_same(
+    tmp_path, capsys
+) -> None:
+    fields = {"model": "tiny", "method": "flash-bk", "batch_size": 2, "seq_len": 16}
+    experiment = Experiment(**fields, target="h100", device="cuda")
     for side in ("a", "b"):
-        output = f"--output={side}/estimate/{name}.r0.json"
-        done = run("profile_experiment.py", *options, output, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        recorded = estimate(experiment, lambda _: None).model_dump(exclude={"model", "samplers"})
+        write_estimate(tmp_path / side, experiment=experiment, recorded=recorded)
+    found = gate_json(capsys, tmp_path / "a", tmp_path / "b")
 
-    done = run("compare.py", "a", "b", "--format=json", cwd=tmp_path)
-    found = json.loads(done.stdout)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    jsonschema.validate(found, SCHEMA)
     assert (found["verdict"], found["figures"]) == ("nothing worse", [])
     assert found["counts"]["same"] == sum(found["counts"].values()) > 50
     # Two peaks, reserved twice, whether it fits, 18 components; a predicted time.

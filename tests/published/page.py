@@ -226,7 +226,7 @@ steps of `1b`, and within 0.47 % for all; reserved memory is within 1.3 %, but f
 * What is left are blocks of the allocator's cache that are larger than what was asked for. Reserved
   memory of one step was 9.5 % higher than predicted (`medium`, opacus-hooks); we have not found
   why.
-* **The largest batch.** `dpprof capacity --model 1b --methods flash-bk --dtype bfloat16 --seq-len
+* **The largest batch.** `dpprof advise --model 1b --methods flash-bk --dtype bfloat16 --seq-len
   1024 --target h100` says that 28 samples fit in 80,479 MiB, that 29 do not because free memory is
   in pieces too small, and that by size 30 would. On the H100, limited to as much, 28 samples ran,
   with the predicted peak of 74,737 MiB (+1); 29 and 31 ran out of memory, with 4.6 and 5.6 GiB

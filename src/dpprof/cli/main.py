@@ -14,8 +14,7 @@ from dpprof.system.console import printable
 COMMANDS: Mapping[str, str] = {
     "profile": "measure one experiment in a process of its own",
     "estimate": "predict one experiment, for this machine or for a GPU that is not here",
-    "capacity": "find the largest batch that fits, for every method",
-    "advise": "say which private method to use on a GPU",
+    "advise": "say which batch fits on a GPU, and which private method to use there",
     "budget": "say what a privacy budget costs in noise, GPU hours and money",
     "explain": "say why one run needs more memory than another, to the byte",
     "compare": "say what got worse from one folder of results to another",
