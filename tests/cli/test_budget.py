@@ -14,9 +14,11 @@ from factory import (
 )
 from scripts import ASKED, HERE, ROOT, call
 
+from dpprof.accounting.noise import plan_noise
 from dpprof.accounting.plan import Schedule, describe_noise
 from dpprof.analysis.advice.budget import make_budget
 from dpprof.analysis.tables.frames import read_table
+from dpprof.cli import budget, tables
 from dpprof.cli.budget import explain_choice, format_budget
 
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
@@ -26,13 +28,13 @@ SCHEMA = ROOT / "workflow" / "schemas" / "budget.schema.json"
 def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     options = ["--accountant=rdp", "--batch-size=512", "--price-per-hour=3.5", "--json=b.json"]
     done = call("budget", *ASKED, *HERE, *SPENT, *options, "--delta=1e-3", cwd=asked)
-    budget = json.loads((asked / "b.json").read_text())
+    found = json.loads((asked / "b.json").read_text())
 
-    jsonschema.validate(budget, json.loads(SCHEMA.read_text()))
-    assert budget["privacy"]["samples"] == 10_000
-    assert (budget["noise"]["batch_size"], budget["methods"][0]["steps"]) == (512, 98)
-    assert [one["batch_size"] for one in budget["noise"]["batches"]] == [128, 256, 512, 1024, 2048]
-    rows = {(one["method"], one["epsilon"]): one for one in budget["methods"]}
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert found["privacy"]["samples"] == 10_000
+    assert (found["noise"]["batch_size"], found["methods"][0]["steps"]) == (512, 98)
+    assert [one["batch_size"] for one in found["noise"]["batches"]] == [128, 256, 512, 1024, 2048]
+    rows = {(one["method"], one["epsilon"]): one for one in found["methods"]}
     assert set(rows) == {("standard", None), ("flash-bk", 8), ("flash-bk", 6)}
     private = rows["flash-bk", 8]
     assert private["micro_batch_size"] * private["accumulation_steps"] >= 512
@@ -46,7 +48,7 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     )
     assert f"{private['noise_multiplier']:.3f}" in done.stdout
     assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
-    assert len(budget["warnings"]) == 1
+    assert len(found["warnings"]) == 1
 
 
 BAD = {
@@ -78,7 +80,19 @@ BAD = {
 }
 
 
+@pytest.fixture
+def accounting_here(monkeypatch):
+    """Ask the accountants in this process."""
+    for command in (budget, tables):
+        monkeypatch.setattr(
+            command,
+            "account_apart",
+            lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
+        )
+
+
 @pytest.mark.parametrize("case", BAD)
+@pytest.mark.usefixtures("accounting_here")
 def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
     options, sentence = BAD[case]
     done = call("budget", *ASKED, *SPENT, *options, cwd=tmp_path)
@@ -135,13 +149,14 @@ def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
     ) in lines
 
 
+@pytest.mark.usefixtures("accounting_here")
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:
     experiment = make_experiment(method="flash-bk", seq_len=8, device="cuda", target="h200")
     found = make_capacity(1000.0)
     write_synthetic(tmp_path, experiment, instrument="capacity", recorded=found)
-    budget = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
+    spent = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
     runs = make_manifest((experiment, 0), instrument="capacity")
-    manifest = runs.model_copy(update={"privacy": budget})
+    manifest = runs.model_copy(update={"privacy": spent})
     path = tmp_path / manifest.path
     path.parent.mkdir(parents=True)
     path.write_text(manifest.text)
