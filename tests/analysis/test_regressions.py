@@ -8,7 +8,7 @@ from factory import CPU, make_experiment, make_memory, make_predicted_time, writ
 
 from dpprof.analysis.gate.folders import read_results_folder
 from dpprof.analysis.gate.regressions import Options, compare_folders
-from dpprof.analysis.statistics import can_differ, mann_whitney
+from dpprof.analysis.statistics import Sides, can_differ, compare_all
 from dpprof.records.comparison import FolderComparison
 from dpprof.records.thresholds import Thresholds
 
@@ -98,7 +98,8 @@ def test_three_replicates_are_not_enough_whatever_they_say(tmp_path) -> None:
 @pytest.mark.parametrize(("count", "enough"), [(3, False), (4, True)])
 def test_enough_replicates_are_those_whose_p_value_can_reach_5_percent(count, enough) -> None:
     assert can_differ(count, count) is enough
-    assert (mann_whitney(range(count), range(count, 2 * count)) < 0.05) is enough
+    sides = Sides(range(1, count + 1), range(count + 1, 2 * count + 1), None)
+    assert (compare_all([sides])[0].p_value < 0.05) is enough
 
 
 def test_predicted_times_for_a_gpu_are_compared_without_noise(tmp_path) -> None:

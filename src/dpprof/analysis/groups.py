@@ -94,14 +94,10 @@ class Noise:
             for key in self._keys(group):
                 self._step_s[key].append(group.step_s)
 
-    def compare(self, group: ExperimentRuns, base: ExperimentRuns) -> Comparison:
-        """Compare step times by the noise floor of the most similar replicated experiments."""
-        return self.compare_all([(group, base)])[0]
-
     def compare_all(
         self, pairs: Sequence[tuple[ExperimentRuns, ExperimentRuns]]
     ) -> list[Comparison]:
-        """Return ``compare`` of each group and its base, faster than one by one."""
+        """Compare step times by the noise floor of the most similar replicated experiments."""
         return compare_all([self._sides(*pair) for pair in pairs])
 
     def _sides(self, group: ExperimentRuns, base: ExperimentRuns) -> Sides:

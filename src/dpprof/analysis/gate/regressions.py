@@ -201,7 +201,7 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
         groups = _group(pair.baseline), _group(pair.candidate)
         if all(group.step_s for group in groups):
             reason = "times on different devices are not compared" if pair.on_other else None
-            comparison = noise.compare(groups[1], groups[0])
+            [comparison] = noise.compare_all([(groups[1], groups[0])])
             yield judge_step_times(pair.key, groups, comparison, options.thresholds.time, reason)
 
 

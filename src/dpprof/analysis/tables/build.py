@@ -1,5 +1,6 @@
 """Builds every table: tidy rows, all in bytes and seconds."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any, BinaryIO
@@ -30,7 +31,8 @@ from dpprof.records.step_costs import Memory
 from dpprof.records.terms import COMPONENTS, OUTCOMES
 from dpprof.spec.datasheets import find_by_device_name
 
-Rows = Iterable[dict[str, Any]]
+_PARTS = ("steps", "phases", "snapshots", "components", "samplers", "ranks", "communication")
+"""The tables whose rows are parts of single results."""
 
 
 def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
@@ -44,23 +46,20 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
     noise = Noise(groups)
     experiments = tabulate_experiments(groups, noise, collected.standings)
     recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
-    rows: dict[str, Rows] = {
-        "runs": (_run_row(run, result, collected) for run, result in collected.found),
-        "steps": _step_rows(collected),
-        "phases": _phase_rows(collected),
-        "snapshots": _snapshot_rows(collected),
-        "components": _component_rows(collected),
-        "samplers": _sampler_rows(collected),
-        "ranks": _rank_rows(collected),
-        "communication": _exchange_rows(collected),
-        "timeline": (row for found in collected.found for row in list_instants(*found)),
-        "missing": (
-            key_of(run) | {"method": run.method, "reason": reason}
-            for run, reason in collected.missing.items()
-        ),
-    }
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run, result in collected.found:
+        rows["runs"].append(_run_row(run, result, collected))
+        for name, row in _list_parts(run, result):
+            rows[name].append(key_of(run) | row)
+    instants = (row for found in collected.found for row in list_instants(*found))
+    missing = (
+        key_of(run) | {"method": run.method, "reason": reason}
+        for run, reason in collected.missing.items()
+    )
     return {
-        **{name: make_frame(name, found) for name, found in rows.items()},
+        **{name: make_frame(name, rows[name]) for name in ("runs", *_PARTS)},
+        "timeline": make_frame("timeline", instants),
+        "missing": make_frame("missing", missing),
         **recorded,
         **kernels,
         "experiments": experiments,
@@ -131,45 +130,34 @@ def _fragmentation(memory: Memory) -> float | None:
     return 1 - allocated / reserved if allocated is not None and reserved else None
 
 
-def _step_rows(collected: Collected) -> Rows:
-    for run, result in collected.found:
-        if result.time is not None:
-            stages = {"warmup": result.time.warmup_step_s or [], "timed": result.time.step_s}
-            for stage, samples in stages.items():
-                for index, step_s in enumerate(samples):
-                    yield key_of(run) | {"stage": stage, "index": index, "step_s": step_s}
-
-
-def _phase_rows(collected: Collected) -> Rows:
-    for run, result in collected.found:
-        phases_s = (result.time and result.time.phases_s) or {}
-        for phase, samples in phases_s.items():
-            yield key_of(run) | {
-                "phase": phase,
-                "median_s": median(samples) if samples else None,
-                "min_s": min(samples, default=None),
-                "max_s": max(samples, default=None),
-            }
-
-
-def _snapshot_rows(collected: Collected) -> Rows:
-    for run, result in collected.found:
-        for snapshot in result.memory.snapshots if result.memory else []:
-            yield key_of(run) | snapshot.model_dump(exclude={"components"})
-
-
-def _component_rows(collected: Collected) -> Rows:
-    for run, result in collected.found:
-        for snapshot in result.memory.snapshots if result.memory else []:
-            for component, size in (snapshot.components or {}).items():
-                moment = {"snapshot": snapshot.name, "component": component, "bytes": size}
-                yield key_of(run) | moment
-
-
-def _sampler_rows(collected: Collected) -> Rows:
-    for run, result in collected.found:
-        for layer, path in (result.samplers or {}).items():
-            yield key_of(run) | {"method": run.method, "layer": layer, "path": path}
+def _list_parts(run: PlannedRun, result: Result) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of ``_PARTS``, each with its table, without the run's key."""
+    if (time := result.time) is not None:
+        for stage, samples in (("warmup", time.warmup_step_s or []), ("timed", time.step_s)):
+            for index, step_s in enumerate(samples):
+                yield "steps", {"stage": stage, "index": index, "step_s": step_s}
+        for phase, samples in (time.phases_s or {}).items():
+            middle = median(samples) if samples else None
+            ends = {"min_s": min(samples, default=None), "max_s": max(samples, default=None)}
+            yield "phases", {"phase": phase, "median_s": middle} | ends
+    for snapshot in result.memory.snapshots if result.memory else []:
+        yield "snapshots", snapshot.model_dump(exclude={"components"})
+        for component, size in (snapshot.components or {}).items():
+            owner = {"component": component, "bytes": size}
+            yield "components", {"snapshot": snapshot.name} | owner
+    for layer, path in (result.samplers or {}).items():
+        yield "samplers", {"method": run.method, "layer": layer, "path": path}
+    for part in result.ranks or []:
+        peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
+        yield (
+            "ranks",
+            {"rank": part.rank}
+            | {name: part.memory and getattr(part.memory, name) for name in peaks}
+            | {"median_step_s": part.time and part.time.median_s}
+            | {"sent_bytes": sent_bytes(part.communication)},
+        )
+    for exchange in result.communication or []:
+        yield "communication", axes_of(result.experiment) | exchange.model_dump()
 
 
 def _outcomes(collected: Collected) -> pd.DataFrame:
@@ -231,27 +219,6 @@ def _ceilings_rows(ceilings: Ceilings) -> Iterator[dict[str, Any]]:
         "measured": ceilings.launch_latency_s,
         "reason": ceilings.reasons.get("launch_latency_s"),
     }
-
-
-def _rank_rows(collected: Collected) -> Rows:
-    """Yield one row per run and rank."""
-    for run, result in collected.found:
-        for part in result.ranks or []:
-            peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-            yield (
-                key_of(run)
-                | {"rank": part.rank}
-                | {name: part.memory and getattr(part.memory, name) for name in peaks}
-                | {"median_step_s": part.time and part.time.median_s}
-                | {"sent_bytes": sent_bytes(part.communication)}
-            )
-
-
-def _exchange_rows(collected: Collected) -> Rows:
-    """Yield one row per collective in a phase of a run, of rank 0."""
-    for run, result in collected.found:
-        for exchange in result.communication or []:
-            yield key_of(run) | axes_of(result.experiment) | exchange.model_dump()
 
 
 _COLUMNS = list(TABLES["timeline"].columns)
