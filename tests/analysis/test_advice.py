@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from factory import make_capacity, make_experiment
 
-from dpprof.analysis.advice.advice import Advice, advise
+from dpprof.analysis.advice.advice import advise
+from dpprof.records.advice import Advice
 from dpprof.records.record import write_record
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing

@@ -7,9 +7,9 @@ import pytest
 from factory import make_capacity, make_experiment, write_synthetic, write_synthetic_verdict
 from scripts import ASKED, HERE, MODEL, ROOT, call, run
 
-from dpprof.analysis.advice.advice import Advice, Option
 from dpprof.cli.advise import explain_batches, format_advice, list_smallest_ranks
 from dpprof.planning.code_digest import verdict_digest
+from dpprof.records.advice import Advice, Option
 
 WHERE = "64 tokens, bfloat16, on h100"
 SIZES = "largest batch   peak  safe batch"

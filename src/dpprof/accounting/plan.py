@@ -45,7 +45,7 @@ class NoiseOfBatch(BaseModel):
 
     batch_size: int = Field(description="expected samples of a step")
     sample_rate: float = Field(description="probability with which a step draws a sample")
-    steps: int
+    steps: int = Field(description="steps of the training")
     noise_multiplier: float | None = Field(
         description="standard deviation of the noise on the summed gradient, over C"
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import pandas as pd
 
-from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, SETTING
+from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
 from dpprof.records.terms import COMPONENTS
 
 RECORDERS = ("memory", "estimate")
@@ -43,9 +43,6 @@ def find_fitting(peaks: pd.DataFrame) -> "pd.Series[bool]":
 
 
 Tables = Mapping[str, pd.DataFrame]
-
-WITHOUT_BATCH = [name for name in SETTING if name != "batch_size"]
-"""The axes of a setting with capacity results, which find batch sizes by themselves."""
 
 
 def measured(experiments: pd.DataFrame) -> pd.DataFrame:

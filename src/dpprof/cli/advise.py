@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from dpprof.analysis.advice.advice import Advice, Option, advise
+from dpprof.analysis.advice.advice import advise
 from dpprof.analysis.standings import sign
 from dpprof.analysis.tables.axes import target_text
 from dpprof.cli.capacities import (
@@ -17,6 +17,7 @@ from dpprof.cli.capacities import (
     read_verdicts,
 )
 from dpprof.cli.common import lay_out
+from dpprof.records.advice import Advice, Option
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.experiment import Experiment

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dpprof.analysis.advice.advice import Option
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings
 from dpprof.cli.common import Parser, ending_in_a_sentence, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiments
 from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.planning.code_digest import code_digest, verdict_digest
+from dpprof.records.advice import Option
 from dpprof.records.budget import MethodCost
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_run, result_path

@@ -5,25 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.cli.common import Parser, ending_in_a_sentence
+from dpprof.cli.common import Parser, ending_in_a_sentence, names_of
 from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, Kind
 from dpprof.records.record import ResultError
 from dpprof.records.result import interrupted_path
 from dpprof.records.terms import OUTCOMES
-from dpprof.spec.validation import InputError, one_of
+from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 
 FAILURES = OUTCOMES[1:]
 FORGOTTEN = (RUN, VERDICT)
-
-
-def outcomes(text: str) -> list[str]:
-    """Read a comma-separated list of ways to fail."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in FAILURES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {one_of(FAILURES, name)}")
-    return names
 
 
 def what_to_forget(path: Path, kind: Kind, arguments: argparse.Namespace) -> str | None:
@@ -51,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="dpprof forget", description=__doc__)
     parser.add_argument(
         "--outcome",
-        type=outcomes,
+        type=names_of(FAILURES),
         default=[],
         help="forget failures: comma-separated, of " + ", ".join(FAILURES),
     )

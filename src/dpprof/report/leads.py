@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from dpprof.analysis.selection import WITHOUT_BATCH, group_by
-from dpprof.analysis.tables.axes import BASELINE, SETTING
+from dpprof.analysis.selection import group_by
+from dpprof.analysis.tables.axes import BASELINE, SETTING, WITHOUT_BATCH
 from dpprof.analysis.tables.frames import least_of
 from dpprof.report.cells import listed, percent, significant
 from dpprof.report.document import Bullets

@@ -8,75 +8,18 @@ mechanism than flat clipping, is advised and marked as such.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import pandas as pd
-from pydantic import BaseModel, ConfigDict
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.groups import setting_key
 from dpprof.analysis.standings import UNKNOWN
-from dpprof.analysis.tables.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.analysis.tables.frames import make_frame
+from dpprof.records.advice import Advice, Option, Recommendation
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.mechanisms import NO_CLIPPING
-
-Recommendation = Literal[
-    "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
-]
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Option(_Frozen):
-    """One method, with its verdict and the numbers behind it: the last columns of ``advice``."""
-
-    method: str
-    verdict: Recommendation
-    private: bool
-    mechanism: str | None = None
-    verified: bool | None = None
-    largest_batch_size: int | None = None
-    largest_peak_bytes: int | None = None
-    smallest_batch_size: int | None = None
-    safe_batch_size: int | None = None
-    safe_peak_bytes: int | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_low: float | None = None
-    tokens_per_s_high: float | None = None
-    tokens_per_s_at_most: float | None = None
-    dp_flop_multiplier: float | None = None
-    limited_by: str | None = None
-    message: str | None = None
-
-
-class Advice(_Frozen):
-    """Methods for a model, a sequence length and a target, best first."""
-
-    model: str
-    lora: str | None = None
-    """The adapters that are trained; None where the model has none."""
-
-    parallel: str | None = None
-    """The ranks, as ``fsdp x8``; batches are those of each. None for one process."""
-
-    seq_len: int
-    dtype: str
-    target: str
-    budget_bytes: int | None
-    options: tuple[Option, ...]
-    sure_of_memory: str
-    sure_of_time: str
-    whole: "Advice | None" = None
-    """The same for the model without adapters, where that was asked too."""
-
-    @property
-    def best(self) -> Option | None:
-        """The private method with the highest predicted speed; None where none fits."""
-        return next((option for option in self.options if option.verdict == "first"), None)
 
 
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
@@ -122,7 +65,7 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
     rows = []
     for results in alike.values():
         axes = axes_of(results[0].experiment)
-        setting = {name: axes[name] for name in SETTING if name != "batch_size"}
+        setting = {name: axes[name] for name in WITHOUT_BATCH}
         advice = advise(results, axes["target"] or "this machine", collected.standings)
         rows += [
             setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.analysis.advice.advice import Advice, Option, advise
+from dpprof.analysis.advice.advice import advise
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.groups import setting_key
-from dpprof.analysis.tables.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.analysis.tables.frames import make_frame
+from dpprof.records.advice import Advice, Option
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
@@ -145,7 +146,7 @@ def tabulate_budget(collected: Collected, planned: Planned | None) -> pd.DataFra
         assert planned is not None
         experiment = results[0].experiment
         axes = axes_of(experiment)
-        setting = {name: axes[name] for name in SETTING if name != "batch_size"}
+        setting = {name: axes[name] for name in WITHOUT_BATCH}
         plan = planned.plans.get(experiment.tokens_per_sample)
         if plan is None:
             rows.append(setting | {"message": planned.reason})

@@ -3,7 +3,8 @@
 Most figures of a result are exact: equal runs have equal ones, without noise. Step times are not.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 from decimal import Decimal
 from statistics import median, median_low
 from typing import Literal, NamedTuple
@@ -13,11 +14,12 @@ from dpprof.analysis.groups import ExperimentRuns
 from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 from dpprof.records.comparison import ComparedFigure, FigureName, Judgement, Metric, TimeStatistics
 from dpprof.records.result import Result
-from dpprof.records.step_costs import Compute, Exchange, Io, Memory
+from dpprof.records.step_costs import Memory
 from dpprof.records.terms import OUTCOMES
 from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import device_of
 
+Number = int | float
 Unit = Literal["bytes", "FLOPs", "samples", "seconds"]
 
 
@@ -32,7 +34,7 @@ class ExactFigure(NamedTuple):
     more_is_better: bool = False
 
 
-FigureFamily = dict[ExactFigure, int | float]
+FigureFamily = dict[ExactFigure, Number]
 """Figures that are known together; one that is absent is 0."""
 
 
@@ -47,97 +49,81 @@ class FamilyKey(NamedTuple):
 def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey, FigureFamily]:
     """Return the exact figures of a result by family; none of a run that failed.
 
-    Resident memory and what a real allocator reserves are not exact, so they are not among them.
+    Resident memory and the bytes that a real allocator reserves are not exact, so they are not
+    among them.
     """
-    if result.outcome != "ok":
-        return {}
-    of = None if result.capacity is None else result.capacity.stated_batch_size
-    families: dict[FamilyKey, FigureFamily] = {}
-    if "memory" in metrics:
-        families[FamilyKey("largest batches")] = _largest_batches(result)
-        if result.memory is not None:
-            for figure, value in _peaks(result.memory):
-                families[FamilyKey(figure.name, of)] = {figure: value}
-            families[FamilyKey("components", of)] = _components(result.memory)
-    if "flops" in metrics:
-        if result.compute is not None:
-            families[FamilyKey("FLOPs", of)] = _flops(result.compute)
-        if result.io is not None:
-            families[FamilyKey("operators", of)] = _operators(result.io)
-        families[FamilyKey("communication", of)] = _exchanges(result.communication or ())
-    if "time" in metrics:
-        families[FamilyKey("predicted step time", of)] = _predicted_time(result)
-    return {key: family for key, family in families.items() if family}
+    families: dict[FamilyKey, FigureFamily] = defaultdict(dict)
+    if result.outcome == "ok":
+        for key, figure, value in _exact_figures(result):
+            if figure.metric in metrics:
+                families[key][figure] = value
+    return dict(families)
 
 
-def _largest_batches(result: Result) -> FigureFamily:
-    found = result.capacity
-    if found is None:
-        return {}
-    return {
-        ExactFigure("memory", "largest batch", "samples", more_is_better=True): found.batch_size,
-        ExactFigure("memory", "largest safe batch", "samples", more_is_better=True): (
-            found.safe_batch_size or 0
-        ),
-    }
+def _exact_figures(result: Result) -> Iterator[tuple[FamilyKey, ExactFigure, Number]]:
+    """Yield every exact figure of a result, with its family."""
+    of = None
+    if (found := result.capacity) is not None:
+        of, safe = found.stated_batch_size, found.safe_batch_size or 0
+        sizes: dict[FigureName, int] = {
+            "largest batch": found.batch_size,
+            "largest safe batch": safe,
+        }
+        for name, size in sizes.items():
+            figure = ExactFigure("memory", name, "samples", more_is_better=True)
+            yield FamilyKey("largest batches"), figure, size
+    if result.memory is not None:
+        for figure, value in _peaks(result.memory):
+            yield FamilyKey(figure.name, of), figure, value
+        held = result.memory.at_peak.components if result.memory.at_peak else {}
+        for component, size in held.items():
+            figure = ExactFigure("memory", "component", part=component)
+            yield FamilyKey("components", of), figure, size
+    for family, figure, value in _work(result):
+        yield FamilyKey(family, of), figure, value
+    target, time = result.experiment.target, result.time
+    # The predicted time for a CPU rests on times measured on it, so it is not exact.
+    if target is not None and device_of(target) != "cpu" and time and time.predicted_step_s:
+        figure = ExactFigure("time", "predicted step time", "seconds")
+        yield FamilyKey("predicted step time", of), figure, time.predicted_step_s.median
+
+
+def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int]]:
+    """Yield FLOPs, and bytes moved and sent, each with the name of its family."""
+    if (compute := result.compute) is not None:
+        flops: dict[FigureName, int | None] = {
+            "executed FLOPs": compute.executed_flops,
+            "other FLOPs": compute.other_flops,
+            "model FLOPs": compute.model_flops,
+        }
+        for name, count in flops.items():
+            if count is not None:
+                yield "FLOPs", ExactFigure("flops", name, "FLOPs"), count
+    if (io := result.io) is not None:
+        moved = ExactFigure("flops", "bytes moved")
+        yield "operators", moved, io.bytes_read + io.bytes_written
+        for work in io.by_phase_and_op_kind:
+            kind, phase, size = work.op_kind, work.phase, work.read + work.written
+            yield "operators", ExactFigure("flops", "FLOPs", "FLOPs", kind, phase), work.flops
+            yield "operators", moved._replace(part=kind, phase=phase), size
+    for one in result.communication or ():
+        figure = ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase)
+        yield "communication", figure, one.bytes_each_way
 
 
 def _peaks(memory: Memory) -> Iterator[tuple[ExactFigure, int]]:
-    peak, first = memory.peak_allocated_bytes, memory.first_step_peak_allocated_bytes
-    if peak is not None:
-        yield ExactFigure("memory", "peak"), peak
-    if first is not None:
-        yield ExactFigure("memory", "peak of the first step"), first
+    peaks: dict[FigureName, int | None] = {
+        "peak": memory.peak_allocated_bytes,
+        "peak of the first step": memory.first_step_peak_allocated_bytes,
+    }
     if (simulated := memory.allocator) is not None:
-        yield ExactFigure("memory", "reserved"), simulated.reserved_bytes
-        expandable = simulated.expandable_reserved_bytes
-        yield ExactFigure("memory", "reserved with expandable segments"), expandable
+        peaks["reserved"] = simulated.reserved_bytes
+        peaks["reserved with expandable segments"] = simulated.expandable_reserved_bytes
         if simulated.fits is not None:
             yield ExactFigure("memory", "fits", None, more_is_better=True), int(simulated.fits)
-
-
-def _components(memory: Memory) -> FigureFamily:
-    held = {} if memory.at_peak is None else memory.at_peak.components
-    return {ExactFigure("memory", "component", part=name): size for name, size in held.items()}
-
-
-def _flops(compute: Compute) -> FigureFamily:
-    found: FigureFamily = {
-        ExactFigure("flops", "executed FLOPs", "FLOPs"): compute.executed_flops,
-        ExactFigure("flops", "other FLOPs", "FLOPs"): compute.other_flops,
-    }
-    if compute.model_flops is not None:
-        found[ExactFigure("flops", "model FLOPs", "FLOPs")] = compute.model_flops
-    return found
-
-
-def _operators(io: Io) -> FigureFamily:
-    found: FigureFamily = {ExactFigure("flops", "bytes moved"): io.bytes_read + io.bytes_written}
-    for work in io.by_phase_and_op_kind:
-        found[ExactFigure("flops", "FLOPs", "FLOPs", work.op_kind, work.phase)] = work.flops
-        moved = work.read + work.written
-        found[ExactFigure("flops", "bytes moved", "bytes", work.op_kind, work.phase)] = moved
-    return found
-
-
-def _exchanges(communication: Iterable[Exchange]) -> FigureFamily:
-    return {
-        ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase): one.bytes_each_way
-        for one in communication
-    }
-
-
-def _predicted_time(result: Result) -> FigureFamily:
-    """Return the predicted time for a GPU; that for a CPU rests on times measured on it."""
-    target, time = result.experiment.target, result.time
-    if target is None or device_of(target) == "cpu" or time is None:
-        return {}
-    if time.predicted_step_s is None:
-        return {}
-    return {ExactFigure("time", "predicted step time", "seconds"): time.predicted_step_s.median}
-
-
-Number = int | float
+    for name, size in peaks.items():
+        if size is not None:
+            yield ExactFigure("memory", name), size
 
 
 def judge_outcomes(

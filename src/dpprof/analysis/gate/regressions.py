@@ -21,6 +21,7 @@ from dpprof.analysis.gate.folders import (
 from dpprof.analysis.gate.judging import (
     ExactFigure,
     FamilyKey,
+    Number,
     judge_exact,
     judge_outcomes,
     judge_step_times,
@@ -103,7 +104,7 @@ def compare_folders(
     for pair in pairs:
         found = list(_judge(pair, noise, options))
         barred = {
-            fact: told for fact, told in pair.unlike.items() if fact.kind not in options.across
+            fact: values for fact, values in pair.unlike.items() if fact.kind not in options.across
         }
         if not barred:
             figures += found
@@ -147,8 +148,8 @@ def compare_folders(
             )
             for (fact, told), names in unlike.items()
         ],
-        only_in_baseline=_only(baseline.runs, candidate.runs),
-        only_in_candidate=_only(candidate.runs, baseline.runs),
+        only_in_baseline=[_run(key) for key in baseline.runs if key not in candidate.runs],
+        only_in_candidate=[_run(key) for key in candidate.runs if key not in baseline.runs],
         explanations=list(_explain(baseline.path, candidate.path, pairs, differing)),
     )
 
@@ -207,9 +208,9 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
 
 def _values(
     results: Sequence[Result], metrics: Collection[Metric]
-) -> dict[FamilyKey, dict[ExactFigure, list[int | float]]]:
+) -> dict[FamilyKey, dict[ExactFigure, list[Number]]]:
     """Return the values of each figure over replicates, by family."""
-    found: dict[FamilyKey, dict[ExactFigure, list[int | float]]] = {}
+    found: dict[FamilyKey, dict[ExactFigure, list[Number]]] = {}
     listed = [list_families(result, metrics) for result in results]
     for family in dict.fromkeys(family for families in listed for family in families):
         known = [families[family] for families in listed if family in families]
@@ -238,5 +239,5 @@ def _rank(figure: ComparedFigure) -> tuple[int, bool, bool, float, str]:
     return order, ran, figure.part is not None, -away, figure.experiment_id
 
 
-def _only(here: Mapping[RunKey, object], there: Mapping[RunKey, object]) -> list[Run]:
-    return [Run(experiment_id=key[0], instrument=key[1]) for key in here if key not in there]
+def _run(key: RunKey) -> Run:
+    return Run(experiment_id=key[0], instrument=key[1])

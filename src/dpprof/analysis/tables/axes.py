@@ -20,6 +20,9 @@ NOT_IN_BASELINE = {"method", "max_grad_norm", "noise_multiplier"}
 SETTING = [name for name in AXES if name not in NOT_IN_BASELINE]
 """The axes that must be equal for methods to be compared."""
 
+WITHOUT_BATCH = [name for name in SETTING if name != "batch_size"]
+"""The axes of a setting with capacity results, which find batch sizes by themselves."""
+
 
 def key_of(run: PlannedRun) -> dict[str, Any]:
     """Return a run's key as columns."""

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from dpprof.analysis.tables.axes import AXES, SETTING
+from pydantic import BaseModel
+
+from dpprof.accounting.plan import NoiseOfBatch
+from dpprof.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
+from dpprof.records.advice import Option
+from dpprof.records.budget import MethodCost
 from dpprof.records.terms import COMPONENTS, EVIDENCE, OUTCOMES
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.privacy import Privacy
 
 ColumnType = Literal["text", "integer", "number", "boolean"]
 
@@ -55,14 +61,14 @@ text, integer, number, boolean = (
 )
 
 
-def declare_axes(names: Iterable[str]) -> list[Column]:
-    """Declare axes of experiments, with the descriptions of the config's keys."""
-    schemas = Experiment.model_json_schema()["properties"]
+def declare(model: type[BaseModel], names: Iterable[str] | None = None) -> list[Column]:
+    """Declare columns for fields of a model, in order, with the fields' descriptions."""
+    schemas = model.model_json_schema()["properties"]
     columns = []
-    for name in names:
-        kinds = {one.get("type") for one in schemas[name].get("anyOf", [schemas[name]])}
-        kind = next((make for make in (integer, number) if make.args[0] in kinds), text)
-        columns.append(kind(name, schemas[name]["description"]))
+    for name in schemas if names is None else names:
+        types = {one.get("type") for one in schemas[name].get("anyOf", [schemas[name]])}
+        make = next((make for make in (integer, number, boolean) if make.args[0] in types), text)
+        columns.append(make(name, schemas[name]["description"]))
     return columns
 
 
@@ -83,7 +89,7 @@ have none: -0.5. CSV files that `report.html` saves are written so too.
 
 def write_page(tables: Mapping[str, Table]) -> str:
     """Return docs/numbers/tables.md, which lists the columns of every table."""
-    axes = declare_axes(AXES)
+    axes = declare(Experiment, AXES)
     lines = [_PAGE]
     for name, table in tables.items():
         lines += [f"## `{name}.csv`\n", f"A row is {table.row}.\n"]
@@ -106,7 +112,7 @@ _RUN = (
     text("instrument", "the instrument"),
     integer("replicate", "the number of the process, from 0"),
 )
-_EXPERIMENT_AXES = declare_axes(AXES)
+_EXPERIMENT_AXES = declare(Experiment, AXES)
 _RUN_AND_AXES = (*_RUN, *_EXPERIMENT_AXES)
 _PARAMETERS = integer("parameters_total", "parameters of the model")
 _STANDING = (
@@ -199,7 +205,7 @@ TABLES: Mapping[str, Table] = {
     ),
     "settings": Table(
         "a setting in which methods compete",
-        *declare_axes(SETTING),
+        *declare(Experiment, SETTING),
         _PARAMETERS,
         integer("methods", "private methods with a step time or a peak"),
         text("smallest", "the private method with the lowest peak"),
@@ -269,66 +275,24 @@ TABLES: Mapping[str, Table] = {
     ),
     "advice": Table(
         "a method of each setting with capacity results",
-        *declare_axes(name for name in SETTING if name != "batch_size"),
+        *declare(Experiment, WITHOUT_BATCH),
         integer("budget_bytes", "memory that training may allocate"),
-        text("method", "the method"),
-        text("verdict", "its rank among the methods, or why it has none"),
-        boolean("private", "whether it is private"),
-        text("mechanism", "what makes it private; null: the method has no verdict"),
-        boolean("verified", "whether its gradient equals the reference's; null: not verified"),
-        integer("largest_batch_size", "largest that is predicted to fit in memory"),
-        integer("largest_peak_bytes", "predicted peak of that batch"),
-        integer("smallest_batch_size", "fewest samples that a step of the method takes"),
-        integer("safe_batch_size", "largest for which a GPU's allocator never releases its cache"),
-        integer("safe_peak_bytes", "predicted peak of that batch"),
-        number("tokens_per_s", "predicted at the safe batch"),
-        number("tokens_per_s_low", "lower end of the 90 % interval"),
-        number("tokens_per_s_high", "upper end of the 90 % interval"),
-        number("tokens_per_s_at_most", "at the safe batch, if every operator reached its ceiling"),
-        number("dp_flop_multiplier", "executed FLOPs over model FLOPs"),
-        text("limited_by", "memory, fragmentation of it, or the end of the search"),
-        text("message", "why it is not advised, or has no batch"),
+        *declare(Option),
     ),
     "budget": Table(
         "a method and epsilon of each setting with capacity results",
-        *declare_axes(name for name in SETTING if name != "batch_size"),
+        *declare(Experiment, WITHOUT_BATCH),
         _PARAMETERS,
-        text("method", "the method"),
-        number("epsilon", "the epsilon that is spent; empty for a method that is not private"),
-        boolean("private", "whether it is private"),
-        text("mechanism", "what makes it private; null: the method has no verdict"),
-        boolean("verified", "whether its gradient equals the reference's; null: not verified"),
-        integer("batch_size", "expected samples of a step"),
-        integer("steps", "steps of the training"),
-        number("noise_multiplier", "standard deviation of the noise over C"),
-        number(
-            "same_batch_noise_multiplier", "with the planned batch and the first epsilon's hours"
-        ),
-        integer("micro_batch_size", "samples that are on the GPU at a time"),
-        integer("accumulation_steps", "micro-batches of an expected batch"),
-        number("step_s", "predicted time of a step of an expected batch"),
-        number("gpu_hours", "predicted hours of all steps on one GPU"),
-        number("gpu_hours_low", "lower end of the 90 % interval"),
-        number("gpu_hours_high", "upper end of the 90 % interval"),
-        number("price", "of these hours, in the currency of price_per_hour"),
-        number("hours_ratio", "these hours over those of standard with the planned batch"),
-        text("message", "why a figure is unknown, or needs care"),
+        *declare(MethodCost),
     ),
     "noise": Table(
         "a batch size for the privacy budget",
-        integer("samples", "samples in the data"),
-        integer("tokens", "tokens to train on"),
+        *declare(Privacy, ("samples", "tokens")),
         number("epsilon", "the epsilon that is spent"),
-        number("delta", "the delta"),
-        text("accountant", "Opacus's accountant"),
+        *declare(Privacy, ("delta", "accountant")),
         number("tokens_per_sample", "tokens in a sample, without padding"),
-        integer("batch_size", "expected samples of a step"),
-        number("sample_rate", "probability with which a step draws a sample"),
-        integer("steps", "steps of the training"),
-        number("noise_multiplier", "standard deviation of the noise over C"),
-        number("step_noise", "the same of a step's averaged gradient"),
-        number("training_noise", "the same of the average over all steps"),
-        boolean("chosen", "whether hours are told for it"),
+        *(column for column in declare(NoiseOfBatch) if column.name != "reason"),
+        boolean("chosen", "whether hours are predicted for it"),
         text("reason", "why there is no noise multiplier"),
     ),
     "peaks": Table(
