@@ -94,6 +94,20 @@ def make_memory(
     }
 
 
+def make_held(sizes: dict[str, int], layer: str | None = "head", **fields: Any) -> dict[str, Any]:
+    """Invent memory as ``make_memory``, with each component's holding at the peak, by ``mm``."""
+    recorded, count = make_memory(sizes), len(sizes)
+    recorded["memory"]["at_peak"]["holdings"] = {
+        "component": list(sizes),
+        "layer": [layer] * count,
+        "op": ["mm"] * count,
+        "phase": ["forward"] * count,
+        "bytes": list(sizes.values()),
+        "storages": [1] * count,
+    }
+    return recorded | fields
+
+
 def make_capacity(step_s: float | None = 1.0, **fields: Any) -> dict[str, Any]:
     """Invent what the instrument ``capacity`` finds, and a time that may be 10 % off.
 
@@ -379,6 +393,14 @@ def make_manifest(*runs: tuple[Experiment, int], instrument: str = "clean") -> M
             for experiment, replicate in runs
         )
     )
+
+
+def write_manifest(root: Path, manifest: Manifest) -> Path:
+    """Write a manifest where planning does, and return its path."""
+    path = root / manifest.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(manifest.text, encoding="utf-8")
+    return path
 
 
 def tables_of_runs(

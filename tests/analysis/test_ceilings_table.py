@@ -1,7 +1,14 @@
 """Ceilings of the devices of a config, beside what their data sheets say."""
 
 import pytest
-from factory import CPU, make_experiment, make_manifest, write_synthetic, write_synthetic_ceilings
+from factory import (
+    CPU,
+    make_experiment,
+    make_manifest,
+    tables_of_runs,
+    write_synthetic,
+    write_synthetic_ceilings,
+)
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
@@ -78,8 +85,7 @@ def test_damaged_ceilings_are_left_out_of_a_partial_report_alone(root) -> None:
 
 
 def test_without_ceilings_the_table_has_its_columns(tmp_path) -> None:
-    write_synthetic(tmp_path, STANDARD)
-    tables = build_tables(collect(make_manifest((STANDARD, 0)), tmp_path, partial=False))
+    tables = tables_of_runs(tmp_path, (STANDARD, "clean", {}))
 
     assert tables["ceilings"].empty
     assert "measured" in tables["ceilings"].columns

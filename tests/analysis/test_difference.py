@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from factory import make_capacity, make_experiment, make_memory, write_synthetic
+from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 
 from dpprof.analysis.difference.difference import explain_difference
 from dpprof.analysis.difference.waterfall import (
@@ -60,11 +60,8 @@ def sums_of(document, *columns) -> Counter:
     return sums
 
 
-def test_there_are_ten_results_and_ninety_pairs(differences) -> None:
-    assert len(differences) == 90
-
-
 def test_bars_by_component_are_the_difference_of_the_peaks(differences, documents) -> None:
+    assert len(differences) == 90
     for (a, b), difference in differences.items():
         peaks = [documents[run]["peak_allocated_bytes"] for run in (a, b)]
         assert difference.difference_bytes == peaks[0] - peaks[1]
@@ -148,18 +145,8 @@ def test_timelines_of_a_pair_are_those_of_the_files(differences, documents) -> N
             assert curve.at[-1] == pytest.approx(1)
 
 
-def hold(sizes, **fields):
-    """Write a synthetic result with holdings in the head."""
-    told = make_memory(sizes)
-    rows = [(name, "head", "mm", "forward", size, 1) for name, size in sizes.items()]
-    names = ["component", "layer", "op", "phase", "bytes", "storages"]
-    columns = map(list, zip(*rows, strict=True))
-    told["memory"]["at_peak"]["holdings"] = dict(zip(names, columns, strict=True))
-    return told | fields
-
-
 def written(root, sizes=None, instrument="memory", capacity=None, replicate=0, **fields):
-    recorded = hold(sizes or {"parameters": 8})
+    recorded = make_held(sizes or {"parameters": 8})
     if capacity is not None:
         recorded |= make_capacity(**capacity)
     experiment = make_experiment(**fields)
@@ -169,7 +156,7 @@ def written(root, sizes=None, instrument="memory", capacity=None, replicate=0, *
 
 def test_what_the_allocators_blocks_take_beyond_is_a_row_of_its_own(tmp_path) -> None:
     """On CUDA peaks count whole blocks, and holdings the timeline's sizes."""
-    told = hold({"parameters": 512, "noise": 1024})
+    told = make_held({"parameters": 512, "noise": 1024})
     told["memory"]["peak_allocated_bytes"] = 2048
     told["memory"]["attribution"]["rounding_bytes"] = 512
     experiment = make_experiment(device="cuda", target="h200")

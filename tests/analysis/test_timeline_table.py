@@ -5,14 +5,21 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from factory import make_capacity, make_experiment, make_manifest, make_memory, write_synthetic
+from factory import (
+    make_capacity,
+    make_experiment,
+    make_manifest,
+    make_memory,
+    write_manifest,
+    write_synthetic,
+)
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.build import TimelineFile, build_tables
 from dpprof.analysis.tables.frames import TableFolder, rows_of
 from dpprof.cli.tables import main
-from dpprof.planning.planner import Manifest
+from dpprof.planning.planner import Manifest, read_manifest
 
 
 @pytest.fixture
@@ -35,15 +42,7 @@ def manifest(tmp_path) -> Path:
     found = make_capacity() | {"memory": recorded["memory"], "io": recorded["io"]}
     write_synthetic(tmp_path, target, instrument="capacity", recorded=found)
     runs += make_manifest((target, 0), instrument="capacity").runs
-    planned = Manifest(runs=tuple(runs))
-    path = tmp_path / planned.path
-    path.parent.mkdir()
-    path.write_text(planned.text, encoding="utf-8")
-    return path
-
-
-def read_manifest(path: Path) -> Manifest:
-    return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
+    return write_manifest(tmp_path, Manifest(runs=tuple(runs)))
 
 
 def test_tables_written_while_reading_have_the_bytes_of_whole_ones(tmp_path, manifest) -> None:

@@ -10,6 +10,7 @@ from factory import (
     make_experiment,
     make_manifest,
     make_noise,
+    write_manifest,
     write_synthetic,
 )
 from scripts import ASKED, HERE, ROOT, call
@@ -157,9 +158,7 @@ def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None
     spent = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
     runs = make_manifest((experiment, 0), instrument="capacity")
     manifest = runs.model_copy(update={"privacy": spent})
-    path = tmp_path / manifest.path
-    path.parent.mkdir(parents=True)
-    path.write_text(manifest.text)
+    write_manifest(tmp_path, manifest)
 
     given = [f"--manifest={manifest.path}", "--output-dir=tables"]
     done = call("tables", *given, cwd=tmp_path)

@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from factory import make_experiment, make_memory, write_synthetic
+from factory import make_experiment, make_held, write_synthetic
 
 from dpprof.cli.explain import main
 from dpprof.records.result import result_path
@@ -16,18 +16,8 @@ SIZES = {"standard": {"parameters": 800}, "flash": {"parameters": 800, "noise": 
 
 def write(root, method, *, layer="head", **fields):
     """Write a synthetic result, and return its path."""
-    told = make_memory(SIZES[method])
-    sizes = SIZES[method]
-    told["memory"]["at_peak"]["holdings"] = {
-        "component": list(sizes),
-        "layer": [layer] * len(sizes),
-        "op": ["mm"] * len(sizes),
-        "phase": ["forward"] * len(sizes),
-        "bytes": list(sizes.values()),
-        "storages": [1] * len(sizes),
-    }
     experiment = make_experiment(method=method)
-    usual = {"instrument": "memory", "recorded": told}
+    usual = {"instrument": "memory", "recorded": make_held(SIZES[method], layer)}
     write_synthetic(root, experiment, **(usual | fields))
     return result_path(root, (usual | fields)["instrument"], experiment.id, 0)
 

@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic, write_synthetic_verdict
+from factory import (
+    make_experiment,
+    make_manifest,
+    write_manifest,
+    write_synthetic,
+    write_synthetic_verdict,
+)
 from scripts import MODEL, ROOT, call, run
 
 from dpprof.analysis.tables.columns import TABLES
@@ -143,12 +149,10 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: st
 def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     experiment = make_experiment()
     write_synthetic(tmp_path, experiment)
-    manifest = make_manifest((experiment, 0))
-    (tmp_path / manifest.path).parent.mkdir()
-    (tmp_path / manifest.path).write_text(manifest.text)
+    manifest = write_manifest(tmp_path, make_manifest((experiment, 0)))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     script = ROOT / "workflow" / "scripts" / "build_tables.py"
-    options = [f"--manifest={manifest.path}", "--output-dir=results/tables"]
+    options = [f"--manifest={manifest}", "--output-dir=results/tables"]
     limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(script), *options]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
 
@@ -166,11 +170,8 @@ def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
     (checkout / "results").symlink_to(scratch)
     experiment = make_experiment()
     write_synthetic(checkout, experiment)
-    manifest = make_manifest((experiment, 0))
-    path = checkout / manifest.path
-    path.parent.mkdir()
-    path.write_text(manifest.text)
-    options = ["--manifest", str(manifest.path), "--output-dir", "results/tables"]
+    manifest = write_manifest(checkout, make_manifest((experiment, 0))).relative_to(checkout)
+    options = ["--manifest", str(manifest), "--output-dir", "results/tables"]
     done = call("tables", *options, cwd=checkout)
 
     assert done.returncode == 0, done.stderr
