@@ -77,7 +77,7 @@ def collect(
         else:
             if tell is not None:
                 tell(run, result)
-                result = _drop_details(result)
+                result = drop_details(result)
             found.append((run, share.of(result)))
     standings = read_standings(
         root,
@@ -117,8 +117,8 @@ class _Sharing:
         return result.model_copy(update=update)
 
 
-def _drop_details(result: Result) -> Result:
-    """Return a result without what no table but ``timeline`` tells of it."""
+def drop_details(result: Result) -> Result:
+    """Return a result without its large parts that no table but ``timeline`` shows."""
     update: dict[str, Any] = {"norm_plan": None}
     memory, compute, io, kernels = result.memory, result.compute, result.io, result.kernels
     if memory is not None and memory.at_peak is not None:

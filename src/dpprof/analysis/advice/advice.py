@@ -7,7 +7,8 @@ mechanism than flat clipping, is advised and marked as such.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -56,17 +57,22 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     )
 
 
-def tabulate_advice(collected: Collected) -> pd.DataFrame:
-    """Return one row per option of every model, sequence length and target, best first."""
+def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], list[Result]]]:
+    """Yield the axes of each setting with capacity results, and these results."""
     alike: dict[str, list[Result]] = defaultdict(list)
     for _, result in collected.found:
         if result.instrument == "capacity":
             alike[setting_key(result.experiment)].append(result)
-    rows = []
     for results in alike.values():
         axes = axes_of(results[0].experiment)
-        setting = {name: axes[name] for name in WITHOUT_BATCH}
-        advice = advise(results, axes["target"] or "this machine", collected.standings)
+        yield {name: axes[name] for name in WITHOUT_BATCH}, results
+
+
+def tabulate_advice(collected: Collected) -> pd.DataFrame:
+    """Return one row per option of every model, sequence length and target, best first."""
+    rows = []
+    for setting, results in group_capacities(collected):
+        advice = advise(results, setting["target"] or "this machine", collected.standings)
         rows += [
             setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()
             for option in advice.options

@@ -6,16 +6,14 @@ optimizer once. Poisson-sampled batches vary; hours are those of the expected nu
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.analysis.advice.advice import advise
+from dpprof.analysis.advice.advice import advise, group_capacities
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.groups import setting_key
-from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.analysis.tables.frames import make_frame
 from dpprof.records.advice import Advice, Option
 from dpprof.records.budget import Budget, MethodCost
@@ -137,21 +135,15 @@ def _price(
 
 def tabulate_budget(collected: Collected, planned: Planned | None) -> pd.DataFrame:
     """Return one row per method and epsilon of every setting with capacity results."""
-    alike: dict[str, list[Result]] = defaultdict(list)
-    for _, result in collected.found if planned else ():
-        if result.instrument == "capacity":
-            alike[setting_key(result.experiment)].append(result)
     rows = []
-    for results in alike.values():
+    for setting, results in group_capacities(collected) if planned else ():
         assert planned is not None
         experiment = results[0].experiment
-        axes = axes_of(experiment)
-        setting = {name: axes[name] for name in WITHOUT_BATCH}
         plan = planned.plans.get(experiment.tokens_per_sample)
         if plan is None:
             rows.append(setting | {"message": planned.reason})
             continue
-        target = axes["target"] or "this machine"
+        target = setting["target"] or "this machine"
         budget = make_budget(results, target, collected.standings, planned.privacy, plan)
         sizes = {r.experiment.method: r.model and r.model.parameters_total for r in results}
         rows += [

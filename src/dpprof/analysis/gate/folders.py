@@ -7,6 +7,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
 
+from dpprof.analysis.collection import drop_details
 from dpprof.analysis.conditions import Fact, facts_of
 from dpprof.planning.artifacts import RESULTS, RUN
 from dpprof.records.record import ResultError
@@ -60,21 +61,10 @@ def _read_all(files: list[Path]) -> dict[RunKey, list[Result]]:
         if (result.instrument, named) != (file.parent.name, file.stem):
             problems.append(f"{file}: holds another run, {named} of {result.instrument}")
             continue
-        found[result.experiment_id, result.instrument].append(_without_details(result))
+        found[result.experiment_id, result.instrument].append(drop_details(result))
     if problems:
         raise InputError("\n".join(shorten(problems)))
     return {key: sorted(results, key=lambda one: one.replicate) for key, results in found.items()}
-
-
-def _without_details(result: Result) -> Result:
-    memory = result.memory
-    if memory is None:
-        return result
-    at_peak = memory.at_peak
-    if at_peak is not None:
-        at_peak = at_peak.model_copy(update={"largest": [], "holdings": None})
-    memory = memory.model_copy(update={"timeline": None, "snapshots": [], "at_peak": at_peak})
-    return result.model_copy(update={"memory": memory, "kernels": None})
 
 
 _MOST_PAIRS = 20_000

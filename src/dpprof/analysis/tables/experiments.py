@@ -53,7 +53,9 @@ def tabulate_experiments(
         }
         if base := bases.get(group.setting):
             row |= _compare_steps(group, base, found.get(group.experiment.id))
-            row |= _compare_peaks(group, base)
+            # Peaks of two kinds are not compared; allocator's peaks repeat exactly.
+            if group.peaks.kind is not None and group.peaks.kind == base.peaks.kind:
+                row["peak_ratio"] = median(group.peaks.sizes) / median(base.peaks.sizes)
             if group.sent_bytes is not None and base.sent_bytes is not None:
                 row["sent_beyond_bytes"] = group.sent_bytes - base.sent_bytes
         rows.append(row)
@@ -111,14 +113,6 @@ def _compare_steps(
         "step_floor": found.floor,
         "step_verdict": found.verdict,
     }
-
-
-def _compare_peaks(group: ExperimentRuns, base: ExperimentRuns) -> dict[str, Any]:
-    """Return the ratio of two peaks of the same kind; allocator peaks repeat exactly."""
-    peaks, base_peaks = group.peaks, base.peaks
-    if peaks.kind is None or peaks.kind != base_peaks.kind:
-        return {}
-    return {"peak_ratio": median(peaks.sizes) / median(base_peaks.sizes)}
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -284,13 +278,14 @@ def _overhead_rows(group: ExperimentRuns) -> list[dict[str, Any]]:
     base = {f"clean_{figure}": _median_of(clean, figure) for figure in _FIGURES}
     rows = []
     for instrument, watched in observed.items():
-        told = {figure: _median_of(watched, figure) for figure in _FIGURES}
-        ratios = [_over(told[figure], base[f"clean_{figure}"]) for figure in _FIGURES]
+        own = {figure: _median_of(watched, figure) for figure in _FIGURES}
+        pairs = [(own[figure], base[f"clean_{figure}"]) for figure in _FIGURES]
+        ratios = [one / other if one is not None and other else None for one, other in pairs]
         rows.append(
             {"experiment_id": group.experiment.id, "instrument": instrument}
             | axes_of(group.experiment)
             | {"processes": len(watched), "clean_processes": len(clean)}
-            | told
+            | own
             | base
             | dict(zip(("step_ratio", "rss_ratio", "allocated_ratio"), ratios, strict=True))
         )
@@ -300,7 +295,3 @@ def _overhead_rows(group: ExperimentRuns) -> list[dict[str, Any]]:
 def _median_of(observed: Sequence[Observed], figure: str) -> float | None:
     known = [getattr(one, figure) for one in observed]
     return None if None in known else median(known)
-
-
-def _over(value: float | None, base: float | None) -> float | None:
-    return None if value is None or not base else value / base

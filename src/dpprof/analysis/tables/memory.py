@@ -25,7 +25,7 @@ from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, find_ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import Result
-from dpprof.records.step_costs import Compute, Io, Memory, Moved
+from dpprof.records.step_costs import AtPeak, Compute, Io, Memory, Moved
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -82,6 +82,7 @@ class _Recorded(NamedTuple):
     run: PlannedRun
     result: Result
     memory: Memory
+    at_peak: AtPeak
     compute: Compute
     io: Io
 
@@ -95,8 +96,14 @@ def tabulate_memory(
     rows: dict[str, Iterable[dict[str, Any]]] = {
         "peaks": (_peak_row(one, measured) for one in recorded),
         "costs": (_cost_row(one, measured, collected.ceilings) for one in recorded),
-        "owners": _owner_rows(recorded),
-        "holdings": _holding_rows(recorded),
+        "owners": (
+            key_of(one.run) | {"component": component, "bytes": size}
+            for one in recorded
+            for component, size in one.at_peak.components.items()
+        ),
+        "holdings": (
+            key_of(one.run) | held.model_dump() for one in recorded for held in one.at_peak.largest
+        ),
         "traffic": _traffic_rows(recorded),
     }
     return {name: make_frame(name, found) for name, found in rows.items()}
@@ -107,7 +114,8 @@ def _find_recorded(collected: Collected) -> Iterator[_Recorded]:
         memory, compute, io = result.memory, result.compute, result.io
         # The timeline of a capacity is for another batch size than the experiment's.
         if memory and memory.attribution and compute and io and not result.capacity:
-            yield _Recorded(run, result, memory, compute, io)
+            assert memory.at_peak is not None
+            yield _Recorded(run, result, memory, memory.at_peak, compute, io)
 
 
 class _Measured:
@@ -151,9 +159,8 @@ def _target_of(experiment: Experiment) -> Target | None:
 
 def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
     experiment, attribution = one.result.experiment, one.memory.attribution
-    at_peak = one.memory.at_peak
+    at_peak = one.at_peak
     assert attribution is not None
-    assert at_peak is not None
     if attribution.allocator_peak_bytes is None:
         group = measured.find(experiment)
         known = group is not None and group.peaks.kind == "allocated"
@@ -242,20 +249,6 @@ def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str
     if compute.model_flops is None:
         return peak.reason or "no formula is known for this model"
     return peak.reason
-
-
-def _owner_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
-    for one in recorded:
-        assert one.memory.at_peak is not None
-        for component, size in one.memory.at_peak.components.items():
-            yield key_of(one.run) | {"component": component, "bytes": size}
-
-
-def _holding_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
-    for one in recorded:
-        assert one.memory.at_peak is not None
-        for held in one.memory.at_peak.largest:
-            yield key_of(one.run) | held.model_dump()
 
 
 def _traffic_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
