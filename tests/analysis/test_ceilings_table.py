@@ -12,7 +12,6 @@ from factory import (
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
-from dpprof.analysis.tables.frames import read_table
 from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.records.record import ResultError
 from dpprof.spec.validation import InputError
@@ -54,15 +53,6 @@ def test_measured_figures_stand_beside_the_data_sheets(root) -> None:
     assert (unknown["measured"], unknown["reason"]) == (None, "synthetic")
     assert unknown["datasheet"] is None
     assert set(table["others_busy_cores"]) == {0.0}
-
-
-def test_the_table_is_read_back_as_it_was(root) -> None:
-    table = build_tables(collected(root))["ceilings"]
-    table.to_csv(root / "ceilings.csv", index=False)
-    again = read_table(root / "ceilings.csv")
-
-    assert again["figure"].tolist() == table["figure"].tolist()
-    assert again["size"].dropna().tolist() == table["size"].dropna().tolist()
 
 
 def test_missing_ceilings_are_named_and_left_out_of_a_partial_report(root) -> None:

@@ -89,18 +89,11 @@ def test_the_floor_of_known_noise_is_its_quantile() -> None:
     assert floor == pytest.approx(math.expm1(1.96 * math.sqrt(2) * 0.05), rel=0.1)
 
 
-def test_more_processes_lower_the_floor() -> None:
-    draw = np.random.default_rng(0)
-    groups = [synthetic(draw, 30)]
+def test_the_floor_falls_with_more_processes_and_ignores_differences_of_groups() -> None:
+    groups = [synthetic(np.random.default_rng(0), 30)]
 
     assert noise_floor(groups, (10, 10)) < noise_floor(groups, (3, 3)) < noise_floor(groups, (1, 1))
-
-
-def test_a_difference_between_groups_is_no_noise() -> None:
     assert noise_floor([[1.0, 1.0], [5.0, 5.0]], (2, 2)) == 0
-
-
-def test_no_group_of_two_gives_no_floor_and_no_verdict() -> None:
     assert noise_floor([[1.0], []], (1, 1)) is None
     assert compare([2.0], [1.0]).verdict is None
 

@@ -3,11 +3,9 @@
 import pandas as pd
 import pytest
 from drawing import FIGURES, GROWTH, METHODS, draw, tables_of, texts_of, typical_first
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.panels import split
 from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
 from dpprof.records.terms import OUTCOMES, PHASES
@@ -79,12 +77,6 @@ def test_every_axis_says_its_quantity_and_unit(name, full) -> None:
     ]
 
     assert told == AXES[name] * (len(shown) // len(AXES[name]))
-
-
-def test_the_timelines_panels_have_one_scale(full) -> None:
-    left, right = draw("timeline", full).axes
-
-    assert left.get_ylim() == right.get_ylim()
 
 
 @pytest.mark.parametrize("name", typical_first())
@@ -166,19 +158,14 @@ def test_phases_are_stacked_and_compared_with_standard(full) -> None:
 
 def test_an_error_bar_spans_the_sums_of_several_processes(tmp_path) -> None:
     several, once = (make_experiment(method=method) for method in METHODS)
-    runs = [(several, 0), (several, 1), (several, 2), (once, 0)]
     # Sums of 31, 36 and 35 ms; the medians of the phases sum to 11 + 24 ms.
-    phases_ms = [(10, 21), (12, 24), (11, 24), (20, 40)]
-    for (experiment, number), (forward, backward) in zip(runs, phases_ms, strict=True):
-        write_synthetic(
-            tmp_path,
-            experiment,
-            instrument="phases",
-            replicate=number,
-            phases_s={"forward": [forward / 1e3], "backward": [backward / 1e3]},
-        )
-    manifest = make_manifest(*runs, instrument="phases")
-    (axis,) = draw("phases", build_tables(collect(manifest, tmp_path, partial=False))).axes
+    phases_ms = [(several, 10, 21), (several, 12, 24), (several, 11, 24), (once, 20, 40)]
+    runs = [
+        (one, "phases", {"replicate": number % 3, "phases_s": {"forward": [a], "backward": [b]}})
+        for number, (one, *ms) in enumerate(phases_ms)
+        for a, b in [(length / 1e3 for length in ms)]
+    ]
+    (axis,) = draw("phases", tables_of_runs(tmp_path, *runs)).axes
 
     *parts, errors = axis.containers
     assert [part.patches[0].get_width() for part in parts] == pytest.approx([11.0, 24.0])
@@ -214,13 +201,9 @@ def test_titles_name_what_differs_within_a_model_and_its_dtype() -> None:
 
 
 def test_of_too_many_settings_the_largest_are_shown() -> None:
-    rows = pd.DataFrame(
-        [
-            make_experiment(seq_len=length).model_dump() | {"model": "m", "parameters_total": 10}
-            for length in range(1, 31)
-        ]
-    )
-    panels = split(rows, "nothing")
+    known = {"model": "m", "parameters_total": 10}
+    rows = [make_experiment(seq_len=length).model_dump() | known for length in range(1, 31)]
+    panels = split(pd.DataFrame(rows), "nothing")
 
     assert [panel.title for panel in panels.shown] == [f"m, T = {n}, B = 2" for n in range(19, 31)]
     assert panels.beyond == 18
