@@ -239,7 +239,7 @@ def test_a_result_that_cannot_be_explained_says_what_to_run(tmp_path) -> None:
     with pytest.raises(InputError, match=r"^the run ended as oom, .* unknown: it broke$"):
         list_holdings(failed)
     clean = write_synthetic(tmp_path, experiment)
-    with pytest.raises(InputError, match=r"clean does not tell .* memory, estimate, capacity$"):
+    with pytest.raises(InputError, match=r"clean does not record .* memory, estimate, capacity$"):
         list_holdings(clean)
     older = write_synthetic(
         tmp_path, experiment, instrument="estimate", recorded=make_memory({"parameters": 8})

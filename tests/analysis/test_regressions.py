@@ -199,7 +199,7 @@ def test_what_makes_measured_runs_not_comparable_is_named_with_both_values(tmp_p
     assert unlike.experiment_ids == [EXPERIMENT.id]
     assert found.reason == (
         f"{name} {was} in the baseline and {now} in the candidate "
-        f"(--across {kind} compares them nevertheless)"
+        f"(--across {kind} compares them all the same)"
     )
     assert found.figures == []
     assert compare(tmp_path, across=[kind]).verdict == "regression"

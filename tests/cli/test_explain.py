@@ -140,8 +140,8 @@ def test_a_result_without_what_is_needed_says_which_instrument_to_run(a, tmp_pat
     failed = write(tmp_path, "standard", outcome="killed", message="out of\nmemory")
 
     assert refused(capsys, a, clean) == (
-        f"error: {clean}: the instrument clean does not tell what was live at the peak; run one of "
-        "these instead: memory, estimate, capacity"
+        f"error: {clean}: the instrument clean does not record what was live at the peak; run one "
+        "of these instead: memory, estimate, capacity"
     )
     assert refused(capsys, failed, a) == (
         f"error: {failed}: the run ended as killed, so its memory is unknown: out of memory"

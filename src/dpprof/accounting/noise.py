@@ -3,9 +3,9 @@
 Batches are Poisson-sampled, and neighbouring data differ in one sample that is added or removed.
 ``prv`` composes privacy loss random variables (Gopi et al. 2021) and returns an upper bound whose
 error is at most 0.01. ``rdp`` is Renyi differential privacy (Mironov 2017, Mironov et al. 2019) at
-Opacus's orders, up to 63: a looser bound, which cannot tell a small epsilon.
+Opacus's orders, up to 63: a looser bound, which does not reach small epsilons.
 
-Opacus imports torch, so what plans and reports asks ``dpprof.launch.accounting_run``.
+Opacus imports torch, so planning and reporting call ``dpprof.launch.accounting_run``.
 """
 
 import json
@@ -123,7 +123,7 @@ def _find(
 def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
     """Plan batch, steps and noise for a privacy budget.
 
-    Figures that the accountant cannot tell are None, with the reason.
+    Figures that the accountant cannot compute are None, with the reason.
     """
     epsilon, *others = privacy.epsilon
     largest = privacy.batch_size or largest_batch(privacy, tokens_per_sample)

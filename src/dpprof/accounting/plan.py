@@ -90,8 +90,9 @@ def batches_around(batch_size: int, samples: int) -> list[int]:
 def choose_batch(noises: Sequence[NoiseOfBatch], largest: int) -> int:
     """Return the smallest batch with nearly as little noise in the training as the largest.
 
-    Noise over a training on so many tokens falls while batches grow, ever less (Li et al. 2022,
-    https://arxiv.org/abs/2110.05679): steps get fewer, and a sample is drawn as often.
+    On a fixed number of tokens the noise of a training falls as batches grow, ever more slowly (Li
+    et al. 2022, https://arxiv.org/abs/2110.05679): there are fewer steps, and each sample is drawn
+    as often.
     """
     allowed = [one for one in noises if one.batch_size <= largest and one.training_noise]
     if not allowed:
@@ -127,7 +128,7 @@ class NoisePlan(BaseModel):
     tokens_per_sample: float
     batches: list[NoiseOfBatch] = Field(description="over batch sizes, for the first epsilon")
     batch_size: int = Field(description="the one that is used")
-    epsilons: list[AtEpsilon] = Field(description="the first is what is planned for")
+    epsilons: list[AtEpsilon] = Field(description="the first is the planned one")
 
     @property
     def planned(self) -> NoiseOfBatch:

@@ -27,11 +27,11 @@ def hardware_of(result: Result) -> str | None:
 
 
 def machine_of(result: Result) -> str | None:
-    """Name the same, with the threads that a processor computed with if nobody asked for them."""
+    """Name the same, with the threads of a processor where the experiment does not set them."""
     hardware, device = hardware_of(result), result.device
     threads = device.get("threads")
-    told = device.get("type") == "cpu" and threads != device.get("cores")
-    if hardware is None or not told or result.experiment.cpu_threads:
+    other_threads = device.get("type") == "cpu" and threads != device.get("cores")
+    if hardware is None or not other_threads or result.experiment.cpu_threads:
         return hardware
     return f"{hardware}, {threads} threads"
 
@@ -53,7 +53,7 @@ _IN_PREDICTIONS = ("TORCH_CUDNN_SDPA_DEPRIORITIZED",)
 """The settings that predictions follow."""
 
 _NO_SETTINGS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Settings whose effect is told otherwise: by the device and its number of threads."""
+"""Settings whose effect the device and its number of threads already show."""
 
 
 class Fact(NamedTuple):
@@ -64,7 +64,7 @@ class Fact(NamedTuple):
 
 
 def facts_of(result: Result) -> dict[Fact, Any]:
-    """Return what of a result's device, versions and settings must be equal in another's.
+    """Return the device, versions and settings of a result that must be equal to compare it.
 
     Nothing ran for a prediction, so of its machine only the threads count, for a CPU's workspaces.
     """
@@ -104,7 +104,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 class Usual:
-    """The versions and settings of most measurements of a sweep, by the device asked for.
+    """The versions and settings of most measurements of a sweep, by requested device.
 
     Versions of torch, Opacus and what builds a model are not compared: results of others are
     measured again.
@@ -118,7 +118,7 @@ class Usual:
         self._usual = {name: dict(seen.most_common(1)[0][0]) for name, seen in counts.items()}
 
     def list_unusual(self, result: Result) -> list[str]:
-        """Return what a measurement has otherwise than most, each with both values."""
+        """Return how a measurement differs from most, each fact with both values."""
         if result.instrument in PREDICTIONS or result.experiment.device not in self._usual:
             return []
         own, usual = _surroundings(result), self._usual[result.experiment.device]
@@ -132,8 +132,8 @@ class Usual:
 def _surroundings(result: Result) -> dict[Fact, str]:
     facts = facts_of(result)
     packages = _packages_of(result)
-    told = (fact for fact in facts if fact.kind != "device" and fact.name not in packages)
-    return {fact: str(facts[fact]) for fact in sorted(told) if facts[fact] is not None}
+    kept = (fact for fact in facts if fact.kind != "device" and fact.name not in packages)
+    return {fact: str(facts[fact]) for fact in sorted(kept) if facts[fact] is not None}
 
 
 class SharedHosts(NamedTuple):

@@ -64,7 +64,7 @@ class ExperimentRuns:
 
     @cached_property
     def sent_bytes(self) -> int | None:
-        """What one of several ranks sends in a step; None if no recorded step tells."""
+        """The bytes that one of several ranks sends in a step; None if no step recorded them."""
         results = [r for name in RECORDERS for r in self._ok(name)]
         known = (sent_bytes(r.communication) for r in results)
         return next((one for one in known if one is not None), None)

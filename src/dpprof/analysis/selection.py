@@ -84,10 +84,10 @@ def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     """Return predicted peaks by target, of one setting each, with their ratio to standard."""
-    told = _with_size(compose_peaks(tables), tables["peaks"])
-    told = told[told["target"].notna()]
+    peaks = _with_size(compose_peaks(tables), tables["peaks"])
+    peaks = peaks[peaks["target"].notna()]
     found = {}
-    for target, rows in told.groupby("target", sort=False):
+    for target, rows in peaks.groupby("target", sort=False):
         chosen = max((one for _, one in group_by(SETTING, rows)), key=_how_much_is_known)
         chosen = chosen.drop_duplicates("method").reset_index(drop=True)
         base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)

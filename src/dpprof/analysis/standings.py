@@ -93,7 +93,7 @@ def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
 
 
 def methods_by_hole(verification: pd.DataFrame) -> dict[str, list[str]]:
-    """Return the ways in which guarantees were lost, each with the methods concerned."""
+    """Return the ways in which guarantees were lost, each with its methods."""
     methods: dict[str, list[str]] = {}
     rows = verification[verification["holes"].notna()]
     for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():

@@ -40,15 +40,15 @@ _EXAMPLE = " --samples 1e6 --tokens 2e9 --epsilon 8 --delta 1e-7"
 def explain_choice(privacy: Privacy, noise: NoisePlan) -> str:
     """Say which batch is used, and by which rule."""
     planned = noise.planned
-    said = f"A batch of {noise.batch_size:,} samples is used, in {planned.steps:,} steps: "
+    lines = f"A batch of {noise.batch_size:,} samples is used, in {planned.steps:,} steps: "
     if privacy.batch_size is not None:
-        return said + "it was given."
+        return lines + "it was given."
     larger = [one for one in noise.batches if one.batch_size == 2 * noise.batch_size]
     if larger and larger[0].steps >= privacy.least_steps:
-        return said + "a larger one takes at most 5 % off the noise of the training."
+        return lines + "a larger one takes at most 5 % off the noise of the training."
     if 2 * noise.batch_size > privacy.samples:
-        return said + "it is the largest power of two that the data allow."
-    return said + (
+        return lines + "it is the largest power of two that the data allow."
+    return lines + (
         f"it is the largest power of two that leaves at least {privacy.least_steps:,} steps "
         "(--least-steps). Noise falls while batches grow; how few steps suffice is yours to know."
     )
@@ -121,7 +121,7 @@ def format_budget(budget: Budget) -> str:
     spent = f"({first.epsilon:g}, {privacy.delta:g})-DP by {privacy.accountant}"
     where = f"{budget.seq_len:,} tokens, {budget.dtype}, on {budget.target}"
     data = f"{privacy.tokens:,} tokens are {epochs:,.3g} epochs of {privacy.samples:,} samples"
-    said = [
+    lines = [
         f"{spent}: {budget.model}{trained}, {where}; {data}.",
         explain_choice(privacy, noise),
         *_lay_out_noise(noise),
@@ -129,9 +129,9 @@ def format_budget(budget: Budget) -> str:
         *(_explain_epsilon(one, first) for one in others),
     ]
     shown = {at.reason for at in others}
-    said += group_messages((m.method, m.message) for m in budget.methods if m.message not in shown)
-    said += explain_signs(signs)
-    return "\n".join([*said, _OF_NOISE, _OF_HOURS, f"Time: {budget.sure_of_time}."])
+    lines += group_messages((m.method, m.message) for m in budget.methods if m.message not in shown)
+    lines += explain_signs(signs)
+    return "\n".join([*lines, _OF_NOISE, _OF_HOURS, f"Time: {budget.sure_of_time}."])
 
 
 def price_methods(

@@ -31,7 +31,7 @@ FORMATS: dict[str, Callable[[FolderComparison], str]] = {
 
 
 def read_thresholds(file: Path | None) -> Thresholds:
-    """Read a file of thresholds; what it leaves out keeps its default.
+    """Read a file of thresholds; missing keys keep their defaults.
 
     Raises:
         InputError: It is no YAML, or a key or a value is not allowed.

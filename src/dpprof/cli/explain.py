@@ -32,7 +32,7 @@ DRAWINGS = (".png", ".pdf", ".svg")
 
 
 def read(file: Path) -> Result:
-    """Read a result, and check that it tells what was live at the peak.
+    """Read a result, and check that it records what was live at the peak.
 
     Raises:
         InputError: It is no such result; the message names the file.
@@ -58,8 +58,8 @@ def draw(difference: Difference, output: Path) -> None:
     try:
         figures = importlib.import_module("dpprof.figures.waterfall")
     except ModuleNotFoundError as error:
-        told = f"{error.name} is not installed; pip install 'dpprof[report]'"
-        raise InputError(f"--output: {told}") from None
+        why = f"{error.name} is not installed; pip install 'dpprof[report]'"
+        raise InputError(f"--output: {why}") from None
     drawn = io.BytesIO()
     figures.draw(difference, say(difference)).savefig(drawn, format=output.suffix.removeprefix("."))
     write_atomically(output, drawn.getvalue())

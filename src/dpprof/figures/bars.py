@@ -51,7 +51,7 @@ def name_bars(axis: Axes, names: Iterable[str]) -> None:
 
 
 def height_of(bars: int) -> float:
-    """Return the height of a row of panels, in inches, that keeps so many bars apart."""
+    """Return the height of a row of panels, in inches, that keeps this many bars apart."""
     return 0.65 + 0.17 * bars
 
 

@@ -40,8 +40,8 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
 
     The dashed line is the memory that a training can allocate there. The instrument estimate
-    predicts the bytes of tensors without the device; the allocator reserves more, which the table
-    of predictions tells.
+    predicts the bytes of tensors without the device. The allocator reserves more: see the table of
+    predictions.
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"

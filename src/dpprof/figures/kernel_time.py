@@ -49,8 +49,8 @@ def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, 
     columns = list(parts.values())
     over_processes = traces.groupby("experiment_id")[columns].median()
     facts = traces.drop(columns=columns).drop_duplicates("experiment_id")
-    told = facts.merge(over_processes, left_on="experiment_id", right_index=True)
-    panels = split(told, MISSING, most=4)
+    known = facts.merge(over_processes, left_on="experiment_id", right_index=True)
+    panels = split(known, MISSING, most=4)
     figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.sorted_by(panel.rows[columns].sum(axis=1))

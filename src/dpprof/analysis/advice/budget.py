@@ -1,6 +1,6 @@
 """What a privacy budget costs in GPU hours: tables ``budget`` and ``noise``.
 
-A step of an expected batch is so many micro-batches of the size that safely fits, then noise and
+A step of an expected batch runs micro-batches of the size that safely fits, then noise and
 optimizer once. Poisson-sampled batches vary; hours are those of the expected number of samples.
 """
 
@@ -26,7 +26,7 @@ _HOUR_S = 3600
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A privacy budget, and the noise that it asks for by the tokens of a sample."""
+    """A privacy budget, and the noise for it, by the tokens of a sample."""
 
     privacy: Privacy
     plans: Mapping[float, NoisePlan] = dataclasses.field(default_factory=dict)

@@ -12,14 +12,14 @@ _ALWAYS_NAMED = ("method", "model", "batch_size", "seq_len", "dtype", "device", 
 """The axes that are named where both runs share them."""
 
 _NOT_NAMED = {"method", "seed", "warmup_steps", "timed_steps"}
-"""Axes that do not tell two peaks apart, besides the method, which is always named."""
+"""Axes that do not distinguish two peaks, and the method, which is always named."""
 
 
 class Side(NamedTuple):
     """One of the two: which run it is, and its peak."""
 
     name: str
-    """Its method, and what else tells it from the other."""
+    """Its method, and the axes that distinguish it from the other."""
 
     method: str
     experiment_id: str
@@ -76,7 +76,7 @@ def explain_difference(a: Result, b: Result) -> Difference:
         b: Another one.
 
     Raises:
-        InputError: A result does not tell what was live at the peak.
+        InputError: A result does not record what was live at the peak.
     """
     held = list_holdings(a), list_holdings(b)
     assert a.memory is not None  # it has holdings, and so has the other
@@ -138,8 +138,8 @@ def _name_apart(a: Result, b: Result) -> tuple[str, str]:
     if methods[0] == methods[1] and facts[0] == facts[1]:
         facts = [["A"], ["B"]]
     names = [
-        f"{method} ({', '.join(told)})" if told else method
-        for method, told in zip(methods, facts, strict=True)
+        f"{method} ({', '.join(known)})" if known else method
+        for method, known in zip(methods, facts, strict=True)
     ]
     return names[0], names[1]
 
@@ -150,10 +150,10 @@ def _how(result: Result) -> str:
 
 def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
     """Spell axes that have a value; a target says which device it is."""
-    spelled = []
+    formatted = []
     for key in keys:
         value = axes[key]
         if value is not None and not (key == "device" and axes["target"] is not None):
             words = f"{value:,}" if type(value) is int else str(value)
-            spelled.append(f"{key.replace('_', ' ')} {words}")
-    return spelled
+            formatted.append(f"{key.replace('_', ' ')} {words}")
+    return formatted

@@ -53,7 +53,7 @@ def list_holdings(result: Result) -> list[Holding]:
         result: Of an instrument that records or predicts memory.
 
     Raises:
-        InputError: The result does not tell what was live at the peak.
+        InputError: The result does not record what was live at the peak.
     """
     memory = result.memory
     if memory is None or memory.at_peak is None or memory.at_peak.holdings is None:
@@ -92,7 +92,7 @@ def _explain_missing(result: Result) -> str:
         return f"the run ended as {result.outcome}, so its memory is unknown{why}"
     if result.memory is None or result.memory.at_peak is None:
         return (
-            f"the instrument {result.instrument} does not tell what was live at the peak; "
+            f"the instrument {result.instrument} does not record what was live at the peak; "
             f"run one of these instead: {_INSTRUMENTS}"
         )
     return (

@@ -105,13 +105,13 @@ def _join(values: set[str]) -> str:
 
 
 def format_difference(fact: Fact, values: tuple[str, str]) -> str:
-    """Say what differs, and which option compares runs nevertheless."""
+    """Return what differs, and the option that compares the runs in spite of it."""
     named = f"{fact.name} {values[0]} in the baseline and {values[1]} in the candidate"
-    return f"{named} (--across {fact.kind} compares them nevertheless)"
+    return f"{named} (--across {fact.kind} compares them all the same)"
 
 
 def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder) -> str:
-    """Say that no run is in both folders, and in what the most similar experiments differ."""
+    """Say that no run is in both folders, and how the most similar experiments differ."""
     if {name for name, _ in baseline.runs} & {name for name, _ in candidate.runs}:
         return "no experiment was run on both sides under the same instrument"
     sides = [
@@ -123,11 +123,11 @@ def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder)
     a, b, keys = min(differences, key=lambda pair: len(pair[2]))
     if len(keys) > _MOST_NAMED:
         return "no experiment is in both folders"
-    told = [
+    differing = [
         f"{key} {str(getattr(sides[0][a], key))[:80]} and {str(getattr(sides[1][b], key))[:80]}"
         for key in keys
     ]
-    return f"no experiment is in both folders; the most similar differ in {', '.join(told)}"
+    return f"no experiment is in both folders; the most similar differ in {', '.join(differing)}"
 
 
 def _differing_keys(one: Experiment, other: Experiment) -> list[str]:

@@ -131,7 +131,7 @@ def judge_outcomes(
 ) -> ComparedFigure:
     """Compare how runs ended: worse is a larger share of replicates that failed."""
     failed = [[r for r in side if r.outcome != "ok"] for side in (baseline, candidate)]
-    told = [_format_outcomes(side) for side in (baseline, candidate)]
+    ended = [_format_outcomes(side) for side in (baseline, candidate)]
     was, now = len(failed[0]) * len(candidate), len(failed[1]) * len(baseline)
     judgement: Judgement = "worse" if now > was else "better" if now < was else "same"
     reason = None
@@ -145,8 +145,8 @@ def judge_outcomes(
         instrument=key[1],
         metric="outcome",
         figure="outcome",
-        baseline=told[0],
-        candidate=told[1],
+        baseline=ended[0],
+        candidate=ended[1],
         judgement=judgement,
         reason=reason,
     )
@@ -258,8 +258,8 @@ def judge_step_times(
     baseline, candidate = groups
     counts = len(baseline.step_s), len(candidate.step_s)
     if reason is None and not can_differ(*counts):
-        told = f"{counts[0]} and {counts[1]}, and 4 on each side are enough"
-        reason = f"not enough replicates: {told}"
+        enough = f"{counts[0]} and {counts[1]}, and 4 on each side are enough"
+        reason = f"not enough replicates: {enough}"
     judgement: Judgement = "undecided" if reason else _judge_ratio(found, threshold)
     interval = found.interval
     return ComparedFigure(

@@ -142,11 +142,11 @@ def compare_folders(
             Unlike(
                 kind=fact.kind,
                 name=fact.name,
-                baseline=told[0],
-                candidate=told[1],
+                baseline=values[0],
+                candidate=values[1],
                 experiment_ids=sorted(names),
             )
-            for (fact, told), names in unlike.items()
+            for (fact, values), names in unlike.items()
         ],
         only_in_baseline=[_run(key) for key in baseline.runs if key not in candidate.runs],
         only_in_candidate=[_run(key) for key in candidate.runs if key not in baseline.runs],
@@ -162,11 +162,11 @@ def _explain(
     differ = {(one.experiment_id, one.instrument) for one in explained}
     for pair in pairs:
         name, instrument = pair.key
-        told = [[r.replicate for r in s if r.memory and r.memory.at_peak] for s in pair.sides]
-        if pair.key in differ and all(told):
+        numbers = [[r.replicate for r in s if r.memory and r.memory.at_peak] for s in pair.sides]
+        if pair.key in differ and all(numbers):
             files = [
                 str(root / instrument / f"{name}.r{replicates[0]}.json")
-                for root, replicates in ((candidate, told[1]), (baseline, told[0]))
+                for root, replicates in ((candidate, numbers[1]), (baseline, numbers[0]))
             ]
             command = shlex.join(["dpprof", "explain", *files])
             yield Explanation(experiment_id=name, instrument=instrument, command=escape(command))

@@ -33,14 +33,14 @@ def axes_of(experiment: Experiment) -> dict[str, Any]:
     """Return an experiment's axes as columns."""
     fields = experiment.model_dump(mode="json")
     padding = experiment.padding
-    spelled = {
+    texts = {
         "model": model_text(experiment),
         "target": target_text(experiment),
         "lora": None if experiment.lora is None else experiment.lora.text,
         "padding": None if padding is None else padding.fraction,
         "parallel": None if experiment.parallel is None else experiment.parallel.text,
     }
-    return {name: fields[name] for name in AXES} | spelled
+    return {name: fields[name] for name in AXES} | texts
 
 
 def name_model(row: Any) -> str:

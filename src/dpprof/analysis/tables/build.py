@@ -38,7 +38,7 @@ _PARTS = ("steps", "phases", "snapshots", "components", "samplers", "ranks", "co
 def build_tables(collected: Collected, planned: Planned | None = None) -> dict[str, pd.DataFrame]:
     """Return every table, by file stem; ``TABLES`` declares them.
 
-    The table ``timeline`` is empty where timelines were told while results were collected.
+    The table ``timeline`` is empty where ``collect`` has dropped the timelines.
 
     ``planned`` is the config's privacy budget, with the noise that it asks for.
     """

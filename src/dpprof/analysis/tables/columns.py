@@ -219,7 +219,7 @@ TABLES: Mapping[str, Table] = {
         number("fastest_ratio_high", "upper end"),
         text("fastest_verdict", "larger, smaller or no difference detected"),
         text("not_slower", "methods that do not detectably differ from the fastest"),
-        boolean("noise_known", "whether replicates tell how much processes differ"),
+        boolean("noise_known", "whether replicates show how much processes differ"),
     ),
     "methods": Table(
         "a method, over all settings",

@@ -65,7 +65,7 @@ def find_caveats(
     rows += _contended_ceilings(collected.ceilings)
     rows += _exceeded_ceilings(kernels)
     warnings = privacy.warnings if privacy else []
-    rows += [Finding("weak-privacy-budget", "privacy", "", told) for told in warnings]
+    rows += [Finding("weak-privacy-budget", "privacy", "", warning) for warning in warnings]
     return make_frame("findings", (row._asdict() for row in rows))
 
 
@@ -147,13 +147,13 @@ def _other_machines(
 
 
 def _other_settings(results: Iterable[Result], usual: Usual) -> Iterator[tuple[str, str]]:
-    told = [
+    listed = [
         f"r{result.replicate} with {' and '.join(unusual)}"
         for result in results
         if (unusual := usual.list_unusual(result))
     ]
-    if told:
-        finding = f"it was measured {', '.join(told)}, as most of the sweep was"
+    if listed:
+        finding = f"it was measured {', '.join(listed)}, as most of the sweep was"
         yield "settings-differ", f"{finding}: compare it with care"
 
 
@@ -211,6 +211,6 @@ def _not_reconciled(peaks: pd.DataFrame) -> Iterator[Finding]:
     judged = peaks[peaks["instrument"].isin(RECORDERS) & peaks["valid"].eq(False)]
     for _, row in judged.drop_duplicates(["experiment_id", "instrument"]).iterrows():
         gap = int(row["gap_bytes"])
-        told = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
-        finding = f"the allocator's peak is {told}, beyond the bound of {row['bound_bytes']:,.0f}"
+        apart = f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'} than recorded"
+        finding = f"the allocator's peak is {apart}, beyond the bound of {row['bound_bytes']:,.0f}"
         yield Finding("memory-unreconciled", row["experiment_id"], row["instrument"], finding)

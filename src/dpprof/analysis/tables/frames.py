@@ -100,9 +100,7 @@ def check_sum(path: Path) -> None:
     """
     digest, sums = _digest(path), path.parent / SUMS
     if not sums.is_file():
-        raise InputError(
-            f"{sums}: is missing, so nobody can tell whether {path} is whole; {_AGAIN}"
-        )
+        raise InputError(f"{sums}: is missing, so it is unknown whether {path} is whole; {_AGAIN}")
     text = sums.read_text(encoding="utf-8", errors="replace")
     known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
     if known.get(path.name) != digest:
@@ -201,7 +199,7 @@ def _select(rows: pd.DataFrame, runs: pd.MultiIndex) -> pd.DataFrame:
 
 
 def naming_axes(experiments: pd.DataFrame, but: Iterable[str]) -> list[str]:
-    """Return the axes, except those in ``but``, that tell the experiments of a table apart.
+    """Return the axes, except those in ``but``, that distinguish the experiments of a table.
 
     Models that are trained in different ways differ in many axes that say nothing new. So, beside
     dtype and target, only those count in which the experiments of one model differ.

@@ -48,10 +48,10 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
     Returns:
         ``kernels`` (one row per run, phase and op kind) and ``traces`` (one row per run), by name.
     """
-    told = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
+    tabulated = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
     return {
-        "kernels": make_frame("kernels", (row for _, rows in told for row in rows)),
-        "traces": make_frame("traces", (_trace_row(one, rows) for one, rows in told)),
+        "kernels": make_frame("kernels", (row for _, rows in tabulated for row in rows)),
+        "traces": make_frame("traces", (_trace_row(one, rows) for one, rows in tabulated)),
     }
 
 
@@ -133,10 +133,10 @@ def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any
     bound_s: dict[str, float] = defaultdict(float)
     for row in rows:
         bound_s[row.get("bound") or "unknown"] += row["seconds"]
-    told = one.kernels.model_dump(include=set(TABLES["traces"].columns))
+    fields = one.kernels.model_dump(include=set(TABLES["traces"].columns))
     return (
         _common(one)
-        | told
+        | fields
         | {f"{bound}_bound_s": bound_s[bound] for bound in ("compute", "memory")}
         | {
             "unknown_s": bound_s["unknown"],
