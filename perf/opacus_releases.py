@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dpprof.analysis.results_folder import ResultsFolder, read_results_folder
+from dpprof.analysis.gate.folders import ResultsFolder, read_results_folder
 from dpprof.cli.common import ending_in_a_sentence
 from dpprof.records.provenance import package_versions
 from dpprof.records.result import result_path

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
-from dpprof.analysis.exact_figures import list_families
-from dpprof.analysis.peak_holdings import name_component
-from dpprof.analysis.regressions import Options, compare_folders
-from dpprof.analysis.results_folder import ResultsFolder
+from dpprof.analysis.difference.waterfall import name_component
+from dpprof.analysis.gate.folders import ResultsFolder
+from dpprof.analysis.gate.judging import list_families
+from dpprof.analysis.gate.regressions import Options, compare_folders
 from dpprof.records.comparison import ComparedFigure, FolderComparison
 from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment

@@ -1,8 +1,8 @@
 """Differences of two invented runs, for tests of what is said and drawn of them."""
 
-from dpprof.analysis.difference import Difference, Side
-from dpprof.analysis.shared_axis import share_axis
-from dpprof.analysis.waterfall import subtract
+from dpprof.analysis.difference.difference import Difference, Side
+from dpprof.analysis.difference.shared_axis import share_axis
+from dpprof.analysis.difference.waterfall import subtract
 from dpprof.records.step_costs import Timeline
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from factory import (
     PRIVACY,
     make_capacity,
@@ -14,27 +15,26 @@ from factory import (
     write_synthetic_ceilings,
 )
 
-from dpprof.analysis.budget import Planned
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.planner import Manifest
 from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.spec import registry
 
 FIGURES = registry.names("figures")
 
+TYPICAL = ("breakdown", "tradeoff", "seq-len")
+"""Figures with bars, with points and with lines."""
+
 
 METHODS = ("standard", "opacus-ghost")
 
-
 OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
-
 
 WATCHED = ("clean", "phases", "memory", "kernels")
 
-
 GROWTH = {"batch-size", "seq-len", "cost"}
-
 
 TRACED = {("forward", "gemm"): 0.02, ("step", "optimizer"): 0.01}
 
@@ -81,3 +81,18 @@ def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fiel
 
 def draw(name, tables):
     return registry.load("figures", name)(tables)
+
+
+def texts_of(figure) -> list[str]:
+    """Return the texts of a figure that name methods."""
+    figure.draw_without_rendering()
+    texts = [text for legend in figure.legends for text in legend.get_texts()]
+    texts += [text for axis in figure.axes for text in (axis.title, *axis.texts)]
+    texts += [label for axis in figure.axes for label in axis.get_yticklabels()]
+    return [text.get_text() for text in texts]
+
+
+def typical_first():
+    """Return every figure; only the typical ones are drawn by default."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in TYPICAL else slow) for name in FIGURES]

@@ -5,10 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.accounting.schedule import Schedule, describe_noise
+from dpprof.accounting.plan import AtEpsilon, NoisePlan, Schedule, describe_noise
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.code_digest import verified_as
 from dpprof.planning.planner import Manifest, PlannedRun
 from dpprof.records.ceilings import Ceilings, ceilings_path, device_name
@@ -93,6 +92,20 @@ def make_memory(
             "by_component": {},
         },
     }
+
+
+def make_held(sizes: dict[str, int], layer: str | None = "head", **fields: Any) -> dict[str, Any]:
+    """Invent memory as ``make_memory``, with each component's holding at the peak, by ``mm``."""
+    recorded, count = make_memory(sizes), len(sizes)
+    recorded["memory"]["at_peak"]["holdings"] = {
+        "component": list(sizes),
+        "layer": [layer] * count,
+        "op": ["mm"] * count,
+        "phase": ["forward"] * count,
+        "bytes": list(sizes.values()),
+        "storages": [1] * count,
+    }
+    return recorded | fields
 
 
 def make_capacity(step_s: float | None = 1.0, **fields: Any) -> dict[str, Any]:
@@ -380,6 +393,14 @@ def make_manifest(*runs: tuple[Experiment, int], instrument: str = "clean") -> M
             for experiment, replicate in runs
         )
     )
+
+
+def write_manifest(root: Path, manifest: Manifest) -> Path:
+    """Write a manifest where planning does, and return its path."""
+    path = root / manifest.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(manifest.text, encoding="utf-8")
+    return path
 
 
 def tables_of_runs(

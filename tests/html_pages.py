@@ -15,7 +15,7 @@ from factory import (
 from factory import write_synthetic_ceilings as write_ceilings
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.planner import Manifest
 from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.report.content import build_document

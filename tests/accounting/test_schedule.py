@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.accounting.schedule import (
+from dpprof.accounting.plan import (
     Schedule,
     batches_around,
     choose_batch,

@@ -3,38 +3,23 @@
 from pathlib import Path
 
 import pytest
-from factory import make_capacity, make_experiment
+from factory import make_capacity, make_experiment, write_synthetic
 
-from dpprof.analysis.advice import Advice, advise
-from dpprof.records.record import write_record
+from dpprof.analysis.advice.advice import advise
+from dpprof.records.advice import Advice
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 
 
 def result(folder: Path, method: str, step_s: float | None, **capacity) -> Result:
     """Invent a capacity result; without a step's time, one that does not fit."""
-    experiment = make_experiment(method=method, seq_len=4)
-    measured = make_capacity(step_s, **capacity)
-    failed = {"kind": "MemoryError", "message": f"{method} needs more"}
-    return write_record(
-        folder / f"{method}.json",
-        Result,
-        (measured if step_s else {})
-        | {
-            "experiment_id": experiment.id,
-            "experiment": experiment,
-            "spec_digest": experiment.digest,
-            "code_digest": "",
-            "instrument": "capacity",
-            "replicate": 0,
-            "outcome": "ok" if step_s else "oom",
-            "error": None if step_s else failed,
-            "attempts": [{"outcome": "ok" if step_s else "oom", "wall_s": 1.0}],
-            "started_at": "2026-01-01T00:00:00+00:00",
-            "wall_s": 1.0,
-            "device": {},
-            "provenance": {},
-        },
+    return write_synthetic(
+        folder,
+        make_experiment(method=method),
+        instrument="capacity",
+        recorded=make_capacity(step_s, **capacity),
+        outcome="ok" if step_s else "oom",
+        message=f"{method} needs more",
     )
 
 
@@ -55,6 +40,7 @@ def test_methods_are_ranked_by_tokens_a_second_the_baseline_apart(tmp_path) -> N
         ("microbatch", "does not fit"),
         ("standard", "baseline"),
     ]
+    assert advice.best.verified is None
     assert advice.best.tokens_per_s == pytest.approx(8 * 4 / 1.0)
     assert advice.best.tokens_per_s_low == pytest.approx(8 * 4 / 1.1)
     assert advice.best.tokens_per_s_high == pytest.approx(8 * 4 * 1.1)
@@ -71,13 +57,6 @@ def test_methods_are_close_where_their_intervals_overlap(tmp_path, factor, verdi
     assert advice.options[1].verdict == verdict
 
 
-def test_nothing_fits(tmp_path) -> None:
-    advice = ask(tmp_path, opacus_ghost=None, standard=1.0)
-
-    assert advice.best is None
-    assert advice.options[0].verdict == "does not fit"
-
-
 def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
     nothing_safe = {"safe_batch_size": None, "safe_peak_bytes": None}
     results = [
@@ -88,6 +67,12 @@ def test_a_method_that_fits_but_not_safely_is_not_the_advice(tmp_path) -> None:
 
     assert advice.best.method == "opacus-ghost"
     assert {o.method: o.verdict for o in advice.options}["opacus-hooks"] == "tight"
+
+
+def test_where_nothing_fits_nothing_is_best(tmp_path) -> None:
+    advice = ask(tmp_path, opacus_ghost=None, standard=1.0)
+
+    assert (advice.best, advice.options[0].verdict) == (None, "does not fit")
 
 
 def test_without_a_predicted_time_methods_that_fit_are_not_ranked(tmp_path) -> None:
@@ -116,12 +101,6 @@ def test_a_method_with_a_wrong_gradient_is_never_advised(tmp_path) -> None:
         ("standard", "baseline", None),
     ]
     assert "relative error of the gradient: 1.0e-02" in advice.options[1].message
-
-
-def test_a_method_that_nobody_verified_may_be_first_and_says_so(tmp_path) -> None:
-    advice = ask(tmp_path, opacus_ghost=1.0)
-
-    assert (advice.best.method, advice.best.verified) == ("opacus-ghost", None)
 
 
 def test_the_mechanism_is_told_and_what_is_not_private_is_no_advice(tmp_path) -> None:

@@ -11,9 +11,9 @@ from factory import (
 )
 
 from dpprof.accounting.plan import AtEpsilon
-from dpprof.analysis.budget import Planned, make_budget
+from dpprof.analysis.advice.budget import Planned, make_budget
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.budget import Budget
 from dpprof.records.verdict import Standing
 
@@ -77,9 +77,6 @@ def test_without_standard_or_a_price_there_is_no_ratio_and_no_price(tmp_path) ->
 
     assert planned.gpu_hours
     assert (planned.hours_ratio, planned.price) == (None, None)
-
-
-def test_free_hours_cost_nothing(tmp_path) -> None:
     assert ask(tmp_path, price=0.0, flash_bk={}).methods[0].price == 0
 
 
@@ -104,25 +101,19 @@ def test_micro_batches_smaller_than_the_method_takes_have_no_hours(tmp_path) -> 
     assert planned.message == "micro-batches would have 32 samples, and it takes 33 or more"
 
 
-def test_a_batch_smaller_than_the_one_that_was_timed_is_told(tmp_path) -> None:
+def test_a_batch_smaller_than_the_one_that_was_timed_is_noted(tmp_path) -> None:
     [planned, _] = ask(tmp_path, flash={"safe_batch_size": 80, "stated_batch_size": 80}).methods
+    note = "time is predicted of a batch of 80: one so small may take longer a sample"
 
     assert (planned.accumulation_steps, planned.micro_batch_size) == (1, 64)
-    assert planned.message == (
-        "time is predicted of a batch of 80: one so small may take longer a sample"
-    )
+    assert planned.message == note
 
 
 def test_an_epsilon_beyond_reach_has_no_hours(tmp_path) -> None:
     noise = make_noise(8.0)
-    beyond = AtEpsilon(
-        epsilon=0.1,
-        same_batch_noise_multiplier=9.0,
-        batch_size=None,
-        noise_multiplier=None,
-        tokens=None,
-        reason="no batch is so large",
-    )
+    unknown = dict.fromkeys(("batch_size", "noise_multiplier", "tokens"))
+    reason = "no batch is so large"
+    beyond = AtEpsilon(epsilon=0.1, same_batch_noise_multiplier=9.0, **unknown, reason=reason)
     noise = noise.model_copy(update={"epsilons": [noise.epsilons[0], beyond]})
 
     budget = make_budget([result(tmp_path, "flash")], "h200", {}, PRIVACY, noise)
@@ -143,8 +134,7 @@ def test_the_standing_of_a_method_is_told(tmp_path) -> None:
 
 def tables_of(root, planned):
     results = [result(root, method) for method in ("standard", "flash-bk")]
-    runs = [make_manifest((one.experiment, 0), instrument="capacity").runs[0] for one in results]
-    manifest = make_manifest().model_copy(update={"runs": tuple(runs)})
+    manifest = make_manifest(*((one.experiment, 0) for one in results), instrument="capacity")
     return build_tables(collect(manifest, root, partial=False), planned)
 
 

@@ -1,11 +1,17 @@
 """Ceilings of the devices of a config, beside what their data sheets say."""
 
 import pytest
-from factory import CPU, make_experiment, make_manifest, write_synthetic, write_synthetic_ceilings
+from factory import (
+    CPU,
+    make_experiment,
+    make_manifest,
+    tables_of_runs,
+    write_synthetic,
+    write_synthetic_ceilings,
+)
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import read_table
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.records.record import ResultError
 from dpprof.spec.validation import InputError
@@ -49,15 +55,6 @@ def test_measured_figures_stand_beside_the_data_sheets(root) -> None:
     assert set(table["others_busy_cores"]) == {0.0}
 
 
-def test_the_table_is_read_back_as_it_was(root) -> None:
-    table = build_tables(collected(root))["ceilings"]
-    table.to_csv(root / "ceilings.csv", index=False)
-    again = read_table(root / "ceilings.csv")
-
-    assert again["figure"].tolist() == table["figure"].tolist()
-    assert again["size"].dropna().tolist() == table["size"].dropna().tolist()
-
-
 def test_missing_ceilings_are_named_and_left_out_of_a_partial_report(root) -> None:
     ceilings_path(root, PATHS[0]).unlink()
 
@@ -78,8 +75,7 @@ def test_damaged_ceilings_are_left_out_of_a_partial_report_alone(root) -> None:
 
 
 def test_without_ceilings_the_table_has_its_columns(tmp_path) -> None:
-    write_synthetic(tmp_path, STANDARD)
-    tables = build_tables(collect(make_manifest((STANDARD, 0)), tmp_path, partial=False))
+    tables = tables_of_runs(tmp_path, (STANDARD, "clean", {}))
 
     assert tables["ceilings"].empty
     assert "measured" in tables["ceilings"].columns

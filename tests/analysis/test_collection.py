@@ -7,7 +7,7 @@ from factory import make_experiment, make_manifest, write_synthetic
 from reading import trust_of
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.records.verdict import verdict_path
@@ -42,11 +42,8 @@ def test_of_many_damaged_files_ten_are_named_and_the_rest_is_counted(tmp_path, p
     for path in paths:
         path.write_bytes(b"{")
 
-    with pytest.raises(ResultError) as caught:
+    with pytest.raises(ResultError, match=r"^(.*\n){10}and 4 more$"):
         collect(MANIFEST, tmp_path, partial=False)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 11
-    assert lines[-1] == "and 4 more"
 
 
 def test_a_partial_report_leaves_out_what_is_damaged_and_says_why(tmp_path, paths) -> None:

@@ -1,14 +1,10 @@
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, tables_of_runs
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.columns import integer, number, text, write_page
-from dpprof.analysis.frames import make_frame, read_table
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.columns import TABLES, integer, number, text, write_page
+from dpprof.analysis.tables.frames import make_frame
 
 PAGE = Path(__file__).parents[2] / "docs" / "numbers" / "tables.md"
 FITS = {
@@ -24,9 +20,7 @@ def test_the_page_of_columns_is_in_step_with_the_declarations() -> None:
 
 
 def test_the_values_of_tables_are_of_the_declared_kinds(tmp_path) -> None:
-    experiment = make_experiment()
-    write_synthetic(tmp_path, experiment)
-    tables = build_tables(collect(make_manifest((experiment, 0)), tmp_path, partial=False))
+    tables = tables_of_runs(tmp_path, (make_experiment(), "clean", {}))
 
     for name, table in tables.items():
         for column in TABLES[name].columns.values():
@@ -44,13 +38,3 @@ def test_units_stand_in_names() -> None:
 def test_a_column_that_is_not_declared_is_refused() -> None:
     with pytest.raises(ValueError, match="the table steps declares no column step_ms"):
         make_frame("steps", [{"step_s": 1.0, "step_ms": 1000.0}])
-
-
-def test_texts_stay_texts_in_the_table_that_declares_them(tmp_path) -> None:
-    pd.DataFrame({"layer": ["12"], "path": ["null"], "replicate": [1]}).to_csv(
-        tmp_path / "samplers.csv", index=False
-    )
-
-    assert read_table(tmp_path / "samplers.csv").to_dict("records") == [
-        {"layer": "12", "path": "null", "replicate": 1}
-    ]

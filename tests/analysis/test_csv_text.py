@@ -4,10 +4,9 @@ import csv
 
 import pandas as pd
 import pytest
-from factory import make_experiment, make_manifest, make_memory, write_synthetic
+from factory import make_experiment, make_manifest, make_memory, write_manifest, write_synthetic
 
-from dpprof.analysis.csv_text import write_frame, write_rows
-from dpprof.analysis.frames import TableFolder, read_table
+from dpprof.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
 from dpprof.cli.tables import main
 from dpprof.planning.planner import Manifest
 
@@ -61,9 +60,7 @@ def test_what_a_run_says_reaches_figures_and_report_as_it_was(tmp_path) -> None:
     write_synthetic(tmp_path, steps, instrument="memory", recorded=recorded)
     runs = (make_manifest((fails, 0)), make_manifest((steps, 0), instrument="memory"))
     planned = Manifest(runs=tuple(run for one in runs for run in one.runs))
-    manifest, tables = tmp_path / planned.path, tmp_path / "tables"
-    manifest.parent.mkdir()
-    manifest.write_text(planned.text, encoding="utf-8")
+    manifest, tables = write_manifest(tmp_path, planned), tmp_path / "tables"
     main([f"--manifest={manifest}", f"--output-dir={tables}"])
 
     told = {name: (tables / f"{name}.csv").read_text() for name in ("runs", "timeline")}

@@ -5,11 +5,16 @@ import json
 from collections import Counter
 
 import pytest
-from factory import make_capacity, make_experiment, make_memory, write_synthetic
+from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 
-from dpprof.analysis.difference import compare
-from dpprof.analysis.peak_holdings import ROUNDING, list_holdings, name_component, say_size
-from dpprof.analysis.waterfall import LEVELS
+from dpprof.analysis.difference.difference import explain_difference
+from dpprof.analysis.difference.waterfall import (
+    LEVELS,
+    ROUNDING,
+    format_size,
+    list_holdings,
+    name_component,
+)
 from dpprof.instruments import memory
 from dpprof.records.result import read_result, result_path
 from dpprof.report.difference_text import Detail, list_rows, render_markdown, render_text
@@ -38,7 +43,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def differences(files):
     results = {run: read_result(path) for run, path in files.items()}
-    return {(a, b): compare(results[a], results[b]) for a, b in PAIRS}
+    return {(a, b): explain_difference(results[a], results[b]) for a, b in PAIRS}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +60,8 @@ def sums_of(document, *columns) -> Counter:
     return sums
 
 
-def test_there_are_ten_results_and_ninety_pairs(differences) -> None:
-    assert len(differences) == 90
-
-
 def test_bars_by_component_are_the_difference_of_the_peaks(differences, documents) -> None:
+    assert len(differences) == 90
     for (a, b), difference in differences.items():
         peaks = [documents[run]["peak_allocated_bytes"] for run in (a, b)]
         assert difference.difference_bytes == peaks[0] - peaks[1]
@@ -143,18 +145,8 @@ def test_timelines_of_a_pair_are_those_of_the_files(differences, documents) -> N
             assert curve.at[-1] == pytest.approx(1)
 
 
-def hold(sizes, **fields):
-    """Write a synthetic result with holdings in the head."""
-    told = make_memory(sizes)
-    rows = [(name, "head", "mm", "forward", size, 1) for name, size in sizes.items()]
-    names = ["component", "layer", "op", "phase", "bytes", "storages"]
-    columns = map(list, zip(*rows, strict=True))
-    told["memory"]["at_peak"]["holdings"] = dict(zip(names, columns, strict=True))
-    return told | fields
-
-
 def written(root, sizes=None, instrument="memory", capacity=None, replicate=0, **fields):
-    recorded = hold(sizes or {"parameters": 8})
+    recorded = make_held(sizes or {"parameters": 8})
     if capacity is not None:
         recorded |= make_capacity(**capacity)
     experiment = make_experiment(**fields)
@@ -164,7 +156,7 @@ def written(root, sizes=None, instrument="memory", capacity=None, replicate=0, *
 
 def test_what_the_allocators_blocks_take_beyond_is_a_row_of_its_own(tmp_path) -> None:
     """On CUDA peaks count whole blocks, and holdings the timeline's sizes."""
-    told = hold({"parameters": 512, "noise": 1024})
+    told = make_held({"parameters": 512, "noise": 1024})
     told["memory"]["peak_allocated_bytes"] = 2048
     told["memory"]["attribution"]["rounding_bytes"] = 512
     experiment = make_experiment(device="cuda", target="h200")
@@ -225,7 +217,7 @@ NAMES = {
 @pytest.mark.parametrize("case", NAMES)
 def test_runs_are_named_by_what_tells_them_apart(case, tmp_path) -> None:
     a, b, of_a, of_b = NAMES[case]
-    difference = compare(written(tmp_path, **a), written(tmp_path, **b))
+    difference = explain_difference(written(tmp_path, **a), written(tmp_path, **b))
 
     assert (difference.a.name, difference.b.name) == (of_a, of_b)
 
@@ -233,7 +225,7 @@ def test_runs_are_named_by_what_tells_them_apart(case, tmp_path) -> None:
 def test_what_both_share_is_told(tmp_path) -> None:
     a, b = written(tmp_path), written(tmp_path, batch_size=3, dtype="bfloat16")
 
-    assert compare(a, b).shared == (
+    assert explain_difference(a, b).shared == (
         "method standard",
         "model V16-d8-L1-H2",
         "seq len 4",
@@ -247,7 +239,7 @@ def test_a_result_that_cannot_be_explained_says_what_to_run(tmp_path) -> None:
     with pytest.raises(InputError, match=r"^the run ended as oom, .* unknown: it broke$"):
         list_holdings(failed)
     clean = write_synthetic(tmp_path, experiment)
-    with pytest.raises(InputError, match=r"clean does not tell .* memory, estimate, capacity$"):
+    with pytest.raises(InputError, match=r"clean does not record .* memory, estimate, capacity$"):
         list_holdings(clean)
     older = write_synthetic(
         tmp_path, experiment, instrument="estimate", recorded=make_memory({"parameters": 8})
@@ -257,7 +249,7 @@ def test_a_result_that_cannot_be_explained_says_what_to_run(tmp_path) -> None:
 
 
 def test_sizes_and_components_are_said_in_words() -> None:
-    assert [say_size(size) for size in (0, 1023, 1024, -1536, 540 * 2**20, 3 * 2**30)] == [
+    assert [format_size(size) for size in (0, 1023, 1024, -1536, 540 * 2**20, 3 * 2**30)] == [
         "0 bytes",
         "1,023 bytes",
         "1.0 KiB",

@@ -1,95 +1,127 @@
-import pytest
-from factory import (
-    CPU,
-    make_experiment,
-    make_manifest,
-    make_memory,
-    tables_of_runs,
-    write_synthetic,
-)
+"""What is a caveat, what it says, and what is none."""
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.findings import _contended
-from dpprof.analysis.tables import build_tables
+import pytest
+from factory import CPU, make_experiment, make_memory, tables_of_runs, write_synthetic
+
+from dpprof.analysis.tables.findings import _contended
 from dpprof.records.result import Time
 
 GHOST = make_experiment(method="opacus-ghost")
+FUNCTORCH = make_experiment(method="opacus-functorch")
+LLAMA = make_experiment(method="opacus-ghost", model="hf:tiny-llama")
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+PREDICTED = {"recorded": make_memory({"parameters": 1})}
 
 
-def findings(root, experiment=GHOST, *, replicates: int = 1):
-    runs = [(experiment, number) for number in range(replicates)]
-    manifest = make_manifest(*runs, instrument="phases")
-    return build_tables(collect(manifest, root, partial=False))["findings"]
+def gpu(name):
+    return {"device": {"type": "cuda", "name": name}}
 
 
-def write(root, experiment=GHOST, **fields) -> None:
-    write_synthetic(root, experiment, instrument="phases", **fields)
+def settings(number, **others):
+    return {"provenance": {"settings": {"OMP_NUM_THREADS": str(number)} | others}}
 
 
-def test_peaks_that_differ_between_processes_are_a_finding(tmp_path) -> None:
-    for number, peak in enumerate([1_000, 1_000, 1_001]):
-        write(tmp_path, replicate=number, peak_allocated_bytes=peak)
-    table = findings(tmp_path, replicates=3)
+def find(root, *replicates, experiment=GHOST, instrument="phases"):
+    """Return the findings of an experiment, given what is special in each replicate."""
+    runs = [
+        (experiment, instrument, {"replicate": number} | fields)
+        for number, fields in enumerate(replicates)
+    ]
+    return tables_of_runs(root, *runs)["findings"]
 
-    assert table.to_dict("records") == [
-        {
-            "kind": "peaks-differ",
-            "experiment_id": GHOST.id,
-            "instrument": "phases",
-            "finding": "peak_allocated_bytes differs between processes: "
-            "r0 1,000, r1 1,000, r2 1,001",
-        }
+
+FOUND = {
+    "peaks-differ": (
+        [{"peak_allocated_bytes": peak} for peak in (1_000, 1_000, 1_001)],
+        "peak_allocated_bytes differs between processes: r0 1,000, r1 1,000, r2 1,001",
+    ),
+    "nonfinite-samples": (
+        [{"nonfinite_samples": left_out} for left_out in (0, 2, None)],
+        "2 samples were left out because their loss or gradient was not finite",
+    ),
+    "fallback": (
+        [{"samplers": {"Linear": "norm sampler", "Scale": "functorch, grad sampler"}}],
+        "Opacus fell back to functorch for Scale",
+    ),
+    # Of the synthetic machine's four cores the run computes on two.
+    "contended": (
+        [{"others_busy_cores": others} for others in (0.1, 2.2, 3.0)],
+        "other processes kept cores busy (3.0 in r2), so its times are too long",
+    ),
+    "devices-differ": (
+        [gpu("NVIDIA H100"), gpu("NVIDIA H100"), gpu("NVIDIA A100")],
+        (
+            "it was measured r2 on NVIDIA A100, and most of the sweep on NVIDIA H100: its times "
+            "and peaks do not count"
+        ),
+    ),
+    # In whichever experiment of the sweep; threads and visible devices count otherwise.
+    "settings-differ": (
+        [settings(0), settings(1), settings(2, **EXPANDABLE)],
+        (
+            "it was measured r2 with PYTORCH_ALLOC_CONF expandable_segments:True instead of none, "
+            "as most of the sweep was: compare it with care"
+        ),
+    ),
+    "gpu-shared": (
+        [{"others_after": {"memory_bytes": 3 * 2**30, "load": 0.0}}],
+        "other processes used the GPU (3.0 GiB, busy 0% at r0), so its times may be too long",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_a_caveat_is_one_row_in_a_sentence(kind, tmp_path) -> None:
+    replicates, sentence = FOUND[kind]
+
+    assert find(tmp_path, *replicates).to_dict("records") == [
+        {"kind": kind, "experiment_id": GHOST.id, "instrument": "phases", "finding": sentence}
     ]
 
 
-def test_equal_peaks_and_failed_or_unknown_ones_are_none(tmp_path) -> None:
-    write(tmp_path, replicate=0, peak_allocated_bytes=1_000)
-    write(tmp_path, replicate=1, peak_allocated_bytes=1_000)
-    write(tmp_path, replicate=2, peak_allocated_bytes=None)
-    write(tmp_path, replicate=3, outcome="oom")
+def test_load_of_others_on_the_gpu_counts_without_their_memory(tmp_path) -> None:
+    [finding] = find(tmp_path, {"others_after": {"memory_bytes": 0, "load": 0.5}})["finding"]
 
-    assert findings(tmp_path, replicates=4).empty
+    assert "0.0 GiB, busy 50% at r0" in finding
 
 
-def test_resident_memory_may_differ(tmp_path) -> None:
-    for number in range(2):
-        write(tmp_path, replicate=number, peak_rss_bytes=1_000 + number)
-
-    assert findings(tmp_path, replicates=2).empty
-
-
-def test_samples_that_were_not_finite_are_a_finding(tmp_path) -> None:
-    for number, left_out in enumerate([0, 2, None]):
-        write(tmp_path, replicate=number, nonfinite_samples=left_out)
-    table = findings(tmp_path, replicates=3)
-
-    assert table["kind"].tolist() == ["nonfinite-samples"]
-    assert table["finding"][0].startswith("2 samples were left out because their loss or gradient")
+NONE = {
+    "equal, failed and unknown peaks": [
+        *({"peak_allocated_bytes": peak} for peak in (1_000, 1_000, None)),
+        {"outcome": "oom"},
+    ],
+    "resident memory that differs": [{"peak_rss_bytes": 1_000 + number} for number in range(2)],
+    "a little memory of others on the GPU": [
+        {"others_after": {"memory_bytes": 2**28, "load": 0.01}}
+    ],
+    "a GPU that nothing can be said of": [{"others_after": {"reason": "NVML is not available"}}],
+}
 
 
-def test_a_fallback_inside_ghost_is_a_finding(tmp_path) -> None:
-    write(tmp_path, samplers={"Linear": "norm sampler", "Scale": "functorch, grad sampler"})
-
-    found = findings(tmp_path)
-    assert found["kind"].tolist() == ["fallback"]
-    assert found["finding"].tolist() == ["Opacus fell back to functorch for Scale"]
+@pytest.mark.parametrize("case", NONE)
+def test_what_is_no_caveat(case, tmp_path) -> None:
+    assert find(tmp_path, *NONE[case]).empty
 
 
 def test_functorch_where_it_was_asked_for_is_none(tmp_path) -> None:
-    functorch = make_experiment(method="opacus-functorch")
-    write(tmp_path, functorch, samplers={"Linear": "functorch"})
-
-    assert findings(tmp_path, functorch).empty
+    assert find(tmp_path, {"samplers": {"Linear": "functorch"}}, experiment=FUNCTORCH).empty
 
 
-def test_cores_that_others_kept_busy_are_a_finding(tmp_path) -> None:
-    """Of the synthetic machine's four cores the run computes on two."""
-    for number, others in enumerate([0.1, 2.2, 3.0]):
-        write(tmp_path, replicate=number, others_busy_cores=others)
+def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
+    devices = [{"type": "cpu", "name": f"cpu {number}", "cores": 2} for number in range(2)]
+    runs = [PREDICTED | {"device": device} for device in devices]
 
-    found = findings(tmp_path, replicates=3)
-    assert found["kind"].tolist() == ["contended"]
-    assert "(3.0 in r2)" in found["finding"][0]
+    assert find(tmp_path, *runs, instrument="estimate").empty
+
+
+def test_libraries_that_built_the_models_of_some_experiments_are_none(tmp_path) -> None:
+    built = {"torch": "0", "transformers": "5"}
+    runs = [
+        (one, "phases", {"provenance": {"packages": packages}})
+        for one, packages in ((GHOST, {"torch": "0"}), (LLAMA, built))
+    ]
+
+    assert tables_of_runs(tmp_path, *runs)["findings"].empty
 
 
 def test_busy_cores_do_not_matter_to_a_predicted_time(tmp_path) -> None:
@@ -99,54 +131,13 @@ def test_busy_cores_do_not_matter_to_a_predicted_time(tmp_path) -> None:
     assert [len(list(_contended([one]))) for one in (timed, predicted)] == [1, 0]
 
 
-def test_a_replicate_of_another_gpu_is_a_finding(tmp_path) -> None:
-    for number, name in enumerate(["NVIDIA H100", "NVIDIA H100", "NVIDIA A100"]):
-        write(tmp_path, replicate=number, device={"type": "cuda", "name": name})
-    found = findings(tmp_path, replicates=3)
-
-    assert found["kind"].tolist() == ["devices-differ"]
-    assert found["finding"][0] == (
-        "it was measured r2 on NVIDIA A100, and most of the sweep on NVIDIA H100: its times and "
-        "peaks do not count"
-    )
-
-
-def test_another_setting_of_the_allocator_is_a_finding(tmp_path) -> None:
-    """In whichever experiment of the sweep; threads and visible devices are told otherwise."""
-    for number in range(3):
-        settings = {"OMP_NUM_THREADS": str(number)}
-        settings |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if number == 2 else {}
-        write(tmp_path, replicate=number, provenance={"settings": settings})
-    found = findings(tmp_path, replicates=3)
-
-    assert found["kind"].tolist() == ["settings-differ"]
-    assert found["finding"][0] == (
-        "it was measured r2 with PYTORCH_ALLOC_CONF expandable_segments:True instead of none, as "
-        "most of the sweep was: compare it with care"
-    )
-
-
-def test_libraries_that_built_the_models_of_some_experiments_are_none(tmp_path) -> None:
-    models = [GHOST, make_experiment(method="opacus-ghost", model="hf:tiny-llama")]
-    for one in models:
-        packages = {"torch": "0"} | ({"transformers": "5"} if one is not GHOST else {})
-        write(tmp_path, one, provenance={"packages": packages})
-    manifest = make_manifest(*((one, 0) for one in models), instrument="phases")
-
-    assert build_tables(collect(manifest, tmp_path, partial=False))["findings"].empty
-
-
-OTHERS = [{"name": "another cpu"}, {"cores": 64}, {"threads": 1}]
-
-
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", [{"name": "another cpu"}, {"cores": 64}, {"threads": 1}])
 def test_replicates_of_two_machines_have_no_common_median(tmp_path, other) -> None:
-    seconds = {0: 1.0, 1: 3.0, 2: 90.0}
-    for number, step_s in seconds.items():
-        device = CPU | other if number == 2 else CPU
-        write_synthetic(tmp_path, GHOST, replicate=number, step_s=(step_s,), device=device)
-    manifest = make_manifest(*((GHOST, number) for number in seconds))
-    tables = build_tables(collect(manifest, tmp_path, partial=False))
+    runs = [
+        (GHOST, "clean", {"replicate": number, "step_s": (step_s,), "device": device})
+        for number, step_s, device in ((0, 1.0, CPU), (1, 3.0, CPU), (2, 90.0, CPU | other))
+    ]
+    tables = tables_of_runs(tmp_path, *runs)
 
     assert tables["experiments"]["median_step_s"].tolist() == [2.0]
     assert tables["experiments"]["processes"].tolist() == [2]
@@ -155,75 +146,38 @@ def test_replicates_of_two_machines_have_no_common_median(tmp_path, other) -> No
 
 def test_a_method_of_another_machine_is_compared_with_nothing(tmp_path) -> None:
     here, there = make_experiment(method="standard"), make_experiment(method="flash")
-    for number in range(2):
-        write_synthetic(tmp_path, here, replicate=number)
-    write_synthetic(tmp_path, there, step_s=(5.0,), device=CPU | {"name": "another cpu"})
-    manifest = make_manifest((here, 0), (here, 1), (there, 0))
-    rows = build_tables(collect(manifest, tmp_path, partial=False))["experiments"]
+    elsewhere = {"step_s": (5.0,), "device": CPU | {"name": "another cpu"}}
+    runs = [*((here, "clean", {"replicate": n}) for n in range(2)), (there, "clean", elsewhere)]
+    rows = tables_of_runs(tmp_path, *runs)["experiments"]
 
     assert rows.set_index("method")["step_ratio"].isna().tolist() == [False, True]
 
 
-def test_predictions_made_on_unlike_machines_are_none(tmp_path) -> None:
-    for number in range(2):
-        device = {"type": "cpu", "name": f"cpu {number}", "cores": 2}
-        fields = {"replicate": number, "device": device, "recorded": make_memory({"parameters": 1})}
-        write_synthetic(tmp_path, GHOST, instrument="estimate", **fields)
-    manifest = make_manifest((GHOST, 0), (GHOST, 1), instrument="estimate")
-
-    assert build_tables(collect(manifest, tmp_path, partial=False))["findings"].empty
-
-
 @pytest.mark.parametrize(
-    ("others", "told"),
-    [
-        ({"memory_bytes": 3 * 2**30, "load": 0.0}, "3.0 GiB, busy 0% at r0"),
-        ({"memory_bytes": 0, "load": 0.5}, "0.0 GiB, busy 50% at r0"),
-        ({"memory_bytes": 2**28, "load": 0.01}, None),
-        ({"reason": "NVML is not available"}, None),
-    ],
-)
-def test_others_on_the_gpu_are_a_finding(tmp_path, others, told) -> None:
-    write(tmp_path, others_after=others)
-    found = findings(tmp_path)
-
-    assert found["kind"].tolist() == ([] if told is None else ["gpu-shared"])
-    assert told is None or told in found["finding"][0]
-
-
-@pytest.mark.parametrize(
-    ("recorded", "told"),
+    ("recorded", "sentence"),
     [(9 * 2**20, "1,048,576 bytes more"), (11 * 2**20, "1,048,576 bytes less")],
 )
-def test_memory_that_is_not_reconciled_is_a_finding(recorded, told, tmp_path) -> None:
+def test_memory_that_is_not_reconciled_is_a_finding(recorded, sentence, tmp_path) -> None:
     tables = tables_of_runs(
         tmp_path,
         (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
         (GHOST, "memory", {"recorded": make_memory({"parameters": recorded})}),
         (GHOST, "estimate", {"recorded": make_memory({"parameters": 10 * 2**20 + 65_536})}),
     )
+    finding = f"the allocator's peak is {sentence} than recorded, beyond the bound of 65,536"
 
     assert tables["findings"].to_dict("records") == [
-        {
-            "kind": "memory-unreconciled",
-            "experiment_id": GHOST.id,
-            "instrument": "memory",
-            "finding": f"the allocator's peak is {told} than recorded, beyond the bound of 65,536",
-        }
+        {"kind": "memory-unreconciled", "experiment_id": GHOST.id, "instrument": "memory"}
+        | {"finding": finding}
     ]
 
 
-def test_memory_of_another_batch_than_the_experiments_is_no_finding(tmp_path) -> None:
-    tables = tables_of_runs(
-        tmp_path,
-        (GHOST, "phases", {"peak_allocated_bytes": 10 * 2**20}),
-        (GHOST, "capacity", {"recorded": make_memory({"parameters": 20 * 2**20})}),
-    )
+@pytest.mark.parametrize(
+    "others", [[("phases", {"peak_allocated_bytes": 10 * 2**20}), "capacity"], ["memory"]]
+)
+def test_memory_that_nothing_measured_is_comparable_with_is_no_finding(tmp_path, others) -> None:
+    """Of another batch than the experiment's; and without any measurement."""
+    recorded = {"recorded": make_memory({"parameters": 2**30})}
+    runs = [(GHOST, *(one if isinstance(one, tuple) else (one, recorded))) for one in others]
 
-    assert tables["findings"].empty
-
-
-def test_memory_that_nothing_was_measured_to_compare_with_is_no_finding(tmp_path) -> None:
-    run = (GHOST, "memory", {"recorded": make_memory({"parameters": 2**30})})
-
-    assert tables_of_runs(tmp_path, run)["findings"].empty
+    assert tables_of_runs(tmp_path, *runs)["findings"].empty

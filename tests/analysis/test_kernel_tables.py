@@ -7,7 +7,7 @@ each: 100 FLOPs a byte, and a quarter.
 
 import pytest
 from factory import make_experiment, make_kernels, make_memory, tables_of_runs
-from reading import section_of
+from reading import section_of, table_of
 
 from dpprof.report.content import build_document
 
@@ -105,32 +105,24 @@ def test_kernels_faster_than_the_ceilings_are_a_finding(tmp_path) -> None:
     assert row["finding"].startswith("kernels ran at up to 2.0 times the fastest measured matrix")
 
 
-def section(tables, title):
-    return section_of(build_document(tables, []), title)
-
-
-def cells(tables, title, index=0):
-    table = [block for block in section(tables, title).blocks if block.kind == "table"][index]
-    return [dict(zip(table.header, row, strict=True)) for row in table.rows]
-
-
 def test_the_report_tells_kernels_and_what_binds(tables) -> None:
-    (kernels,) = cells(tables, "Kernels")
-    (bound,) = cells(tables, "Ceilings")
+    document = build_document(tables, [])
+    (kernels,) = table_of(document, "Kernels")
+    (bound,) = table_of(document, "Ceilings")
 
     assert (kernels["gemm"], kernels["idle"], kernels["step"]) == ("8,000.0", "4,000.0", "15,000.0")
-    assert [bound[name] for name in ("compute bound", "memory bound", "idle")] == [
-        "53%",
-        "13%",
-        "27%",
-    ]
+    shares = [bound[name] for name in ("compute bound", "memory bound", "idle")]
+    assert shares == ["53%", "13%", "27%"]
     # 4,000 FLOPs in 8 s of 1,000 FLOP/s; 40 bytes in 2 s of 40 bytes/s.
     assert (bound["of peak FLOP/s"], bound["of bandwidth"]) == ("50%", "50%")
 
 
 def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> None:
-    ceilings = {row["figure"]: row["measured"] for row in cells(tables, "Ceilings", 1)}
-    said = [block.text for block in section(tables, "Cost").blocks if block.kind == "paragraph"]
+    document = build_document(tables, [])
+    ceilings = {row["figure"]: row["measured"] for row in table_of(document, "Ceilings", 1)}
+    said = [
+        block.text for block in section_of(document, "Cost").blocks if block.kind == "paragraph"
+    ]
 
     assert ceilings["launch"] == "1,000"
     assert ceilings["tf32 products"] == "-"
@@ -150,7 +142,7 @@ def test_the_report_tells_what_watching_costs(tmp_path) -> None:
         (other, "clean", observed(1.0, 100)),
         (other, "memory", observed(4.0, 250)),
     )
-    (row,) = cells(tables, "What measuring costs")
+    (row,) = table_of(build_document(tables, []), "What measuring costs")
 
     assert row == {
         "instrument": "memory",

@@ -1,7 +1,7 @@
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.analysis.peak_composition import choose, compose
+from dpprof.analysis.selection import choose_runs, compose_peaks
 from dpprof.spec.datasheets import H200
 
 GHOST = make_experiment(method="opacus-ghost")
@@ -30,7 +30,7 @@ def tables(tmp_path):
 
 
 def test_recorded_memory_stands_for_its_experiment_before_an_estimate(tables) -> None:
-    told = compose(tables).set_index("experiment_id")
+    told = compose_peaks(tables).set_index("experiment_id")
 
     assert told.loc[GHOST.id, ["instrument", "parameters"]].tolist() == ["memory", 200]
     assert told.loc[HOOKS.id, ["instrument", "parameters"]].tolist() == ["estimate", 300]
@@ -43,7 +43,7 @@ def test_of_replicates_the_first_is_taken_and_of_other_instruments_none(tables) 
     runs = tables["peaks"].assign(replicate=1)
     first = tables["peaks"].assign(replicate=0)
     other = tables["peaks"].assign(instrument="capacity")
-    chosen = choose(first.merge(runs, how="outer").merge(other, how="outer"))
+    chosen = choose_runs(first.merge(runs, how="outer").merge(other, how="outer"))
 
     assert len(chosen) == 5
     assert set(chosen["replicate"]) == {0}
@@ -59,4 +59,4 @@ def test_the_memory_of_a_target_is_told_where_it_has_one(tables) -> None:
 
 
 def test_no_recorded_memory_makes_no_rows(tables) -> None:
-    assert compose({stem: table.head(0) for stem, table in tables.items()}).empty
+    assert compose_peaks({stem: table.head(0) for stem, table in tables.items()}).empty

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.analysis.shared_axis import share_axis
+from dpprof.analysis.difference.shared_axis import share_axis
 from dpprof.records.step_costs import Timeline
 
 

@@ -4,8 +4,8 @@ import pytest
 from factory import CPU, make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.shared_hosts import SharedHosts, find_shared_hosts
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.conditions import SharedHosts, find_shared_hosts
+from dpprof.analysis.tables.build import build_tables
 from dpprof.records.result import Result
 
 NOON = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)
@@ -32,64 +32,45 @@ def ran(tmp_path):
     return make
 
 
-def test_runs_that_overlap_on_two_gpus_are_counted_and_one_alone_is_not(ran) -> None:
-    runs = [ran("x", 0, 10), ran("y", 9, 12), ran("x", 20, 30)]
-
-    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", True, 2, 3, 2)]
-
-
-def test_a_long_run_shares_with_all_that_come_and_go_beside_it(ran) -> None:
-    runs = [ran("y", 1, 3), ran("x", 0, 10), ran("z", 2, 4), ran("y", 5, 6)]
-
-    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", True, 4, 4, 3)]
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("x", 0, 10), ("y", 10, 20)),
-        (("x", 0, 10), ("x", 5, 15)),
-        (("x", 0, 10), (None, 5, 15)),
-    ],
-    ids=["one after the other", "the same GPU", "a processor"],
-)
-def test_what_does_not_share_is_none(ran, first, second) -> None:
-    assert find_shared_hosts([ran(*first), ran(*second)]) == []
-
-
-def test_hosts_are_told_apart_and_one_without_a_name_is_nobodys(ran) -> None:
-    assert find_shared_hosts([ran("x", 0, 10), ran("y", 0, 10, host="b")]) == []
-    assert find_shared_hosts([ran(u, 0, 10, host=None) for u in "xy"]) == []
-
-
-def test_a_failed_run_is_company_and_is_not_counted(ran) -> None:
-    runs = [ran("x", 0, 10), ran("y", 5, 6, outcome="oom")]
-
-    assert find_shared_hosts(runs) == [SharedHosts("NVIDIA H100", True, 1, 1, 2)]
+H100, A100 = "NVIDIA H100", {"device": {"name": "NVIDIA A100"}}
+# Runs, each on a GPU from and to a second; kinds of devices with shared and all runs, and the most.
+CASES = {
+    "one that overlaps and one alone": (
+        [("x", 0, 10), ("y", 9, 12), ("x", 20, 30)],
+        [(H100, True, 2, 3, 2)],
+    ),
+    "a long run beside all that come and go": (
+        [("y", 1, 3), ("x", 0, 10), ("z", 2, 4), ("y", 5, 6)],
+        [(H100, True, 4, 4, 3)],
+    ),
+    "one after the other": ([("x", 0, 10), ("y", 10, 20)], []),
+    "the same GPU": ([("x", 0, 10), ("x", 5, 15)], []),
+    "a GPU and a processor": ([("x", 0, 10), (None, 5, 15)], []),
+    "two hosts": ([("x", 0, 10), ("y", 0, 10, {"host": "b"})], []),
+    "a host without a name": ([(uuid, 0, 10, {"host": None}) for uuid in "xy"], []),
+    "a failed run, which is not counted": (
+        [("x", 0, 10), ("y", 5, 6, {"outcome": "oom"})],
+        [(H100, True, 1, 1, 2)],
+    ),
+    "two kinds of GPUs, counted apart": (
+        [("x", 0, 10), ("y", 5, 6, A100), ("y", 20, 30, A100)],
+        [(H100, True, 1, 1, 2), ("NVIDIA A100", True, 1, 2, 2)],
+    ),
+    "predictions": ([(uuid, 0, 10, {"instrument": "estimate"}) for uuid in "xy"], []),
+    "slots of a processor": (
+        [(None, n, n + 2, {"device": {"pinned_to": [n % 2]}}) for n in range(3)],
+        [("synthetic cpu", False, 3, 3, 2)],
+    ),
+    "a whole processor": ([(None, 0, 2), (None, 1, 3)], []),
+}
 
 
-def test_kinds_of_gpus_share_a_host_and_are_counted_apart(ran) -> None:
-    other = {"name": "NVIDIA A100"}
-    runs = [ran("x", 0, 10), ran("y", 5, 6, device=other), ran("y", 20, 30, device=other)]
+@pytest.mark.parametrize("case", CASES)
+def test_runs_that_shared_their_host_are_counted(ran, case) -> None:
+    runs, shared = CASES[case]
+    found = [ran(*run[:3], **(run[3] if len(run) > 3 else {})) for run in runs]
 
-    assert find_shared_hosts(runs) == [
-        SharedHosts("NVIDIA H100", True, 1, 1, 2),
-        SharedHosts("NVIDIA A100", True, 1, 2, 2),
-    ]
-
-
-def test_predictions_share_nothing(ran) -> None:
-    runs = [ran(uuid, 0, 10, instrument="estimate") for uuid in "xy"]
-
-    assert find_shared_hosts(runs) == []
-
-
-def test_slots_of_a_processor_share_it_and_a_whole_processor_is_nobodys(ran) -> None:
-    slots = [{"pinned_to": [0]}, {"pinned_to": [1]}, {"pinned_to": [0]}]
-    runs = [ran(None, begin, begin + 2, device=slot) for begin, slot in enumerate(slots)]
-
-    assert find_shared_hosts(runs) == [SharedHosts("synthetic cpu", False, 3, 3, 2)]
-    assert find_shared_hosts([ran(None, 0, 2), ran(None, 1, 3)]) == []
+    assert find_shared_hosts(found) == [SharedHosts(*one) for one in shared]
 
 
 def test_it_is_one_finding_for_all_runs(tmp_path) -> None:

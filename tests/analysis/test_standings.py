@@ -4,9 +4,8 @@ import pytest
 from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic_verdict
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import read_table
-from dpprof.analysis.standings import name_holes, name_other_mechanisms, name_unverified
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.standings import methods_by_hole, name_other_mechanisms, name_unverified
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.artifacts import code_path
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import verdict_path
@@ -44,19 +43,19 @@ def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None
         assert found["opacus-hooks"] == "flat clipping"
     verification = tables["verification"]
     assert name_other_mechanisms(verification) == {"opacus-ghost": "adaptive flat clipping"}
-    assert name_holes(verification) == {"one: a": ["opacus-ghost"], "another: b": ["opacus-ghost"]}
+    assert methods_by_hole(verification) == {
+        "one: a": ["opacus-ghost"],
+        "another: b": ["opacus-ghost"],
+    }
 
 
 def test_a_method_that_is_not_private_is_no_other_mechanism(tmp_path) -> None:
     write_synthetic_verdict(tmp_path, GHOST, mechanism="none")
-    tables_of(tmp_path, GHOST).get("verification").to_csv(
-        tmp_path / "verification.csv", index=False
-    )
-    table = read_table(tmp_path / "verification.csv")
+    table = tables_of(tmp_path, GHOST)["verification"]
 
     assert table["mechanism"].tolist() == ["none"]
     assert name_other_mechanisms(table) == {}
-    assert name_holes(table) == {}
+    assert methods_by_hole(table) == {}
 
 
 def test_without_a_verdict_nothing_is_known(tmp_path) -> None:
@@ -100,11 +99,3 @@ def test_one_row_for_each_method_and_attention_whatever_the_size(tmp_path) -> No
         ["built-in", "eager", "opacus-ghost"],
         ["built-in", "sdpa", "opacus-ghost"],
     ]
-
-
-def test_the_verdict_survives_the_csv(tmp_path) -> None:
-    write_synthetic_verdict(tmp_path, GHOST, None, reason="null")
-    table = tables_of(tmp_path, GHOST, HOOKS)["verification"]
-    table.to_csv(tmp_path / "verification.csv", index=False)
-
-    assert name_unverified(read_table(tmp_path / "verification.csv")) == {"opacus-ghost": "null"}

@@ -11,19 +11,20 @@ from dpprof.analysis.statistics import (
     NO_DIFFERENCE,
     Sides,
     attainable_coverage,
-    compare,
     compare_all,
-    mann_whitney,
     median_interval,
     median_intervals,
     noise_floor,
-    ratio_interval,
 )
 
 REAL = np.loadtxt(Path(__file__).parent / "aa_step_s.csv", skiprows=1)
 """Medians of 40 processes of one experiment; the file says which."""
 
 REPLICATES = 10
+
+
+def compare(values, base, floor: float | None = None):
+    return compare_all([Sides(values, base, floor)])[0]
 
 
 def synthetic(draw: np.random.Generator, count: int, spread: float = 0.05) -> np.ndarray:
@@ -34,7 +35,7 @@ def synthetic(draw: np.random.Generator, count: int, spread: float = 0.05) -> np
 @pytest.mark.parametrize("count", [6, 10, 20])
 def test_an_interval_covers_the_median_as_often_as_it_says(count: int) -> None:
     draw = np.random.default_rng(0)
-    intervals = [median_interval(synthetic(draw, count)) for _ in range(400)]
+    intervals = median_intervals([synthetic(draw, count) for _ in range(400)])
     covered = np.mean([low <= 1 <= high for low, high in intervals])
 
     # One standard error of a share of 0.95 in 400 is 0.011.
@@ -55,7 +56,12 @@ def test_few_processes_cover_no_more_than_their_range_can(count: int) -> None:
 
 def test_a_ratios_interval_covers_the_ratio() -> None:
     draw = np.random.default_rng(0)
-    intervals = [ratio_interval(1.5 * synthetic(draw, 10), synthetic(draw, 10)) for _ in range(400)]
+    intervals = [
+        one.interval
+        for one in compare_all(
+            [Sides(1.5 * synthetic(draw, 10), synthetic(draw, 10), None) for _ in range(400)]
+        )
+    ]
 
     covered = np.mean([low <= 1.5 <= high for low, high in intervals])
     assert 0.93 <= covered <= 1
@@ -63,21 +69,16 @@ def test_a_ratios_interval_covers_the_ratio() -> None:
 
 def test_one_process_has_no_interval() -> None:
     assert median_interval([1.0]) is None
-    assert ratio_interval([1.0], [1.0]) is None
-    assert ratio_interval([1.0, 2.0], [1.0]) is None
-    assert ratio_interval([1.0, 2.0], [1.0, 1.0]) == (1.0, 2.0)
-
-
-def test_the_same_numbers_give_the_same_interval() -> None:
-    sample = [1.0, 5.0, 2.0, 4.0, 3.0, 9.0]
-
-    assert median_interval(sample) == median_interval(sample)
+    assert compare([1.0], [1.0]).interval is None
+    assert compare([1.0, 2.0], [1.0]).interval is None
+    assert compare([1.0, 2.0], [1.0, 1.0]).interval == (1.0, 2.0)
 
 
 def test_mann_whitney_known_values() -> None:
     """Complete separation of n from n has the two-sided p of 2 / (2n choose n)."""
-    assert mann_whitney([1, 2, 3], [4, 5, 6]) == pytest.approx(2 / math.comb(6, 3))
-    assert mann_whitney(range(8), range(8, 16)) == pytest.approx(2 / math.comb(16, 8))
+    for count in (3, 8):
+        found = compare(range(1, count + 1), range(count + 1, 2 * count + 1))
+        assert found.p_value == pytest.approx(2 / math.comb(2 * count, count))
 
 
 def test_the_floor_of_known_noise_is_its_quantile() -> None:
@@ -88,20 +89,13 @@ def test_the_floor_of_known_noise_is_its_quantile() -> None:
     assert floor == pytest.approx(math.expm1(1.96 * math.sqrt(2) * 0.05), rel=0.1)
 
 
-def test_more_processes_lower_the_floor() -> None:
-    draw = np.random.default_rng(0)
-    groups = [synthetic(draw, 30)]
+def test_the_floor_falls_with_more_processes_and_ignores_differences_of_groups() -> None:
+    groups = [synthetic(np.random.default_rng(0), 30)]
 
     assert noise_floor(groups, (10, 10)) < noise_floor(groups, (3, 3)) < noise_floor(groups, (1, 1))
-
-
-def test_a_difference_between_groups_is_no_noise() -> None:
     assert noise_floor([[1.0, 1.0], [5.0, 5.0]], (2, 2)) == 0
-
-
-def test_no_group_of_two_gives_no_floor_and_no_verdict() -> None:
     assert noise_floor([[1.0], []], (1, 1)) is None
-    assert compare([2.0], [1.0], None).verdict is None
+    assert compare([2.0], [1.0]).verdict is None
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import subprocess
 import pandas as pd
 import pytest
 
-from dpprof.analysis.frames import TableFolder
-from dpprof.analysis.table_sums import SUMS, write_sums
+from dpprof.analysis.tables.frames import SUMS, TableFolder, write_sums
 from dpprof.spec.validation import InputError
 
 

@@ -2,15 +2,14 @@ import math
 
 import pandas as pd
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import read_table
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.frames import read_table
 from dpprof.planning.artifacts import code_path
-from dpprof.planning.planner import Manifest
 from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.spec.validation import InputError
@@ -20,17 +19,23 @@ GHOST = make_experiment(method="opacus-ghost")
 OTHER_BATCH = make_experiment(method="opacus-ghost", batch_size=3)
 
 
+def many(experiment, seconds, **fields):
+    """Return clean replicates, one for each step time."""
+    return [
+        (experiment, "clean", {"replicate": number, "step_s": (step_s,)} | fields)
+        for number, step_s in enumerate(seconds)
+    ]
+
+
 @pytest.fixture
 def tables(tmp_path):
     """Standard takes 1 s and 1 MiB; ghost 2, 4 and 3 s and 3 MiB; a ghost batch of 3 fails."""
-    write_synthetic(tmp_path, STANDARD, step_s=(1.0, 1.0, 7.0))
-    for replicate, seconds in enumerate([2.0, 4.0, 3.0]):
-        write_synthetic(
-            tmp_path, GHOST, replicate=replicate, step_s=(seconds,), peak_rss_bytes=3 * 2**20
-        )
-    write_synthetic(tmp_path, OTHER_BATCH, outcome="oom", message="no room")
-    manifest = make_manifest((STANDARD, 0), *((GHOST, r) for r in range(3)), (OTHER_BATCH, 0))
-    return build_tables(collect(manifest, tmp_path, partial=False))
+    return tables_of_runs(
+        tmp_path,
+        (STANDARD, "clean", {"step_s": (1.0, 1.0, 7.0)}),
+        *many(GHOST, [2.0, 4.0, 3.0], peak_rss_bytes=3 * 2**20),
+        (OTHER_BATCH, "clean", {"outcome": "oom", "message": "no room"}),
+    )
 
 
 def row_of(table, experiment, **others):
@@ -64,13 +69,15 @@ def test_ratios_are_to_standard_with_all_else_equal(tables) -> None:
     assert math.isnan(failed["step_ratio"])
 
 
+def experiments_of(root, *runs):
+    return tables_of_runs(root, *runs)["experiments"]
+
+
 def test_noise_and_clipping_do_not_change_the_baseline(tmp_path) -> None:
     noisy = make_experiment(method="opacus-ghost", noise_multiplier=0.5, max_grad_norm=2)
-    write_synthetic(tmp_path, STANDARD, step_s=(1.0,))
-    write_synthetic(tmp_path, noisy, step_s=(5.0,))
-    collected = collect(make_manifest((STANDARD, 0), (noisy, 0)), tmp_path, partial=False)
+    table = experiments_of(tmp_path, *many(STANDARD, [1.0]), *many(noisy, [5.0]))
 
-    assert row_of(build_tables(collected)["experiments"], noisy)["step_ratio"] == 5.0
+    assert row_of(table, noisy)["step_ratio"] == 5.0
 
 
 def test_several_baselines_count_as_one_and_a_failed_one_does_not_count(tmp_path) -> None:
@@ -78,60 +85,41 @@ def test_several_baselines_count_as_one_and_a_failed_one_does_not_count(tmp_path
     quick, slow, failed = (
         make_experiment(method="standard", noise_multiplier=noise) for noise in (1, 2, 3)
     )
-    write_synthetic(tmp_path, quick, step_s=(1.0,))
-    write_synthetic(tmp_path, slow, step_s=(3.0,))
-    write_synthetic(tmp_path, failed, outcome="oom")
-    write_synthetic(tmp_path, GHOST, step_s=(5.0,))
-    manifest = make_manifest(*((e, 0) for e in (quick, slow, failed, GHOST)))
-    table = build_tables(collect(manifest, tmp_path, partial=False))["experiments"]
+    runs = [*many(quick, [1.0]), *many(slow, [3.0]), (failed, "clean", {"outcome": "oom"})]
+    table = experiments_of(tmp_path, *runs, *many(GHOST, [5.0]))
 
     assert row_of(table, GHOST)["step_ratio"] == 5.0 / 2.0
     assert row_of(table, slow)["step_ratio"] == 3.0 / 2.0
 
 
-def replicate(root, experiment, seconds) -> list:
-    for number, step_s in enumerate(seconds):
-        write_synthetic(root, experiment, replicate=number, step_s=(step_s,))
-    return [(experiment, number) for number in range(len(seconds))]
+@pytest.mark.parametrize(
+    ("standard", "ghost", "ratio", "verdict"),
+    [
+        ([1.0, 1.1, 0.9], [1.05, 0.95, 1.15], 1.05, NO_DIFFERENCE),
+        ([1.0, 1.01, 0.99], [2.0, 2.02, 1.98], 2.0, "larger"),
+    ],
+)
+def test_a_ratio_counts_beyond_the_noise_alone(tmp_path, standard, ghost, ratio, verdict) -> None:
+    row = row_of(experiments_of(tmp_path, *many(STANDARD, standard), *many(GHOST, ghost)), GHOST)
 
-
-def test_a_ratio_within_the_noise_is_no_difference(tmp_path) -> None:
-    runs = replicate(tmp_path, STANDARD, [1.0, 1.1, 0.9])
-    runs += replicate(tmp_path, GHOST, [1.05, 0.95, 1.15])
-    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
-    ghost = row_of(table, GHOST)
-
-    assert ghost["step_ratio"] == pytest.approx(1.05)
-    assert ghost["step_floor"] > 0.05
-    assert ghost["step_verdict"] == NO_DIFFERENCE
-    assert ghost["step_ratio_low"] < 1 < ghost["step_ratio_high"]
-
-
-def test_a_ratio_beyond_the_noise_is_one(tmp_path) -> None:
-    runs = replicate(tmp_path, STANDARD, [1.0, 1.01, 0.99])
-    runs += replicate(tmp_path, GHOST, [2.0, 2.02, 1.98])
-    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
-    ghost = row_of(table, GHOST)
-
-    assert (ghost["step_ratio"], ghost["step_verdict"]) == (2.0, "larger")
-    assert ghost["step_floor"] < 0.05
+    assert (row["step_ratio"], row["step_verdict"]) == (pytest.approx(ratio), verdict)
+    assert (row["step_floor"] > 0.05) == (verdict == NO_DIFFERENCE)
+    assert (row["step_ratio_low"] < 1 < row["step_ratio_high"]) == (verdict == NO_DIFFERENCE)
 
 
 def test_noise_of_replicated_neighbours_serves_those_measured_once(tmp_path) -> None:
     """Another batch size of the same model was replicated, and is about as noisy."""
-    runs = replicate(tmp_path, make_experiment(batch_size=7), [1.0, 1.2, 0.8])
-    runs += replicate(tmp_path, STANDARD, [1.0]) + replicate(tmp_path, GHOST, [1.1])
-    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
-    ghost = row_of(table, GHOST)
+    runs = many(make_experiment(batch_size=7), [1.0, 1.2, 0.8])
+    ghost = row_of(
+        experiments_of(tmp_path, *runs, *many(STANDARD, [1.0]), *many(GHOST, [1.1])), GHOST
+    )
 
     assert ghost["step_verdict"] == NO_DIFFERENCE
     assert math.isnan(ghost["step_p_value"])
 
 
-def test_without_any_replicate_nothing_is_said_about_a_difference(tables, tmp_path) -> None:
-    runs = replicate(tmp_path, STANDARD, [1.0]) + replicate(tmp_path, GHOST, [9.0])
-    table = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))["experiments"]
-    ghost = row_of(table, GHOST)
+def test_without_any_replicate_nothing_is_said_about_a_difference(tmp_path) -> None:
+    ghost = row_of(experiments_of(tmp_path, *many(STANDARD, [1.0]), *many(GHOST, [9.0])), GHOST)
 
     assert ghost["step_ratio"] == 9.0
     assert pd.isna(ghost["step_verdict"])
@@ -139,40 +127,22 @@ def test_without_any_replicate_nothing_is_said_about_a_difference(tables, tmp_pa
 
 
 def test_time_comes_from_clean_and_the_cpus_peak_from_phases(tmp_path) -> None:
-    write_synthetic(tmp_path, GHOST, step_s=(1.0,), peak_rss_bytes=500)
-    for number in range(2):
-        write_synthetic(
-            tmp_path,
-            GHOST,
-            instrument="phases",
-            replicate=number,
-            step_s=(7.0,),
-            peak_rss_bytes=None,
-            peak_allocated_bytes=100,
-        )
-    phases = make_manifest((GHOST, 0), (GHOST, 1), instrument="phases").runs
-    manifest = Manifest(runs=make_manifest((GHOST, 0)).runs + phases)
-    ghost = row_of(build_tables(collect(manifest, tmp_path, partial=False))["experiments"], GHOST)
+    watched = {"step_s": (7.0,), "peak_rss_bytes": None, "peak_allocated_bytes": 100}
+    phases = [(GHOST, "phases", watched | {"replicate": number}) for number in range(2)]
+    ghost = row_of(
+        experiments_of(tmp_path, *many(GHOST, [1.0], peak_rss_bytes=500), *phases), GHOST
+    )
 
     assert (ghost["median_step_s"], ghost["processes"], ghost["runs"]) == (1.0, 1, 3)
-    assert (ghost["peak_kind"], ghost["peak_bytes"], ghost["peak_processes"]) == (
-        "allocated",
-        100,
-        2,
-    )
+    peak = ghost[["peak_kind", "peak_bytes", "peak_processes"]].tolist()
+    assert peak == ["allocated", 100, 2]
 
 
 def test_phases_components_and_samplers_are_rows(tmp_path) -> None:
-    write_synthetic(
-        tmp_path,
-        GHOST,
-        instrument="phases",
-        phases_s={"forward": [1.0, 5.0, 2.0], "step": [1.0, 1.0, 1.0]},
-        components={"parameters": 40, "unattributed": 2},
-        samplers={"Linear": "norm sampler"},
-    )
-    manifest = make_manifest((GHOST, 0), instrument="phases")
-    tables = build_tables(collect(manifest, tmp_path, partial=False))
+    fields = {"phases_s": {"forward": [1.0, 5.0, 2.0], "step": [1.0, 1.0, 1.0]}}
+    fields |= {"components": {"parameters": 40, "unattributed": 2}}
+    fields |= {"samplers": {"Linear": "norm sampler"}}
+    tables = tables_of_runs(tmp_path, (GHOST, "phases", fields))
 
     forward = row_of(tables["phases"], GHOST, phase="forward")
     assert (forward["median_s"], forward["min_s"], forward["max_s"]) == (2.0, 1.0, 5.0)
@@ -183,28 +153,29 @@ def test_phases_components_and_samplers_are_rows(tmp_path) -> None:
 
 @pytest.mark.parametrize("message", ["null", "12", "NA", "1234567e8901", 'a,b\n"c"'])
 def test_texts_survive_the_csv(tmp_path, message: str) -> None:
-    write_synthetic(tmp_path, BAD := make_experiment(), outcome="crashed", message=message)
-    tables = build_tables(collect(make_manifest((BAD, 0)), tmp_path, partial=False))
+    failed = {"outcome": "crashed", "message": message}
+    tables = tables_of_runs(tmp_path, (make_experiment(), "clean", failed))
     tables["runs"].to_csv(tmp_path / "runs.csv", index=False)
 
     assert read_table(tmp_path / "runs.csv").loc[0, "error_message"] == message
 
 
 def test_allocated_peaks_are_preferred_and_not_compared_with_rss(tmp_path) -> None:
-    write_synthetic(tmp_path, STANDARD)
-    write_synthetic(tmp_path, GHOST, peak_allocated_bytes=100)
-    collected = collect(make_manifest((STANDARD, 0), (GHOST, 0)), tmp_path, partial=False)
-    ghost = row_of(build_tables(collected)["experiments"], GHOST)
+    runs = many(STANDARD, [1.0]) + many(GHOST, [1.0], peak_allocated_bytes=100)
+    ghost = row_of(experiments_of(tmp_path, *runs), GHOST)
 
     assert (ghost["peak_kind"], ghost["peak_bytes"]) == ("allocated", 100)
     assert ghost["peak_ratio"] is None or math.isnan(ghost["peak_ratio"])
 
 
 def test_reserved_and_resident_memory_keep_their_spread(tmp_path) -> None:
-    for number, (allocated, reserved, rss) in enumerate([(60, 80, 500), (60, 100, 400)]):
-        peaks = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
-        write_synthetic(tmp_path, GHOST, replicate=number, peak_rss_bytes=rss, **peaks)
-    tables = build_tables(collect(make_manifest((GHOST, 0), (GHOST, 1)), tmp_path, partial=False))
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
+    sizes = [(60, 80, 500), (60, 100, 400)]
+    runs = [
+        (GHOST, "clean", {"replicate": number} | dict(zip(names, one, strict=True)))
+        for number, one in enumerate(sizes)
+    ]
+    tables = tables_of_runs(tmp_path, *runs)
     ghost = row_of(tables["experiments"], GHOST)
 
     assert (ghost["reserved_min_bytes"], ghost["reserved_max_bytes"]) == (80, 100)
@@ -286,19 +257,15 @@ def test_no_results_at_all_still_make_tables(tmp_path) -> None:
 
 
 def test_what_a_result_does_not_say_of_its_machine_is_unknown(tmp_path) -> None:
-    one = make_experiment()
     provenance = {"host": {}, "python": None, "packages": {}, "git": {}}
-    write_synthetic(tmp_path, one, others_busy_cores=2.0, device={}, provenance=provenance)
-    tables = build_tables(collect(make_manifest((one, 0)), tmp_path, partial=False))
+    fields = {"others_busy_cores": 2.0, "device": {}, "provenance": provenance}
+    tables = tables_of_runs(tmp_path, (make_experiment(), "clean", fields))
 
     unknown = ["device_name", "hostname", "python", "torch", "opacus", "git_commit", "git_dirty"]
     assert tables["runs"].loc[0, unknown].isna().all()
 
 
-def test_the_tables_are_those_that_are_declared(tmp_path) -> None:
-    write_synthetic(tmp_path, make_experiment())
-    tables = build_tables(collect(make_manifest((make_experiment(), 0)), tmp_path, partial=False))
-
+def test_the_tables_are_those_that_are_declared(tables) -> None:
     assert set(tables) == set(TABLES)
     for name, table in tables.items():
         assert list(table.columns) == list(TABLES[name].columns)

@@ -5,15 +5,21 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from factory import make_capacity, make_experiment, make_manifest, make_memory, write_synthetic
+from factory import (
+    make_capacity,
+    make_experiment,
+    make_manifest,
+    make_memory,
+    write_manifest,
+    write_synthetic,
+)
 
-from dpprof.analysis.axes import RUN_KEY
 from dpprof.analysis.collection import collect
-from dpprof.analysis.frames import TableFolder, rows_of
-from dpprof.analysis.tables import build_tables
-from dpprof.analysis.timeline_table import TimelineFile
+from dpprof.analysis.tables.axes import RUN_KEY
+from dpprof.analysis.tables.build import TimelineFile, build_tables
+from dpprof.analysis.tables.frames import TableFolder, rows_of
 from dpprof.cli.tables import main
-from dpprof.planning.planner import Manifest
+from dpprof.planning.planner import Manifest, read_manifest
 
 
 @pytest.fixture
@@ -36,15 +42,7 @@ def manifest(tmp_path) -> Path:
     found = make_capacity() | {"memory": recorded["memory"], "io": recorded["io"]}
     write_synthetic(tmp_path, target, instrument="capacity", recorded=found)
     runs += make_manifest((target, 0), instrument="capacity").runs
-    planned = Manifest(runs=tuple(runs))
-    path = tmp_path / planned.path
-    path.parent.mkdir()
-    path.write_text(planned.text, encoding="utf-8")
-    return path
-
-
-def read_manifest(path: Path) -> Manifest:
-    return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
+    return write_manifest(tmp_path, Manifest(runs=tuple(runs)))
 
 
 def test_tables_written_while_reading_have_the_bytes_of_whole_ones(tmp_path, manifest) -> None:
@@ -60,7 +58,7 @@ def test_tables_written_while_reading_have_the_bytes_of_whole_ones(tmp_path, man
 def test_a_result_that_was_told_is_kept_without_its_timeline(tmp_path, manifest) -> None:
     file = io.BytesIO()
     planned = read_manifest(manifest)
-    found = collect(planned, tmp_path, partial=False, tell=TimelineFile(file).add).found
+    found = collect(planned, tmp_path, partial=False, on_result=TimelineFile(file).add).found
 
     assert len(file.getvalue().splitlines()) == 10
     assert all(r.memory is None or r.memory.timeline is None for _, r in found)
@@ -87,7 +85,7 @@ def test_rows_of_some_runs_are_those_of_the_whole_table(
     tmp_path, manifest, rows, monkeypatch
 ) -> None:
     main([f"--manifest={manifest}", f"--output-dir={tmp_path / 'tables'}"])
-    monkeypatch.setattr("dpprof.analysis.frames._PART", rows)
+    monkeypatch.setattr("dpprof.analysis.tables.frames._PART", rows)
     whole = TableFolder(tmp_path / "tables")["timeline"]
     runs = [tuple(key) for key in whole[RUN_KEY].drop_duplicates().to_numpy()][1:]
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 
-from dpprof.analysis.utilisation import find_peak, utilise
+from dpprof.analysis.tables.memory import find_peak, utilise
 from dpprof.records.step_costs import Compute
 from dpprof.spec.datasheets import H200
 from dpprof.spec.target import Target
@@ -35,13 +35,9 @@ def test_mfu_by_hand() -> None:
 def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -> None:
     """Through result files and tables: 4 s a step, peak 200 FLOP/s, 200 FLOPs a step."""
     experiment = make_experiment(batch_size=2 * batch)
-    recorded = make_memory(
-        {"parameters": 4},
-        model_flops=200 * model * batch,
-        executed_flops=400 * model * batch,
-        peak_flops_per_s=200.0,
-        peak_source="a data sheet",
-    )
+    flops = {"model_flops": 200 * model * batch, "executed_flops": 400 * model * batch}
+    peak = {"peak_flops_per_s": 200.0, "peak_source": "a data sheet"}
+    recorded = make_memory({"parameters": 4}, **flops, **peak)
     costs = tables_of_runs(
         tmp_path,
         (experiment, "clean", {"step_s": (4.0 * time,)}),
@@ -53,16 +49,20 @@ def test_doubling_model_batch_and_time(tmp_path, model, batch, time, expected) -
     assert costs["peak_source"].tolist() == ["a data sheet"]
 
 
+def row_of(root, *runs, ceilings=None):
+    """Return the costs of an experiment whose memory was recorded, and the tables."""
+    recorded = {"recorded": make_memory({"parameters": 4})}
+    experiment = runs[0][0] if runs else make_experiment()
+    tables = tables_of_runs(root, *runs, (experiment, "memory", recorded), ceilings=ceilings)
+    [row] = tables["costs"].to_dict("records")
+    return row
+
+
 def test_above_one_is_kept_and_flagged(tmp_path) -> None:
     """A clamp would hide that the peak, the time or a FLOP is wrong."""
     experiment = make_experiment()
-    recorded = make_memory(
-        {"parameters": 4},
-        model_flops=300,
-        executed_flops=500,
-        peak_flops_per_s=100.0,
-        peak_source="a data sheet",
-    )
+    flops = {"model_flops": 300, "executed_flops": 500, "peak_flops_per_s": 100.0}
+    recorded = make_memory({"parameters": 4}, **flops, peak_source="a data sheet")
     tables = tables_of_runs(
         tmp_path,
         (experiment, "clean", {"step_s": (2.0,)}),
@@ -85,18 +85,11 @@ def test_what_is_unknown_makes_it_unknown(missing) -> None:
 def test_a_gpu_that_is_in_no_table_has_no_peak() -> None:
     peak = find_peak(compute(), "bfloat16", {"type": "cuda", "name": "NVIDIA B9000"}, [])
 
-    assert (peak.flops_per_s, peak.source) == (None, None)
-    assert peak.reason == "dpprof has no data sheet of NVIDIA B9000"
+    assert peak == (None, None, "dpprof has no data sheet of NVIDIA B9000")
 
 
 def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
-    experiment = make_experiment()
-    tables = tables_of_runs(
-        tmp_path,
-        (experiment, "clean", {"step_s": (2.0,)}),
-        (experiment, "memory", {"recorded": make_memory({"parameters": 4})}),
-    )
-    (row,) = tables["costs"].to_dict("records")
+    row = row_of(tmp_path, (make_experiment(), "clean", {"step_s": (2.0,)}))
 
     assert pd.isna(row["mfu"])
     assert pd.isna(row["hfu"])
@@ -104,12 +97,7 @@ def test_a_cpu_nobody_measured_has_no_peak(tmp_path) -> None:
 
 
 def test_without_a_clean_run_there_is_no_time(tmp_path) -> None:
-    experiment = make_experiment()
-    costs = tables_of_runs(
-        tmp_path, (experiment, "memory", {"recorded": make_memory({"parameters": 4})})
-    )["costs"]
-
-    assert costs["utilisation_reason"].tolist() == ["no clean run measured the step time there"]
+    assert row_of(tmp_path)["utilisation_reason"] == "no clean run measured the step time there"
 
 
 def test_the_peak_is_of_the_dtype_in_use() -> None:
@@ -126,14 +114,9 @@ def test_the_peak_is_of_the_dtype_in_use() -> None:
 def test_a_prediction_made_on_a_cpu_lends_a_gpu_no_peak(tmp_path) -> None:
     """Predictions of a GPU's experiment run on the CPU, whose ceilings are not the GPU's."""
     experiment = make_experiment(device="cuda")
-    tables = tables_of_runs(
-        tmp_path,
-        (experiment, "capacity", {}),
-        (experiment, "clean", {"device": {"type": "cuda", "name": "NVIDIA B9000"}}),
-        (experiment, "memory", {"recorded": make_memory({"parameters": 4})}),
-        ceilings={},
-    )
-    (row,) = tables["costs"].to_dict("records")
+    device = {"device": {"type": "cuda", "name": "NVIDIA B9000"}}
+    runs = (experiment, "capacity", {}), (experiment, "clean", device)
+    row = row_of(tmp_path, *runs, ceilings={})
 
     assert pd.isna(row["mfu"])
     assert pd.isna(row["peak_flops_per_s"])

@@ -10,40 +10,32 @@ from factory import (
     make_experiment,
     make_manifest,
     make_noise,
+    write_manifest,
     write_synthetic,
 )
-from scripts import ROOT, run
+from scripts import ASKED, HERE, ROOT, call
 
-from dpprof.accounting.schedule import Schedule, describe_noise
-from dpprof.analysis.budget import make_budget
-from dpprof.analysis.frames import read_table
-from dpprof.cli.budget import explain_choice, tell
+from dpprof.accounting.noise import plan_noise
+from dpprof.accounting.plan import Schedule, describe_noise
+from dpprof.analysis.advice.budget import make_budget
+from dpprof.analysis.tables.frames import read_table
+from dpprof.cli import budget, tables
+from dpprof.cli.budget import explain_choice, format_budget
 
-MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
-ASKED = ["--model", MODEL, "--seq-len", "8", "--methods", "standard", "flash-bk"]
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
-HERE = ["--target", "l4", "--memory-limit-bytes", "25MiB"]
 SCHEMA = ROOT / "workflow" / "schemas" / "budget.schema.json"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Ask once; what follows finds the capacities there."""
-    path = tmp_path_factory.mktemp("asked")
+def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     options = ["--accountant=rdp", "--batch-size=512", "--price-per-hour=3.5", "--json=b.json"]
-    done = run("budget.py", *ASKED, *HERE, *SPENT, *options, cwd=path)
-    assert done.returncode == 0, done.stderr
-    (path / "told").write_text(done.stdout)
-    return path
+    done = call("budget", *ASKED, *HERE, *SPENT, *options, "--delta=1e-3", cwd=asked)
+    found = json.loads((asked / "b.json").read_text())
 
-
-def test_a_budget_is_told_and_written_for_programs(folder) -> None:
-    budget, told = json.loads((folder / "b.json").read_text()), (folder / "told").read_text()
-    jsonschema.validate(budget, json.loads(SCHEMA.read_text()))
-    assert budget["privacy"]["samples"] == 10_000
-    assert (budget["noise"]["batch_size"], budget["methods"][0]["steps"]) == (512, 98)
-    assert [one["batch_size"] for one in budget["noise"]["batches"]] == [128, 256, 512, 1024, 2048]
-    rows = {(one["method"], one["epsilon"]): one for one in budget["methods"]}
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert found["privacy"]["samples"] == 10_000
+    assert (found["noise"]["batch_size"], found["methods"][0]["steps"]) == (512, 98)
+    assert [one["batch_size"] for one in found["noise"]["batches"]] == [128, 256, 512, 1024, 2048]
+    rows = {(one["method"], one["epsilon"]): one for one in found["methods"]}
     assert set(rows) == {("standard", None), ("flash-bk", 8), ("flash-bk", 6)}
     private = rows["flash-bk", 8]
     assert private["micro_batch_size"] * private["accumulation_steps"] >= 512
@@ -52,8 +44,12 @@ def test_a_budget_is_told_and_written_for_programs(folder) -> None:
     assert private["price"] == pytest.approx(3.5 * private["gpu_hours"])
     assert private["hours_ratio"] > rows["standard", None]["hours_ratio"] == 1
     assert rows["flash-bk", 6]["batch_size"] > 512
-    assert told.startswith("(8, 1e-05)-DP by rdp: custom, 8 tokens, float32, on l4; 400,000 tokens")
-    assert f"{private['noise_multiplier']:.3f}" in told
+    assert done.stdout.startswith(
+        "(8, 0.001)-DP by rdp: custom, 8 tokens, float32, on l4; 400,000 tokens"
+    )
+    assert f"{private['noise_multiplier']:.3f}" in done.stdout
+    assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
+    assert len(found["warnings"]) == 1
 
 
 BAD = {
@@ -85,10 +81,22 @@ BAD = {
 }
 
 
+@pytest.fixture
+def accounting_here(monkeypatch):
+    """Ask the accountants in this process."""
+    for command in (budget, tables):
+        monkeypatch.setattr(
+            command,
+            "account_apart",
+            lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
+        )
+
+
 @pytest.mark.parametrize("case", BAD)
+@pytest.mark.usefixtures("accounting_here")
 def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
     options, sentence = BAD[case]
-    done = run("budget.py", *ASKED, *SPENT, *options, cwd=tmp_path)
+    done = call("budget", *ASKED, *SPENT, *options, cwd=tmp_path)
 
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {sentence}")
@@ -97,18 +105,9 @@ def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:
-    done = run("budget.py", *ASKED, *HERE, "--samples=9", cwd=tmp_path)
+    done = call("budget", *ASKED, *HERE, "--samples=9", cwd=tmp_path)
 
     assert done.stderr == "error: missing: --tokens, --epsilon, --delta\n"
-
-
-def test_a_weak_delta_is_warned_of_and_priced(folder) -> None:
-    options = ["--accountant=rdp", "--batch-size=512", "--delta=1e-3", "--epsilon=8"]
-    done = run("budget.py", *ASKED, *HERE, *SPENT, *options, "--json=w.json", cwd=folder)
-
-    assert done.returncode == 0
-    assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
-    assert len(json.loads((folder / "w.json").read_text())["warnings"]) == 1
 
 
 def make(tmp_path, noise=None, **step):
@@ -125,7 +124,7 @@ def make(tmp_path, noise=None, **step):
 
 
 def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
-    lines = tell(make(tmp_path)).splitlines()
+    lines = format_budget(make(tmp_path)).splitlines()
 
     assert lines[2].split("  ") == [
         *("batch", "sample rate", "steps", "noise multiplier", "of a step", "of the training")
@@ -151,20 +150,18 @@ def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
     ) in lines
 
 
+@pytest.mark.usefixtures("accounting_here")
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:
     experiment = make_experiment(method="flash-bk", seq_len=8, device="cuda", target="h200")
     found = make_capacity(1000.0)
     write_synthetic(tmp_path, experiment, instrument="capacity", recorded=found)
-    budget = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
+    spent = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
     runs = make_manifest((experiment, 0), instrument="capacity")
-    manifest = runs.model_copy(update={"privacy": budget})
-    path = tmp_path / manifest.path
-    path.parent.mkdir(parents=True)
-    path.write_text(manifest.text)
+    manifest = runs.model_copy(update={"privacy": spent})
+    write_manifest(tmp_path, manifest)
 
-    done = run(
-        "build_tables.py", f"--manifest={manifest.path}", "--output-dir=tables", cwd=tmp_path
-    )
+    given = [f"--manifest={manifest.path}", "--output-dir=tables"]
+    done = call("tables", *given, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     noise, hours = (read_table(tmp_path / "tables" / f"{name}.csv") for name in ("noise", "budget"))

@@ -6,11 +6,12 @@ import re
 import jsonschema
 import pytest
 import yaml
-from factory import make_capacity, make_experiment, make_memory, write_synthetic
-from scripts import ROOT, run
+from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
+from scripts import ROOT
 
 from dpprof.cli.compare import main
 from dpprof.cli.explain import main as explain
+from dpprof.instruments.memory import estimate
 from dpprof.records.comparison import FolderComparison
 from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import Experiment
@@ -65,22 +66,16 @@ def refused(capsys, *arguments) -> str:
     return error.strip().splitlines()[-1]
 
 
-def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_path) -> None:
-    options = ["--model=tiny", "--method=flash-bk", "--batch-size=2", "--seq-len=16"]
-    options += ["--target=h100", "--instrument=estimate"]
-    name = Experiment(
-        model="tiny", method="flash-bk", batch_size=2, seq_len=16, target="h100", device="cuda"
-    ).id
+def test_two_real_estimates_of_the_same_code_exit_with_0_and_all_is_the_same(
+    tmp_path, capsys
+) -> None:
+    fields = {"model": "tiny", "method": "flash-bk", "batch_size": 2, "seq_len": 16}
+    experiment = Experiment(**fields, target="h100", device="cuda")
     for side in ("a", "b"):
-        output = f"--output={side}/estimate/{name}.r0.json"
-        done = run("profile_experiment.py", *options, output, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        recorded = estimate(experiment, lambda _: None).model_dump(exclude={"model", "samplers"})
+        write_estimate(tmp_path / side, experiment=experiment, recorded=recorded)
+    found = gate_json(capsys, tmp_path / "a", tmp_path / "b")
 
-    done = run("compare.py", "a", "b", "--format=json", cwd=tmp_path)
-    found = json.loads(done.stdout)
-
-    assert (done.returncode, done.stderr) == (0, "")
-    jsonschema.validate(found, SCHEMA)
     assert (found["verdict"], found["figures"]) == ("nothing worse", [])
     assert found["counts"]["same"] == sum(found["counts"].values()) > 50
     # Two peaks, reserved twice, whether it fits, 18 components; a predicted time.
@@ -219,21 +214,24 @@ def test_bad_folders_are_one_sentence_and_exit_with_2(folders, tmp_path, capsys)
     write_estimate(b)
     (file,) = b.glob("results/estimate/*.json")
     (tmp_path / "empty").mkdir()
-
-    assert refused(capsys, a, tmp_path / "none").endswith(
-        "none: is not a folder; name one that holds results"
-    )
-    assert "empty: holds no results, which are INSTRUMENT/ID.rN.json" in refused(
-        capsys, a, tmp_path / "empty"
-    )
-    assert "baseline and candidate are the same folder" in refused(capsys, a, a)
     whole = file.read_text()
-    file.write_text(whole[:100])
-    assert f"error: {file}: is not complete JSON: it was cut or damaged" in refused(capsys, a, b)
-    file.write_text(whole.replace('"schema_version": 2', '"schema_version": 1'))
-    assert f"{file}: has schema version 1, and this dpprof reads 2; since then" in refused(
-        capsys, a, b
-    )
+
+    wrong = {
+        tmp_path / "none": "none: is not a folder; name one that holds results",
+        tmp_path / "empty": "empty: holds no results, which are INSTRUMENT/ID.rN.json",
+        a: "baseline and candidate are the same folder",
+    }
+    for folder, sentence in wrong.items():
+        assert sentence in refused(capsys, a, folder)
+    damage = {
+        whole[:100]: f"error: {file}: is not complete JSON: it was cut or damaged",
+        whole.replace('"schema_version": 2', '"schema_version": 1'): (
+            f"{file}: has schema version 1, and this dpprof reads 2; since then"
+        ),
+    }
+    for text, sentence in damage.items():
+        file.write_text(text)
+        assert sentence in refused(capsys, a, b)
     file.write_text(whole)
     file.rename(file.with_name("other.r0.json"))
     assert f"other.r0.json: holds another run, {FLASH.id}.r0 of estimate" in refused(capsys, a, b)
@@ -258,15 +256,7 @@ def test_bad_options_are_one_sentence(folders, capsys, option, sentence) -> None
 def test_the_command_that_it_names_explains_the_memory(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for side, noise in (("a b", 100), ("c", 130)):
-        told = make_memory(sizes := SIZES | {"noise": noise})
-        told["memory"]["at_peak"]["holdings"] = {
-            "component": list(sizes),
-            "layer": [None] * 2,
-            "op": ["mm"] * 2,
-            "phase": ["forward"] * 2,
-            "bytes": list(sizes.values()),
-            "storages": [1] * 2,
-        }
+        told = make_held(SIZES | {"noise": noise}, None)
         write_estimate(tmp_path / side, recorded=told)
     found = gate_json(capsys, "a b", "c")
 
@@ -291,12 +281,6 @@ def test_markdown_goes_to_the_file_and_the_text_to_the_terminal(folders, tmp_pat
     assert f"{row}+2 bytes (+2.00 %) |" in lines
 
 
-def test_the_folder_of_instruments_is_as_good_as_the_one_above_it(folders, capsys) -> None:
-    write_estimate(folders[1])
-
-    assert gate(capsys, folders[0] / "results", folders[1])[0] == 0
-
-
 def test_folders_may_have_names_without_encoding(tmp_path, capsys) -> None:
     sides = [tmp_path / "a\udcff\n| b", tmp_path / "b"]
     for side, noise in zip(sides, (100, 101), strict=True):
@@ -310,14 +294,15 @@ def test_folders_may_have_names_without_encoding(tmp_path, capsys) -> None:
     assert "c\\udcff: is not a folder" in refused(capsys, tmp_path / "c\udcff", sides[1])
 
 
-def test_other_files_of_a_results_folder_are_left_alone(folders, capsys) -> None:
+def test_other_files_are_left_alone_in_the_folder_of_instruments_too(folders, capsys) -> None:
     write_estimate(folders[1])
     for name in ("figures/x.json", "verify/hf-x.r1-flash.json", "plan/manifest-x.json"):
         file = folders[1] / "results" / name
         file.parent.mkdir(exist_ok=True)
         file.write_text("{")
 
-    assert gate(capsys, *folders)[0] == 0
+    for baseline in (folders[0], folders[0] / "results"):
+        assert gate(capsys, baseline, folders[1])[0] == 0
 
 
 def test_a_smaller_largest_batch_is_a_regression_and_other_batches_are_not_compared(

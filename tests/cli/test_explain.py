@@ -6,7 +6,7 @@ import shutil
 import sys
 
 import pytest
-from factory import make_experiment, make_memory, write_synthetic
+from factory import make_experiment, make_held, write_synthetic
 
 from dpprof.cli.explain import main
 from dpprof.records.result import result_path
@@ -16,18 +16,8 @@ SIZES = {"standard": {"parameters": 800}, "flash": {"parameters": 800, "noise": 
 
 def write(root, method, *, layer="head", **fields):
     """Write a synthetic result, and return its path."""
-    told = make_memory(SIZES[method])
-    sizes = SIZES[method]
-    told["memory"]["at_peak"]["holdings"] = {
-        "component": list(sizes),
-        "layer": [layer] * len(sizes),
-        "op": ["mm"] * len(sizes),
-        "phase": ["forward"] * len(sizes),
-        "bytes": list(sizes.values()),
-        "storages": [1] * len(sizes),
-    }
     experiment = make_experiment(method=method)
-    usual = {"instrument": "memory", "recorded": told}
+    usual = {"instrument": "memory", "recorded": make_held(SIZES[method], layer)}
     write_synthetic(root, experiment, **(usual | fields))
     return result_path(root, (usual | fields)["instrument"], experiment.id, 0)
 
@@ -150,8 +140,8 @@ def test_a_result_without_what_is_needed_says_which_instrument_to_run(a, tmp_pat
     failed = write(tmp_path, "standard", outcome="killed", message="out of\nmemory")
 
     assert refused(capsys, a, clean) == (
-        f"error: {clean}: the instrument clean does not tell what was live at the peak; run one of "
-        "these instead: memory, estimate, capacity"
+        f"error: {clean}: the instrument clean does not record what was live at the peak; run one "
+        "of these instead: memory, estimate, capacity"
     )
     assert refused(capsys, failed, a) == (
         f"error: {failed}: the run ended as killed, so its memory is unknown: out of memory"
@@ -178,9 +168,9 @@ WRONG = {
     "no such file": (["nowhere.json"], r"error: \[Errno 2\] .*'nowhere.json'"),
     "a folder": (["."], r"error: \.: .*\(it is not a file\)"),
     "an empty path": ([""], r".*'' is not allowed; it must be a path"),
-    "no lines": (["{b}", "--top", "0"], r".*'0' is not allowed; it must be an integer above 0"),
-    "half a line": (["{b}", "--top", "1.5"], r".*'1.5' is not allowed; it must be an integer .*"),
-    "very many": (["{b}", "--top", "9" * 5000], r".*is not allowed; it must be an integer.*"),
+    "no lines": (["{b}", "--top", "0"], r".*'0' is not allowed; it must be 1, 2, 3 \.\.\."),
+    "half a line": (["{b}", "--top", "1.5"], r".*'1.5' is not allowed; it must be 0, 1, 2 .*"),
+    "very many": (["{b}", "--top", "9" * 5000], r".*is not allowed; it must be 0, 1, 2 .*"),
     "a depth": (["{b}", "--depth", "block"], r".*invalid choice: 'block'.*"),
     "a format": (["{b}", "--format", "html"], r".*invalid choice: 'html'.*"),
     "a drawing": (["{b}", "--output", "x.gif"], r".*'x.gif' is not allowed; its ending must.*"),

@@ -5,27 +5,26 @@ import os
 import pytest
 from children import refuse
 from factory import make_experiment
-from scripts import run
+from scripts import call
 
-from dpprof.cli import profile
 from dpprof.launch import supervisor
 from dpprof.launch.device_lock import hold_one
 
 RUN = ("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--device=cpu")
 COMMANDS = {
-    "profile_experiment.py": RUN,
-    "verify_method.py": ("--model=built-in", "--method=standard"),
-    "measure_ceilings.py": ("--device=cpu",),
+    "profile": RUN,
+    "verify": ("--model=built-in", "--method=standard"),
+    "ceilings": ("--device=cpu",),
 }
 
 
-@pytest.mark.parametrize("script", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_device_that_stays_busy_ends_each_command_with_a_status_of_its_own(
-    tmp_path, monkeypatch, script
+    tmp_path, monkeypatch, command
 ) -> None:
     monkeypatch.setenv("DPPROF_MAX_WAIT_S", "0")
     with hold_one(["cpu"], refuse):
-        done = run(script, *COMMANDS[script], "--output=x.json", cwd=tmp_path)
+        done = call(command, *COMMANDS[command], "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == os.EX_TEMPFAIL
     assert done.stderr.startswith(f"error: cpu: still taken after 0 s, by process {os.getpid()} (")
@@ -41,14 +40,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("option", BAD)
-def test_bad_values_are_told_with_the_option(tmp_path, capsys, option) -> None:
-    output = tmp_path / "x.json"
-    with pytest.raises(SystemExit) as left:
-        profile.main([*RUN, f"--output={output}", option])
+def test_bad_values_are_refused_with_the_option(tmp_path, option) -> None:
+    done = call("profile", *RUN, "--output=x.json", option, cwd=tmp_path)
 
-    assert left.value.code != 0
-    assert BAD[option] in capsys.readouterr().err
-    assert not output.exists()
+    assert done.returncode != 0
+    assert BAD[option] in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

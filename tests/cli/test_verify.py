@@ -1,36 +1,46 @@
 """``dpprof verify`` on a Hugging Face model, as a user runs it."""
 
 import json
+from pathlib import Path
 
 import pytest
-from scripts import run
+from factory import write_synthetic_verdict
+from scripts import call, run
 
+from dpprof.cli import verify
 from dpprof.cli.options import make_experiment
-from dpprof.cli.verify import main
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.fine_tuning import Padding
 
 
-def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path) -> None:
-    pytest.importorskip("transformers")
+def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path, monkeypatch) -> None:
     given = {"model": "hf:tiny-llama", "method": "standard", "padding": "0.3"}
-    sizes = {"batch_size": "1", "seq_len": "1", "device": "cpu"}
-    stand_in = StandIn.of(make_experiment(given | sizes))
+    experiment = make_experiment(given | {"batch_size": "1", "seq_len": "1", "device": "cpu"})
+    stand_in = StandIn.of(experiment)
     file = tmp_path / f"{stand_in.label}.json"
     file.write_text(stand_in.canonical)
+    verdict, asked = write_synthetic_verdict(tmp_path, experiment), []
+    monkeypatch.setattr(verify, "verify_apart", lambda *what: asked.append(what) or verdict)
     options = [f"--{name}={value}" for name, value in given.items()]
-    named = run("verify_method.py", *options, cwd=tmp_path)
+    named = call("verify", *options, cwd=tmp_path)
     options = ["--stand-in", file.name, "--method=standard", "--output=y.json"]
-    read = run("verify_method.py", *options, cwd=tmp_path)
+    read = call("verify", *options, cwd=tmp_path)
 
     assert (named.returncode, read.returncode) == (0, 0), named.stderr + read.stderr
-    usual = tmp_path / "results" / "verify" / f"{stand_in.label}-standard.json"
-    verdicts = [json.loads(path.read_text()) for path in (usual, tmp_path / "y.json")]
-    for verdict in verdicts:
-        assert verdict["model"] == stand_in.label
-        assert verdict["passed"] is True, verdict["reason"]
-    assert verdicts[0]["cases"] == verdicts[1]["cases"]
+    usual = Path("results", "verify", f"{stand_in.label}-standard.json")
+    assert asked == [(stand_in, "standard", usual), (stand_in, "standard", Path("y.json"))]
     assert f"standard on {stand_in.label}: verified" in named.stderr
+
+
+@pytest.mark.slow
+def test_a_hugging_face_model_is_verified_on_a_small_one(tmp_path) -> None:
+    pytest.importorskip("transformers")
+    options = ["--model=hf:tiny-llama", "--padding=0.3", "--method=standard", "--output=y.json"]
+    done = run("verify_method.py", *options, cwd=tmp_path)
+    verdict = json.loads((tmp_path / "y.json").read_text())
+
+    assert verdict["passed"] is True, verdict["reason"]
+    assert f"standard on {verdict['model']}: verified" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -44,26 +54,21 @@ def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path) -> No
         (["--stand-in=no.json"], "[Errno 2] No such file or directory: 'no.json'"),
     ],
 )
-def test_bad_input_is_one_sentence(options, said: str, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main([*options, "--method=standard"])
+def test_bad_input_is_one_sentence(options, said: str, tmp_path) -> None:
+    done = call("verify", *options, "--method=standard", cwd=tmp_path)
 
-    assert ended.value.code == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: {said}")
-    assert told.count("\n") == 1
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_edited_stand_in_is_refused(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_edited_stand_in_is_refused(tmp_path) -> None:
     given = {"model": "hf:tiny-gpt2", "method": "flash-bk", "batch_size": "1", "seq_len": "1"}
     stand_in = StandIn.of(make_experiment(given | {"device": "cpu"}))
     file = tmp_path / f"{stand_in.label}.json"
     edited = stand_in.model_copy(update={"padding": Padding(fraction=0.1)})
     file.write_text(edited.canonical)
-    with pytest.raises(SystemExit):
-        main([f"--stand-in={file}", "--method=flash-bk"])
+    done = call("verify", f"--stand-in={file}", "--method=flash-bk", cwd=tmp_path)
 
-    assert "was edited: its content belongs to hf-gpt2" in capsys.readouterr().err
+    assert "was edited: its content belongs to hf-gpt2" in done.stderr

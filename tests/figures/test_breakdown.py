@@ -23,14 +23,17 @@ def measured(root):
     )
 
 
-def test_bars_are_the_owners_at_the_peak_and_the_number_is_their_ratio(tmp_path) -> None:
-    (axis,) = breakdown.draw(measured(tmp_path)).axes
-    widths = {
+def widths_of(axis) -> dict[str, list[float]]:
+    return {
         container.get_label(): [bar.get_width() for bar in container]
         for container in axis.containers
     }
 
-    assert widths == {
+
+def test_bars_are_the_owners_at_the_peak_and_the_number_is_their_ratio(tmp_path) -> None:
+    (axis,) = breakdown.draw(measured(tmp_path)).axes
+
+    assert widths_of(axis) == {
         "parameters": [10, 10],
         "gradients": [30, 30],
         "per sample gradients": [0, 60],
@@ -86,12 +89,8 @@ def estimate(method="standard", size=4 * GIB, **fields):
 def test_bars_are_the_owners_in_gib_beside_the_targets_memory(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, estimate(), estimate("opacus-hooks", size=16 * GIB))
     (axis,) = breakdown.draw_predicted(tables).axes
-    widths = {
-        container.get_label(): [bar.get_width() for bar in container]
-        for container in axis.containers
-    }
 
-    assert widths == {"parameters": [4, 16], "noise": [4, 16]}
+    assert widths_of(axis) == {"parameters": [4, 16], "noise": [4, 16]}
     assert [text.get_text() for text in axis.texts] == ["1.00x", "4.00x"]
     (line,) = axis.lines
     assert line.get_xdata()[0] == L4.memory_bytes / GIB

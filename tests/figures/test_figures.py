@@ -2,25 +2,14 @@
 
 import pandas as pd
 import pytest
-from drawing import FIGURES, GROWTH, METHODS, draw, tables_of
-from factory import (
-    make_experiment,
-    make_manifest,
-    write_synthetic,
-)
+from drawing import FIGURES, GROWTH, METHODS, draw, tables_of, texts_of, typical_first
+from factory import make_experiment, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
 from dpprof.figures.panels import split
 from dpprof.figures.style import OUTCOME_COLOURS, PHASE_COLOURS, NothingToDrawError
 from dpprof.records.terms import OUTCOMES, PHASES
 from dpprof.spec import registry
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    return tables_of(tmp_path_factory.mktemp("full"))
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -90,13 +79,7 @@ def test_every_axis_says_its_quantity_and_unit(name, full) -> None:
     assert told == AXES[name] * (len(shown) // len(AXES[name]))
 
 
-def test_the_timelines_panels_have_one_scale(full) -> None:
-    left, right = draw("timeline", full).axes
-
-    assert left.get_ylim() == right.get_ylim()
-
-
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", typical_first())
 def test_saved_as_picture_and_as_vectors(name, full, tmp_path) -> None:
     figure = draw(name, full)
     for kind, start in (("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")):
@@ -115,46 +98,38 @@ def test_the_first_line_is_a_caption_and_the_module_asks_a_question(name) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - {"outcomes"}))
-def test_only_failures_leave_nothing_to_draw(name, tmp_path) -> None:
+def test_only_failures_leave_nothing_to_draw(name, crashed) -> None:
     with pytest.raises(NothingToDrawError, match=r"no "):
-        draw(name, tables_of(tmp_path, outcome="crashed"))
+        draw(name, crashed)
 
 
-def test_failures_are_counted_by_the_figure_of_outcomes(tmp_path) -> None:
-    axis = draw("outcomes", tables_of(tmp_path, outcome="crashed")).axes[0]
+def test_failures_are_counted_by_the_figure_of_outcomes(crashed) -> None:
+    axis = draw("outcomes", crashed).axes[0]
 
     assert [patch.get_width() for patch in axis.patches] == [22, 22]
 
 
-@pytest.mark.parametrize("name", sorted(set(FIGURES) - GROWTH))
-def test_one_method_once_is_enough(name, tmp_path) -> None:
+def test_one_method_once_is_enough(tmp_path) -> None:
     tables = tables_of(tmp_path, methods=["opacus-ghost"], batch_sizes=[2], seq_lens=[4])
 
-    assert draw(name, tables).axes
+    for name in sorted(set(FIGURES) - GROWTH):
+        assert draw(name, tables).axes, name
 
 
 @pytest.mark.parametrize(
     ("name", "axis"), [("batch-size", "batch_size"), ("seq-len", "seq_len"), ("cost", "seq_len")]
 )
-def test_growth_needs_two_sizes(name, axis, tmp_path) -> None:
-    tables = tables_of(tmp_path, batch_sizes=[2], seq_lens=[4])
-
+def test_growth_needs_two_sizes(name, axis, of_one_size) -> None:
     with pytest.raises(NothingToDrawError, match=axis):
-        draw(name, tables)
+        draw(name, of_one_size)
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_hostile_names_are_drawn_as_they_are(name, full) -> None:
     evil = r"a_b%c&d#e$f{g}~h^i\j<k>l$x$"
     tables = {stem: table.replace({"opacus-ghost": evil}) for stem, table in full.items()}
-    figure = draw(name, tables)
-    FigureCanvasAgg(figure).draw()
 
-    texts = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
-    texts += [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
-    texts += [axis.get_title() for axis in figure.axes]
-    texts += [text.get_text() for axis in figure.axes for text in axis.texts]
-    assert evil in texts
+    assert evil in texts_of(draw(name, tables))
 
 
 @pytest.mark.parametrize("name", ["tradeoff", "batch-size", "seq-len"])
@@ -183,19 +158,14 @@ def test_phases_are_stacked_and_compared_with_standard(full) -> None:
 
 def test_an_error_bar_spans_the_sums_of_several_processes(tmp_path) -> None:
     several, once = (make_experiment(method=method) for method in METHODS)
-    runs = [(several, 0), (several, 1), (several, 2), (once, 0)]
     # Sums of 31, 36 and 35 ms; the medians of the phases sum to 11 + 24 ms.
-    phases_ms = [(10, 21), (12, 24), (11, 24), (20, 40)]
-    for (experiment, number), (forward, backward) in zip(runs, phases_ms, strict=True):
-        write_synthetic(
-            tmp_path,
-            experiment,
-            instrument="phases",
-            replicate=number,
-            phases_s={"forward": [forward / 1e3], "backward": [backward / 1e3]},
-        )
-    manifest = make_manifest(*runs, instrument="phases")
-    (axis,) = draw("phases", build_tables(collect(manifest, tmp_path, partial=False))).axes
+    phases_ms = [(several, 10, 21), (several, 12, 24), (several, 11, 24), (once, 20, 40)]
+    runs = [
+        (one, "phases", {"replicate": number % 3, "phases_s": {"forward": [a], "backward": [b]}})
+        for number, (one, *ms) in enumerate(phases_ms)
+        for a, b in [(length / 1e3 for length in ms)]
+    ]
+    (axis,) = draw("phases", tables_of_runs(tmp_path, *runs)).axes
 
     *parts, errors = axis.containers
     assert [part.patches[0].get_width() for part in parts] == pytest.approx([11.0, 24.0])
@@ -231,13 +201,9 @@ def test_titles_name_what_differs_within_a_model_and_its_dtype() -> None:
 
 
 def test_of_too_many_settings_the_largest_are_shown() -> None:
-    rows = pd.DataFrame(
-        [
-            make_experiment(seq_len=length).model_dump() | {"model": "m", "parameters_total": 10}
-            for length in range(1, 31)
-        ]
-    )
-    panels = split(rows, "nothing")
+    known = {"model": "m", "parameters_total": 10}
+    rows = [make_experiment(seq_len=length).model_dump() | known for length in range(1, 31)]
+    panels = split(pd.DataFrame(rows), "nothing")
 
     assert [panel.title for panel in panels.shown] == [f"m, T = {n}, B = 2" for n in range(19, 31)]
     assert panels.beyond == 18

@@ -102,13 +102,7 @@ TITLES = {
         [
             kept(instrument="estimate", batch_size=2),
             kept(instrument="estimate", batch_size=9, device="cuda", target="h200"),
-            kept(
-                instrument="estimate",
-                batch_size=9,
-                device="cuda",
-                target="h200",
-                method="opacus-hooks",
-            ),
+            kept("estimate", batch_size=9, device="cuda", target="h200", method="opacus-hooks"),
         ],
         "V16-d8-L1-H2, T = 4, B = 2 (estimate)",
     ),

@@ -1,27 +1,13 @@
 """Methods that are not verified, or another mechanism, bear a sign in every figure."""
 
 import pytest
-from drawing import FIGURES, draw, tables_of
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from drawing import FIGURES, draw, texts_of, typical_first
 from matplotlib.figure import Figure
 
 from dpprof.figures.verification_signs import mark_methods
 
 DAGGER, DOUBLE_DAGGER = "\N{DAGGER}", "\N{DOUBLE DAGGER}"
 DAGGERED = "opacus-ghost \N{DAGGER}"
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    return tables_of(tmp_path_factory.mktemp("full"))
-
-
-def texts_of(figure) -> list[str]:
-    FigureCanvasAgg(figure).draw()
-    texts = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
-    texts += [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
-    texts += [text.get_text() for axis in figure.axes for text in axis.texts]
-    return texts + [axis.get_title() for axis in figure.axes]
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -37,7 +23,7 @@ def test_the_method_is_marked_and_no_other(name, full) -> None:
     assert figure.get_suptitle().endswith("\N{DAGGER} not verified to compute the right gradient")
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", typical_first())
 def test_where_all_are_verified_nothing_changes(name, full) -> None:
     figure, untouched = draw(name, full), draw(name, full)
 

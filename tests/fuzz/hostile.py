@@ -262,7 +262,7 @@ def _bad_mapping(draw: random.Random) -> list[str]:
         "{a: 010}",
     ]
     option = draw.choice(["--model", "--target"])
-    return ["capacity", *CAPACITY, f"{option}={draw.choice(mapping)}"]
+    return ["advise", *CAPACITY, f"{option}={draw.choice(mapping)}"]
 
 
 def _bad_output(draw: random.Random) -> list[str]:
@@ -271,7 +271,7 @@ def _bad_output(draw: random.Random) -> list[str]:
             ("profile", FIELDS, "--output"),
             ("verify", ["--model=tiny", "--method=standard"], "--output"),
             ("ceilings", ["--device=cpu"], "--output"),
-            ("capacity", CAPACITY, "--json"),
+            ("advise", CAPACITY, "--json"),
             ("advise", CAPACITY, "--json"),
             ("budget", [*CAPACITY, *BUDGET], "--json"),
             ("figure", ["--figure=tradeoff", "--tables=folder"], "--output"),
@@ -320,7 +320,7 @@ def _bad_option(draw: random.Random) -> list[str]:
             ["ceilings", f"--device={text}", "--output=x.json"],
             ["figure", f"--figure={text}", "--tables=folder", "--output=x.png"],
             ["figure", "--figure=tradeoff", "--tables=folder", f"--output={text}.xyz"],
-            ["capacity", *CAPACITY, "--methods", "standard", text],
+            ["advise", *CAPACITY, "--methods", "standard", text],
             ["advise", *CAPACITY, f"--target={text}"],
             ["budget", *CAPACITY, *BUDGET, f"--{draw.choice(list(RIGHT_BUDGET))}={text}"],
             ["forget", f"--outcome={text}"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from factory import CPU, MICRO, make_memory, write_synthetic
 
-from dpprof.analysis.results_folder import read_results_folder
+from dpprof.analysis.gate.folders import read_results_folder
 from dpprof.spec import registry
 from dpprof.spec.validation import InputError
 

@@ -3,7 +3,7 @@ import json
 import pytest
 from factory import make_experiment, tables_of_runs, write_synthetic
 
-from dpprof.analysis.csv_text import write_frame
+from dpprof.analysis.tables.frames import write_frame
 from dpprof.records.record import ResultError
 from dpprof.records.record import _content_digest as content_digest
 from dpprof.records.result import read_result, read_run, result_path

@@ -15,7 +15,7 @@ from pypdf import PdfReader
 from reading import table_of
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
 from dpprof.report.document import Drawing
 from dpprof.report.latex import has_latex

@@ -10,7 +10,7 @@ from factory import make_experiment, make_manifest, make_memory, write_synthetic
 from pypdf import PdfReader
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.planning.planner import Manifest
 from dpprof.records.terms import COMPONENTS

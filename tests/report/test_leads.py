@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.analysis.axes import SETTING
+from dpprof.analysis.tables.axes import SETTING
 from dpprof.report.leads import tell_growth, tell_kernels, tell_price
 
 

@@ -9,7 +9,7 @@ from factory import make_experiment, make_manifest, write_synthetic
 from html_pages import METHODS, record, tables_of, write_html, write_results
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
 from dpprof.report.page.columns import pack_changes, pack_column, plain
 from dpprof.report.page.content import tell_contents

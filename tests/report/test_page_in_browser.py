@@ -10,9 +10,8 @@ from browsing import SIZE, Opened
 from factory import make_experiment, make_manifest, write_synthetic
 from html_pages import METHODS, MIB, record_rows, tables_of, write_html, write_results
 
-from dpprof.analysis.peak_holdings import list_holdings
-from dpprof.analysis.shared_axis import share_axis
-from dpprof.analysis.waterfall import subtract
+from dpprof.analysis.difference.shared_axis import share_axis
+from dpprof.analysis.difference.waterfall import list_holdings, subtract
 from dpprof.planning.planner import Manifest
 from dpprof.records.result import read_result
 

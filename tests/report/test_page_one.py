@@ -18,7 +18,7 @@ from factory import (
 )
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.planner import Manifest
 from dpprof.report.content import build_document
 from dpprof.report.document import Bullets, Drawing, Picture, Table

@@ -6,7 +6,7 @@ from pypdf import PdfReader
 from reading import table_of, titles_of, trust_of
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
 from dpprof.report.document import Document, Drawing, Paragraph, Section

@@ -10,7 +10,7 @@ import pytest
 from factory import make_experiment, make_manifest, write_synthetic
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.report.sentences import MAX_SENTENCES, tell_findings
 
 METHODS = ("standard", "microbatch", "opacus-ghost", "opacus-hooks")

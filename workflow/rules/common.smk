@@ -7,7 +7,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.tables.columns import TABLES
 from dpprof.launch import progress
 from dpprof.launch.to_do import tell_to_do
 from dpprof.planning import artifacts, job_resources, planner

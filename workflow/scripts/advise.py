@@ -1,4 +1,4 @@
-"""Say which private method to use on a GPU that need not be here, and what that rests on."""
+"""Say how large a batch fits on a GPU that need not be here, and which private method to use."""
 
 import _source_tree
 

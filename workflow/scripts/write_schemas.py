@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import _source_tree  # noqa: F401
-from dpprof.analysis.columns import write_page
-from dpprof.analysis.table_columns import TABLES
+from dpprof.analysis.tables.columns import TABLES, write_page
 from dpprof.records.schemas import generated_files
 from dpprof.system.files import write_if_changed
 

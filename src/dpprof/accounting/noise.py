@@ -3,9 +3,9 @@
 Batches are Poisson-sampled, and neighbouring data differ in one sample that is added or removed.
 ``prv`` composes privacy loss random variables (Gopi et al. 2021) and returns an upper bound whose
 error is at most 0.01. ``rdp`` is Renyi differential privacy (Mironov 2017, Mironov et al. 2019) at
-Opacus's orders, up to 63: a looser bound, which cannot tell a small epsilon.
+Opacus's orders, up to 63: a looser bound, which does not reach small epsilons.
 
-Opacus imports torch, so what plans and reports asks ``dpprof.launch.accounting_run``.
+Opacus imports torch, so planning and reporting call ``dpprof.launch.accounting_run``.
 """
 
 import json
@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 from opacus.accountants import create_accountant
 
-from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.accounting.schedule import (
+from dpprof.accounting.plan import (
+    AtEpsilon,
     NoiseOfBatch,
+    NoisePlan,
     Schedule,
     batches_around,
     choose_batch,
@@ -28,11 +29,11 @@ from dpprof.accounting.schedule import (
 from dpprof.accounting.search import MOST, BeyondReachError, find_least
 from dpprof.spec.privacy import Accountant, Privacy
 
-TOLERANCE = 0.01
-"""What is spent is at most this much below the budget, as by Opacus, and at most this share."""
+EPSILON_TOLERANCE = 0.01
+"""The spent epsilon is at most this much below the budget, as by Opacus, and at most this share."""
 
 _FAILURES = (ArithmeticError, IndexError, MemoryError, RuntimeError, ValueError)
-"""What Opacus's accountants raise where floating point does not suffice."""
+"""What Opacus's accountants and ``find_least`` raise, as where floating point does not suffice."""
 
 
 def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: Accountant) -> float:
@@ -49,37 +50,20 @@ def spend(of: Schedule, noise_multiplier: float, delta: float, accountant: Accou
 def find_noise_multiplier(
     of: Schedule, epsilon: float, delta: float, accountant: Accountant
 ) -> float:
-    """Find a noise multiplier that spends a budget, up to ``TOLERANCE``, and no more.
+    """Find a noise multiplier that spends a budget, up to ``EPSILON_TOLERANCE``, and no more.
 
     As Opacus's ``get_noise_multiplier``, with fewer calls: each takes PRV up to seconds.
 
     Raises:
         BeyondReachError: No noise multiplier does, or the accountant fails.
     """
-    tolerance = TOLERANCE * min(1.0, epsilon)
     try:
-        guess = 1.0
-        if accountant == "prv":
-            guess = _guess(lambda s: spend(of, s, delta, "rdp"), epsilon, guess)
-        return find_least(lambda s: spend(of, s, delta, accountant), epsilon, tolerance, guess)
+        return _find(lambda s, by: spend(of, s, delta, by), epsilon, accountant, 1.0)
     except BeyondReachError as error:
         raise BeyondReachError(
             f"{accountant} knows no noise multiplier for epsilon {epsilon:g} with batches of "
             f"{of.batch_size:,}: {error}"
         ) from None
-    except _FAILURES as error:
-        told = f"{type(error).__name__}: {error}"
-        raise BeyondReachError(f"{accountant} fails at epsilon {epsilon:g}: {told[:200]}") from None
-
-
-def _guess(
-    spent: Callable[[float], float], epsilon: float, first: float, most: float = MOST
-) -> float:
-    """Return about what spends a budget: by RDP, which is fast and asks for some 5 % more."""
-    try:
-        return 0.95 * find_least(spent, epsilon, epsilon / 20, first, most)
-    except (BeyondReachError, *_FAILURES):
-        return first  # PRV tells epsilons that RDP cannot
 
 
 def find_batch_size(
@@ -88,7 +72,7 @@ def find_batch_size(
     """Find the least batch that spends a budget in as many steps with as little noise in each.
 
     The noise of a step's averaged gradient is that of the plan, so its noise multiplier grows as
-    the batch does. Less is spent, because both the noise and the share that is drawn have grown.
+    the batch does. Less is spent, because both the noise and the sampled share have grown.
 
     Raises:
         BeyondReachError: Not even batches of all samples do, or the accountant fails.
@@ -100,25 +84,46 @@ def find_batch_size(
         size = min(math.ceil(batch_size), samples)
         return spend(Schedule(samples, size, planned.steps), step_noise * size, delta, by)
 
-    tolerance = TOLERANCE * min(1.0, epsilon)
     try:
-        if accountant == "prv":
-            guess = _guess(lambda b: spent(b, "rdp"), epsilon, guess, samples)
-        found = find_least(lambda b: spent(b, accountant), epsilon, tolerance, guess, samples)
+        return min(math.ceil(_find(spent, epsilon, accountant, guess, samples)), samples)
     except BeyondReachError as error:
         raise BeyondReachError(
             f"no batch has as little noise in a step at epsilon {epsilon:g}: one of {error}"
         ) from None
+
+
+def _find(
+    spent: Callable[[float, Accountant], float],
+    epsilon: float,
+    accountant: Accountant,
+    guess: float,
+    most: float = MOST,
+) -> float:
+    """Find the least value that spends a budget.
+
+    Raises:
+        BeyondReachError: No value does, or the accountant fails; the message says what happened.
+    """
+    try:
+        if accountant == "prv":
+            try:  # RDP is fast and asks for some 5 % more
+                least = find_least(lambda v: spent(v, "rdp"), epsilon, epsilon / 20, guess, most)
+                guess = 0.95 * least
+            except _FAILURES:
+                pass  # PRV knows epsilons that RDP does not
+        tolerance = EPSILON_TOLERANCE * min(1.0, epsilon)
+        return find_least(lambda v: spent(v, accountant), epsilon, tolerance, guess, most)
+    except BeyondReachError:
+        raise
     except _FAILURES as error:
-        told = f"{type(error).__name__}: {error}"
-        raise BeyondReachError(f"{accountant} fails at epsilon {epsilon:g}: {told[:200]}") from None
-    return min(math.ceil(found), samples)
+        why = f"{accountant} fails: {type(error).__name__}: {error}"
+        raise BeyondReachError(why[:200]) from None
 
 
 def plan_noise(privacy: Privacy, tokens_per_sample: float) -> NoisePlan:
     """Plan batch, steps and noise for a privacy budget.
 
-    Figures that the accountant cannot tell are None, with the reason.
+    Figures that the accountant cannot compute are None, with the reason.
     """
     epsilon, *others = privacy.epsilon
     largest = privacy.batch_size or largest_batch(privacy, tokens_per_sample)

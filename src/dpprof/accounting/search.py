@@ -7,7 +7,7 @@ MOST, LEAST = 1e6, 0.01
 """No value beyond these is tried; Opacus tries none above the first."""
 
 _POWER = -2.5
-"""What is spent is about this power of a noise multiplier: -1 for much noise, -3.5 for little."""
+"""The spent epsilon is about this power of the noise multiplier, from -1 (much noise) to -3.5."""
 
 _STEP, _MAX_CALLS = 8.0, 100
 
@@ -30,7 +30,7 @@ def find_least(
     Args:
         spent: From a value to the epsilon that it spends, which falls while the value grows.
         target: The epsilon.
-        tolerance: How far below it what is spent may be.
+        tolerance: How far below it the spent epsilon may be.
         guess: The first value to try.
         most: The largest value to try.
 
@@ -73,7 +73,7 @@ def _step(value: float, found: float, aim: float, power: float) -> float:
 
 
 def _fit_power(one: tuple[float, float], other: tuple[float, float]) -> float | None:
-    """Return the power through two points; None where they tell none that falls."""
+    """Return the power through two points; None where they do not fall."""
     if min(*one, *other) <= 0 or not all(map(math.isfinite, (*one, *other))):
         return None
     along, spent = math.log(one[0] / other[0]), math.log(one[1] / other[1])

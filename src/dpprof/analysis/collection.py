@@ -46,15 +46,15 @@ def collect(
     partial: bool,
     planned_in: Path | None = None,
     ceilings: Iterable[Path] = (),
-    tell: Callable[[PlannedRun, Result], None] | None = None,
+    on_result: Callable[[PlannedRun, Result], None] | None = None,
 ) -> Collected:
     """Read the results that a manifest lists, the verdicts on their methods, and ceilings.
 
     ``root`` is the folder that holds ``results``, and ``planned_in`` the one with its plan, if that
-    is another. ``ceilings`` are the files of the runs' devices. With ``partial``, what is missing
-    or cannot be trusted is left out. ``tell`` is called with each result as it is read; then what
-    only single runs are asked for is forgotten, such as their timelines, so that many results fit
-    into memory.
+    is another. ``ceilings`` are the files of the runs' devices. With ``partial``, missing and
+    damaged files are left out. ``on_result`` is called with each result as it is read. After that
+    call the result loses its large parts, such as its timeline, so that many results fit into
+    memory.
 
     Raises:
         ResultError: Files are cut, edited, of another version, or another run's, and ``partial``
@@ -75,9 +75,9 @@ def collect(
             missing[run] = error.problem
             damaged.append(error)
         else:
-            if tell is not None:
-                tell(run, result)
-                result = _shorten(result)
+            if on_result is not None:
+                on_result(run, result)
+                result = drop_details(result)
             found.append((run, share.of(result)))
     standings = read_standings(
         root,
@@ -117,8 +117,8 @@ class _Sharing:
         return result.model_copy(update=update)
 
 
-def _shorten(result: Result) -> Result:
-    """Return a result without what no table but ``timeline`` tells of it."""
+def drop_details(result: Result) -> Result:
+    """Return a result without its large parts that no table but ``timeline`` shows."""
     update: dict[str, Any] = {"norm_plan": None}
     memory, compute, io, kernels = result.memory, result.compute, result.io, result.kernels
     if memory is not None and memory.at_peak is not None:

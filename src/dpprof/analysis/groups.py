@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from dpprof.analysis.axes import NOT_IN_BASELINE, model_text
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.machines import find_usual_machines, machine_of
-from dpprof.analysis.peak_composition import RECORDERS
-from dpprof.analysis.rank_tables import sent_bytes
+from dpprof.analysis.conditions import find_usual_machines, machine_of
+from dpprof.analysis.selection import RECORDERS
 from dpprof.analysis.statistics import Comparison, Sides, compare_all, noise_floor
+from dpprof.analysis.tables.axes import NOT_IN_BASELINE, model_text
 from dpprof.records.result import Result
+from dpprof.records.step_costs import Exchange
 from dpprof.spec.experiment import Experiment
 from dpprof.system.files import canonical_json
 
 
-class Peaks(NamedTuple):
+class PeakMemory(NamedTuple):
     """The peak memory of an experiment, one value per process."""
 
     kind: str | None
@@ -25,7 +25,7 @@ class Peaks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class ExperimentRuns:
     """An experiment and what its processes measured."""
 
     experiment: Experiment
@@ -49,7 +49,7 @@ class Group:
         return next((r.device for r in self._ok("clean") if r.time), None)
 
     @cached_property
-    def peaks(self) -> Peaks:
+    def peaks(self) -> PeakMemory:
         """Allocator peaks, from ``clean`` or else ``phases``; without them resident memory."""
         sources = (
             ("allocated", "clean", "peak_allocated_bytes"),
@@ -59,12 +59,12 @@ class Group:
         for kind, instrument, figure in sources:
             values = self.peaks_of(instrument, figure)
             if values:
-                return Peaks(kind, values)
-        return Peaks(None, [])
+                return PeakMemory(kind, values)
+        return PeakMemory(None, [])
 
     @cached_property
     def sent_bytes(self) -> int | None:
-        """What one of several ranks sends in a step; None if no recorded step tells."""
+        """The bytes that one of several ranks sends in a step; None if no step recorded them."""
         results = [r for name in RECORDERS for r in self._ok(name)]
         known = (sent_bytes(r.communication) for r in results)
         return next((one for one in known if one is not None), None)
@@ -87,22 +87,20 @@ class Group:
 class Noise:
     """How much processes of the same experiment differ, for each group of similar experiments."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[ExperimentRuns]) -> None:
         self._step_s: dict[str, list[Sequence[float]]] = defaultdict(list)
         self._floors: dict[tuple[str, tuple[int, int]], float | None] = {}
         for group in groups:
             for key in self._keys(group):
                 self._step_s[key].append(group.step_s)
 
-    def compare(self, group: Group, base: Group) -> Comparison:
+    def compare_all(
+        self, pairs: Sequence[tuple[ExperimentRuns, ExperimentRuns]]
+    ) -> list[Comparison]:
         """Compare step times by the noise floor of the most similar replicated experiments."""
-        return self.compare_all([(group, base)])[0]
-
-    def compare_all(self, pairs: Sequence[tuple[Group, Group]]) -> list[Comparison]:
-        """Return ``compare`` of each group and its base, faster than one by one."""
         return compare_all([self._sides(*pair) for pair in pairs])
 
-    def _sides(self, group: Group, base: Group) -> Sides:
+    def _sides(self, group: ExperimentRuns, base: ExperimentRuns) -> Sides:
         counts = (len(group.step_s), len(base.step_s))
         floors = (self._floor(key, counts) for key in self._keys(group))
         floor = next((floor for floor in floors if floor is not None), None)
@@ -114,13 +112,20 @@ class Noise:
         return self._floors[key, counts]
 
     @staticmethod
-    def _keys(group: Group) -> tuple[str, str]:
+    def _keys(group: ExperimentRuns) -> tuple[str, str]:
         """Return two keys: for the same baseline, and for the same model on the same device."""
         return group.setting, f"{model_text(group.experiment)} on {group.experiment.device}"
 
 
-def group_runs(collected: Collected) -> list[Group]:
-    """Group the runs of a config by experiment.
+def sent_bytes(communication: Sequence[Exchange] | None) -> int | None:
+    """Return the bytes that a rank sends in a step, and also receives; None if not known."""
+    if communication is None:
+        return None
+    return sum(exchange.bytes_each_way for exchange in communication)
+
+
+def group_runs(collected: Collected) -> list[ExperimentRuns]:
+    """ExperimentRuns the runs of a config by experiment.
 
     Times and peaks of other machines than that of most results do not count, so that nothing is
     compared across machines; they are findings.
@@ -133,15 +138,17 @@ def group_runs(collected: Collected) -> list[Group]:
         results[run.id].append(result)
     usual = find_usual_machines(result for _, result in collected.found)
     return [
-        Group(found[0].experiment, planned[name], found, usual.get(found[0].experiment.device))
+        ExperimentRuns(
+            found[0].experiment, planned[name], found, usual.get(found[0].experiment.device)
+        )
         for name, found in results.items()
     ]
 
 
-def merge(groups: Sequence[Group]) -> Group:
+def merge_baselines(groups: Sequence[ExperimentRuns]) -> ExperimentRuns:
     """Return one group from experiments that differ only in axes that do not affect them."""
     results = [result for group in groups for result in group.results]
-    return Group(groups[0].experiment, len(results), results, groups[0].machine)
+    return ExperimentRuns(groups[0].experiment, len(results), results, groups[0].machine)
 
 
 def setting_key(experiment: Experiment) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpprof.analysis.axes import axes_of
-from dpprof.analysis.frames import make_frame
+from dpprof.analysis.tables.axes import axes_of
+from dpprof.analysis.tables.frames import make_frame
 from dpprof.planning.code_digest import verified_as
 from dpprof.records.record import ResultError
 from dpprof.records.verdict import Standing, read_verdict, split_holes
@@ -92,8 +92,8 @@ def name_other_mechanisms(verification: pd.DataFrame) -> dict[str, str]:
     return {str(method): mechanism for method, mechanism in pairs if is_other_mechanism(mechanism)}
 
 
-def name_holes(verification: pd.DataFrame) -> dict[str, list[str]]:
-    """Return the ways in which guarantees were lost, each with the methods concerned."""
+def methods_by_hole(verification: pd.DataFrame) -> dict[str, list[str]]:
+    """Return the ways in which guarantees were lost, each with its methods."""
     methods: dict[str, list[str]] = {}
     rows = verification[verification["holes"].notna()]
     for method, holes in dict(zip(rows["method"], rows["holes"], strict=True)).items():

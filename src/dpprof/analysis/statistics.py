@@ -72,17 +72,13 @@ def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]
     return _bootstrap([(group,) for group in groups], np.median)
 
 
-def ratio_interval(values: Sequence[float], base: Sequence[float]) -> Interval | None:
-    """Return the bootstrap interval of the ratio of two medians (percentile method, 95 %).
-
-    None where a side has one process, because its spread is unknown.
-    """
-    return _ratio_intervals([(values, base)])[0]
-
-
 def _ratio_intervals(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
 ) -> list[Interval | None]:
+    """Return the bootstrap interval of the ratio of each pair's medians (percentile method, 95 %).
+
+    None where a side has one process, because its spread is unknown.
+    """
     return _bootstrap(
         pairs, lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis)
     )
@@ -97,16 +93,11 @@ def attainable_coverage(count: int) -> float:
     return 1 - 2.0 ** (1 - count)
 
 
-def mann_whitney(values: Sequence[float], base: Sequence[float]) -> float:
-    """Return the two-sided p-value of the Mann-Whitney U test; exact up to eight values a side."""
-    return _mann_whitney([(values, base)])[0]
-
-
 def _mann_whitney(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
-    """Return the p-value of each pair.
+    """Return the two-sided p-value of the Mann-Whitney U test of each pair.
 
-    SciPy chooses one method for all rows of a call, by whether any has ties: rows with ties and
-    rows without go apart.
+    It is exact up to eight values a side. SciPy chooses one method for all rows of a call, by
+    whether any has ties, so rows with ties and rows without are tested apart.
     """
     found = [math.nan] * len(pairs)
     for positions in _group(
@@ -153,19 +144,12 @@ def noise_floor(groups: Iterable[Sequence[float]], counts: tuple[int, int]) -> f
     return math.expm1(float(np.quantile(np.abs(sides[0] - sides[1]), CONFIDENCE)))
 
 
-def compare(values: Sequence[float], base: Sequence[float], floor: float | None) -> Comparison:
-    """Compare two groups of processes, with regard to the noise.
+def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
+    """Compare two groups of processes of each pair, with regard to the noise.
 
     A difference counts if it exceeds the noise floor and has a Mann-Whitney p-value below 5 %. The
     p-value counts only where the groups are large enough to reach 5 %.
-
-    ``floor`` is the result of ``noise_floor`` for groups of these sizes.
     """
-    return compare_all([Sides(values, base, floor)])[0]
-
-
-def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
-    """Return ``compare`` of each pair, faster than one by one and equal to the bit."""
     testable = [
         position
         for position, (values, base, _) in enumerate(pairs)

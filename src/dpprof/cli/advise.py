@@ -1,24 +1,30 @@
-"""Say which private method to use on a GPU that need not be here, and what that rests on."""
+"""Say how large a batch fits on a GPU that need not be here, and which private method to use."""
 
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from dpprof.analysis.advice import Advice, Option, advise
-from dpprof.analysis.axes import target_text
-from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.cli.capacities import answer, make_parser, say_smallest_batch, tell_smallest
+from dpprof.analysis.advice.advice import advise
+from dpprof.analysis.standings import sign
+from dpprof.analysis.tables.axes import target_text
+from dpprof.cli.capacities import (
+    answer,
+    explain_signs,
+    find_signs,
+    format_number,
+    group_messages,
+    make_parser,
+    read_verdicts,
+)
 from dpprof.cli.common import lay_out
-from dpprof.planning.code_digest import verdict_digest
+from dpprof.records.advice import Advice, Option
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.mechanisms import is_other_mechanism
 
-
-def _number(value: float | None, form: str, otherwise: str = "unknown") -> str:
-    return otherwise if value is None else format(value, form)
+_SIZES = ("largest batch", "peak", "safe batch")
+_COLUMNS = ("verdict", *_SIZES, "tokens/s", "90 % interval", "FLOPs x")
+_MIB = 2**20
 
 
 def _recommend(advice: Advice) -> list[str]:
@@ -33,30 +39,25 @@ def _recommend(advice: Advice) -> list[str]:
     if best is None:
         wrong = any(option.verdict == "wrong" for option in advice.options)
         return [f"No private method {'can be advised' if wrong else 'safely fits'}: {where}."]
-    said = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
+    lines = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
     close = [option.method for option in advice.options if option.verdict == "close"]
     if close:
-        said.append(f"No difference predicted between it and: {', '.join(close)}.")
-    return said
-
-
-_COLUMNS = ("verdict", "safe batch", "tokens/s", "90 % interval", "FLOPs x")
-
-
-def _interval(option: Option) -> str:
-    if option.tokens_per_s_low is None or option.tokens_per_s_high is None:
-        return "unknown"
-    return f"{option.tokens_per_s_low:,.0f} to {option.tokens_per_s_high:,.0f}"
+        lines.append(f"No difference predicted between it and: {', '.join(close)}.")
+    return lines
 
 
 def _cells(option: Option) -> tuple[str, ...]:
-    fits = option.largest_batch_size is not None
+    if option.largest_batch_size is None or option.largest_peak_bytes is None:
+        return (option.verdict, *[""] * (len(_COLUMNS) - 1))
+    low, high = option.tokens_per_s_low, option.tokens_per_s_high
     return (
         option.verdict,
-        _number(option.safe_batch_size, ",", "none" if fits else ""),
-        _number(option.tokens_per_s, ",.0f", "unknown" if fits else ""),
-        _interval(option) if fits else "",
-        _number(option.dp_flop_multiplier, ".2f", "unknown" if fits else ""),
+        f"{option.largest_batch_size:,}" + ("+" if option.limited_by == "search" else ""),
+        f"{option.largest_peak_bytes / _MIB:,.0f} MiB",
+        format_number(option.safe_batch_size, ",", "none"),
+        format_number(option.tokens_per_s, ",.0f"),
+        "unknown" if low is None or high is None else f"{low:,.0f} to {high:,.0f}",
+        format_number(option.dp_flop_multiplier, ".2f"),
     )
 
 
@@ -77,52 +78,79 @@ def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _explain(advice: Advice) -> list[str]:
-    """Say why options do not work or need care, once for each reason."""
-    methods: dict[str, list[str]] = {}
-    for trained, side in (("", advice), (" (whole)", advice.whole)):
-        for option in () if side is None else side.options:
-            reasons = option.message, say_smallest_batch(option.smallest_batch_size)
-            for reason in filter(None, reasons):
-                methods.setdefault(reason, []).append(option.method + trained)
-    return [f"{', '.join(named)}: {message}" for message, named in methods.items()]
-
-
-def tell(advice: Advice) -> str:
-    """Say the advice, for people."""
+def format_advice(advice: Advice) -> str:
+    """Return the advice as text."""
     sides = [advice, *([] if advice.whole is None else [advice.whole])]
     options = [option for side in sides for option in side.options]
-    marks: Marks = {
-        DAGGER: [option.method for option in options if not option.verified],
-        DOUBLE_DAGGER: [
-            option.method for option in options if is_other_mechanism(option.mechanism)
-        ],
-    }
-    names = {option.method: option.method + sign(option.method, marks) for option in options}
-    said = [sentence for side in sides for sentence in _recommend(side)]
-    said += [*_lay_out(advice, names), *_explain(advice)]
-    if marks[DAGGER]:
-        said.append(
-            f"{DAGGER} Not verified here to compute the right gradient; "
-            "dpprof verify --output results/verify/<model>-<method>.json does."
+    signs = find_signs(options)
+    names = {option.method: option.method + sign(option.method, signs) for option in options}
+    messages = []
+    for trained, side in zip(("", " (whole)"), sides, strict=False):
+        for option in side.options:
+            least = option.smallest_batch_size or 1
+            smallest = f"takes at least {least:,} samples" if least > 1 else None
+            messages += [(option.method + trained, why) for why in (option.message, smallest)]
+    lines = [sentence for side in sides for sentence in _recommend(side)]
+    lines += [*_lay_out(advice, names), *group_messages(messages), *explain_signs(signs)]
+    if advice.budget_bytes is not None:
+        each = ", batches and peaks are those of each rank" if advice.parallel else ""
+        lines.append(
+            f"Memory: {advice.budget_bytes / _MIB:,.0f} MiB{each}; {advice.sure_of_memory}."
         )
-    if marks[DOUBLE_DAGGER]:
-        said.append(f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.")
-    said += [f"Memory: {advice.sure_of_memory}.", f"Time: {advice.sure_of_time}."]
-    return "\n".join(said)
+    return "\n".join([*lines, f"Time: {advice.sure_of_time}."])
 
 
-def judge(experiments: Sequence[Experiment], results: Sequence[Result]) -> tuple[str, str, bool]:
+def explain_batches(results: Sequence[Result]) -> list[str]:
+    """Say what a safe batch is, and where pieces of free memory bound the largest one."""
+    found = [(r.experiment, r.capacity) for r in results if r.capacity is not None]
+    lines = []
+    if any(capacity.safe_share for _, capacity in found):
+        lines.append("Safe: a tenth of the memory is left.")
+    if any(capacity.safe_share is None for _, capacity in found):
+        lines.append("Safe: the allocator never has to release its cache to find room.")
+    for experiment, capacity in found:
+        if capacity.limited_by == "fragmentation":
+            ranks = "" if experiment.parallel is None else f", {experiment.parallel.text}"
+            whole = "" if experiment.lora is None else " with LoRA"
+            lines.append(
+                f"{experiment.method}{whole}{ranks}: free memory is in pieces too small for "
+                f"{capacity.batch_size + 1:,} samples; by size "
+                f"{capacity.unfragmented_batch_size:,} fit, with "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True "
+                f"{capacity.expandable_batch_size or 0:,}"
+            )
+    return lines
+
+
+def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
+    """Say on how many ranks each method trains at all; nothing for one number of ranks."""
+    sizes = sorted({result.experiment.world_size for result in results})
+    if len(sizes) == 1:
+        return []
+    fits: dict[str, list[int]] = {result.experiment.method: [] for result in results}
+    for result in results:
+        if result.capacity is not None:
+            fits[result.experiment.method].append(result.experiment.world_size)
+    fitting = [f"{method} {min(known)}" for method, known in fits.items() if known]
+    lines = [f"smallest number of GPUs: {', '.join(fitting)}"] if fitting else []
+    if none := [method for method, known in fits.items() if not known]:
+        lines.append(f"on none of {', '.join(map(str, sizes))}: {', '.join(none)}")
+    return lines
+
+
+def rank_methods(
+    experiments: Sequence[Experiment], results: Sequence[Result]
+) -> tuple[str, str, bool]:
     """Return the methods in order, as far as their verdicts are known here."""
-    standings = read_standings(Path(), experiments, verdict_digest)
+    standings = read_verdicts(experiments)
     by_ranks: dict[int, list[Result]] = defaultdict(list)
     for result in results:
         by_ranks[result.experiment.world_size].append(result)
     found = [_advise(experiments[0], alike, standings) for alike in by_ranks.values()]
     fits = any(option.safe_batch_size for advice in found for option in advice.options)
-    told = [*map(tell, found), *tell_smallest(results)]
+    lines = [*map(format_advice, found), *explain_batches(results), *list_smallest_ranks(results)]
     dumped = [advice.model_dump(mode="json") for advice in found]
-    return json.dumps(dumped[0] if len(found) == 1 else dumped, indent=1), "\n".join(told), fits
+    return json.dumps(dumped[0] if len(found) == 1 else dumped, indent=1), "\n".join(lines), fits
 
 
 def _advise(
@@ -140,4 +168,4 @@ def _advise(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    answer(make_parser("advise", __doc__).parse_args(argv), judge, whole_too=True)
+    answer(make_parser("advise", __doc__).parse_args(argv), rank_methods, whole_too=True)

@@ -2,22 +2,28 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
-from dpprof.analysis.axes import target_text
-from dpprof.analysis.budget import make_budget
-from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings, sign
-from dpprof.cli.capacities import answer, make_parser, read_capacity_options
+from dpprof.analysis.advice.budget import make_budget
+from dpprof.analysis.standings import Marks, sign
+from dpprof.analysis.tables.axes import target_text
+from dpprof.cli.capacities import (
+    answer,
+    explain_signs,
+    find_signs,
+    format_number,
+    group_messages,
+    make_parser,
+    read_capacity_options,
+    read_verdicts,
+)
 from dpprof.cli.common import ending_in_a_sentence, lay_out
 from dpprof.cli.options import add_privacy_options, read_privacy
 from dpprof.launch.accounting_run import account_apart
-from dpprof.planning.code_digest import verdict_digest
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
 from dpprof.report.cells import significant
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.mechanisms import is_other_mechanism
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.validation import InputError
 from dpprof.system.console import say
@@ -31,22 +37,18 @@ _OF_HOURS = "Hours: on one GPU, for the expected samples of Poisson-sampled batc
 _EXAMPLE = " --samples 1e6 --tokens 2e9 --epsilon 8 --delta 1e-7"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None else format(value, form)
-
-
 def explain_choice(privacy: Privacy, noise: NoisePlan) -> str:
     """Say which batch is used, and by which rule."""
     planned = noise.planned
-    said = f"A batch of {noise.batch_size:,} samples is used, in {planned.steps:,} steps: "
+    lines = f"A batch of {noise.batch_size:,} samples is used, in {planned.steps:,} steps: "
     if privacy.batch_size is not None:
-        return said + "it was given."
+        return lines + "it was given."
     larger = [one for one in noise.batches if one.batch_size == 2 * noise.batch_size]
     if larger and larger[0].steps >= privacy.least_steps:
-        return said + "a larger one takes at most 5 % off the noise of the training."
+        return lines + "a larger one takes at most 5 % off the noise of the training."
     if 2 * noise.batch_size > privacy.samples:
-        return said + "it is the largest power of two that the data allow."
-    return said + (
+        return lines + "it is the largest power of two that the data allow."
+    return lines + (
         f"it is the largest power of two that leaves at least {privacy.least_steps:,} steps "
         "(--least-steps). Noise falls while batches grow; how few steps suffice is yours to know."
     )
@@ -59,20 +61,20 @@ def _lay_out_noise(noise: NoisePlan) -> list[str]:
             f"{one.batch_size:,}" + (" *" if one.batch_size == noise.batch_size else "  "),
             f"{one.sample_rate:.3g}",
             f"{one.steps:,}",
-            _number(one.noise_multiplier, ".3f"),
-            _number(one.step_noise, ".3g"),
-            _number(one.training_noise, ".3g"),
+            format_number(one.noise_multiplier, ".3f"),
+            format_number(one.step_noise, ".3g"),
+            format_number(one.training_noise, ".3g"),
         )
         for one in noise.batches
     ]
-    told = [one.reason for one in noise.batches if one.reason]
-    return [*lay_out([header, *rows], texts=()), *dict.fromkeys(told)]
+    reasons = [one.reason for one in noise.batches if one.reason]
+    return [*lay_out([header, *rows], texts=()), *dict.fromkeys(reasons)]
 
 
-def _lay_out_costs(budget: Budget, marks: Marks) -> list[str]:
+def _lay_out_costs(budget: Budget, signs: Marks) -> list[str]:
     header = ["method", "epsilon", "batch", "noise", "micro-batch", "GPU hours", "90 % interval"]
     header += ["price", "x standard"]
-    rows = [_cells(one, marks) for one in budget.methods]
+    rows = [_cells(one, signs) for one in budget.methods]
     if budget.privacy.price_per_hour is None:
         position = header.index("price")
         rows = [row[:position] + row[position + 1 :] for row in rows]
@@ -80,21 +82,21 @@ def _lay_out_costs(budget: Budget, marks: Marks) -> list[str]:
     return lay_out([header, *rows])
 
 
-def _cells(cost: MethodCost, marks: Marks) -> list[str]:
+def _cells(cost: MethodCost, signs: Marks) -> list[str]:
     known = cost.gpu_hours is not None
     low, high = map(significant, (cost.gpu_hours_low, cost.gpu_hours_high))
     return [
-        cost.method + sign(cost.method, marks),
+        cost.method + sign(cost.method, signs),
         "none" if cost.epsilon is None else f"{cost.epsilon:g}",
-        _number(cost.batch_size, ","),
-        "none" if cost.epsilon is None else _number(cost.noise_multiplier, ".3f"),
+        format_number(cost.batch_size, ","),
+        "none" if cost.epsilon is None else format_number(cost.noise_multiplier, ".3f"),
         f"{cost.accumulation_steps:,} x {cost.micro_batch_size:,}"
         if cost.accumulation_steps
         else "",
         significant(cost.gpu_hours) if known or cost.accumulation_steps else "",
         f"{low} to {high}" if known else "",
-        _number(cost.price, ",.2f") if known else "",
-        _number(cost.hours_ratio, ".2f") if known else "",
+        format_number(cost.price, ",.2f") if known else "",
+        format_number(cost.hours_ratio, ".2f") if known else "",
     ]
 
 
@@ -105,54 +107,42 @@ def _explain_epsilon(at: AtEpsilon, planned: AtEpsilon) -> str:
     return (
         f"epsilon {at.epsilon:g}: batches of {at.batch_size:,} in as many steps have the noise of "
         f"epsilon {planned.epsilon:g} in each; with the same batch, hours stay and the noise "
-        f"multiplier is {_number(at.same_batch_noise_multiplier, '.3f')}"
+        f"multiplier is {format_number(at.same_batch_noise_multiplier, '.3f')}"
     )
 
 
-def tell(budget: Budget) -> str:
-    """Say what a budget costs, for people."""
+def format_budget(budget: Budget) -> str:
+    """Return what a budget costs as text."""
     privacy, noise = budget.privacy, budget.noise
-    marks: Marks = {
-        DAGGER: [one.method for one in budget.methods if not one.verified],
-        DOUBLE_DAGGER: [one.method for one in budget.methods if is_other_mechanism(one.mechanism)],
-    }
+    signs = find_signs(budget.methods)
     first, *others = noise.epsilons
     epochs = noise.planned.steps * noise.planned.sample_rate
     trained = "" if budget.lora is None else f" with LoRA ({budget.lora})"
     spent = f"({first.epsilon:g}, {privacy.delta:g})-DP by {privacy.accountant}"
     where = f"{budget.seq_len:,} tokens, {budget.dtype}, on {budget.target}"
     data = f"{privacy.tokens:,} tokens are {epochs:,.3g} epochs of {privacy.samples:,} samples"
-    said = [
+    lines = [
         f"{spent}: {budget.model}{trained}, {where}; {data}.",
         explain_choice(privacy, noise),
         *_lay_out_noise(noise),
-        *_lay_out_costs(budget, marks),
+        *_lay_out_costs(budget, signs),
         *(_explain_epsilon(one, first) for one in others),
     ]
-    messages: dict[str, list[str]] = {}
-    told = {at.reason for at in others}
-    for one in budget.methods:
-        if one.message is not None and one.message not in told:
-            messages.setdefault(one.message, []).append(one.method)
-    said += [
-        f"{', '.join(dict.fromkeys(methods))}: {message}" for message, methods in messages.items()
-    ]
-    if marks[DAGGER]:
-        said.append(f"{DAGGER} Not verified here to compute the right gradient.")
-    if marks[DOUBLE_DAGGER]:
-        said.append(f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.")
-    return "\n".join([*said, _OF_NOISE, _OF_HOURS, f"Time: {budget.sure_of_time}."])
+    shown = {at.reason for at in others}
+    lines += group_messages((m.method, m.message) for m in budget.methods if m.message not in shown)
+    lines += explain_signs(signs)
+    return "\n".join([*lines, _OF_NOISE, _OF_HOURS, f"Time: {budget.sure_of_time}."])
 
 
-def judge(
+def price_methods(
     privacy: Privacy, noise: NoisePlan, experiments: Sequence[Experiment], results: Sequence[Result]
 ) -> tuple[str, str, bool]:
     """Return the price of a budget with each method, as far as verdicts are known here."""
-    standings = read_standings(Path(), experiments, verdict_digest)
+    standings = read_verdicts(experiments)
     target = target_text(experiments[0]) or "this machine"
     budget = make_budget(results, target, standings, privacy, noise)
     fits = any(one.accumulation_steps for one in budget.methods)
-    return budget.model_dump_json(indent=1), tell(budget), fits
+    return budget.model_dump_json(indent=1), format_budget(budget), fits
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -172,4 +162,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         [noise] = account_apart(privacy, [tokens])
         if noise.planned.noise_multiplier is None:
             raise InputError(f"--epsilon: {noise.planned.reason}")
-    answer(arguments, partial(judge, privacy, noise))
+    answer(arguments, partial(price_methods, privacy, noise))

@@ -1,22 +1,27 @@
-"""Finds the capacity of several methods at once: one process each, as many as there are cores."""
+"""What ``advise`` and ``budget`` share: capacities of several methods at once, and their layout."""
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings
 from dpprof.cli.common import Parser, ending_in_a_sentence, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiments
 from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
-from dpprof.planning.code_digest import code_digest
+from dpprof.planning.code_digest import code_digest, verdict_digest
+from dpprof.records.advice import Option
+from dpprof.records.budget import MethodCost
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_run, result_path
+from dpprof.records.verdict import Standing
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.mechanisms import is_other_mechanism
 from dpprof.spec.validation import InputError, refuse
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
@@ -30,10 +35,7 @@ Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]
 
 
 def make_parser(command: str, about: str | None, example: str = "") -> Parser:
-    """Make the options of a subcommand that finds capacities.
-
-    ``example`` is what of its own its example has.
-    """
+    """Make the options of a subcommand that finds capacities; ``example`` adds to its example."""
     parser = Parser(
         prog=f"dpprof {command}",
         description=about,
@@ -59,8 +61,46 @@ def make_parser(command: str, about: str | None, example: str = "") -> Parser:
     return parser
 
 
+def read_verdicts(experiments: Sequence[Experiment]) -> dict[str, Standing]:
+    """Return the standing of each experiment's method by the verdicts here, by experiment id."""
+    return read_standings(Path(), experiments, verdict_digest)
+
+
+def find_signs(methods: Iterable[Option | MethodCost]) -> Marks:
+    """Return the methods that bear each sign."""
+    known = list(methods)
+    return {
+        DAGGER: [one.method for one in known if not one.verified],
+        DOUBLE_DAGGER: [one.method for one in known if is_other_mechanism(one.mechanism)],
+    }
+
+
+def explain_signs(signs: Marks) -> list[str]:
+    """Return a line for each sign that a method bears."""
+    meanings = {
+        DAGGER: f"{DAGGER} Not verified here to compute the right gradient; dpprof verify "
+        "--output results/verify/<model>-<method>.json does.",
+        DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping; docs/methods.md.",
+    }
+    return [meanings[one] for one, methods in signs.items() if methods]
+
+
+def group_messages(messages: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Return a line for each message, with the methods that it is about."""
+    methods: dict[str, list[str]] = {}
+    for method, message in messages:
+        if message is not None and method not in methods.setdefault(message, []):
+            methods[message].append(method)
+    return [f"{', '.join(named)}: {message}" for message, named in methods.items()]
+
+
+def format_number(value: float | None, form: str, otherwise: str = "unknown") -> str:
+    """Return a number as text; another text where it is not known."""
+    return otherwise if value is None else format(value, form)
+
+
 def answer(arguments: argparse.Namespace, judge: Judge, *, whole_too: bool = False) -> None:
-    """Find capacities and tell what ``judge`` says; the exit status is 1 where no batch fits.
+    """Find capacities and print what ``judge`` says; the exit status is 1 where no batch fits.
 
     With ``whole_too``, a model that gets adapters is also asked about without them.
     """
@@ -102,11 +142,11 @@ def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
         )
     axes: dict[str, list[Any]] = {"method": list(dict.fromkeys(methods)), "batch_size": [1]}
     if arguments.world_sizes is not None:
-        axes["parallel"] = _spell_ranks(arguments.parallel or "kind=fsdp", arguments.world_sizes)
+        axes["parallel"] = _format_ranks(arguments.parallel or "kind=fsdp", arguments.world_sizes)
     return read_experiments(arguments, **axes)
 
 
-def _spell_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
+def _format_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
     """Return ``parallel`` for each number of ranks; None for one process.
 
     Raises:
@@ -116,30 +156,6 @@ def _spell_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
         raise refuse("--parallel", kind, "--world-sizes says how many ranks; leave world_size out")
     sizes = sorted(set(world_sizes))
     return [None if size == 1 else f"{kind},world_size={size}" for size in sizes]
-
-
-def tell_smallest(results: Sequence[Result]) -> list[str]:
-    """Say on how many ranks each method trains at all; nothing for one number of ranks."""
-    sizes = sorted({result.experiment.world_size for result in results})
-    if len(sizes) == 1:
-        return []
-    methods = dict.fromkeys(result.experiment.method for result in results)
-    fits = {
-        method: [r.experiment.world_size for r in results if _fits(r, method)] for method in methods
-    }
-    said = [f"{method} {min(fits[method])}" for method in methods if fits[method]]
-    none = [method for method in methods if not fits[method]]
-    lines = [f"smallest number of GPUs: {', '.join(said)}"] if said else []
-    return lines + ([f"on none of {', '.join(map(str, sizes))}: {', '.join(none)}"] if none else [])
-
-
-def say_smallest_batch(batch_size: int | None) -> str | None:
-    """Say how many samples a step takes; nothing where one is enough."""
-    return f"takes at least {batch_size:,} samples" if batch_size and batch_size > 1 else None
-
-
-def _fits(result: Result, method: str) -> bool:
-    return result.experiment.method == method and result.capacity is not None
 
 
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:

@@ -25,8 +25,8 @@ def seconds(text: str) -> int:
     return int(text)
 
 
-def tell(ceilings: Ceilings) -> str:
-    """Say the figures in one line."""
+def format_ceilings(ceilings: Ceilings) -> str:
+    """Return the figures in one line."""
     figures: dict[str, str] = {
         dtype: f"{product.flops_per_s / 1e9:,.0f} GFLOP/s"
         for dtype, product in ceilings.matmul.items()
@@ -40,8 +40,8 @@ def tell(ceilings: Ceilings) -> str:
         figures["operators"] = f"{len(ceilings.operators.operators):,} timed"
     said = ", ".join(f"{name} {figure}" for name, figure in figures.items())
     why = "; ".join(dict.fromkeys(ceilings.reasons.values()))
-    told = said or f"not measured: {why[:300]}"
-    return f"ceilings of {device_name(ceilings.device)} after {ceilings.wall_s:.0f} s: {told}"
+    text = said or f"not measured: {why[:300]}"
+    return f"ceilings of {device_name(ceilings.device)} after {ceilings.wall_s:.0f} s: {text}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,4 +75,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         ceilings = measure_apart(
             arguments.device, arguments.output, arguments.operators_of, arguments.operators_s
         )
-    say(tell(ceilings))
+    say(format_ceilings(ceilings))

@@ -37,6 +37,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def names_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """Make a type of option: some of these names, comma-separated."""
+
+    def read(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in allowed:
+                why = f"{name!r} is not allowed; {one_of(allowed, name)}"
+                raise argparse.ArgumentTypeError(why)
+        return [name for name in allowed if name in names]
+
+    return read
+
+
 def path(text: str) -> Path:
     """Return a path; refuse an empty one, which would be the working folder."""
     if not text:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dpprof.analysis.regressions import Options, compare_folders
-from dpprof.analysis.results_folder import read_results_folder
-from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.analysis.gate.folders import read_results_folder
+from dpprof.analysis.gate.regressions import Options, compare_folders
+from dpprof.cli.common import Parser, ending_in_a_sentence, names_of, path
 from dpprof.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
 from dpprof.records.thresholds import Thresholds
 from dpprof.report.comparison_text import render_markdown, render_text
 from dpprof.spec.config_files import read_config_file
-from dpprof.spec.validation import InputError, explain, one_of, refuse
+from dpprof.spec.validation import InputError, explain, refuse
 from dpprof.system.files import check_writable, write_atomically
 
 FORMATS: dict[str, Callable[[FolderComparison], str]] = {
@@ -30,22 +30,8 @@ FORMATS: dict[str, Callable[[FolderComparison], str]] = {
 }
 
 
-def names_of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """Make a type of option: some of these names, comma-separated."""
-
-    def read(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        for name in names:
-            if name not in allowed:
-                told = f"{name!r} is not allowed; {one_of(allowed, name)}"
-                raise argparse.ArgumentTypeError(told)
-        return [name for name in allowed if name in names]
-
-    return read
-
-
 def read_thresholds(file: Path | None) -> Thresholds:
-    """Read a file of thresholds; what it leaves out keeps its default.
+    """Read a file of thresholds; missing keys keep their defaults.
 
     Raises:
         InputError: It is no YAML, or a key or a value is not allowed.
@@ -61,22 +47,6 @@ def read_thresholds(file: Path | None) -> Thresholds:
         return Thresholds.model_validate(found)
     except ValidationError as error:
         raise InputError(f"{file}: {explain(error, Thresholds)}") from None
-
-
-def compare(
-    baseline: Path, candidate: Path, thresholds: Path | None, options: Options
-) -> FolderComparison:
-    """Compare two folders of results.
-
-    Raises:
-        InputError: A folder has no results or wrong ones, both are one folder, or the thresholds
-            are wrong.
-        OSError: A file cannot be read.
-    """
-    options = options._replace(thresholds=read_thresholds(thresholds))
-    if baseline.exists() and candidate.exists() and baseline.samefile(candidate):
-        raise InputError(f"{candidate}: baseline and candidate are the same folder; name two")
-    return compare_folders(read_results_folder(baseline), read_results_folder(candidate), options)
 
 
 def make_parser() -> Parser:
@@ -132,11 +102,16 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
     arguments = make_parser().parse_args(argv)
-    options = Options(arguments.metrics, arguments.across)
     with ending_in_a_sentence(status=EXIT_STATUS["not comparable"]):
         if arguments.output is not None:
             check_writable(arguments.output)
-        found = compare(arguments.baseline, arguments.candidate, arguments.thresholds, options)
+        sides = arguments.baseline, arguments.candidate
+        thresholds = read_thresholds(arguments.thresholds)
+        if all(side.exists() for side in sides) and sides[0].samefile(sides[1]):
+            raise InputError(f"{sides[1]}: baseline and candidate are the same folder; name two")
+        options = Options(arguments.metrics, arguments.across, thresholds)
+        baseline, candidate = map(read_results_folder, sides)
+        found = compare_folders(baseline, candidate, options)
         rendered = FORMATS[arguments.format](found)
         if arguments.output is not None:
             write_atomically(arguments.output, rendered + "\n")

@@ -35,8 +35,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def describe(result: Result) -> str:
-    """Return what was predicted, for people.
+def format_estimate(result: Result) -> str:
+    """Return a prediction as text.
 
     Args:
         result: Of the instrument ``estimate``, with outcome ``ok``.
@@ -54,7 +54,7 @@ def describe(result: Result) -> str:
         if size >= memory.peak_allocated_bytes / 1000
     ]
     if memory.allocator is not None:
-        lines += _describe_allocator(memory.allocator)
+        lines += _format_allocator(memory.allocator)
     if compute is not None:
         times = compute.dp_flop_multiplier
         over = "" if times is None else f", {times:.2f} times what the model needs"
@@ -66,15 +66,15 @@ def describe(result: Result) -> str:
                 interval = f"{step.low * 1e3:,.1f} to {step.high * 1e3:,.1f}"
                 bound = f"{step.median * 1e3:,.1f} ms a step (90 % interval {interval}); {bound}"
             lines.append(f"time    {bound}")
-    lines += _describe_exchange(result)
+    lines += _format_exchange(result)
     where = f"{experiment.batch_size:,} x {experiment.seq_len:,} tokens, {experiment.dtype}"
     if experiment.parallel is not None:
         where += f", {experiment.parallel.text}; all of this is rank 0's"
     return "\n".join([f"{experiment.method}, {where}", *lines])
 
 
-def _describe_exchange(result: Result) -> list[str]:
-    """Say what one of several ranks sends, by collective."""
+def _format_exchange(result: Result) -> list[str]:
+    """Return the bytes that one of several ranks sends, by collective."""
     sent: dict[str, int] = {}
     for one in result.communication or []:
         sent[one.collective] = sent.get(one.collective, 0) + one.bytes_each_way
@@ -83,7 +83,7 @@ def _describe_exchange(result: Result) -> list[str]:
     return lines + [f"        {size / _GIB:8.2f} GiB  {name}" for name, size in sent.items()]
 
 
-def _describe_allocator(allocator: Allocator) -> list[str]:
+def _format_allocator(allocator: Allocator) -> list[str]:
     reserved, expandable = allocator.reserved_bytes, allocator.expandable_reserved_bytes
     otherwise = f"{expandable / _GIB:.2f} with expandable_segments:True"
     lines = [f"        {reserved / _GIB:.2f} GiB reserved by the caching allocator; {otherwise}"]
@@ -108,4 +108,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     tell_result(result)
     if result.outcome != "ok":
         sys.exit(1)
-    print(printable(describe(result)))
+    print(printable(format_estimate(result)))

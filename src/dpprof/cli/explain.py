@@ -9,13 +9,12 @@ import argparse
 import importlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dpprof.analysis.difference import Difference, compare
-from dpprof.analysis.peak_holdings import list_holdings
-from dpprof.analysis.waterfall import LEVELS
-from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
+from dpprof.analysis.difference.difference import Difference, explain_difference
+from dpprof.analysis.difference.waterfall import LEVELS, list_holdings
+from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in, positive
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.difference_sentence import say
@@ -24,12 +23,16 @@ from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
-FORMATS = ("text", "markdown", "json")
+FORMATS: dict[str, Callable[[Difference, Detail], str]] = {
+    "text": render_text,
+    "markdown": render_markdown,
+    "json": lambda difference, _: json.dumps(difference.as_json(), indent=1),
+}
 DRAWINGS = (".png", ".pdf", ".svg")
 
 
 def read(file: Path) -> Result:
-    """Read a result, and check that it tells what was live at the peak.
+    """Read a result, and check that it records what was live at the peak.
 
     Raises:
         InputError: It is no such result; the message names the file.
@@ -45,25 +48,6 @@ def read(file: Path) -> Result:
     return result
 
 
-def read_both(a: Path, b: Path) -> Difference:
-    """Read two results, and explain their difference.
-
-    Raises:
-        InputError: One of them cannot be explained, or both are one file.
-        OSError: A file cannot be read.
-    """
-    if a.exists() and b.exists() and a.samefile(b):
-        raise InputError(f"{b}: A and B are the same file; name two results")
-    return compare(read(a), read(b))
-
-
-def render(difference: Difference, form: str, detail: Detail) -> str:
-    """Return the explanation as text, Markdown, or JSON, which has all levels and the timelines."""
-    if form == "json":
-        return json.dumps(difference.as_json(), indent=1)
-    return (render_markdown if form == "markdown" else render_text)(difference, detail)
-
-
 def draw(difference: Difference, output: Path) -> None:
     """Draw the waterfall and both timelines.
 
@@ -74,19 +58,11 @@ def draw(difference: Difference, output: Path) -> None:
     try:
         figures = importlib.import_module("dpprof.figures.waterfall")
     except ModuleNotFoundError as error:
-        told = f"{error.name} is not installed; pip install 'dpprof[report]'"
-        raise InputError(f"--output: {told}") from None
+        why = f"{error.name} is not installed; pip install 'dpprof[report]'"
+        raise InputError(f"--output: {why}") from None
     drawn = io.BytesIO()
     figures.draw(difference, say(difference)).savefig(drawn, format=output.suffix.removeprefix("."))
     write_atomically(output, drawn.getvalue())
-
-
-def count(text: str) -> int:
-    """Read a number of lines, at least 1."""
-    if not text.isdecimal() or not 1 <= len(text) <= 9 or not int(text):  # noqa: PLR2004 (letters)
-        allowed = "it must be an integer above 0"
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not allowed; {allowed}")
-    return int(text)
 
 
 def make_parser() -> Parser:
@@ -102,7 +78,7 @@ def make_parser() -> Parser:
     parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")
     parser.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=list(FORMATS),
         default="text",
         help="what is printed; json has every level and the timelines (default: text)",
     )
@@ -114,7 +90,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--top",
-        type=count,
+        type=positive,
         default=5,
         metavar="N",
         help="print this many layers of a component, and operators of a layer, one by one, and "
@@ -140,8 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending_in_a_sentence():
         if arguments.output is not None:
             check_writable(arguments.output)
-        difference = read_both(arguments.a, arguments.b)
+        a, b = arguments.a, arguments.b
+        if a.exists() and b.exists() and a.samefile(b):
+            raise InputError(f"{b}: A and B are the same file; name two results")
+        difference = explain_difference(read(a), read(b))
         if arguments.output is not None:
             draw(difference, arguments.output)
     detail = Detail(arguments.depth, arguments.top, arguments.every_layer)
-    print(printable(render(difference, arguments.format, detail)))
+    print(printable(FORMATS[arguments.format](difference, detail)))

@@ -3,8 +3,8 @@
 import io
 from collections.abc import Sequence
 
-from dpprof.analysis.frames import TableFolder
 from dpprof.analysis.standings import find_marks
+from dpprof.analysis.tables.frames import TableFolder
 from dpprof.cli.common import (
     Parser,
     add_log_option,

@@ -5,45 +5,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.cli.common import Parser, ending_in_a_sentence
+from dpprof.cli.common import Parser, ending_in_a_sentence, names_of
 from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, Kind
 from dpprof.records.record import ResultError
 from dpprof.records.result import interrupted_path
 from dpprof.records.terms import OUTCOMES
-from dpprof.spec.validation import InputError, one_of
+from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 
 FAILURES = OUTCOMES[1:]
 FORGOTTEN = (RUN, VERDICT)
 
 
-def outcomes(text: str) -> list[str]:
-    """Read a comma-separated list of ways to fail."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in FAILURES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not allowed; {one_of(FAILURES, name)}")
-    return names
-
-
-def what_to_forget(path: Path, kind: Kind, arguments: argparse.Namespace) -> str | None:
-    """Say what a file tells that is to be forgotten; None where it stays.
+def why_to_forget(path: Path, kind: Kind, arguments: argparse.Namespace) -> str | None:
+    """Return why a file is to be forgotten; None where it stays.
 
     Raises:
         ResultError: The file cannot be trusted.
-        InputError: Whether it is outdated cannot be told, since what it names is not installed.
+        InputError: It names a method or a model that is not installed, so its code is unknown.
     """
     record = kind.read(path)
     if kind is RUN:
-        told = record.outcome
-        if told in arguments.outcome:
-            return str(told)
+        why = record.outcome
+        if why in arguments.outcome:
+            return str(why)
     else:
-        told = "verdict"
+        why = "verdict"
         if arguments.unverified and not record.passed:
             return "failed verification" if record.passed is False else "not verified"
     outdated = arguments.outdated and kind.code_of(record).digest() != record.code_digest
-    return told if outdated else None
+    return why if outdated else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="dpprof forget", description=__doc__)
     parser.add_argument(
         "--outcome",
-        type=outcomes,
+        type=names_of(FAILURES),
         default=[],
         help="forget failures: comma-separated, of " + ", ".join(FAILURES),
     )
@@ -61,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--outdated",
         action="store_true",
-        help="forget what other code than the present measured, for example during an edit",
+        help="forget results of other code than the present, for example during an edit",
     )
     parser.add_argument("--dry-run", action="store_true", help="only list what would be forgotten")
     arguments = parser.parse_args(argv)
@@ -72,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = {path: kind for kind in FORGOTTEN for path in RESULTS.glob(f"{kind.pattern}.json")}
         for path in sorted(found):
             try:
-                told = what_to_forget(path, found[path], arguments)
+                why = why_to_forget(path, found[path], arguments)
             except (ResultError, InputError) as error:
-                why = error if isinstance(error, ResultError) else f"{path}: stays; {error}"
-                print(f"warning: {printable(str(why))}", file=sys.stderr)
+                problem = error if isinstance(error, ResultError) else f"{path}: stays; {error}"
+                print(f"warning: {printable(str(problem))}", file=sys.stderr)
                 damaged += 1
                 continue
-            if told is not None:
-                print(f"{path}  {told}")
+            if why is not None:
+                print(f"{path}  {why}")
                 forgotten += 1
                 if not arguments.dry_run:
                     path.unlink()

@@ -14,8 +14,7 @@ from dpprof.system.console import printable
 COMMANDS: Mapping[str, str] = {
     "profile": "measure one experiment in a process of its own",
     "estimate": "predict one experiment, for this machine or for a GPU that is not here",
-    "capacity": "find the largest batch that fits, for every method",
-    "advise": "say which private method to use on a GPU",
+    "advise": "say which batch fits on a GPU, and which private method to use there",
     "budget": "say what a privacy budget costs in noise, GPU hours and money",
     "explain": "say why one run needs more memory than another, to the byte",
     "compare": "say what got worse from one folder of results to another",
@@ -28,7 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "forget": "delete results, so that they are measured again",
     "prune": "list or delete results that no config asks for",
 }
-"""Subcommands, each a module of this package that is imported only where it is asked for."""
+"""Subcommands, each a module of this package that is imported only when it runs."""
 
 EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report", "watch": "report"}
 """Subcommands that need more than the package alone, and the extra that has it."""
@@ -56,8 +55,8 @@ def _run(given: Sequence[str]) -> None:
         case [name, *rest] if name in COMMANDS:
             import_command(name).main(rest)
         case [name, *_]:
-            told = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
-            print(printable(f"dpprof: error: {told}"), file=sys.stderr)
+            why = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
+            print(printable(f"dpprof: error: {why}"), file=sys.stderr)
             sys.exit(2)
 
 
@@ -68,8 +67,8 @@ def import_command(name: str) -> Any:
     except ModuleNotFoundError as error:
         if name not in EXTRAS:
             raise
-        told = f"{error.name} is not installed; pip install 'dpprof[{EXTRAS[name]}]'"
-        print(f"dpprof {name}: error: {told}", file=sys.stderr)
+        why = f"{error.name} is not installed; pip install 'dpprof[{EXTRAS[name]}]'"
+        print(f"dpprof {name}: error: {why}", file=sys.stderr)
         sys.exit(1)
 
 

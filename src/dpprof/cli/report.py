@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dpprof.analysis.frames import TableFolder
+from dpprof.analysis.tables.frames import TableFolder
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.report.content import build_document
 from dpprof.report.document import read_drawing

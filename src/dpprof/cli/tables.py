@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from dpprof.analysis.budget import Planned
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import Collected, collect
-from dpprof.analysis.csv_text import write_frame
-from dpprof.analysis.table_columns import TABLES
-from dpprof.analysis.table_sums import write_sums
-from dpprof.analysis.tables import build_tables
-from dpprof.analysis.timeline_table import TimelineFile
+from dpprof.analysis.tables.build import TimelineFile, build_tables
+from dpprof.analysis.tables.columns import TABLES
+from dpprof.analysis.tables.frames import write_frame, write_sums
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.accounting_run import account_apart
 from dpprof.launch.interrupted import drop_copies
@@ -20,7 +18,7 @@ from dpprof.system.files import open_atomically, write_atomically
 
 
 def _plan_noise(manifest: Manifest, collected: Collected) -> Planned | None:
-    """Ask for the noise of the manifest's privacy budget; None where it has none."""
+    """Compute the noise for the manifest's privacy budget; None where it has none."""
     if manifest.privacy is None:
         return None
     capacities = (result for _, result in collected.found if result.instrument == "capacity")
@@ -46,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--ceilings", type=path, nargs="*", default=[], help="ceilings of devices to tabulate"
     )
     parser.add_argument(
-        "--partial", action="store_true", help="leave out what is missing or damaged, and list it"
+        "--partial",
+        action="store_true",
+        help="list missing and damaged results, and leave them out",
     )
     add_log_option(parser, "what is printed")
     arguments = parser.parse_args(argv)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 planned_in=planned_in,
                 partial=arguments.partial,
                 ceilings=arguments.ceilings,
-                tell=TimelineFile(file).add,
+                on_result=TimelineFile(file).add,
             )
         for error in collected.damaged:
             say(f"{error}; it is left out, since the report is partial")

@@ -21,8 +21,8 @@ from dpprof.system.console import keep_log, say
 _FINE_TUNING = ("lora", "trainable", "padding")
 
 
-def tell(verdict: Verdict) -> str:
-    """Say the verdict in one line."""
+def format_verdict(verdict: Verdict) -> str:
+    """Return the verdict in one line."""
     said = {True: "verified", False: "failed verification", None: "not verified"}[verdict.passed]
     error = verdict.max_relative_error
     how = "" if error is None else f", largest relative error {error:.1e}"
@@ -42,7 +42,7 @@ def _make_parser() -> Parser:
     which.add_argument(
         "--model",
         help=f"a model's name; {BUILT_IN}, which stands for every size of dpprof's own "
-        f"transformer; or {PREFIX}NAME, of which a small model of the same layers is verified",
+        f"transformer; or {PREFIX}NAME, for which a small model with the same layers is verified",
     )
     which.add_argument(
         "--stand-in",
@@ -96,4 +96,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         label = model if isinstance(model, str) else model.label
         output = arguments.output or verdict_path(Path(), label, arguments.method)
         verdict = verify_apart(model, arguments.method, output)
-    say(tell(verdict))
+    say(format_verdict(verdict))

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dpprof.analysis.axes import BASELINE
-from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 
 _MIB = 2**20

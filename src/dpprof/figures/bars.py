@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.style import HATCHES, PAGE_INCHES
 
 VISIBLE = 0.005
@@ -51,7 +51,7 @@ def name_bars(axis: Axes, names: Iterable[str]) -> None:
 
 
 def height_of(bars: int) -> float:
-    """Return the height of a row of panels, in inches, that keeps so many bars apart."""
+    """Return the height of a row of panels, in inches, that keeps this many bars apart."""
     return 0.65 + 0.17 * bars
 
 

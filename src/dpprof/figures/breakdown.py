@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.peak_composition import compose
+from dpprof.analysis.selection import compose_peaks
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS
@@ -23,18 +24,15 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     The instrument memory recorded it, or estimate predicted it where memory did not run. The tick
     is the allocator's peak, measured by another process. Unattributed memory has no known owner.
     """
-    told = compose(tables)
-    panels = split(told[told["target"].isna()], MISSING, most=4)
-    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
-    for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.sorted_by(panel.rows["peak_bytes"])
-        stack(axis, rows[list(COMPONENT_COLOURS)] / _MIB, COMPONENT_COLOURS)
-        peaks = rows["peak_bytes"] / _MIB
+    peaks = compose_peaks(tables)
+    figure, panels = _draw_owners(peaks[peaks["target"].isna()], MISSING, _MIB)
+    for axis, rows in panels:
+        sizes = rows["peak_bytes"] / _MIB
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
         axis.plot(measured, range(len(rows)), "|", color="black", markersize=9, markeredgewidth=1.5)
-        note(axis, pd.concat([peaks, measured], axis=1).max(axis=1), over_baseline(peaks))
+        note(axis, pd.concat([sizes, measured], axis=1).max(axis=1), over_baseline(sizes))
         axis.set_xlabel("live memory at the peak (MiB)")
-    share_legend(figure, axes, COMPONENT_COLOURS)
+    share_legend(figure, [axis for axis, _ in panels], COMPONENT_COLOURS)
     return figure
 
 
@@ -42,22 +40,31 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """Predicted live memory by owner at the peak on a target; numbers are ratios to standard.
 
     The dashed line is the memory that a training can allocate there. The instrument estimate
-    predicts the bytes of tensors without the device; the allocator reserves more, which the table
-    of predictions tells.
+    predicts the bytes of tensors without the device. The allocator reserves more: see the table of
+    predictions.
     """
-    told = compose(tables)
+    peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
-    panels = split(told[told["target"].notna()], missing, most=4)
-    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
-    for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.sorted_by(panel.rows["peak_bytes"])
-        stack(axis, rows[list(COMPONENT_COLOURS)] / _GIB, COMPONENT_COLOURS)
-        peaks = rows["peak_bytes"] / _GIB
-        note(axis, peaks, over_baseline(peaks))
+    figure, panels = _draw_owners(peaks[peaks["target"].notna()], missing, _GIB)
+    for axis, rows in panels:
+        sizes = rows["peak_bytes"] / _GIB
+        note(axis, sizes, over_baseline(sizes))
         memory = rows["target_memory_bytes"].astype(float).max() / _GIB
         if pd.notna(memory):
             axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
             axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
         axis.set_xlabel("predicted peak (GiB)")
-    share_legend(figure, axes, [*COMPONENT_COLOURS, _MEMORY])
+    share_legend(figure, [axis for axis, _ in panels], [*COMPONENT_COLOURS, _MEMORY])
     return figure
+
+
+def _draw_owners(
+    peaks: pd.DataFrame, missing: str, unit: int
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
+    """Draw stacked bars by owner, and return the rows of each panel beside its axes."""
+    panels = split(peaks, missing, most=4)
+    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
+    rows = [panel.sorted_by(panel.rows["peak_bytes"]) for panel in panels.shown]
+    for axis, shown in zip(axes, rows, strict=True):
+        stack(axis, shown[list(COMPONENT_COLOURS)] / unit, COMPONENT_COLOURS)
+    return figure, list(zip(axes, rows, strict=True))

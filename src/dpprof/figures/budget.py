@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.panels import split
 from dpprof.figures.style import method_style, name_methods
 

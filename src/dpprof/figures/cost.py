@@ -6,8 +6,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import count_tokens
-from dpprof.analysis.peak_composition import choose
+from dpprof.analysis.selection import choose_runs
+from dpprof.analysis.tables.axes import count_tokens
 from dpprof.figures.panels import Panel, split
 from dpprof.figures.scaling import dress, mark_some, name_lines
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure
@@ -29,7 +29,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     where nothing ran.
     """
     parameters = tables["experiments"][["experiment_id", "parameters_total"]]
-    known = _per_token(choose(tables["costs"]).merge(parameters, on="experiment_id"))
+    known = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
     here = known["target"].isna()
     panels = [*_find_panels(known[here]), *_find_panels(known[~here])][:_ROWS]
     if not panels:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import RUN_KEY
+from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import BOUND_COLOURS, OP_KIND_COLOURS, NothingToDrawError
@@ -49,8 +49,8 @@ def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, 
     columns = list(parts.values())
     over_processes = traces.groupby("experiment_id")[columns].median()
     facts = traces.drop(columns=columns).drop_duplicates("experiment_id")
-    told = facts.merge(over_processes, left_on="experiment_id", right_index=True)
-    panels = split(told, MISSING, most=4)
+    known = facts.merge(over_processes, left_on="experiment_id", right_index=True)
+    panels = split(known, MISSING, most=4)
     figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.sorted_by(panel.rows[columns].sum(axis=1))

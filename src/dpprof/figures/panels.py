@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import BASELINE, name_model
-from dpprof.analysis.frames import naming_axes, varying_axes
+from dpprof.analysis.tables.axes import BASELINE, name_model
+from dpprof.analysis.tables.frames import naming_axes, varying_axes
 from dpprof.figures.style import NothingToDrawError, new_figure
 
 MAX_PANELS = 12
@@ -55,10 +55,10 @@ class Panels(NamedTuple):
             axis.axis("off")
         for axis, panel in zip(axes.flat, self.shown, strict=False):
             axis.set_title(break_title(panel.title))
-        self.tell_beyond(figure)
+        self.note_hidden_panels(figure)
         return figure, list(axes.flat[: len(self.shown)])
 
-    def tell_beyond(self, figure: Figure) -> None:
+    def note_hidden_panels(self, figure: Figure) -> None:
         """Write above the panels how many of all settings they show."""
         if self.beyond > 0:
             count = len(self.shown)

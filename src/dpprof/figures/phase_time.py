@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import RUN_KEY
+from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.figures.bars import bracket, height_of, note, over_baseline, share_legend, stack
 from dpprof.figures.panels import split
 from dpprof.figures.style import PHASE_COLOURS
@@ -21,10 +21,10 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     measured = tables["phases"]
     over_processes = measured.groupby(["experiment_id", "phase"])["median_s"].median()
     spread = over_processes.unstack()  # noqa: PD010 (there is nothing to aggregate)
-    told = tables["experiments"].merge(
+    experiments = tables["experiments"].merge(
         spread.join(_reach(measured)), left_on="experiment_id", right_index=True
     )
-    panels = split(told, "no run of the instrument phases succeeded", most=4)
+    panels = split(experiments, "no run of the instrument phases succeeded", most=4)
     figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
     for axis, panel in zip(axes, panels.shown, strict=True):
         phases = [phase for phase in PHASE_COLOURS if phase in panel.rows]

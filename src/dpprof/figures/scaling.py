@@ -59,7 +59,7 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
                 _draw_method(memory, time, str(method), points.sort_values(along), along)
         dress(memory, panel, along, "peak (MiB)")
         dress(time, panel, along, "step time (ms)")
-    panels.tell_beyond(figure)
+    panels.note_hidden_panels(figure)
     name_lines(figure, axes)
     return figure
 

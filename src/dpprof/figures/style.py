@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dpprof.analysis.axes import BASELINE
+from dpprof.analysis.tables.axes import BASELINE
 
 COLUMN_INCHES = 3.4
 """Width of one column of a two-column paper; text is legible at this size."""

@@ -6,9 +6,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import SETTING
-from dpprof.analysis.focus import find_here
-from dpprof.analysis.peak_composition import choose
+from dpprof.analysis.selection import choose_runs, find_here
+from dpprof.analysis.tables.axes import SETTING
 from dpprof.figures.bars import bracket, height_of, name_bars
 from dpprof.figures.panels import split
 from dpprof.figures.style import method_style, new_figure
@@ -26,7 +25,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     where any has them. Error bars are 95 % bootstrap intervals over processes.
     """
     known = tables["experiments"].dropna(subset=["tokens_per_s"])
-    used = choose(tables["costs"])[["experiment_id", "mfu", "hfu"]]
+    used = choose_runs(tables["costs"])[["experiment_id", "mfu", "hfu"]]
     known = known.merge(used, on="experiment_id", how="left")
     if known["hfu"].notna().any():
         keys = [known[name] for name in SETTING]

@@ -7,9 +7,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.axes import RUN_KEY
-from dpprof.analysis.frames import rows_of
-from dpprof.analysis.peak_composition import choose
+from dpprof.analysis.selection import choose_runs
+from dpprof.analysis.tables.axes import RUN_KEY
+from dpprof.analysis.tables.frames import rows_of
 from dpprof.figures.bars import VISIBLE, share_legend
 from dpprof.figures.panels import Panel, Panels, split
 from dpprof.figures.style import BYTE_UNITS, COMPONENT_COLOURS, HATCHES, choose_byte_unit
@@ -34,7 +34,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     have a timeline, recorded by the instrument memory or else estimated. Each of 300 parts of a
     step shows its highest instant. Owners below 0.5 % of the highest peak are left out.
     """
-    chosen = choose(tables["peaks"])
+    chosen = choose_runs(tables["peaks"])
     here = chosen[chosen["target"].isna()]
     runs = chosen if here.empty else here
     settings = split(runs, "no run of the instruments memory or estimate succeeded", most=len(runs))

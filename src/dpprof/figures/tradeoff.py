@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpprof.analysis.focus import find_here
+from dpprof.analysis.selection import find_here
 from dpprof.figures.labels import label_points
 from dpprof.figures.panels import split
 from dpprof.figures.style import COLUMN_INCHES, method_style, new_figure

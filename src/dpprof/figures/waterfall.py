@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.difference import Difference, Side
-from dpprof.analysis.peak_holdings import name_component, say_size
-from dpprof.analysis.shared_axis import Curve
-from dpprof.analysis.waterfall import Bar, fold_blocks
+from dpprof.analysis.difference.difference import Difference, Side
+from dpprof.analysis.difference.shared_axis import Curve
+from dpprof.analysis.difference.waterfall import Bar, fold_blocks, format_size, name_component
 from dpprof.figures.bars import VISIBLE, name_bars
 from dpprof.figures.style import (
     BYTE_UNITS,
@@ -133,7 +132,7 @@ def _draw_steps(
     axis.plot([level / factor] * 2, [last - 0.65, last + 0.35], color="#333333", linewidth=0.5)
     axis.barh(last, a.peak_bytes / factor, color=colours[0], **style)
     for row, side in ((0, b), (last, a)):
-        _label(axis, row, side.peak_bytes / factor, say_size(side.peak_bytes), _say_how(side))
+        _label(axis, row, side.peak_bytes / factor, format_size(side.peak_bytes), _say_how(side))
     name_bars(axis, [_fold(b.name), *(step.name for step in steps), _fold(a.name)])
     axis.set_xlabel(f"live memory at the peak ({unit})")
     axis.set_xlim(0, axis.get_xlim()[1] * 1.6)
@@ -145,7 +144,7 @@ def _fold(name: str) -> str:
 
 
 def _sign(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{say_size(size)}"
+    return f"{'+' if size > 0 else ''}{format_size(size)}"
 
 
 def _say_how(side: Side) -> str:

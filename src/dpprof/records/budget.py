@@ -10,9 +10,9 @@ from dpprof.spec.privacy import Privacy
 class MethodCost(Part):
     """What a training costs with one method at one epsilon."""
 
-    method: str
+    method: str = Field(description="the method")
     epsilon: float | None = Field(description="null for a method that is not private")
-    private: bool
+    private: bool = Field(description="whether it is private")
     mechanism: str | None = Field(
         None, description="what makes the method private; null: it has no verdict"
     )
@@ -20,8 +20,10 @@ class MethodCost(Part):
         None, description="whether its gradient equals the reference's; null: not verified"
     )
     batch_size: int | None = Field(None, description="expected samples of a step")
-    steps: int | None = None
-    noise_multiplier: float | None = None
+    steps: int | None = Field(None, description="steps of the training")
+    noise_multiplier: float | None = Field(
+        None, description="standard deviation of the noise over C"
+    )
     same_batch_noise_multiplier: float | None = Field(
         None,
         description="noise multiplier with the planned batch and tokens, which take the hours of "

@@ -5,11 +5,17 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, SETTING
-from dpprof.analysis.focus import Tables, find_here, find_on_targets, find_predicted, measured
-from dpprof.analysis.frames import least_of
-from dpprof.analysis.peak_composition import find_fitting
+from dpprof.analysis.selection import (
+    Tables,
+    find_fitting,
+    find_here,
+    find_on_targets,
+    find_predicted,
+    measured,
+)
 from dpprof.analysis.statistics import NO_DIFFERENCE
+from dpprof.analysis.tables.axes import BASELINE, SETTING
+from dpprof.analysis.tables.frames import least_of
 from dpprof.records.terms import OUTCOMES
 from dpprof.report.cells import listed, number, plural, significant, span
 from dpprof.report.wording import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import name_model
-from dpprof.analysis.frames import naming_axes
+from dpprof.analysis.tables.axes import name_model
+from dpprof.analysis.tables.frames import naming_axes
 from dpprof.report.document import Paragraph, Table
 
 Cell = Callable[[Any], str]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpprof.analysis.peak_holdings import name_component, say_size
+from dpprof.analysis.difference.waterfall import format_size, name_component
 from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement, Run, Unlike
 from dpprof.report.cells import plural
 from dpprof.report.markdown import escape_markdown, on_one_line
@@ -126,7 +126,7 @@ def _spell_change(one: ComparedFigure) -> str:
         return share
     size = f"{now - was:+,}"
     if one.unit == "bytes":
-        size = f"{'+' if now > was else ''}{say_size(int(now - was))}"
+        size = f"{'+' if now > was else ''}{format_size(int(now - was))}"
     return f"{size} ({share})" if share else size
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from dpprof.analysis.peak_composition import choose, compose
+from dpprof.analysis.selection import choose_runs, compose_peaks
 from dpprof.analysis.standings import find_marks
 from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
 from dpprof.report.advice_section import tell_advice, tell_capacity
@@ -57,7 +57,7 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     The first page answers; sections have a few sentences and figures, the appendix every table.
     """
     first = build_first_section(tables, drawings)
-    composition = compose(tables)
+    composition = compose_peaks(tables)
     sections, appendix = _sections(tables, composition, drawings), _appendix(tables, composition)
     shown = {block.name for block in first.blocks if isinstance(block, Picture)}
     _hang(sections, appendix, [one for one in drawings if one.name not in shown])
@@ -109,7 +109,7 @@ def _sections(tables: Tables, composition: pd.DataFrame, drawings: Sequence[Draw
 
 
 def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
-    experiments, costs = tables["experiments"], choose(tables["costs"])
+    experiments, costs = tables["experiments"], choose_runs(tables["costs"])
     return {
         "Caveats": [*tell_caveats(tables["findings"])],
         "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),

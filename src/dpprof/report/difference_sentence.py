@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
-from dpprof.analysis.difference import Difference
-from dpprof.analysis.peak_holdings import name_component, say_size
-from dpprof.analysis.waterfall import LEVELS, Bar, fold_blocks
+from dpprof.analysis.difference.difference import Difference
+from dpprof.analysis.difference.waterfall import (
+    LEVELS,
+    Bar,
+    fold_blocks,
+    format_size,
+    name_component,
+)
 from dpprof.report.cells import listed
 
 OUTSIDE = "outside the model"
@@ -25,9 +30,9 @@ def say(difference: Difference) -> str:
             if any(bar.differs(len(LEVELS)) for bar in difference.bars)
             else ""
         )
-        return f"{a} and {b} need the same: {say_size(difference.a.peak_bytes)}{inside}."
+        return f"{a} and {b} need the same: {format_size(difference.a.peak_bytes)}{inside}."
     sign = 1 if total > 0 else -1
-    said = f"{a} needs {say_size(abs(total))} {_more(sign)} than {b}"
+    said = f"{a} needs {format_size(abs(total))} {_more(sign)} than {b}"
     gains = [bar for bar in difference.bars if sign * bar.difference_bytes > 0]
     losses = [bar for bar in difference.bars if sign * bar.difference_bytes < 0]
     first = gains[0]
@@ -46,7 +51,7 @@ def _more(sign: int) -> str:
 
 
 def _size(bar: Bar) -> str:
-    return say_size(abs(bar.difference_bytes))
+    return format_size(abs(bar.difference_bytes))
 
 
 def _word(bar: Bar) -> str:

@@ -6,9 +6,14 @@ Differences are what A holds more than B, so they are negative where A holds les
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dpprof.analysis.difference import Difference, Side
-from dpprof.analysis.peak_holdings import name_component, say_size
-from dpprof.analysis.waterfall import LEVELS, Bar, fold_blocks
+from dpprof.analysis.difference.difference import Difference, Side
+from dpprof.analysis.difference.waterfall import (
+    LEVELS,
+    Bar,
+    fold_blocks,
+    format_size,
+    name_component,
+)
 from dpprof.report.difference_sentence import OUTSIDE, say
 from dpprof.report.markdown import escape_markdown, on_one_line
 
@@ -88,7 +93,7 @@ def _tell_equal(difference: Difference, detail: Detail) -> list[str]:
     """Say which components have no line, because they are equal in both."""
     depth = list(LEVELS).index(detail.depth)
     equal = [
-        f"{name_component(str(bar.name))} ({say_size(bar.a_bytes)})"
+        f"{name_component(str(bar.name))} ({format_size(bar.a_bytes)})"
         for bar in difference.bars
         if not bar.differs(depth)
     ]
@@ -105,12 +110,12 @@ def render_text(difference: Difference, detail: Detail) -> str:
     rows = list_rows(difference, detail)
     ends = [end for row in rows for end in (row.start, row.start + row.difference_bytes)]
     low, high = min([*ends, a.peak_bytes, b.peak_bytes]), max([*ends, a.peak_bytes, b.peak_bytes])
-    lines = [(f"{b.peak_bytes:,}", say_size(b.peak_bytes), "", _describe("B", b))]
+    lines = [(f"{b.peak_bytes:,}", format_size(b.peak_bytes), "", _describe("B", b))]
     for row in rows:
         size = row.difference_bytes
         label = "  " * row.depth + row.name
         lines.append((f"{size:+,}", _signed(size), _draw(row, low, high), label))
-    lines.append((f"{a.peak_bytes:,}", say_size(a.peak_bytes), "", _describe("A", a)))
+    lines.append((f"{a.peak_bytes:,}", format_size(a.peak_bytes), "", _describe("A", a)))
     numbers, sizes = (max(len(line[at]) for line in lines) for at in (0, 1))
     said = [say(difference), *_tell_shared(difference), ""]
     for exact, rounded, bar, label in lines:
@@ -143,7 +148,7 @@ def _markdown_row(label: str, a_bytes: int, b_bytes: int) -> str:
 
 
 def _signed(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{say_size(size)}"
+    return f"{'+' if size > 0 else ''}{format_size(size)}"
 
 
 def _describe(letter: str, side: Side) -> str:

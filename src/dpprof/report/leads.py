@@ -2,9 +2,9 @@
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, SETTING
-from dpprof.analysis.focus import WITHOUT_BATCH, group_by
-from dpprof.analysis.frames import least_of
+from dpprof.analysis.selection import group_by
+from dpprof.analysis.tables.axes import BASELINE, SETTING, WITHOUT_BATCH
+from dpprof.analysis.tables.frames import least_of
 from dpprof.report.cells import listed, percent, significant
 from dpprof.report.document import Bullets
 from dpprof.report.wording import THIS_MACHINE, name_setting, span_of_ratios, times

@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, SETTING, count_tokens
-from dpprof.analysis.peak_composition import find_fitting, needed_bytes
+from dpprof.analysis.selection import find_fitting, needed_bytes
+from dpprof.analysis.tables.axes import BASELINE, SETTING, count_tokens
 from dpprof.records.terms import COMPONENTS, EVIDENCE
 from dpprof.report.cells import (
     ORDER,

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, name_model
+from dpprof.analysis.tables.axes import BASELINE, name_model
 from dpprof.report.cells import listed, plural
 from dpprof.report.wording import THIS_MACHINE, name_settings
 

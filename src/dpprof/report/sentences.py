@@ -2,10 +2,10 @@
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, name_model
-from dpprof.analysis.frames import naming_axes
-from dpprof.analysis.peak_composition import find_fitting
+from dpprof.analysis.selection import find_fitting
 from dpprof.analysis.statistics import NO_DIFFERENCE
+from dpprof.analysis.tables.axes import BASELINE, name_model
+from dpprof.analysis.tables.frames import naming_axes
 from dpprof.records.terms import COMPONENTS
 from dpprof.report.cells import listed, number, span
 from dpprof.report.document import Bullets, Paragraph

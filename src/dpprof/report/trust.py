@@ -3,8 +3,7 @@
 import pandas as pd
 
 from dpprof.analysis.collection import NO_RESULT
-from dpprof.analysis.focus import Tables
-from dpprof.analysis.peak_composition import compose
+from dpprof.analysis.selection import Tables, compose_peaks
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
 from dpprof.records.terms import OUTCOMES
 from dpprof.report.caveats_section import MEANINGS
@@ -20,7 +19,7 @@ def build_trust_section(tables: Tables) -> Section:
     """Return how far to trust the answer: noise; verified and reconciled; runs and caveats."""
     proof = [
         *count_verified(tables["verification"]),
-        *_reconciled(compose(tables), set(tables["runs"]["target"].dropna())),
+        *_reconciled(compose_peaks(tables), set(tables["runs"]["target"].dropna())),
     ]
     lines = [_tell_noise(tables["experiments"]), " ".join(proof), " ".join(_tell_runs(tables))]
     return Section(title=TITLE, blocks=(Bullets(items=tuple(filter(None, lines))),))

@@ -10,7 +10,7 @@ from dpprof.analysis.standings import (
     DAGGER,
     DOUBLE_DAGGER,
     Marks,
-    name_holes,
+    methods_by_hole,
     name_other_mechanisms,
     name_unverified,
     sign,
@@ -66,7 +66,7 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bu
 
 def _tell_holes(verification: pd.DataFrame) -> list[Paragraph | Bullets]:
     """Return where guarantees were lost; nothing where none was."""
-    holes = name_holes(verification)
+    holes = methods_by_hole(verification)
     if not holes:
         return []
     said = (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import name_model
+from dpprof.analysis.tables.axes import name_model
 from dpprof.report.cells import listed, number, significant, text_of
 
 _FEW = 2

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.analysis.budget import Planned
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
-from dpprof.analysis.tables import build_tables
+from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.artifacts import LIMITS, RESULTS
 from dpprof.planning.planner import read_manifest
 from dpprof.report.content import build_document

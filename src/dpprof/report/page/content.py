@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import RUN_KEY
-from dpprof.analysis.frames import rows_of
+from dpprof.analysis.tables.axes import RUN_KEY
+from dpprof.analysis.tables.frames import rows_of
 from dpprof.report.document import Document
 from dpprof.report.page.columns import pack_frame
 from dpprof.report.page.data import (

@@ -5,9 +5,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.axes import BASELINE, RUN_KEY, name_model
-from dpprof.analysis.frames import naming_axes
-from dpprof.analysis.peak_composition import RECORDERS
+from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, name_model
+from dpprof.analysis.tables.frames import naming_axes
 from dpprof.figures.style import (
     COMPONENT_COLOURS,
     OP_KIND_COLOURS,

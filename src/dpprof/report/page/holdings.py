@@ -5,7 +5,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dpprof.analysis.peak_holdings import Holding, list_holdings
+from dpprof.analysis.difference.waterfall import Holding, list_holdings
 from dpprof.records.record import ResultError
 from dpprof.records.result import read_run
 from dpprof.report.page.columns import pack_column

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dpprof.analysis.axes import RUN_KEY
+from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.records.terms import COMPONENTS
 from dpprof.report.page.columns import pack_changes, pack_column, plain
 from dpprof.report.page.detail import Runs

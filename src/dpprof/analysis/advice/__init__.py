@@ -1,0 +1,1 @@
+"""Which method to use, and what a privacy budget costs with it."""

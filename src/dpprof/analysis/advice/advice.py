@@ -1,0 +1,161 @@
+"""Which method to use: methods ranked by their predicted speed at the largest safe batch.
+
+The ranking uses capacity results only. Memory is predicted storage by storage, time operator by
+operator. No difference is predicted between methods whose 90 % intervals overlap: they are called
+close. A method with a wrong gradient is never advised. A method without a verdict, or with another
+mechanism than flat clipping, is advised and marked as such.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.groups import setting_key
+from dpprof.analysis.standings import UNKNOWN
+from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
+from dpprof.analysis.tables.frames import make_frame
+from dpprof.records.advice import Advice, Option, Recommendation
+from dpprof.records.result import Result
+from dpprof.records.verdict import Standing
+from dpprof.spec.mechanisms import NO_CLIPPING
+
+
+def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
+    """Rank the methods of capacity results that differ only in the method.
+
+    Args:
+        results: At least one. A failed result becomes an option that does not work.
+        target: The target's name, for display.
+        standings: The standing of each method, by the id of the result's experiment.
+    """
+    experiment = results[0].experiment
+    options = [
+        _describe(result, standings.get(result.experiment_id, UNKNOWN)) for result in results
+    ]
+    ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
+    fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
+    judged = [_judge(option, fastest) for option in options]
+    judged.sort(key=_rank)
+    budgets = [result.capacity.budget_bytes for result in results if result.capacity]
+    return Advice(
+        model=experiment.model_name,
+        lora=None if experiment.lora is None else experiment.lora.text,
+        parallel=None if experiment.parallel is None else experiment.parallel.text,
+        seq_len=experiment.seq_len,
+        dtype=experiment.dtype,
+        target=target,
+        budget_bytes=budgets[0] if budgets else None,
+        options=tuple(judged),
+        sure_of_memory=(
+            "peaks are sums over every storage of a traced step; on a CPU they equal the measured "
+            "peak to the byte, on a GPU the memory of libraries is modelled"
+        ),
+        sure_of_time=_explain_time(results, judged),
+    )
+
+
+def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], list[Result]]]:
+    """Yield the axes of each setting with capacity results, and these results."""
+    alike: dict[str, list[Result]] = defaultdict(list)
+    for _, result in collected.found:
+        if result.instrument == "capacity":
+            alike[setting_key(result.experiment)].append(result)
+    for results in alike.values():
+        axes = axes_of(results[0].experiment)
+        yield {name: axes[name] for name in WITHOUT_BATCH}, results
+
+
+def tabulate_advice(collected: Collected) -> pd.DataFrame:
+    """Return one row per option of every model, sequence length and target, best first."""
+    rows = []
+    for setting, results in group_capacities(collected):
+        advice = advise(results, setting["target"] or "this machine", collected.standings)
+        rows += [
+            setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()
+            for option in advice.options
+        ]
+    return make_frame("advice", rows)
+
+
+def _describe(result: Result, standing: Standing) -> Option:
+    """Return a method's option, with what speaks against it; ``_judge`` adds the speed verdict."""
+    experiment, capacity, compute = result.experiment, result.capacity, result.compute
+    private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
+    if capacity is None or compute is None:
+        return Option(
+            method=experiment.method,
+            verdict="does not fit" if result.outcome == "oom" else "failed",
+            private=private,
+            mechanism=standing.mechanism,
+            verified=standing.verified,
+            message=result.error.message if result.error else result.outcome,
+        )
+    tight = capacity.safe_batch_size is None
+    bound_s = None if tight else compute.roofline_step_s
+    step = None if tight or result.time is None else result.time.predicted_step_s
+    tokens = experiment.world_size * experiment.tokens_in(capacity.stated_batch_size)
+    verdict: Recommendation = "unranked" if private else "baseline"
+    message = None
+    if tight:
+        verdict = "tight" if private else verdict
+        message = "it fits, but with nothing to spare: see capacity"
+    if private and standing.verified is False:
+        verdict, message = "wrong", f"its gradient is wrong: {standing.reason}"
+    return Option(
+        method=experiment.method,
+        verdict=verdict,
+        private=private,
+        mechanism=standing.mechanism,
+        verified=standing.verified,
+        largest_batch_size=capacity.batch_size,
+        largest_peak_bytes=capacity.peak_bytes,
+        smallest_batch_size=capacity.smallest_batch_size,
+        safe_batch_size=capacity.safe_batch_size,
+        safe_peak_bytes=capacity.safe_peak_bytes,
+        tokens_per_s=step and tokens / step.median,
+        tokens_per_s_low=step and tokens / step.high,
+        tokens_per_s_high=step and tokens / step.low,
+        tokens_per_s_at_most=tokens / bound_s if bound_s else None,
+        dp_flop_multiplier=compute.dp_flop_multiplier,
+        limited_by=capacity.limited_by,
+        message=message,
+    )
+
+
+def _rank(option: Option) -> tuple[bool, bool, float]:
+    return not option.private, option.verdict == "wrong", -(option.tokens_per_s or 0.0)
+
+
+def _judge(option: Option, fastest: Option | None) -> Option:
+    if option.verdict != "unranked" or option.tokens_per_s is None or fastest is None:
+        return option
+    verdict: Recommendation = "slower"
+    if option == fastest:
+        verdict = "first"
+    elif (option.tokens_per_s_high or 0.0) >= (fastest.tokens_per_s_low or 0.0):
+        verdict = "close"
+    return option.model_copy(update={"verdict": verdict})
+
+
+def _explain_time(results: Sequence[Result], options: Sequence[Option]) -> str:
+    """Say what the predicted times rest on: for the first method, else for any."""
+    first = next((o.method for o in options if o.verdict == "first"), None)
+    predicted = {
+        r.experiment.method: r.time.predicted_step_s
+        for r in results
+        if r.time is not None and r.time.predicted_step_s is not None
+    }
+    if not predicted and any(result.experiment.parallel for result in results):
+        return "not predicted: how long ranks take to communicate is not known"
+    if not predicted:
+        return "not predicted: no speeds of this device are known"
+    step = predicted.get(first or "") or next(iter(predicted.values()))
+    rests = ", ".join(f"{share:.0%} {basis}" for basis, share in step.rests_on.items())
+    return (
+        "tokens per second are predicted, with 90 % intervals; no difference is predicted between "
+        f"methods whose intervals overlap. Of the device's time, {rests}. Published steps of plain "
+        "training took longer than predicted: docs/numbers/step-time.md"
+    )

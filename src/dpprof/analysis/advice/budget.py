@@ -1,0 +1,168 @@
+"""What a privacy budget costs in GPU hours: tables ``budget`` and ``noise``.
+
+A step of an expected batch runs micro-batches of the size that safely fits, then noise and
+optimizer once. Poisson-sampled batches vary; hours are those of the expected number of samples.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from dpprof.accounting.plan import AtEpsilon, NoisePlan
+from dpprof.analysis.advice.advice import advise, group_capacities
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.tables.axes import BASELINE
+from dpprof.analysis.tables.frames import make_frame
+from dpprof.records.advice import Advice, Option
+from dpprof.records.budget import Budget, MethodCost
+from dpprof.records.result import Result
+from dpprof.records.verdict import Standing
+from dpprof.spec.privacy import Privacy
+
+_HOUR_S = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A privacy budget, and the noise for it, by the tokens of a sample."""
+
+    privacy: Privacy
+    plans: Mapping[float, NoisePlan] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+    """Why there are no plans."""
+
+
+def make_budget(
+    results: Sequence[Result],
+    target: str,
+    standings: Mapping[str, Standing],
+    privacy: Privacy,
+    noise: NoisePlan,
+) -> Budget:
+    """Price a privacy budget for capacity results that differ only in the method.
+
+    Args:
+        results: At least one. A failed result becomes a method without hours.
+        target: The target's name, for display.
+        standings: The standing of each method, by the id of the result's experiment.
+        privacy: The budget.
+        noise: What it asks for.
+    """
+    advice = advise(results, target, standings)
+    return Budget(
+        model=advice.model,
+        lora=advice.lora,
+        seq_len=advice.seq_len,
+        dtype=advice.dtype,
+        target=target,
+        privacy=privacy,
+        warnings=privacy.warnings,
+        noise=noise,
+        methods=_price_methods(results, advice, privacy, noise),
+        sure_of_memory=advice.sure_of_memory,
+        sure_of_time=advice.sure_of_time,
+    )
+
+
+def _price_methods(
+    results: Sequence[Result], advice: Advice, privacy: Privacy, noise: NoisePlan
+) -> list[MethodCost]:
+    by_method = {result.experiment.method: result for result in results}
+    costs = [
+        _price(option, by_method[option.method], privacy, noise, at)
+        for option in advice.options
+        for at in (noise.epsilons if option.private else noise.epsilons[:1])
+    ]
+    plain = next((one.gpu_hours for one in costs if one.method == BASELINE), None)
+    if not plain:
+        return costs
+    return [
+        one.model_copy(update={"hours_ratio": one.gpu_hours and one.gpu_hours / plain})
+        for one in costs
+    ]
+
+
+def _price(
+    option: Option, result: Result, privacy: Privacy, noise: NoisePlan, at: AtEpsilon
+) -> MethodCost:
+    """Price a training with one method at one epsilon."""
+    cost = MethodCost(
+        method=option.method,
+        epsilon=at.epsilon if option.private else None,
+        private=option.private,
+        mechanism=option.mechanism,
+        verified=option.verified,
+        batch_size=at.batch_size if option.private else noise.batch_size,
+        steps=noise.planned.steps,
+        noise_multiplier=at.noise_multiplier if option.private else None,
+        same_batch_noise_multiplier=at.same_batch_noise_multiplier if option.private else None,
+        message=option.message or (at.reason if option.private else None),
+    )
+    capacity, step = result.capacity, None if result.time is None else result.time.predicted_step_s
+    if capacity is None or capacity.safe_batch_size is None or cost.batch_size is None:
+        return cost
+    accumulation = math.ceil(cost.batch_size / capacity.safe_batch_size)
+    micro_batch_size = math.ceil(cost.batch_size / accumulation)
+    if micro_batch_size < (least := capacity.smallest_batch_size):
+        why = (
+            f"micro-batches would have {micro_batch_size:,} samples, and it takes {least:,} or more"
+        )
+        return cost.model_copy(update={"message": cost.message or why})
+    fits = {"accumulation_steps": accumulation, "micro_batch_size": micro_batch_size}
+    if step is None:
+        why = result.reasons.get("time", "no time is predicted for this target")
+        return cost.model_copy(update=fits | {"message": cost.message or why})
+    rest_s = step.median if step.without_update is None else step.without_update
+    batches = cost.batch_size / capacity.stated_batch_size
+    step_s = batches * rest_s + step.median - rest_s
+    hours = noise.planned.steps * step_s / _HOUR_S
+    price = privacy.price_per_hour
+    smaller = f"of a batch of {capacity.stated_batch_size:,}: one so small may take longer a sample"
+    return cost.model_copy(
+        update=fits
+        | {
+            "step_s": step_s,
+            "gpu_hours": hours,
+            "gpu_hours_low": hours * step.low / step.median,
+            "gpu_hours_high": hours * step.high / step.median,
+            "price": None if price is None else price * hours,
+            "message": cost.message or (f"time is predicted {smaller}" if batches < 1 else None),
+        }
+    )
+
+
+def tabulate_budget(collected: Collected, planned: Planned | None) -> pd.DataFrame:
+    """Return one row per method and epsilon of every setting with capacity results."""
+    rows = []
+    for setting, results in group_capacities(collected) if planned else ():
+        assert planned is not None
+        experiment = results[0].experiment
+        plan = planned.plans.get(experiment.tokens_per_sample)
+        if plan is None:
+            rows.append(setting | {"message": planned.reason})
+            continue
+        target = setting["target"] or "this machine"
+        budget = make_budget(results, target, collected.standings, planned.privacy, plan)
+        sizes = {r.experiment.method: r.model and r.model.parameters_total for r in results}
+        rows += [
+            setting | {"parameters_total": sizes[cost.method]} | cost.model_dump()
+            for cost in budget.methods
+        ]
+    return make_frame("budget", rows)
+
+
+def tabulate_noise(planned: Planned | None) -> pd.DataFrame:
+    """Return one row per batch size that a privacy budget was asked about."""
+    rows = []
+    for plan in planned.plans.values() if planned else ():
+        assert planned is not None
+        privacy = planned.privacy
+        asked = privacy.model_dump(include={"samples", "tokens", "delta", "accountant"})
+        asked |= {"epsilon": privacy.epsilon[0], "tokens_per_sample": plan.tokens_per_sample}
+        rows += [
+            asked | one.model_dump() | {"chosen": one.batch_size == plan.batch_size}
+            for one in plan.batches
+        ]
+    return make_frame("noise", rows)

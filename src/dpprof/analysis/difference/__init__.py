@@ -1,0 +1,1 @@
+"""Why one peak is higher than another: the numbers of ``dpprof explain``."""

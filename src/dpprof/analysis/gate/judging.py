@@ -1,0 +1,295 @@
+"""Whether one figure of a run is worse on the candidate's side than on the baseline's.
+
+Most figures of a result are exact: equal runs have equal ones, without noise. Step times are not.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from decimal import Decimal
+from statistics import median, median_low
+from typing import Literal, NamedTuple
+
+from dpprof.analysis.gate.folders import RunKey
+from dpprof.analysis.groups import ExperimentRuns
+from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
+from dpprof.records.comparison import ComparedFigure, FigureName, Judgement, Metric, TimeStatistics
+from dpprof.records.result import Result
+from dpprof.records.step_costs import Memory
+from dpprof.records.terms import OUTCOMES
+from dpprof.records.thresholds import Thresholds
+from dpprof.spec.experiment import device_of
+
+Number = int | float
+Unit = Literal["bytes", "FLOPs", "samples", "seconds"]
+
+
+class ExactFigure(NamedTuple):
+    """A figure that any run of an instrument has."""
+
+    metric: Metric
+    name: FigureName
+    unit: Unit | None = "bytes"
+    part: str | None = None
+    phase: str | None = None
+    more_is_better: bool = False
+
+
+FigureFamily = dict[ExactFigure, Number]
+"""Figures that are known together; one that is absent is 0."""
+
+
+class FamilyKey(NamedTuple):
+    """What a family is of."""
+
+    name: str
+    batch_size: int | None = None
+    """The batch that a capacity found, and of which it states the family."""
+
+
+def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey, FigureFamily]:
+    """Return the exact figures of a result by family; none of a run that failed.
+
+    Resident memory and the bytes that a real allocator reserves are not exact, so they are not
+    among them.
+    """
+    families: dict[FamilyKey, FigureFamily] = defaultdict(dict)
+    if result.outcome == "ok":
+        for key, figure, value in _exact_figures(result):
+            if figure.metric in metrics:
+                families[key][figure] = value
+    return dict(families)
+
+
+def _exact_figures(result: Result) -> Iterator[tuple[FamilyKey, ExactFigure, Number]]:
+    """Yield every exact figure of a result, with its family."""
+    of = None
+    if (found := result.capacity) is not None:
+        of, safe = found.stated_batch_size, found.safe_batch_size or 0
+        sizes: dict[FigureName, int] = {
+            "largest batch": found.batch_size,
+            "largest safe batch": safe,
+        }
+        for name, size in sizes.items():
+            figure = ExactFigure("memory", name, "samples", more_is_better=True)
+            yield FamilyKey("largest batches"), figure, size
+    if result.memory is not None:
+        for figure, value in _peaks(result.memory):
+            yield FamilyKey(figure.name, of), figure, value
+        held = result.memory.at_peak.components if result.memory.at_peak else {}
+        for component, size in held.items():
+            figure = ExactFigure("memory", "component", part=component)
+            yield FamilyKey("components", of), figure, size
+    for family, figure, value in _work(result):
+        yield FamilyKey(family, of), figure, value
+    target, time = result.experiment.target, result.time
+    # The predicted time for a CPU rests on times measured on it, so it is not exact.
+    if target is not None and device_of(target) != "cpu" and time and time.predicted_step_s:
+        figure = ExactFigure("time", "predicted step time", "seconds")
+        yield FamilyKey("predicted step time", of), figure, time.predicted_step_s.median
+
+
+def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int]]:
+    """Yield FLOPs, and bytes moved and sent, each with the name of its family."""
+    if (compute := result.compute) is not None:
+        flops: dict[FigureName, int | None] = {
+            "executed FLOPs": compute.executed_flops,
+            "other FLOPs": compute.other_flops,
+            "model FLOPs": compute.model_flops,
+        }
+        for name, count in flops.items():
+            if count is not None:
+                yield "FLOPs", ExactFigure("flops", name, "FLOPs"), count
+    if (io := result.io) is not None:
+        moved = ExactFigure("flops", "bytes moved")
+        yield "operators", moved, io.bytes_read + io.bytes_written
+        for work in io.by_phase_and_op_kind:
+            kind, phase, size = work.op_kind, work.phase, work.read + work.written
+            yield "operators", ExactFigure("flops", "FLOPs", "FLOPs", kind, phase), work.flops
+            yield "operators", moved._replace(part=kind, phase=phase), size
+    for one in result.communication or ():
+        figure = ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase)
+        yield "communication", figure, one.bytes_each_way
+
+
+def _peaks(memory: Memory) -> Iterator[tuple[ExactFigure, int]]:
+    peaks: dict[FigureName, int | None] = {
+        "peak": memory.peak_allocated_bytes,
+        "peak of the first step": memory.first_step_peak_allocated_bytes,
+    }
+    if (simulated := memory.allocator) is not None:
+        peaks["reserved"] = simulated.reserved_bytes
+        peaks["reserved with expandable segments"] = simulated.expandable_reserved_bytes
+        if simulated.fits is not None:
+            yield ExactFigure("memory", "fits", None, more_is_better=True), int(simulated.fits)
+    for name, size in peaks.items():
+        if size is not None:
+            yield ExactFigure("memory", name), size
+
+
+def judge_outcomes(
+    key: RunKey, baseline: Sequence[Result], candidate: Sequence[Result]
+) -> ComparedFigure:
+    """Compare how runs ended: worse is a larger share of replicates that failed."""
+    failed = [[r for r in side if r.outcome != "ok"] for side in (baseline, candidate)]
+    ended = [_format_outcomes(side) for side in (baseline, candidate)]
+    was, now = len(failed[0]) * len(candidate), len(failed[1]) * len(baseline)
+    judgement: Judgement = "worse" if now > was else "better" if now < was else "same"
+    reason = None
+    if judgement == "same" and {r.outcome for r in failed[0]} != {r.outcome for r in failed[1]}:
+        judgement, reason = "undecided", "failed on both sides, in different ways"
+    if judgement == "worse":
+        error = failed[1][0].error
+        reason = None if error is None else error.message
+    return ComparedFigure(
+        experiment_id=key[0],
+        instrument=key[1],
+        metric="outcome",
+        figure="outcome",
+        baseline=ended[0],
+        candidate=ended[1],
+        judgement=judgement,
+        reason=reason,
+    )
+
+
+def _format_outcomes(results: Sequence[Result]) -> str:
+    outcomes = [result.outcome for result in results]
+    if len(set(outcomes)) == 1:
+        return outcomes[0]
+    return ", ".join(f"{outcomes.count(one)} {one}" for one in OUTCOMES if one in outcomes)
+
+
+def judge_exact(
+    key: RunKey,
+    figure: ExactFigure,
+    baseline: Sequence[Number],
+    candidate: Sequence[Number],
+    thresholds: Thresholds,
+) -> ComparedFigure:
+    """Compare a figure without noise; where replicates differ, their ranges must lie apart."""
+    threshold = find_threshold(figure, thresholds)
+    reason = None
+    was, now = median_low(baseline), median_low(candidate)
+    judgement: Judgement
+    if set(baseline) == set(candidate):
+        judgement = "same"
+    elif max(candidate) < min(baseline) or min(candidate) > max(baseline):
+        gets_worse = (now < was) if figure.more_is_better else (now > was)
+        judgement = "worse" if gets_worse else "better"
+        if gets_worse and _is_within(was, now, threshold):
+            judgement = "within threshold"
+    else:
+        judgement = "undecided"
+        reason = f"replicates differ: {_format_range(baseline)} and {_format_range(candidate)}"
+    return _state(key, figure, was, now).model_copy(
+        update={"threshold": threshold, "judgement": judgement, "reason": reason}
+    )
+
+
+def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
+    """Return the threshold of a figure, as a share of the baseline."""
+    if figure.metric == "memory":
+        fallback = 0.0 if figure.name == "fits" else thresholds.memory
+        return thresholds.components.get(figure.part or "", fallback)
+    if figure.metric == "time":
+        return thresholds.time
+    is_bytes = figure.name in ("bytes moved", "bytes sent")
+    return thresholds.bytes_moved if is_bytes else thresholds.flops
+
+
+def _is_within(was: Number, now: Number, threshold: float) -> bool:
+    """Return whether a difference is at most a share of the baseline, without rounding."""
+    share = Decimal(repr(threshold))
+    return abs(Decimal(now) - Decimal(was)) <= share * Decimal(was)
+
+
+def _format_range(values: Sequence[Number]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def state_missing(
+    key: RunKey, figure: ExactFigure, values: Sequence[Number], *, in_baseline: bool
+) -> ComparedFigure:
+    """State a figure that only one side knows."""
+    value, side = median_low(values), "baseline" if in_baseline else "candidate"
+    stated = _state(key, figure, value if in_baseline else None, None if in_baseline else value)
+    return stated.model_copy(update={"reason": f"known in the {side} alone"})
+
+
+def _state(
+    key: RunKey, figure: ExactFigure, baseline: Number | None, candidate: Number | None
+) -> ComparedFigure:
+    known = baseline and candidate is not None
+    return ComparedFigure(
+        experiment_id=key[0],
+        instrument=key[1],
+        metric=figure.metric,
+        figure=figure.name,
+        part=figure.part,
+        phase=figure.phase,
+        unit=figure.unit,
+        baseline=baseline,
+        candidate=candidate,
+        ratio=candidate / baseline if known else None,  # type: ignore[operator]
+        judgement="undecided",
+    )
+
+
+def judge_step_times(
+    key: RunKey,
+    groups: tuple[ExperimentRuns, ExperimentRuns],
+    found: Comparison,
+    threshold: float,
+    reason: str | None = None,
+) -> ComparedFigure:
+    """Judge step times over processes, with regard to the noise.
+
+    A step is slower where the report's verdict says so, the bootstrap interval of the ratio lies
+    above 1, and the ratio is beyond the threshold.
+
+    Args:
+        key: The run.
+        groups: Its processes, the baseline's first.
+        found: How they compare.
+        threshold: A share of the baseline's time.
+        reason: Why there is no verdict, whatever the times are.
+    """
+    baseline, candidate = groups
+    counts = len(baseline.step_s), len(candidate.step_s)
+    if reason is None and not can_differ(*counts):
+        enough = f"{counts[0]} and {counts[1]}, and 4 on each side are enough"
+        reason = f"not enough replicates: {enough}"
+    judgement: Judgement = "undecided" if reason else _judge_ratio(found, threshold)
+    interval = found.interval
+    return ComparedFigure(
+        experiment_id=key[0],
+        instrument=key[1],
+        metric="time",
+        figure="step time",
+        unit="seconds",
+        baseline=float(median(baseline.step_s)),
+        candidate=float(median(candidate.step_s)),
+        ratio=found.ratio,
+        threshold=threshold,
+        judgement=judgement,
+        reason=reason,
+        statistics=TimeStatistics(
+            baseline_processes=counts[0],
+            candidate_processes=counts[1],
+            ratio_low=interval and interval.low,
+            ratio_high=interval and interval.high,
+            p_value=found.p_value,
+            noise_floor=found.floor,
+        ),
+    )
+
+
+def _judge_ratio(found: Comparison, threshold: float) -> Judgement:
+    if found.verdict in (None, NO_DIFFERENCE) or found.interval is None:
+        return "same"
+    if found.interval.low <= 1 <= found.interval.high:
+        return "same"
+    if max(found.ratio, 1 / found.ratio) <= 1 + threshold:
+        return "within threshold"
+    return "worse" if found.ratio > 1 else "better"

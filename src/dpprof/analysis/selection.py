@@ -1,0 +1,133 @@
+"""Which runs and settings figures and reports show, of the many that a sweep has."""
+
+from collections.abc import Iterator, Mapping
+
+import pandas as pd
+
+from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
+from dpprof.records.terms import COMPONENTS
+
+RECORDERS = ("memory", "estimate")
+"""The instruments that record the experiment's own memory timeline, the preferred one first."""
+
+
+def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one run per experiment: its first recorded one, or else its first estimate."""
+    rank = runs["instrument"].map({name: rank for rank, name in enumerate(RECORDERS)}).dropna()
+    return runs.loc[rank.sort_values(kind="stable").index].drop_duplicates("experiment_id")
+
+
+def compose_peaks(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the peaks of the chosen runs, with the bytes of each component as a column."""
+    owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
+    by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
+    return choose_runs(tables["peaks"]).merge(by_owner, left_on=RUN_KEY, right_index=True)
+
+
+def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
+    """Return the bytes that must fit: what the allocator would reserve, where that is known.
+
+    Elsewhere it is the higher of the steady-state and the first step's peak.
+    """
+    tensors = peaks[["peak_bytes", "first_step_peak_bytes"]].astype(float).max(axis=1)
+    return peaks["reserved_bytes"].astype(float).fillna(tensors)
+
+
+def find_fitting(peaks: pd.DataFrame) -> "pd.Series[bool]":
+    """Return whether each run fits: by the simulated allocator, or else by its peak.
+
+    A run that would reserve more than the memory fits if releasing the cache makes room.
+    """
+    within = needed_bytes(peaks) <= peaks["target_memory_bytes"].astype(float)
+    return peaks["fits"].where(peaks["fits"].notna(), within).astype(bool)
+
+
+Tables = Mapping[str, pd.DataFrame]
+
+
+def measured(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return the experiments that have a measured time or peak on this machine."""
+    known = experiments["processes"].fillna(0) + experiments["peak_processes"].fillna(0) > 0
+    return experiments[experiments["target"].isna() & known]
+
+
+def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return the measured experiments of one setting, one per method; empty without any.
+
+    A setting with two methods comes before one with a single method, then the largest model, then
+    the most methods, replicated ones first, then the most tokens in a batch.
+    """
+    # Positions are learned, so one model has more parameters for longer sequences.
+    known = _with_size(measured(experiments), experiments)
+    groups = [rows for _, rows in group_by(SETTING, known)]
+    if not groups:
+        return experiments.head(0)
+    chosen = max(groups, key=_how_much_is_known)
+    ordered = chosen.sort_values("processes", ascending=False, kind="stable")
+    return ordered.drop_duplicates("method").reset_index(drop=True)
+
+
+def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
+    """Return capacity results by target, of one setting each; targets come before this machine.
+
+    The setting is one in which a method fits, of the largest model and the longest sequence.
+    """
+    advice = _with_size(tables["advice"], tables["runs"])
+    named = advice["target"].fillna("this machine")
+    found = {
+        str(target): max((one for _, one in group_by(WITHOUT_BATCH, rows)), key=_how_large)
+        for target, rows in advice.groupby(named, sort=False)
+    }
+    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
+    return {target: found[target].reset_index(drop=True) for target in ranked}
+
+
+def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
+    """Return predicted peaks by target, of one setting each, with their ratio to standard."""
+    peaks = _with_size(compose_peaks(tables), tables["peaks"])
+    peaks = peaks[peaks["target"].notna()]
+    found = {}
+    for target, rows in peaks.groupby("target", sort=False):
+        chosen = max((one for _, one in group_by(SETTING, rows)), key=_how_much_is_known)
+        chosen = chosen.drop_duplicates("method").reset_index(drop=True)
+        base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
+        ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
+        found[str(target)] = chosen.assign(peak_ratio=ratio)
+    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
+    return {target: found[target] for target in ranked}
+
+
+def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with a column for the most parameters that their model has where it is known."""
+    most = known.groupby("model")["parameters_total"].max()
+    return rows.assign(model_size=rows["model"].map(most).astype(float))
+
+
+def group_by(axes: list[str], rows: pd.DataFrame) -> Iterator[tuple[object, pd.DataFrame]]:
+    """Group rows by axes, of which some may be unknown."""
+    # As texts, because an axis that is unknown everywhere has no type that groups well.
+    return iter(rows.groupby([rows[name].map(str) for name in axes], sort=False))
+
+
+def _how_much_is_known(rows: pd.DataFrame) -> tuple[float, ...]:
+    methods = rows["method"].nunique()
+    first = rows.iloc[0]
+    size = _number(rows["model_size"].max())
+    replicated = _number(rows["processes"].gt(1).sum()) if "processes" in rows else 0.0
+    tokens = _number(first["batch_size"] * first["seq_len"])
+    return float(methods > 1), size, float(methods), replicated, tokens
+
+
+def _how_large(rows: pd.DataFrame) -> tuple[float, ...]:
+    fits = float(rows["largest_batch_size"].notna().any())
+    size = _number(rows["model_size"].max())
+    return fits, size, _number(rows["seq_len"].max()), float(rows["method"].nunique())
+
+
+def _rank_target(rows: pd.DataFrame) -> tuple[float, float, float]:
+    here, size = rows["target"].isna().all(), _number(rows["model_size"].max())
+    return float(not here), size, _number(rows["seq_len"].max())
+
+
+def _number(value: float) -> float:
+    return 0.0 if pd.isna(value) else float(value)

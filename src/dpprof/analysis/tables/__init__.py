@@ -1,0 +1,1 @@
+"""Every table: its columns, its rows, its CSV file."""

@@ -1,0 +1,297 @@
+"""Tables over processes: ``experiments``, ``settings``, ``methods``, ``instrument_overhead``.
+
+A setting is everything in an experiment except the method and its privacy parameters: the model,
+the batch size, the sequence length, and so on.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from statistics import median
+from typing import Any, NamedTuple, Self
+
+import pandas as pd
+
+from dpprof.analysis.groups import ExperimentRuns, Noise, merge_baselines
+from dpprof.analysis.standings import UNKNOWN
+from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison, Interval, median_intervals
+from dpprof.analysis.tables.axes import BASELINE, SETTING, axes_of
+from dpprof.analysis.tables.frames import make_frame
+from dpprof.records.result import Observed
+from dpprof.records.terms import OUTCOMES
+from dpprof.records.verdict import Standing
+
+
+def tabulate_experiments(
+    groups: Sequence[ExperimentRuns], noise: Noise, standings: Mapping[str, Standing]
+) -> pd.DataFrame:
+    """Return one row per experiment, with medians over its processes, never over steps.
+
+    Ratios are to ``standard`` with all else equal. Several equal baselines count as one.
+    """
+    baselines: dict[str, list[ExperimentRuns]] = defaultdict(list)
+    for group in groups:
+        if group.experiment.method == BASELINE:
+            baselines[group.setting].append(group)
+    bases = {setting: merge_baselines(alike) for setting, alike in baselines.items()}
+    intervals = median_intervals([group.step_s for group in groups])
+    timed = [
+        (group, base)
+        for group in groups
+        if (base := bases.get(group.setting)) and group.step_s and base.step_s
+    ]
+    private = [pair for pair in timed if pair[0].experiment.method != BASELINE]
+    compared = zip(private, noise.compare_all(private), strict=True)
+    found = {group.experiment.id: comparison for (group, _), comparison in compared}
+    rows = []
+    for group, interval in zip(groups, intervals, strict=True):
+        standing = standings.get(group.experiment.id, UNKNOWN)
+        row = _experiment_row(group, interval) | {
+            "mechanism": standing.mechanism,
+            "verified": standing.verified,
+            "max_relative_error": standing.max_relative_error,
+        }
+        if base := bases.get(group.setting):
+            row |= _compare_steps(group, base, found.get(group.experiment.id))
+            # Peaks of two kinds are not compared; allocator's peaks repeat exactly.
+            if group.peaks.kind is not None and group.peaks.kind == base.peaks.kind:
+                row["peak_ratio"] = median(group.peaks.sizes) / median(base.peaks.sizes)
+            if group.sent_bytes is not None and base.sent_bytes is not None:
+                row["sent_beyond_bytes"] = group.sent_bytes - base.sent_bytes
+        rows.append(row)
+    return make_frame("experiments", rows)
+
+
+def _experiment_row(group: ExperimentRuns, interval: Interval | None) -> dict[str, Any]:
+    experiment, results = group.experiment, group.results
+    ok = [result for result in results if result.outcome == "ok"]
+    step_s = _median(group.step_s)
+    peaks = group.peaks.sizes
+    return (
+        {"experiment_id": experiment.id}
+        | axes_of(experiment)
+        | {
+            "parameters_total": next((r.model.parameters_total for r in ok if r.model), None),
+            "runs": group.planned,
+            "runs_ok": len(ok),
+            "outcome": " ".join(name for name in OUTCOMES if name in {r.outcome for r in results}),
+            "processes": len(group.step_s),
+            "median_step_s": step_s,
+            "step_low_s": interval and interval.low,
+            "step_high_s": interval and interval.high,
+            "tokens_per_s": step_s and experiment.tokens_in_step / step_s,
+            "peak_kind": group.peaks.kind,
+            "peak_processes": len(peaks),
+            "peak_bytes": _median(peaks),
+            "peak_min_bytes": float(min(peaks)) if peaks else None,
+            "peak_max_bytes": float(max(peaks)) if peaks else None,
+            "sent_bytes": group.sent_bytes,
+        }
+        | _spread("reserved", group.peaks_of("clean", "peak_reserved_bytes"))
+        | _spread("rss", group.peaks_of("clean", "peak_rss_bytes"))
+    )
+
+
+def _spread(name: str, values: Sequence[int]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {f"{name}_min_bytes": min(values), f"{name}_max_bytes": max(values)}
+
+
+def _compare_steps(
+    group: ExperimentRuns, base: ExperimentRuns, found: Comparison | None
+) -> dict[str, Any]:
+    if not group.step_s or not base.step_s:
+        return {}
+    if found is None:  # a baseline
+        return {"step_ratio": median(group.step_s) / median(base.step_s)}
+    return {
+        "step_ratio": found.ratio,
+        "step_ratio_low": found.interval and found.interval.low,
+        "step_ratio_high": found.interval and found.interval.high,
+        "step_p_value": found.p_value,
+        "step_floor": found.floor,
+        "step_verdict": found.verdict,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(median(values)) if values else None
+
+
+def tabulate_settings(groups: Sequence[ExperimentRuns], noise: Noise) -> pd.DataFrame:
+    """Return one row per setting in which a private method succeeded.
+
+    ``smallest`` and ``fastest`` compare medians over processes. ``not_slower`` names the methods
+    whose step time does not detectably differ from the fastest one's. ``noise_known`` is false
+    where nothing was replicated. Ratios are to ``standard``.
+    """
+    settings: dict[str, list[ExperimentRuns]] = defaultdict(list)
+    for group in groups:
+        settings[group.setting].append(group)
+    competing = [_Setting.of(alike) for alike in settings.values()]
+    compared = iter(noise.compare_all([pair for one in competing for pair in one.pairs]))
+    rows = (_setting_row(one, list(islice(compared, len(one.pairs)))) for one in competing)
+    return make_frame("settings", (row for row in rows if row["methods"]))
+
+
+class _Setting(NamedTuple):
+    """The experiments of a setting, and what is to be compared in it."""
+
+    groups: Sequence[ExperimentRuns]
+    private: Sequence[ExperimentRuns]
+    base: ExperimentRuns | None
+    fastest: ExperimentRuns | None
+    """The fastest private method; None where none was timed."""
+
+    pairs: Sequence[tuple[ExperimentRuns, ExperimentRuns]]
+    """Each other timed method beside the fastest; last the fastest beside a timed baseline."""
+
+    @classmethod
+    def of(cls, groups: Sequence[ExperimentRuns]) -> Self:
+        private = [group for group in groups if group.experiment.method != BASELINE]
+        baselines = [group for group in groups if group.experiment.method == BASELINE]
+        base = merge_baselines(baselines) if baselines else None
+        timed = [group for group in private if group.step_s]
+        if not timed:
+            return cls(groups, private, base, None, ())
+        fastest = min(timed, key=lambda group: median(group.step_s))
+        pairs = [(group, fastest) for group in timed if group is not fastest]
+        if base is not None and base.step_s:
+            pairs.append((fastest, base))
+        return cls(groups, private, base, fastest, pairs)
+
+
+def _setting_row(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
+    groups, private, base, _, _ = setting
+    models = [r.model for group in groups for r in group.results if r.model]
+    axes = axes_of(groups[0].experiment)
+    return (
+        {name: axes[name] for name in SETTING}
+        | {"parameters_total": models[0].parameters_total if models else None}
+        | {"methods": sum(bool(group.step_s or group.peaks.sizes) for group in private)}
+        | _smallest(private, base)
+        | _fastest(setting, compared)
+    )
+
+
+def _smallest(private: Sequence[ExperimentRuns], base: ExperimentRuns | None) -> dict[str, Any]:
+    kinds = {group.peaks.kind for group in private} - {None}
+    if len(kinds) != 1:  # peaks of two kinds cannot be compared
+        return {}
+    known = [group for group in private if group.peaks.sizes]
+    smallest = min(known, key=lambda group: median(group.peaks.sizes))
+    peak = median(smallest.peaks.sizes)
+    comparable = base is not None and base.peaks.kind == smallest.peaks.kind
+    return {
+        "smallest": smallest.experiment.method,
+        "peak_kind": smallest.peaks.kind,
+        "smallest_peak_bytes": peak,
+        "smallest_ratio": peak / median(base.peaks.sizes) if base and comparable else None,
+    }
+
+
+def _fastest(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
+    fastest, base = setting.fastest, setting.base
+    if fastest is None:
+        return {}
+    found = compared[-1] if base is not None and base.step_s else None
+    others = {
+        group.experiment.method: comparison.verdict
+        for (group, against), comparison in zip(setting.pairs, compared, strict=True)
+        if against is fastest
+    }
+    alike = sorted(name for name, verdict in others.items() if verdict == NO_DIFFERENCE)
+    row = {
+        "fastest": fastest.experiment.method,
+        "fastest_step_s": median(fastest.step_s),
+        "not_slower": " ".join(alike) or None,
+        "noise_known": None not in others.values(),
+    }
+    if found is None:
+        return row
+    return row | {
+        "fastest_ratio": found.ratio,
+        "fastest_ratio_low": found.interval and found.interval.low,
+        "fastest_ratio_high": found.interval and found.interval.high,
+        "fastest_verdict": found.verdict,
+        "noise_known": row["noise_known"] and found.verdict is not None,
+    }
+
+
+_RATIOS = ("step_ratio", "peak_ratio")
+
+
+def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per method: how many ratios are known, their median, smallest and largest.
+
+    Ratios of resident memory count only if no experiment has an allocator's peak. A method counts
+    as verified if it is in every experiment, and as failed if it failed in one.
+    """
+    allocated = experiments["peak_kind"] == "allocated"
+    if allocated.any():
+        peaks = experiments["peak_ratio"].where(allocated)
+        experiments = experiments.assign(peak_ratio=peaks)
+    rows = []
+    for method, group in experiments.groupby("method"):
+        row: dict[str, Any] = {"method": method, "experiments": len(group)}
+        for ratio in _RATIOS:
+            known = group[ratio].astype(float).dropna()
+            found = {"median": known.median(), "min": known.min(), "max": known.max()}
+            row |= {f"{ratio}_count": len(known)}
+            row |= {f"{ratio}_{name}": value for name, value in found.items()}
+        row["mechanism"] = next(iter(group["mechanism"].dropna()), None)
+        row["verified"] = _all_verified(group["verified"])
+        row["max_relative_error"] = group["max_relative_error"].astype(float).max()
+        rows.append(row)
+    return make_frame("methods", rows)
+
+
+def _all_verified(verified: "pd.Series[bool]") -> bool | None:
+    if verified.eq(False).any():
+        return False
+    return True if verified.eq(True).all() else None
+
+
+CLEAN = "clean"
+_FIGURES = ("step_s", "peak_rss_bytes", "peak_allocated_bytes")
+
+
+def tabulate_instrument_overhead(groups: Sequence[ExperimentRuns]) -> pd.DataFrame:
+    """Return one row per experiment and instrument: medians over processes, and ratios to clean.
+
+    Experiments without a clean run, and instruments that run nothing, have no row.
+    """
+    return make_frame(
+        "instrument_overhead", (row for group in groups for row in _overhead_rows(group))
+    )
+
+
+def _overhead_rows(group: ExperimentRuns) -> list[dict[str, Any]]:
+    observed: dict[str, list[Observed]] = defaultdict(list)
+    for result in group.results:
+        if result.observed is not None:
+            observed[result.instrument].append(result.observed)
+    clean = observed.pop(CLEAN, [])
+    if not clean:
+        return []
+    base = {f"clean_{figure}": _median_of(clean, figure) for figure in _FIGURES}
+    rows = []
+    for instrument, watched in observed.items():
+        own = {figure: _median_of(watched, figure) for figure in _FIGURES}
+        pairs = [(own[figure], base[f"clean_{figure}"]) for figure in _FIGURES]
+        ratios = [one / other if one is not None and other else None for one, other in pairs]
+        rows.append(
+            {"experiment_id": group.experiment.id, "instrument": instrument}
+            | axes_of(group.experiment)
+            | {"processes": len(watched), "clean_processes": len(clean)}
+            | own
+            | base
+            | dict(zip(("step_ratio", "rss_ratio", "allocated_ratio"), ratios, strict=True))
+        )
+    return rows
+
+
+def _median_of(observed: Sequence[Observed], figure: str) -> float | None:
+    known = [getattr(one, figure) for one in observed]
+    return None if None in known else median(known)

@@ -1,0 +1,269 @@
+"""Tables of recorded and estimated memory: peaks, owners, traffic and costs.
+
+The allocator's peak checks the recorded and the estimated peak. It comes from another process,
+which measured the same experiment. For a target, that process must have run on such a device.
+
+MFU is FLOP/s as a share of the device's peak, by the FLOPs that the non-private step needs
+(Chowdhery et al. 2022, "PaLM", appendix B). HFU counts the executed FLOPs. The peak is the dense
+peak of the dtype in use: a GPU's is from its data sheet, a CPU's is the fastest matrix product
+measured on it. Values above 1 stay as they are: they show that the FLOPs, the time or the peak is
+wrong.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from dpprof.analysis.collection import Collected
+from dpprof.analysis.groups import ExperimentRuns
+from dpprof.analysis.tables.axes import axes_of, key_of
+from dpprof.analysis.tables.frames import make_frame
+from dpprof.planning.planner import PlannedRun
+from dpprof.records.ceilings import Ceilings, find_ceilings
+from dpprof.records.reconciliation import bound_bytes, reconcile
+from dpprof.records.result import Result
+from dpprof.records.step_costs import AtPeak, Compute, Io, Memory, Moved
+from dpprof.spec import registry
+from dpprof.spec.datasheets import find_by_device_name
+from dpprof.spec.experiment import CPU_TARGET, Experiment
+from dpprof.spec.target import Dtype, Target
+from dpprof.system.files import canonical_json
+
+NOT_TIMED = "no clean run measured the step time there"
+
+
+class PeakFlops(NamedTuple):
+    """The dense FLOP/s that utilisation is a share of."""
+
+    flops_per_s: float | None
+    source: str | None
+    reason: str | None
+    """Why there is no peak."""
+
+
+def find_peak(
+    compute: Compute, dtype: Dtype, device: Mapping[str, Any] | None, known: Iterable[Ceilings]
+) -> PeakFlops:
+    """Return the peak of the dtype in use.
+
+    ``device`` is where the step was timed, as its result describes it; None if it was not.
+    """
+    if compute.peak_flops_per_s is not None:
+        return PeakFlops(compute.peak_flops_per_s, compute.peak_source, None)
+    if device is None:
+        return PeakFlops(None, None, NOT_TIMED)
+    name = device.get("name")
+    if device.get("type") != "cpu":
+        return PeakFlops(None, None, f"dpprof has no data sheet of {name}")
+    ceilings = find_ceilings(known, device)
+    if ceilings is None:
+        return PeakFlops(None, None, f"the ceilings of {name} were not measured")
+    measured = ceilings.matmul.get(dtype)
+    if measured is None:
+        reason = ceilings.reasons.get(f"matmul.{dtype}", "it was not measured")
+        return PeakFlops(None, None, f"no {dtype} matrix product was measured on {name}: {reason}")
+    source = f"the fastest {dtype} matrix product measured on {name}, n = {measured.size}"
+    return PeakFlops(measured.flops_per_s, source, None)
+
+
+def utilise(flops: float | None, step_s: float | None, peak: float | None) -> float | None:
+    """Return the FLOP/s of a step as a share of the peak; None where an argument is unknown."""
+    if flops is None or not step_s or not peak:
+        return None
+    return flops / step_s / peak
+
+
+class _Recorded(NamedTuple):
+    """A run that recorded or estimated memory, with the parts of its result."""
+
+    run: PlannedRun
+    result: Result
+    memory: Memory
+    at_peak: AtPeak
+    compute: Compute
+    io: Io
+
+
+def tabulate_memory(
+    collected: Collected, groups: Sequence[ExperimentRuns]
+) -> dict[str, pd.DataFrame]:
+    """Return the tables of the runs that recorded or estimated memory, by name."""
+    recorded = list(_find_recorded(collected))
+    measured = _Measured(groups)
+    rows: dict[str, Iterable[dict[str, Any]]] = {
+        "peaks": (_peak_row(one, measured) for one in recorded),
+        "costs": (_cost_row(one, measured, collected.ceilings) for one in recorded),
+        "owners": (
+            key_of(one.run) | {"component": component, "bytes": size}
+            for one in recorded
+            for component, size in one.at_peak.components.items()
+        ),
+        "holdings": (
+            key_of(one.run) | held.model_dump() for one in recorded for held in one.at_peak.largest
+        ),
+        "traffic": _traffic_rows(recorded),
+    }
+    return {name: make_frame(name, found) for name, found in rows.items()}
+
+
+def _find_recorded(collected: Collected) -> Iterator[_Recorded]:
+    for run, result in collected.found:
+        memory, compute, io = result.memory, result.compute, result.io
+        # The timeline of a capacity is for another batch size than the experiment's.
+        if memory and memory.attribution and compute and io and not result.capacity:
+            assert memory.at_peak is not None
+            yield _Recorded(run, result, memory, memory.at_peak, compute, io)
+
+
+class _Measured:
+    """Finds measurements that a recorded or predicted peak can be compared with."""
+
+    def __init__(self, groups: Sequence[ExperimentRuns]) -> None:
+        self._here = {group.experiment.id: group for group in groups}
+        self._elsewhere: dict[str, list[ExperimentRuns]] = defaultdict(list)
+        for group in groups:
+            if group.experiment.target is None:
+                self._elsewhere[_rest(group.experiment)].append(group)
+
+    def find(self, experiment: Experiment) -> ExperimentRuns | None:
+        """Return the measurements of this experiment, or of an equal one on its target's device."""
+        if experiment.target is None:
+            return self._here[experiment.id]
+        alike = self._elsewhere[_rest(experiment)]
+        return next((group for group in alike if _ran_on_target(group, experiment)), None)
+
+
+def _rest(experiment: Experiment) -> str:
+    """Return an experiment as JSON without device and target, to join predictions on."""
+    return canonical_json(experiment.model_dump(mode="json", exclude={"device", "target"}))
+
+
+def _ran_on_target(group: ExperimentRuns, experiment: Experiment) -> bool:
+    if experiment.target == CPU_TARGET or group.experiment.device == "cpu":
+        return experiment.target == CPU_TARGET and group.experiment.device == "cpu"
+    target = _target_of(experiment)
+    return any(find_by_device_name(r.device.get("name")) == target for r in group.results)
+
+
+def _target_of(experiment: Experiment) -> Target | None:
+    """Return an experiment's target; None for this machine, and where there is no target."""
+    target = experiment.target
+    if isinstance(target, str):
+        found: Target | None = registry.load("targets", target)
+        return found
+    return target
+
+
+def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
+    experiment, attribution = one.result.experiment, one.memory.attribution
+    at_peak = one.at_peak
+    assert attribution is not None
+    if attribution.allocator_peak_bytes is None:
+        group = measured.find(experiment)
+        known = group is not None and group.peaks.kind == "allocated"
+        attribution = reconcile(
+            experiment,
+            attribution.timeline_peak_bytes,
+            int(median(group.peaks.sizes)) if group is not None and known else None,
+            attribution.evidence,
+            attribution.rounding_bytes,
+        )
+    placed = one.memory.allocator
+    allocator = attribution.allocator_peak_bytes
+    target = _target_of(experiment)
+    return (
+        key_of(one.run)
+        | axes_of(experiment)
+        | {
+            "parameters_total": one.result.model and one.result.model.parameters_total,
+            "target_memory_bytes": target and int(target.memory_bytes),
+            "peak_bytes": attribution.timeline_peak_bytes,
+            "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
+            "phase": at_peak.phase,
+            "module": at_peak.module,
+            "op": at_peak.op,
+            "unattributed_bytes": at_peak.components["unattributed"],
+            "requested_bytes": placed and placed.requested_bytes,
+            "rounding_bytes": placed and attribution.rounding_bytes,
+            "reserved_bytes": placed and placed.reserved_bytes,
+            "expandable_reserved_bytes": placed and placed.expandable_reserved_bytes,
+            "fits": placed and placed.fits,
+            "allocator_peak_bytes": allocator,
+            "gap_bytes": attribution.gap_bytes,
+            "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),
+            "valid": attribution.valid,
+            "reason": "no measurement to compare with" if allocator is None else attribution.reason,
+        }
+        | {f"by_{kind}_bytes": size for kind, size in attribution.evidence.items()}
+    )
+
+
+def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
+    compute, io, experiment = one.compute, one.io, one.result.experiment
+    group = measured.find(experiment)
+    step_s = median(group.step_s) if group is not None and group.step_s else None
+    timed_on = None if group is None else group.timed_on
+    peak = find_peak(compute, experiment.dtype, timed_on, ceilings)
+    mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
+    hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
+    return (
+        key_of(one.run)
+        | axes_of(experiment)
+        | {
+            "model_flops": compute.model_flops,
+            "executed_flops": compute.executed_flops,
+            "other_flops": compute.other_flops,
+            "dp_flop_multiplier": compute.dp_flop_multiplier,
+            "bytes_read": io.bytes_read,
+            "bytes_written": io.bytes_written,
+            "arithmetic_intensity": io.arithmetic_intensity,
+            "peak_flops_per_s": peak.flops_per_s,
+            "peak_source": peak.source,
+            "roofline_step_s": compute.roofline_step_s,
+            "median_step_s": step_s,
+            **_predicted_times(one.result),
+            "mfu": mfu,
+            "hfu": hfu,
+            "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
+            "utilisation_reason": _why_unknown(compute, step_s, peak),
+        }
+    )
+
+
+def _predicted_times(result: Result) -> dict[str, float | None]:
+    step = None if result.time is None else result.time.predicted_step_s
+    return {
+        "predicted_step_s": None if step is None else step.median,
+        "predicted_step_low_s": None if step is None else step.low,
+        "predicted_step_high_s": None if step is None else step.high,
+    }
+
+
+def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str | None:
+    """Return why MFU is null; None if it is not."""
+    if step_s is None:
+        return NOT_TIMED
+    if compute.model_flops is None:
+        return peak.reason or "no formula is known for this model"
+    return peak.reason
+
+
+def _traffic_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
+    for one in recorded:
+        by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
+            "phase": (one.compute.flops_by_phase, one.io.by_phase),
+            "op_kind": ({}, one.io.by_op_kind),
+            "component": (one.compute.flops_by_component, one.io.by_component),
+        }
+        for kind, (flops, moved) in by.items():
+            for key, bytes_moved in moved.items():
+                yield key_of(one.run) | {
+                    "by": kind,
+                    "key": key,
+                    "flops": flops.get(key, 0) if flops else None,
+                    "read_bytes": bytes_moved.read,
+                    "written_bytes": bytes_moved.written,
+                }

@@ -1,0 +1,59 @@
+"""What ``dpprof advise`` says: methods ranked for a target."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dpprof.records.record import Part
+
+Recommendation = Literal[
+    "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
+]
+
+
+class Option(Part):
+    """One method, with its verdict and the numbers behind it."""
+
+    method: str = Field(description="the method")
+    verdict: Recommendation = Field(description="its rank among the methods, or why it has none")
+    private: bool = Field(description="whether it is private")
+    mechanism: str | None = Field(None, description="what makes it private; null: no verdict")
+    verified: bool | None = Field(None, description="whether its gradient is right; null: unknown")
+    largest_batch_size: int | None = Field(None, description="largest that is predicted to fit")
+    largest_peak_bytes: int | None = Field(None, description="predicted peak of that batch")
+    smallest_batch_size: int | None = Field(None, description="fewest samples that a step takes")
+    safe_batch_size: int | None = Field(None, description="largest that never releases the cache")
+    safe_peak_bytes: int | None = Field(None, description="predicted peak of that batch")
+    tokens_per_s: float | None = Field(None, description="predicted at the safe batch")
+    tokens_per_s_low: float | None = Field(None, description="lower end of the 90 % interval")
+    tokens_per_s_high: float | None = Field(None, description="upper end of the 90 % interval")
+    tokens_per_s_at_most: float | None = Field(None, description="same at every operator's ceiling")
+    dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
+    limited_by: str | None = Field(None, description="memory, fragmentation or search")
+    message: str | None = Field(None, description="why it is not advised, or has no batch")
+
+
+class Advice(Part):
+    """Methods for a model, a sequence length and a target, best first."""
+
+    model: str
+    lora: str | None = None
+    """The adapters that are trained; None where the model has none."""
+
+    parallel: str | None = None
+    """The ranks, as ``fsdp x8``; batches are those of each. None for one process."""
+
+    seq_len: int
+    dtype: str
+    target: str
+    budget_bytes: int | None
+    options: tuple[Option, ...]
+    sure_of_memory: str
+    sure_of_time: str
+    whole: "Advice | None" = None
+    """The same for the model without adapters, where that was asked too."""
+
+    @property
+    def best(self) -> Option | None:
+        """The private method with the highest predicted speed; None where none fits."""
+        return next((option for option in self.options if option.verdict == "first"), None)
