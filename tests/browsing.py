@@ -8,9 +8,12 @@ SIZE = {"width": 1280, "height": 900}
 class Opened:
     """A page, with what it logged and what it asked the network for."""
 
-    def __init__(self, browser, file, **options) -> None:
+    def __init__(self, browser, file, *, clock: bool = False, **options) -> None:
+        """``clock``: whether the test may move the page's clock forward."""
         self.context = browser.new_context(offline=True, viewport=SIZE, **options)
         self.page = self.context.new_page()
+        if clock:
+            self.page.clock.install()
         self.told, self.asked = [], []
         self.page.on("console", lambda message: self.told.append(message.text))
         self.page.on("pageerror", lambda error: self.told.append(str(error)))

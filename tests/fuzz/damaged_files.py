@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import json
 import os
 import random
 import shutil
@@ -16,8 +15,7 @@ from finished import finish_sweep
 
 from dpprof.launch.progress import Progress
 from dpprof.planning.planner import make_plan, write_plan
-from dpprof.report.live.builder import build
-from dpprof.report.live.standing import Results
+from dpprof.report.page.live import LivePage
 from dpprof.spec import registry
 from dpprof.spec.config_files import read_config_file
 from dpprof.spec.validation import InputError
@@ -59,19 +57,12 @@ def finished_sweep() -> Path:
 
 
 def watch() -> int:
-    """Look at the sweep and make the page as ``dpprof watch`` does."""
+    """Look at the sweep and write the page as ``dpprof watch`` does."""
     try:
-        standing = Results(Path()).look()
-        json.dumps(standing.told, allow_nan=False)
+        LivePage(Path()).renew()
     except (InputError, OSError) as error:
         print(ascii(str(error)))
         return 1
-    try:
-        page = build(Path(), standing.manifest, {"version": "1", "results": 1})
-    except Exception as error:  # noqa: BLE001 (the server tells it in its page)
-        print(ascii(f"{type(error).__name__}: {error}"[:1000]))
-        return 1
-    Path("results/watched.html").write_text(page)
     return 0
 
 

@@ -333,7 +333,6 @@ def _bad_option(draw: random.Random) -> list[str]:
             ["explain", "cut", "binary", f"--top={text}"],
             ["explain", "cut", "binary", f"--format={text}"],
             ["explain", "cut", "binary", f"--output={text}.xyz"],
-            ["watch", f"--port={text}"],
             ["watch", f"--results={text}"],
             ["report", "--tables=folder", "--output-dir=r", f"--pdf={text}"],
             ["ceilings", "--device=cpu", "--output=x.json", f"--operators-s={text}"],

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.advice_section import tell_advice, tell_capacity
+from dpprof.report.advice_section import tell_capacity
 
 SETTING = {"model": "1b", "seq_len": 1024, "dtype": "float32", "target": "h200"}
 SETTING |= {"lora": None, "trainable": None, "parallel": None}
@@ -34,56 +34,6 @@ NOTHING = dict.fromkeys(
 }
 
 
-def test_the_sentence_names_what_is_first_close_and_beyond() -> None:
-    table = make(
-        {"method": "a", "verdict": "first"},
-        {"method": "b", "verdict": "close"},
-        {"method": "c", "verdict": "close"},
-        {"method": "d", "verdict": "slower"},
-        {"method": "e", "verdict": "does not fit"} | NOTHING,
-    )
-
-    [bullets] = tell_advice(table)
-    [sentence] = bullets.items
-
-    assert sentence == (
-        "On h200, a is predicted to be the fastest private method for 1b at 1,024 tokens in "
-        "float32, at 5,731 tokens/s; batches of 19 safely fit; no difference is predicted between "
-        "it and b and c; e does not fit at all."
-    )
-
-
-def test_adapters_and_whole_training_are_told_apart() -> None:
-    table = pd.concat(
-        [
-            make({"method": "a", "verdict": "first"}, lora="rank 16, alpha 32"),
-            make({"method": "b", "verdict": "first"}),
-            make({"method": "c", "verdict": "first"}, trainable="bias"),
-        ]
-    )
-
-    [bullets] = tell_advice(table)
-
-    assert [sentence.partition(" for ")[2].partition(" at ")[0] for sentence in bullets.items] == [
-        "1b with LoRA (rank 16, alpha 32)",
-        "1b",
-        "1b, training bias",
-    ]
-
-
-def test_every_setting_has_its_sentence() -> None:
-    table = pd.concat(
-        [
-            make({"method": "a", "verdict": "first"}),
-            make({"method": "a", "verdict": "does not fit"} | NOTHING, target="l4"),
-        ]
-    )
-
-    assert tell_advice(table)[0].items[1] == (
-        "No requested private method safely fits on l4 for 1b at 1,024 tokens in float32."
-    )
-
-
 def test_the_table_has_a_row_an_option() -> None:
     table = make(
         {"method": "a", "verdict": "first"},
@@ -105,24 +55,4 @@ def test_the_table_has_a_row_an_option() -> None:
 def test_nothing_is_said_where_nobody_asked() -> None:
     nothing = make().reindex(columns=[*SETTING])
 
-    assert tell_capacity(nothing) == tell_advice(nothing) == []
-
-
-def test_without_a_predicted_time_nothing_is_said_to_be_beyond() -> None:
-    table = make({"method": "a", "verdict": "unranked", "tokens_per_s": None}, target=None)
-
-    [sentence] = tell_advice(table)[0].items
-
-    assert sentence.startswith("No time is predicted on this machine, so methods for 1b")
-
-
-def test_what_failed_verification_is_said_whether_something_else_is_advised_or_not() -> None:
-    wrong = {"method": "w", "verdict": "wrong", "message": "its gradient is wrong"}
-    [with_best] = tell_advice(make({"method": "a", "verdict": "first"}, wrong))[0].items
-    [without] = tell_advice(make(wrong))[0].items
-
-    assert with_best.endswith("; batches of 19 safely fit; w failed verification.")
-    assert without == (
-        "No requested private method safely fits on h200 for 1b at 1,024 tokens in float32; "
-        "w failed verification."
-    )
+    assert tell_capacity(nothing) == []

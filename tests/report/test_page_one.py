@@ -288,6 +288,26 @@ def test_without_a_time_the_batch_is_the_answer(tmp_path) -> None:
     )
 
 
+def test_a_method_that_failed_verification_is_not_recommended(tmp_path) -> None:
+    methods = {"opacus-ghost": 1.0, "flash-bk": 2.0}
+    on_h200 = {m: make_experiment(method=m, device="cuda", target="h200") for m in methods}
+    write_synthetic_verdict(tmp_path, on_h200["opacus-ghost"], passed=False, reason="wrong")
+    runs = [
+        (one, "capacity", {"recorded": make_capacity(methods[m])}) for m, one in on_h200.items()
+    ]
+
+    assert page_of(tmp_path, *runs).headline[0].startswith("On h200, flash-bk trains")
+    assert (
+        page_of(tmp_path, *runs)
+        .headline[0]
+        .endswith("tokens/s; opacus-ghost\N{DAGGER} failed verification.")
+    )
+    assert page_of(tmp_path, runs[0]).headline[0] == (
+        "On h200, no private method of the sweep safely fits V16-d8-L1-H2 at T = 4; "
+        "opacus-ghost\N{DAGGER} failed verification."
+    )
+
+
 def test_only_failures_say_how_they_failed_and_one_reason(tmp_path) -> None:
     evil = "<b>no</b> \\input{x} $(y)"
     failed = {"outcome": "crashed", "message": evil}

@@ -7,7 +7,7 @@ import pandas as pd
 from dpprof.analysis.selection import choose_runs, compose_peaks
 from dpprof.analysis.standings import find_marks
 from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
-from dpprof.report.advice_section import tell_advice, tell_capacity
+from dpprof.report.advice_section import tell_capacity
 from dpprof.report.answer import tell_answer
 from dpprof.report.budget_section import TITLE as BUDGET
 from dpprof.report.budget_section import tell_budget
@@ -21,11 +21,10 @@ from dpprof.report.document import (
     Picture,
     Section,
 )
-from dpprof.report.leads import tell_growth, tell_kernels, tell_price
+from dpprof.report.leads import tell_fits, tell_growth, tell_kernels, tell_memory, tell_price
 from dpprof.report.page_one import build_first_section
 from dpprof.report.question import ask
 from dpprof.report.rank_section import tell_exchange
-from dpprof.report.sentences import tell_findings, tell_fits, tell_memory
 from dpprof.report.trust import TITLE as TRUST
 from dpprof.report.trust import build_trust_section
 from dpprof.report.verification_section import TITLE as VERIFICATION
@@ -97,9 +96,9 @@ def _hang(sections: Sections, appendix: Sections, drawings: Sequence[Drawing]) -
 
 def _sections(tables: Tables, composition: pd.DataFrame, drawings: Sequence[Drawing]) -> Sections:
     return {
-        _FITS: [*tell_advice(tables["advice"]), *tell_fits(composition)],
+        _FITS: [*tell_fits(composition)],
         "Memory": [*tell_memory(composition)],
-        "Time": [*tell_findings(tables["settings"], tables["methods"])],
+        "Time": [],
         _HARDWARE: [*tell_kernels(tables["kernels"], tables["traces"])],
         "Growth": [*tell_growth(tables["experiments"])],
         BUDGET: [*tell_price(tables["budget"])],

@@ -1,13 +1,56 @@
-"""What a section's figures show, in a sentence: kernels, growth, and the price of a budget."""
+"""What a section's figures show, in a sentence: fits, memory, kernels, growth, and a budget."""
 
 import pandas as pd
 
-from dpprof.analysis.selection import group_by
+from dpprof.analysis.selection import find_fitting, group_by
 from dpprof.analysis.tables.axes import BASELINE, SETTING, WITHOUT_BATCH
 from dpprof.analysis.tables.frames import least_of
-from dpprof.report.cells import listed, percent, significant
+from dpprof.records.terms import COMPONENTS
+from dpprof.report.cells import listed, number, percent, significant
 from dpprof.report.document import Bullets
 from dpprof.report.wording import THIS_MACHINE, name_setting, span_of_ratios, times
+
+
+def tell_memory(composition: pd.DataFrame) -> list[Bullets]:
+    """Return the main owner of the largest setting's highest peak; nothing without records."""
+    here = composition[composition["target"].isna()]
+    return [Bullets(items=(_highest_peak(here),))] if len(here) else []
+
+
+def tell_fits(composition: pd.DataFrame) -> list[Bullets]:
+    """Return which methods fit on each target, by the predicted peaks; nothing without targets."""
+    targets = composition.dropna(subset=["target_memory_bytes"]).groupby("target")
+    fits = tuple(_fitting(str(target), rows) for target, rows in targets)
+    return [Bullets(items=fits)] if fits else []
+
+
+def _highest_peak(rows: pd.DataFrame) -> str:
+    sizes = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
+    largest = rows[sizes == sizes.max()]
+    row = largest.loc[largest["peak_bytes"].idxmax()]
+    owner = max(COMPONENTS, key=lambda name: row[name])
+    return (
+        f"In {name_setting(row)}, {row['method']} has the highest peak, "
+        f"{number(row['peak_bytes'], 2**20)} MiB in the phase {_plain(row['phase'])}; "
+        f"{row[owner] / row['peak_bytes']:.0%} of it is {_plain(owner)}."
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _fitting(target: str, rows: pd.DataFrame) -> str:
+    """Return which methods fit on a target in every setting, in some and in none."""
+    fits = find_fitting(rows)
+    share = fits.groupby(rows["method"]).mean()
+    groups = {
+        "in every setting": share.index[share == 1],
+        "in some settings": share.index[(share > 0) & (share < 1)],
+        "in no setting": share.index[share == 0],
+    }
+    said = [f"{where} {listed(names)}" for where, names in groups.items() if len(names)]
+    return f"Predicted to fit on {target}: {'; '.join(said)}."
 
 
 def tell_kernels(kernels: pd.DataFrame, traces: pd.DataFrame) -> list[Bullets]:

@@ -4,10 +4,11 @@ import pandas as pd
 
 from dpprof.analysis.tables.axes import BASELINE, name_model
 from dpprof.report.cells import listed, plural
-from dpprof.report.wording import THIS_MACHINE, name_settings
+from dpprof.report.wording import THIS_MACHINE
 
 _MOST_METHODS = 4
 _MOST_MODELS = 3
+_MOST_LENGTHS = 2
 
 
 def ask(runs: pd.DataFrame) -> str:
@@ -43,4 +44,11 @@ def _name_models(rows: pd.DataFrame) -> str:
     groups = [group for _, group in models.groupby("named", sort=False)]
     if len(groups) > _MOST_MODELS:
         return f"{len(groups)} {plural(len(groups), 'model')}"
-    return listed(name_settings(group, ("seq_len",)) for group in groups)
+    return listed(_name_model(group) for group in groups)
+
+
+def _name_model(rows: pd.DataFrame) -> str:
+    """Return a model with its lengths: ``small at T = 64 to 256``."""
+    lengths = [f"{length:,}" for length in sorted(set(rows["seq_len"]))]
+    several = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > _MOST_LENGTHS else listed(lengths)
+    return f"{name_model(rows.iloc[0])} at T = {several}"

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import vl_convert
@@ -14,7 +14,7 @@ import vl_convert
 from dpprof.report.document import Document
 from dpprof.report.page.content import tell_contents
 from dpprof.report.page.data import Tables
-from dpprof.system.console import say
+from dpprof.system.console import printable, say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 
@@ -43,69 +43,62 @@ _SCRIPTS = (
 )
 """In the order in which the page needs them."""
 
-_LIVE_SCRIPTS = ("text.js", "elements.js", "live.js")
+
+class SweepStatus(NamedTuple):
+    """What a live page says of the sweep, in a strip on top."""
+
+    is_live: bool
+    """Whether the page loads itself again."""
+
+    ended: int
+    planned: int
+    lines: tuple[str, ...]
 
 
 def write_page(document: Document, tables: Tables, results: Path) -> None:
     """Write ``report.html`` into the folder ``results``, whose logs it quotes."""
-    write_atomically(results / "report.html", make_page(document, tables, results))
-
-
-def make_page(
-    document: Document, tables: Tables, results: Path, live: dict[str, Any] | None = None
-) -> str:
-    """Return the page at the finest detail that fits; ``live`` as for ``render_page``."""
-    for content in tell_contents(document, tables, results, LIMIT_BYTES):
-        page = render_page(content, live)
-        size = len(page.encode())
-        if size <= LIMIT_BYTES:
-            return page
-    if live is None:
+    page = render_page(document.title, embed_contents(document, tables, results))
+    size = len(page.encode())
+    if size > LIMIT_BYTES:
         say(f"results/report.html has {size / 1e6:.1f} MB, thinned as far as it can be")
-    return page
+    write_atomically(results / "report.html", page)
 
 
-def render_page(content: dict[str, Any], live: dict[str, Any] | None = None) -> str:
+def embed_contents(document: Document, tables: Tables, results: Path) -> str:
+    """Return the content of the page as JSON, at the finest detail that fits."""
+    room = LIMIT_BYTES - len(render_page(document.title, "").encode())
+    for content in tell_contents(document, tables, results, room):
+        embedded = embed_json(content)
+        if len(embedded.encode()) <= room:
+            break
+    return embedded
+
+
+def render_page(title: str, content: str, sweep: SweepStatus | None = None) -> str:
     """Return the page as HTML.
 
     Its Content-Security-Policy allows the scripts and the style in the page, by their hashes, and
     nothing else: no network, no other script, no frame, no form.
-
-    ``live`` is what a page that ``dpprof watch`` serves says of itself. Such a page has a strip
-    about the sweep on top, and may ask the address that it came from.
     """
-    return _fill(content["title"], content, [bundle_charts(), read_scripts()], live)
-
-
-def render_empty_page(live: dict[str, Any]) -> str:
-    """Return a live page that has nothing but the strip, for the time before the first report."""
-    return _fill("dpprof watch", None, [], live)
-
-
-def _fill(title: str, content: Any, scripts: list[str], live: dict[str, Any] | None) -> str:
-    styles = ["page.css"]
-    if live is not None:
-        scripts = [_read_live_script(), *scripts]
-        styles.append("live.css")
-    style = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in styles)
+    scripts = [bundle_charts(), read_scripts()]
+    if sweep is not None and sweep.is_live:
+        scripts.insert(0, _join(["live.js"]))
+    style = (_FOLDER / "page.css").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, autoescape=True
     )
+    environment.filters["printable"] = printable
+    allowed = " ".join(map(_hash, scripts))
     return environment.get_template("page.html.j2").render(
         title=title,
-        policy=_make_policy(scripts, style, "" if live is None else "connect-src 'self'; "),
+        policy=(
+            f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+            "base-uri 'none'; form-action 'none'"
+        ),
         style=style,
-        content=embed_json(content),
-        live=None if live is None else embed_json(live),
+        content=content,
+        sweep=sweep,
         scripts=scripts,
-    )
-
-
-def _make_policy(scripts: Iterable[str], style: str, more: str) -> str:
-    allowed = " ".join(_hash(script) for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
-        f"{more}base-uri 'none'; form-action 'none'"
     )
 
 
@@ -144,11 +137,6 @@ def bundle_charts() -> str:
 def read_scripts() -> str:
     """Return the page's own script."""
     return _join(_SCRIPTS)
-
-
-@functools.cache
-def _read_live_script() -> str:
-    return _join(_LIVE_SCRIPTS)
 
 
 def _join(names: Iterable[str]) -> str:

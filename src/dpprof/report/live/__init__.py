@@ -1,1 +1,0 @@
-"""The report in a browser while a sweep runs."""
