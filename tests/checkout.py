@@ -79,11 +79,20 @@ class Checkout:
         assert process.returncode == status, said
         return said
 
-    def script(self, name: str, *options: str, status: int = 0) -> str:
+    def script(self, name: str, *options: str) -> str:
+        return self._run(f"workflow/scripts/{name}", *options)
+
+    def dpprof(self, command: str, *options: str, status: int = 0) -> str:
+        source = {"PYTHONPATH": str(self.path / "src")}
+        return self._run("-m", "dpprof", command, *options, status=status, environment=source)
+
+    def _run(
+        self, *arguments: str, status: int = 0, environment: dict[str, str] | None = None
+    ) -> str:
         done = subprocess.run(
-            [sys.executable, f"workflow/scripts/{name}", *options],
+            [sys.executable, *arguments],
             cwd=self.path,
-            env=self._environment,
+            env=self._environment | (environment or {}),
             capture_output=True,
             text=True,
             check=False,

@@ -1,4 +1,4 @@
-"""The scripts of the workflow, run as a user runs them."""
+"""The scripts of the workflow and the commands of dpprof, run as a user runs them."""
 
 import subprocess
 import sys
@@ -7,9 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script, such as ``profile.py``, or a command that has none, such as ``forget``."""
+    is_script = name.endswith(".py")
+    begin = [str(ROOT / "workflow" / "scripts" / name)] if is_script else ["-m", "dpprof", name]
     return subprocess.run(
-        [sys.executable, str(ROOT / "workflow" / "scripts" / script), *options],
+        [sys.executable, *begin, *options],
         capture_output=True,
         text=True,
         check=False,

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     """Ask once; what follows finds the capacities there."""
     path = tmp_path_factory.mktemp("asked")
     options = ["--accountant=rdp", "--batch-size=512", "--price-per-hour=3.5", "--json=b.json"]
-    done = run("budget.py", *ASKED, *HERE, *SPENT, *options, cwd=path)
+    done = run("budget", *ASKED, *HERE, *SPENT, *options, cwd=path)
     assert done.returncode == 0, done.stderr
     (path / "told").write_text(done.stdout)
     return path
@@ -88,7 +88,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
     options, sentence = BAD[case]
-    done = run("budget.py", *ASKED, *SPENT, *options, cwd=tmp_path)
+    done = run("budget", *ASKED, *SPENT, *options, cwd=tmp_path)
 
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {sentence}")
@@ -97,14 +97,14 @@ def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:
-    done = run("budget.py", *ASKED, *HERE, "--samples=9", cwd=tmp_path)
+    done = run("budget", *ASKED, *HERE, "--samples=9", cwd=tmp_path)
 
     assert done.stderr == "error: missing: --tokens, --epsilon, --delta\n"
 
 
 def test_a_weak_delta_is_warned_of_and_priced(folder) -> None:
     options = ["--accountant=rdp", "--batch-size=512", "--delta=1e-3", "--epsilon=8"]
-    done = run("budget.py", *ASKED, *HERE, *SPENT, *options, "--json=w.json", cwd=folder)
+    done = run("budget", *ASKED, *HERE, *SPENT, *options, "--json=w.json", cwd=folder)
 
     assert done.returncode == 0
     assert "warning: delta 0.001 is above 1 / samples, 0.0001: publishing each" in done.stderr
@@ -162,9 +162,7 @@ def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None
     path.parent.mkdir(parents=True)
     path.write_text(manifest.text)
 
-    done = run(
-        "build_tables.py", f"--manifest={manifest.path}", "--output-dir=tables", cwd=tmp_path
-    )
+    done = run("tables.py", f"--manifest={manifest.path}", "--output-dir=tables", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     noise, hours = (read_table(tmp_path / "tables" / f"{name}.csv") for name in ("noise", "budget"))

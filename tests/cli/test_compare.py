@@ -73,10 +73,10 @@ def test_two_real_sweeps_of_the_same_code_exit_with_0_and_all_is_the_same(tmp_pa
     ).id
     for side in ("a", "b"):
         output = f"--output={side}/estimate/{name}.r0.json"
-        done = run("profile_experiment.py", *options, output, cwd=tmp_path)
+        done = run("profile.py", *options, output, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
-    done = run("compare.py", "a", "b", "--format=json", cwd=tmp_path)
+    done = run("compare", "a", "b", "--format=json", cwd=tmp_path)
     found = json.loads(done.stdout)
 
     assert (done.returncode, done.stderr) == (0, "")

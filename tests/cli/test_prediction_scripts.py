@@ -18,12 +18,12 @@ def folder(tmp_path_factory):
     """Ask for two methods once; what follows finds the answers there."""
     path = tmp_path_factory.mktemp("asked")
     methods = ["--methods", "standard", "opacus-hooks"]
-    done = run("capacity.py", *ASKED, "--target", TARGET, *methods, "--json=c.json", cwd=path)
+    done = run("capacity", *ASKED, "--target", TARGET, *methods, "--json=c.json", cwd=path)
     assert done.returncode == 1, done.stderr  # libraries alone take more than 1 MiB
     options = [*ASKED, "--target", "l4", "--memory-limit-bytes", "60MiB", *methods]
-    done = run("capacity.py", *options, "--json=capacity.json", cwd=path)
+    done = run("capacity", *options, "--json=capacity.json", cwd=path)
     assert done.returncode == 0, done.stderr
-    done = run("advise.py", *options, "--json=advice.json", cwd=path)
+    done = run("advise", *options, "--json=advice.json", cwd=path)
     assert done.returncode == 0, done.stderr
     (path / "told").write_text(done.stdout)
     return path
@@ -70,7 +70,7 @@ def test_the_smallest_number_of_gpus_is_told(tmp_path) -> None:
     fields = ["--model", model, "--seq-len", "2", "--target", "cpu"]
     options = ["--memory-limit-bytes", "60MiB", "--methods", "standard", "microbatch"]
     ranks = ["--world-sizes", "4", "1", "--json", "ranks.json"]
-    done = run("capacity.py", *fields, *options, *ranks, cwd=tmp_path)
+    done = run("capacity", *fields, *options, *ranks, cwd=tmp_path)
     found = json.loads((tmp_path / "ranks.json").read_text())
 
     assert [(one["method"], one["outcome"]) for one in found] == [
@@ -85,7 +85,7 @@ def test_the_smallest_number_of_gpus_is_told(tmp_path) -> None:
 
 def test_world_sizes_are_said_once(tmp_path) -> None:
     ranks = ["--world-sizes", "2", "--parallel", "kind=ddp,world_size=4"]
-    done = run("capacity.py", *ASKED, "--target", "l4", *ranks, cwd=tmp_path)
+    done = run("capacity", *ASKED, "--target", "l4", *ranks, cwd=tmp_path)
 
     assert done.returncode == 1
     assert done.stderr == (
@@ -100,7 +100,7 @@ def test_another_mechanism_is_marked_in_the_advice(folder) -> None:
     told = {"mechanism": "hooked clipping", "code_digest": digest}
     write_synthetic_verdict(folder, make_experiment(method="opacus-hooks"), **told)
     options = ["--target", "l4", "--memory-limit-bytes", "60MiB", "--methods", "opacus-hooks"]
-    done = run("advise.py", *ASKED, *options, cwd=folder)
+    done = run("advise", *ASKED, *options, cwd=folder)
     path.unlink()
 
     assert "opacus-hooks\N{DOUBLE DAGGER}  first" in done.stdout
@@ -117,7 +117,7 @@ def test_a_method_that_failed_verification_is_not_advised(folder) -> None:
         code_digest=verdict_digest("built-in", "opacus-hooks"),
     )
     options = ["--target", "l4", "--memory-limit-bytes", "60MiB", "--methods", "opacus-hooks"]
-    done = run("advise.py", *ASKED, *options, cwd=folder)
+    done = run("advise", *ASKED, *options, cwd=folder)
     path.unlink()
 
     assert "No private method safely fits" not in done.stdout
@@ -147,7 +147,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("script", ["capacity.py", "advise.py"])
+@pytest.mark.parametrize("script", ["capacity", "advise"])
 def test_bad_input_is_one_sentence(script, case, tmp_path) -> None:
     options, sentence = BAD[case]
     done = run(script, *ASKED, *options, cwd=tmp_path)
@@ -160,7 +160,7 @@ def test_bad_input_is_one_sentence(script, case, tmp_path) -> None:
 
 def test_a_target_is_only_for_predictions(tmp_path) -> None:
     options = [*ASKED, "--method=standard", "--batch-size=1", "--target=h200", "--output=x.json"]
-    done = run("profile_experiment.py", *options, cwd=tmp_path)
+    done = run("profile.py", *options, cwd=tmp_path)
 
     assert done.returncode == 1
     assert done.stderr == (
@@ -172,9 +172,7 @@ def test_a_target_is_only_for_predictions(tmp_path) -> None:
 def test_another_packages_target_is_as_good_as_our_own(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "plugin"))
     options = [*ASKED, "--method=standard", "--batch-size=1", "--target=test-board"]
-    done = run(
-        "profile_experiment.py", *options, "--instrument=estimate", "--output=x.json", cwd=tmp_path
-    )
+    done = run("profile.py", *options, "--instrument=estimate", "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     compute = json.loads((tmp_path / "x.json").read_text())["compute"]

@@ -13,9 +13,9 @@ from dpprof.launch.device_lock import hold_one
 
 RUN = ("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--device=cpu")
 COMMANDS = {
-    "profile_experiment.py": RUN,
-    "verify_method.py": ("--model=built-in", "--method=standard"),
-    "measure_ceilings.py": ("--device=cpu",),
+    "profile.py": RUN,
+    "verify.py": ("--model=built-in", "--method=standard"),
+    "ceilings.py": ("--device=cpu",),
 }
 
 

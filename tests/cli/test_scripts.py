@@ -22,7 +22,7 @@ def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:
     usual = {"model": "tiny", "method": "standard", "batch_size": "1", "seq_len": "4"}
     given = usual | {"warmup_steps": "1", "timed_steps": "1", "output": "x.json"} | options
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    return run("profile_experiment.py", *arguments, cwd=tmp_path)
+    return run("profile.py", *arguments, cwd=tmp_path)
 
 
 def test_one_experiment_needs_no_snakemake_and_no_certain_folder(tmp_path) -> None:
@@ -48,7 +48,7 @@ def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_p
     spec = tmp_path / f"{experiment.id}.json"
     spec.write_text(experiment.canonical)
     done = run(
-        "profile_experiment.py",
+        "profile.py",
         "--spec",
         str(spec),
         "--output",
@@ -66,7 +66,7 @@ def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_p
 
 
 def test_forget_refuses_what_is_no_failure(tmp_path) -> None:
-    done = run("forget.py", "--outcome", "crashed,ok", cwd=tmp_path)
+    done = run("forget", "--outcome", "crashed,ok", cwd=tmp_path)
 
     assert done.returncode == 2
     assert "'ok' is not allowed; allowed: crashed, killed, oom, timeout, unsup" in done.stderr
@@ -80,7 +80,7 @@ def test_forget_outdated_forgets_what_other_code_measured_and_nothing_else(tmp_p
     write_synthetic_verdict(tmp_path, make_experiment(method="microbatch"))
     write_synthetic(tmp_path, current, code_digest=code_digest("clean", current))
     write_synthetic(tmp_path, other)
-    done = run("forget.py", "--outdated", cwd=tmp_path)
+    done = run("forget", "--outdated", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert [p.name for p in (tmp_path / "results/verify").iterdir()] == ["built-in-standard.json"]
@@ -90,7 +90,7 @@ def test_forget_outdated_forgets_what_other_code_measured_and_nothing_else(tmp_p
 def test_what_names_a_method_that_is_not_installed_is_told_and_stays(tmp_path) -> None:
     write_synthetic(tmp_path, make_experiment(method="nobody-has-it"))
     before = sorted(tmp_path.rglob("*.json"))
-    done = run("forget.py", "--outdated", cwd=tmp_path)
+    done = run("forget", "--outdated", cwd=tmp_path)
 
     assert done.returncode == 1
     for path, line in zip(before, done.stderr.splitlines(), strict=False):
@@ -104,7 +104,7 @@ def test_forget_unverified_forgets_verdicts_that_did_not_pass_and_no_result(tmp_
         experiment = make_experiment(method=method)
         write_synthetic_verdict(tmp_path, experiment, passed, reason="x")
         write_synthetic(tmp_path, experiment)
-    done = run("forget.py", "--unverified", cwd=tmp_path)
+    done = run("forget", "--unverified", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "built-in-microbatch.json  failed verification" in done.stdout
@@ -123,7 +123,7 @@ def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path
 
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     arguments = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
-    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+    script = ROOT / "workflow" / "scripts" / "profile.py"
     command = [sys.executable, str(script), *arguments, "--output=x.json", "--log=/dev/full"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
     process.stderr.close()
@@ -134,7 +134,7 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
 
 @pytest.mark.parametrize("log", ["/dev/full", "logs/x.log"])
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
-    script = ROOT / "workflow" / "scripts" / "verify_method.py"
+    script = ROOT / "workflow" / "scripts" / "verify.py"
     options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
     command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(script), *options]
     done = subprocess.run(command, cwd=tmp_path, check=False)
@@ -152,7 +152,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     (tmp_path / manifest.path).parent.mkdir()
     (tmp_path / manifest.path).write_text(manifest.text)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    script = ROOT / "workflow" / "scripts" / "build_tables.py"
+    script = ROOT / "workflow" / "scripts" / "tables.py"
     options = [f"--manifest={manifest.path}", "--output-dir=results/tables"]
     limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(script), *options]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -176,14 +176,14 @@ def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
     path.parent.mkdir()
     path.write_text(manifest.text)
     options = ["--manifest", str(manifest.path), "--output-dir", "results/tables"]
-    done = run("build_tables.py", *options, cwd=checkout)
+    done = run("tables.py", *options, cwd=checkout)
 
     assert done.returncode == 0, done.stderr
     assert experiment.id in (scratch / "tables" / "runs.csv").read_text()
 
 
 def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
-    text = run("profile_experiment.py", "--help", cwd=tmp_path).stdout
+    text = run("profile.py", "--help", cwd=tmp_path).stdout
 
     for name in Experiment.model_fields:
         assert f"--{name.replace('_', '-')} VALUE" in text
@@ -224,14 +224,14 @@ def test_bad_options_are_one_sentence_and_nothing_runs(tmp_path, options, senten
     ("script", "options", "sentence"),
     [
         (
-            "prune.py",
+            "prune",
             ["nowhere.yaml"],
             "error: [Errno 2] No such file or directory: 'nowhere.yaml'",
         ),
-        ("build_tables.py", ["--manifest", "no.json", "--output-dir", "t"], "error: [Errno 2] No"),
-        ("build_report.py", ["--tables", "no", "--output-dir", "r"], "error: [Errno 2] No such"),
+        ("tables.py", ["--manifest", "no.json", "--output-dir", "t"], "error: [Errno 2] No"),
+        ("report.py", ["--tables", "no", "--output-dir", "r"], "error: [Errno 2] No such"),
         (
-            "draw_figure.py",
+            "figure.py",
             ["--figure", "tradeof", "--tables", "no", "--output", "x.png"],
             "error: --figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: accuracy",
         ),
@@ -246,25 +246,25 @@ def test_other_scripts_say_what_is_wrong(tmp_path, script: str, options, sentenc
 
 
 OUTPUTS = {
-    "profile_experiment.py": (
+    "profile.py": (
         ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"],
         "--output",
     ),
-    "verify_method.py": (["--model=tiny", "--method=standard"], "--output"),
-    "measure_ceilings.py": (["--device=cpu"], "--output"),
-    "capacity.py": (
+    "verify.py": (["--model=tiny", "--method=standard"], "--output"),
+    "ceilings.py": (["--device=cpu"], "--output"),
+    "capacity": (
         ["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"],
         "--json",
     ),
-    "advise.py": (["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"], "--json"),
-    "budget.py": (
+    "advise": (["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"], "--json"),
+    "budget": (
         [
             *("--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"),
             *("--samples=9", "--tokens=4000", "--epsilon=8", "--delta=0.01"),
         ],
         "--json",
     ),
-    "draw_figure.py": (["--figure=tradeoff", "--tables=no"], "--output"),
+    "figure.py": (["--figure=tradeoff", "--tables=no"], "--output"),
 }
 
 
@@ -297,9 +297,7 @@ def test_an_empty_output_is_a_sentence(tmp_path, script: str) -> None:
 
 
 def test_a_figure_of_an_unknown_kind_is_a_sentence(tmp_path) -> None:
-    done = run(
-        "draw_figure.py", "--figure=tradeoff", "--tables=no", "--output=f\x1b.xyz", cwd=tmp_path
-    )
+    done = run("figure.py", "--figure=tradeoff", "--tables=no", "--output=f\x1b.xyz", cwd=tmp_path)
 
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
@@ -324,7 +322,7 @@ def test_prune_deletes_nothing_for_a_config_that_cannot_be_meant(
     (tmp_path / "my.yaml").write_bytes(content)
     write_synthetic(tmp_path, make_experiment())
     before = sorted(tmp_path.rglob("*"))
-    done = run("prune.py", "--delete", "my.yaml", cwd=tmp_path)
+    done = run("prune", "--delete", "my.yaml", cwd=tmp_path)
 
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: my.yaml: {problem}")
@@ -332,15 +330,15 @@ def test_prune_deletes_nothing_for_a_config_that_cannot_be_meant(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("script", ["build_report.py", "draw_figure.py"])
+@pytest.mark.parametrize("script", ["report.py", "figure.py"])
 def test_a_table_that_is_none_is_named(tmp_path, script: str) -> None:
     (tmp_path / "t").mkdir()
     for name in TABLES:
         (tmp_path / "t" / f"{name}.csv").write_bytes(b"\xff\xfe")
     write_sums(tmp_path / "t", [f"{name}.csv" for name in TABLES])
     options = {
-        "build_report.py": ["--tables=t", "--output-dir=r"],
-        "draw_figure.py": ["--figure=tradeoff", "--tables=t", "--output=x.png"],
+        "report.py": ["--tables=t", "--output-dir=r"],
+        "figure.py": ["--figure=tradeoff", "--tables=t", "--output=x.png"],
     }
     done = run(script, *options[script], cwd=tmp_path)
 

@@ -19,9 +19,9 @@ def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path) -> No
     file = tmp_path / f"{stand_in.label}.json"
     file.write_text(stand_in.canonical)
     options = [f"--{name}={value}" for name, value in given.items()]
-    named = run("verify_method.py", *options, cwd=tmp_path)
+    named = run("verify.py", *options, cwd=tmp_path)
     options = ["--stand-in", file.name, "--method=standard", "--output=y.json"]
-    read = run("verify_method.py", *options, cwd=tmp_path)
+    read = run("verify.py", *options, cwd=tmp_path)
 
     assert (named.returncode, read.returncode) == (0, 0), named.stderr + read.stderr
     usual = tmp_path / "results" / "verify" / f"{stand_in.label}-standard.json"

@@ -146,7 +146,9 @@ def test_results_that_come_without_their_plan_count(finished: Checkout) -> None:
 def test_another_spelling_of_a_rule_measures_nothing_again(finished: Checkout) -> None:
     for rule in ("profile", "verify", "ceilings", "tables", "figures", "report"):
         path = finished.path / "workflow" / "rules" / f"{rule}.smk"
-        path.write_text(path.read_text().replace('" --log', '"  --log').replace("-P -m", "-m"))
+        path.write_text(
+            path.read_text().replace('" --log', '"  --log').replace('"python ', '"python -B ')
+        )
     assert "Nothing to be done" in finished.snakemake("--snakefile", "workflow/Snakefile")
 
 

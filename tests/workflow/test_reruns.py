@@ -121,12 +121,12 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
     assert set(finished.table("experiments")["method"]) == {"standard"}
     assert "opacus-hooks" not in (finished.path / "results" / "report.md").read_text()
 
-    listed = finished.script("prune.py")
+    listed = finished.dpprof("prune")
     assert "opacus-hooks" in listed
     assert finished.results() == before
-    finished.script("prune.py", "--delete", status=2)
+    finished.dpprof("prune", "--delete", status=2)
     assert finished.results() == before
-    finished.script("prune.py", CONFIG, "--delete")
+    finished.dpprof("prune", CONFIG, "--delete")
     assert not any("opacus-hooks" in name for name in finished.results())
     assert "Nothing to be done" in finished.snakemake()
 
