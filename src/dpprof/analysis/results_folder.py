@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dpprof.planning.artifacts import RESULTS, RUN
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
-from dpprof.spec.validation import InputError, shorten
+from dpprof.spec.validation import InputError, limit_lines
 
 _NAME = re.compile(r".+\.r[0-9]+\.json")
 
@@ -58,7 +58,7 @@ def _read_all(files: list[Path]) -> dict[RunKey, list[Result]]:
             continue
         found[result.experiment_id, result.instrument].append(_without_details(result))
     if problems:
-        raise InputError("\n".join(shorten(problems)))
+        raise InputError("\n".join(limit_lines(problems)))
     return {key: sorted(results, key=lambda one: one.replicate) for key, results in found.items()}
 
 
