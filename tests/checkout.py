@@ -79,6 +79,17 @@ class Checkout:
         assert process.returncode == status, said
         return said
 
+    def plan(self, *options: str) -> dict[str, list[str]]:
+        """The stems of the first files that each rule would make, by the rule."""
+        said = self.snakemake("-n", *options)
+        jobs = re.findall(
+            r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    output: ([^,\s]+)", said, re.MULTILINE
+        )
+        planned: dict[str, list[str]] = {}
+        for rule, output in jobs:
+            planned.setdefault(rule, []).append(Path(output).stem)
+        return planned
+
     def script(self, name: str, *options: str) -> str:
         return self._run(f"workflow/scripts/{name}", *options)
 

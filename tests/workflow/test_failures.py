@@ -132,6 +132,7 @@ def test_a_supervisor_that_dies_each_time_is_run_by_the_next_snakemake(sleeping:
     assert set(sleeping.table("runs")["outcome"]) == {"ok"}
 
 
+@pytest.mark.slow  # tests/launch/test_supervisor.py kills a worker without a sweep
 def test_a_killed_worker_is_run_again_within_the_sweep(sleeping: Checkout) -> None:
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
@@ -187,7 +188,9 @@ def kill_snakemake(sweep: subprocess.Popen[str], number: int) -> None:
         sweep.wait(timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     sleeping: Checkout, number: int
 ) -> None:

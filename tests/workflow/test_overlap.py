@@ -36,6 +36,7 @@ def test_all_of_replicate_0_run_after_the_ceilings_and_before_replicate_1(checko
         assert earlier[1] <= later[0]
 
 
+@pytest.mark.slow  # tests/launch/test_supervisor.py has two runs at once without a sweep
 def test_the_lock_alone_keeps_cpu_experiments_apart(checkout: Checkout) -> None:
     """Snakemake's own means are switched off."""
     options = ("--cores", "4", "--resources", "mem_mb=1000", "--set-threads", "profile=1")
