@@ -1,5 +1,6 @@
-# `make` measures, reports and prints the answer, `make test` tests, `make fuzz` tests what takes long, `make install`
-# only sets up, `make docs` builds the documentation, `make perf` measures what dpprof itself costs.
+# `make` measures, reports and prints the answer, `make test` tests, `make test-slow` runs the tests
+# that take long, `make install` only sets up, `make docs` builds the documentation, `make perf` measures
+# what dpprof itself costs.
 # CONFIG=path replaces the default sweep; PYTHON chooses the interpreter; WORKERS says how many
 # processes share the tests.
 
@@ -12,7 +13,7 @@ VENV := .venv
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test fuzz lint docs perf schemas lock clean
+.PHONY: report install test test-slow lint docs perf schemas lock clean
 .DEFAULT_GOAL := report
 
 report: install
@@ -31,9 +32,8 @@ $(INSTALLED): requirements.lock pyproject.toml
 test: install
 	python -m pytest -n $(WORKERS) --dist worksteal
 
-# 2,000 hostile configs, 1,000 command lines and 1,000 damaged files, and kills of whole sweeps: some
-# fifteen minutes; `make test` has 64 of them.
-fuzz: install
+# What is exhaustive, or a second whole sweep of its kind: CONTRIBUTING.md has the rule.
+test-slow: install
 	python -m pytest -m slow
 
 # Style, types, import rules and the workflow's own linter.

@@ -25,7 +25,7 @@ EXPERIMENT = (
     *("--model=tiny", "--method=standard", "--batch-size=8", "--seq-len=128", "--device=cpu"),
     *("--warmup-steps=5", "--timed-steps=60"),
 )
-PROFILE = Path(__file__).parents[1] / "workflow" / "scripts" / "profile_experiment.py"
+PROFILE = Path(__file__).parents[1] / "workflow" / "scripts" / "profile.py"
 
 
 def start(output: Path, slots: int, options: list[str]) -> subprocess.Popen[bytes]:

@@ -137,15 +137,15 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
     tables, output = folder / "results" / "tables", folder / "results"
     figures = {
         f"figure {name}": [
-            *("draw_figure.py", f"--figure={name}", f"--tables={tables}"),
+            *("figure.py", f"--figure={name}", f"--tables={tables}"),
             *(f"--output={output}/figures/{name}.{kind}" for kind in ("png", "pdf", "json")),
         ]
         for name in registry.names("figures")
     }
     steps = {
-        "tables": ["build_tables.py", f"--manifest={manifest}", f"--output-dir={tables}"],
+        "tables": ["tables.py", f"--manifest={manifest}", f"--output-dir={tables}"],
         **figures,
-        "report": ["build_report.py", f"--tables={tables}", f"--output-dir={output}"],
+        "report": ["report.py", f"--tables={tables}", f"--output-dir={output}"],
     }
     imports = [import_both(folder) for _ in range(3)]
     costs = {}

@@ -88,16 +88,23 @@ class Checkout:
             found.setdefault(rule, []).append(Path(output).name)
         return found
 
-    def script(self, name: str, *options: str, status: int = 0) -> str:
+    def script(self, name: str, *options: str) -> str:
+        return self._run(f"workflow/scripts/{name}", *options)
+
+    def dpprof(self, command: str, *options: str) -> str:
+        source = {"PYTHONPATH": str(self.path / "src")}
+        return self._run("-m", "dpprof", command, *options, environment=source)
+
+    def _run(self, *arguments: str, environment: dict[str, str] | None = None) -> str:
         done = subprocess.run(
-            [sys.executable, f"workflow/scripts/{name}", *options],
+            [sys.executable, *arguments],
             cwd=self.path,
-            env=self._environment,
+            env=self._environment | (environment or {}),
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == status, done.stderr
+        assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
     def use(self, config: str) -> None:

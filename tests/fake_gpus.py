@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
 GIB = 2**30
 
 

@@ -14,9 +14,12 @@ ASKED = ["--model", MODEL, "--seq-len", "8", "--methods", "standard", "flash-bk"
 HERE = ["--target", "l4", "--memory-limit-bytes", "25MiB"]
 
 
-def run(script: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script, such as ``profile.py``, or a command that has none, such as ``forget``."""
+    is_script = name.endswith(".py")
+    begin = [str(ROOT / "workflow" / "scripts" / name)] if is_script else ["-m", "dpprof", name]
     return subprocess.run(
-        [sys.executable, str(ROOT / "workflow" / "scripts" / script), *options],
+        [sys.executable, *begin, *options],
         capture_output=True,
         text=True,
         check=False,

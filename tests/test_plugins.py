@@ -32,8 +32,8 @@ def installed(tmp_path_factory) -> Path:
 
 
 def profile(plugin: Path, output: Path, **options: str) -> dict:
-    """Run profile_experiment.py with a plug-in on PYTHONPATH; returns the result."""
-    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+    """Run profile.py with a plug-in on PYTHONPATH; returns the result."""
+    script = ROOT / "workflow" / "scripts" / "profile.py"
     usual = {"model": "example-mixer", "method": "example-vmap", "device": "cpu"}
     usual |= {"batch-size": str(B), "seq-len": str(T), "warmup-steps": "2", "timed-steps": "1"}
     given = [f"--{name}={value}" for name, value in (usual | options).items()]

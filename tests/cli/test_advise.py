@@ -251,7 +251,7 @@ def test_another_packages_target_is_as_good_as_our_own(tmp_path, monkeypatch) ->
     folders = [str(ROOT / name) for name in ("src", "tests/plugin")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     options = ["--target=test-board", "--instrument=estimate"]
-    done = run("profile_experiment.py", *ONCE, *options, cwd=tmp_path)
+    done = run("profile.py", *ONCE, *options, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     compute = json.loads((tmp_path / "x.json").read_text())["compute"]

@@ -35,7 +35,7 @@ def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:
 def test_one_experiment_needs_no_snakemake_and_no_certain_folder(tmp_path) -> None:
     options = ["--method=standard", "--batch-size=1", "--seq-len=4", "--timed-steps=1"]
     given = [f"--model={MODEL}", *options, "--output=x.json"]
-    done = run("profile_experiment.py", *given, cwd=tmp_path)
+    done = run("profile.py", *given, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "ok after" in done.stderr
@@ -117,7 +117,7 @@ def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path
 
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in ONCE.items()]
-    script = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+    script = ROOT / "workflow" / "scripts" / "profile.py"
     command = [
         sys.executable,
         str(script),
@@ -135,7 +135,7 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
 
 @pytest.mark.parametrize("log", [pytest.param("/dev/full", marks=pytest.mark.slow), "logs/x.log"])
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
-    script = ROOT / "workflow" / "scripts" / "verify_method.py"
+    script = ROOT / "workflow" / "scripts" / "verify.py"
     options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
     command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(script), *options]
     done = subprocess.run(command, cwd=tmp_path, check=False)
@@ -151,7 +151,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     write_synthetic(tmp_path, experiment)
     manifest = write_manifest(tmp_path, make_manifest((experiment, 0)))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    script = ROOT / "workflow" / "scripts" / "build_tables.py"
+    script = ROOT / "workflow" / "scripts" / "tables.py"
     options = [f"--manifest={manifest}", "--output-dir=results/tables"]
     limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(script), *options]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -81,7 +81,7 @@ def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monk
 )
 def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, problem) -> None:
     device = ["--device=cpu", "--output=x.json"]
-    done = run("measure_ceilings.py", *device, *options, cwd=tmp_path)
+    done = run("ceilings.py", *device, *options, cwd=tmp_path)
 
     assert done.returncode != 0
     assert problem in done.stderr
@@ -99,7 +99,7 @@ def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
 
 
 def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
-    done = run("measure_ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+    done = run("ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
     ceilings = read_ceilings(tmp_path / "x.json")
 
     assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
 
 def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
     (tmp_path / "x.json").mkdir()
-    done = run("measure_ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+    done = run("ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == 1
     assert "is a folder, not a file to write" in done.stderr
@@ -120,7 +120,7 @@ def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured_and_no_faster_than_its_data_sheet(tmp_path) -> None:
-    run("measure_ceilings.py", "--device=cuda", "--output=x.json", cwd=tmp_path)
+    run("ceilings.py", "--device=cuda", "--output=x.json", cwd=tmp_path)
     ceilings = read_ceilings(tmp_path / "x.json")
     sheet = find_by_device_name(ceilings.device["name"])
 

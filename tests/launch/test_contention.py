@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpprof.launch import contention
-from dpprof.launch.contention import watch_others
+from dpprof.launch import isolated
+from dpprof.launch.isolated import watch_others
 
 SPIN = "import time; end = time.process_time() + {seconds}\nwhile time.process_time() < end: pass"
 
@@ -27,9 +27,9 @@ def machine(monkeypatch) -> SimpleNamespace:
         return SimpleNamespace(_asdict=lambda: times)
 
     usage = SimpleNamespace(ru_utime=0.0, ru_stime=0.0)
-    monkeypatch.setattr(contention.time, "monotonic", lambda: state.now)
-    monkeypatch.setattr(contention.psutil, "cpu_times", cpu_times)
-    monkeypatch.setattr(contention.resource, "getrusage", lambda _: usage)
+    monkeypatch.setattr(isolated.time, "monotonic", lambda: state.now)
+    monkeypatch.setattr(isolated.psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(isolated.resource, "getrusage", lambda _: usage)
     state.usage = usage
     return state
 

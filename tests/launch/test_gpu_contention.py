@@ -13,7 +13,7 @@ from fresh_process import ROOT
 from dpprof.launch import device_lock, gpu_contention
 from dpprof.launch.device_slots import gpu_slots
 from dpprof.launch.isolated import Ended, Isolation
-from dpprof.launch.protocol import Report
+from dpprof.launch.protocol import WorkerAnswer
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Failure, Others, read_result
 from dpprof.system import hardware
@@ -79,9 +79,9 @@ def run(gpus, monkeypatch, tmp_path):
 
     def supervised(outcome: str = "ok", **fields):
         error = None if outcome == "ok" else Failure(kind="Error", message="CUDA out of memory.")
-        report = Report(outcome=outcome, error=error)
+        report = WorkerAnswer(outcome=outcome, error=error)
 
-        def work(*_, **__) -> Ended[Report]:
+        def work(*_, **__) -> Ended[WorkerAnswer]:
             gpus.held["GPU-a"] += GIB  # another process starts meanwhile
             return Ended(report, 0, timed_out=False, output="", wall_s=1.0, others_busy_cores=0.0)
 

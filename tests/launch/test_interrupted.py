@@ -15,7 +15,7 @@ from dpprof.launch.scheduler import scheduler_job
 from dpprof.records.result import Result, interrupted_path, read_result
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
 
 
 class Job:

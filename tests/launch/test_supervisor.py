@@ -20,7 +20,7 @@ from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "workflow" / "scripts" / "profile_experiment.py"
+SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -375,7 +375,7 @@ def test_who_waits_is_told_for_whom(asleep, tmp_path) -> None:
     second.communicate(timeout=120)
 
     assert f"waiting for process {supervisor.pid} (" in said
-    assert "profile_experiment.py" in said
+    assert "profile.py" in said
     assert "running since 20" in said
 
 

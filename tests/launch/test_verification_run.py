@@ -20,7 +20,7 @@ PLUGIN = Path(__file__).parents[1] / "plugin"
 def verify(folder: Path, method: str, *, model: str = "test-linear"):
     output = verdict_path(Path(), model, method)
     options = [f"--model={model}", f"--method={method}", f"--output={output}"]
-    return run("verify_method.py", *options, cwd=folder)
+    return run("verify.py", *options, cwd=folder)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ def start(copy: Path, script: str, *options: str) -> subprocess.Popen[str]:
 def profile(copy: Path) -> subprocess.Popen[str]:
     (copy / f"{EXPERIMENT.id}.json").write_text(EXPERIMENT.canonical)
     spec = f"--spec={EXPERIMENT.id}.json"
-    return start(copy, "profile_experiment.py", spec, "--instrument=test-waits")
+    return start(copy, "profile.py", spec, "--instrument=test-waits")
 
 
 def edit(copy: Path, file: str) -> None:
@@ -118,7 +118,7 @@ def test_a_verdict_is_on_the_method_as_it_was_when_its_turn_came(copy) -> None:
     before = digest(copy, VERIFYING)
     with hold_one(["cpu"], refuse):
         options = ("--model=test-linear", "--method=standard")
-        process = start(copy, "verify_method.py", *options)
+        process = start(copy, "verify.py", *options)
         edit_while_waiting(copy, process, METHOD)
     said = process.communicate(timeout=120)[1]
 

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from dpprof.planning.source_text import without_comments
+from dpprof.planning.code_digest import without_comments
 from dpprof.system.paths import PACKAGE
 
 

@@ -87,7 +87,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
     finished = sleeping.results()
-    (supervisor,) = process_running("-m dpprof profile", sleeping.path)
+    (supervisor,) = process_running("scripts/profile.py", sleeping.path)
     supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -104,7 +104,7 @@ def test_a_supervisor_that_dies_each_time_is_run_by_the_next_snakemake(sleeping:
     for _ in range(3):
         wait_for(marker.exists)
         finished = sleeping.results()
-        (supervisor,) = process_running("-m dpprof profile", sleeping.path)
+        (supervisor,) = process_running("scripts/profile.py", sleeping.path)
         marker.unlink()  # so that the next attempt sleeps too
         supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
@@ -189,7 +189,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     )
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("-m dpprof profile", sleeping.path)
+    (run,) = process_running("scripts/profile.py", sleeping.path)
     kill_snakemake(sweep, number)
     marker.rename(marker.with_name("let go"))
     sleeping.environment = {}
@@ -210,8 +210,8 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
 @pytest.mark.parametrize(
     ("script", "module", "function"),
     [
-        ("verify_method.py", "verification/verify.py", "def verify(model, method):"),
-        ("measure_ceilings.py", "devices/limits.py", "def measure(name):"),
+        ("verify.py", "verification/verify.py", "def verify(model, method):"),
+        ("ceilings.py", "devices/limits.py", "def measure(name):"),
     ],
 )
 def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
@@ -223,13 +223,13 @@ def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
     sweep = checkout.start(TABLES)
     wait_for(marker.exists)
     finished = checkout.results()
-    running = process_running(script, checkout.path)
+    running = process_running(f"scripts/{script}", checkout.path)
     os.killpg(sweep.pid, signal.SIGKILL)
     sweep.wait(timeout=60)
     for process in running:
         process.wait(timeout=60)
 
-    assert not list(checkout.path.glob("results/verify/*.json")) or script != "verify_method.py"
+    assert not list(checkout.path.glob("results/verify/*.json")) or script != "verify.py"
     checkout.edit(f"src/dpprof/{module}", f"{function}\n    {stop}", function)
     checkout.snakemake("--unlock")
     checkout.snakemake(TABLES)
@@ -248,7 +248,7 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
     )
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("-m dpprof profile", sleeping.path)
+    (run,) = process_running("scripts/profile.py", sleeping.path)
     kill_snakemake(sweep, signal.SIGKILL)
     sleeping.environment = {}
     sleeping.snakemake("--unlock")

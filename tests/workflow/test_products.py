@@ -31,10 +31,8 @@ def test_snakemakes_own_report_carries_reports_figures_and_tables(finished: Chec
 def test_scripts_run_alone_on_existing_tables(finished: Checkout) -> None:
     tables, output = finished.path / "results" / "tables", finished.path / "alone"
     files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
-    finished.script("draw_figure.py", "--figure=tradeoff", f"--tables={tables}", *files)
-    finished.script(
-        "build_report.py", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst"
-    )
+    finished.script("figure.py", "--figure=tradeoff", f"--tables={tables}", *files)
+    finished.script("report.py", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst")
 
     assert (output / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "figures/tradeoff.png" in (output / "report.md").read_text()

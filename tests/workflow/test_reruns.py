@@ -129,7 +129,7 @@ def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, befor
     assert finished.results() == before
     assert set(finished.table("experiments")["method"]) == {"standard"}
     assert "opacus-hooks" not in (finished.path / "results" / "report.md").read_text()
-    finished.script("prune.py", CONFIG, "--delete")
+    finished.dpprof("prune", CONFIG, "--delete")
     assert not any("opacus-hooks" in name for name in finished.results())
     assert "Nothing to be done" in finished.snakemake("-n")
 

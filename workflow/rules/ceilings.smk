@@ -19,7 +19,8 @@ rule ceilings:
         mem_mb=job_resources.PREDICTION_MB,
         runtime=30,
     params:
+        script=script_of("ceilings"),
         kind=kind_of_device,
     shell:
-        "python -P -m dpprof ceilings --device {params.kind}"
+        "python {params.script} --device {params.kind}"
         " --output {output:q} --log {log:q} --operators-of {input.specs:q}"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -77,6 +78,12 @@ localrules:
 
 onstart:
     start_progress()
+
+
+def script_of(command):
+    """Name the script of a command; where only the rules are here, the installed dpprof."""
+    path = HERE / "workflow" / "scripts" / f"{command}.py"
+    return shlex.quote(str(path)) if path.is_file() else f"-P -m dpprof {command}"
 
 
 def plan_file(path):

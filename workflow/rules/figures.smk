@@ -18,9 +18,10 @@ rule figure:
     conda:
         "../../envs/dpprof.yaml"
     params:
+        script=script_of("figure"),
         caption=caption_of,
         tables=lambda wildcards, input: folder_of(input.tables),
     shell:
-        "python -P -m dpprof figure --figure {wildcards.figure}"
+        "python {params.script} --figure {wildcards.figure}"
         " --tables {params.tables:q} --output {output.png:q} --output {output.pdf:q}"
         " --output {output.caption:q} --log {log:q}"

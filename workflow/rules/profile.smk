@@ -25,9 +25,10 @@ rule profile:
         mem_mb=memory_mb_of,
         runtime=runtime_of,
     params:
+        script=script_of("profile"),
         device=device_options,
     shell:
-        "python -P -m dpprof profile --spec {input.spec:q}"
+        "python {params.script} --spec {input.spec:q}"
         " --instrument {wildcards.instrument} --replicate {wildcards.replicate}"
         " --output {output:q} --log {log:q} --keep {params.device}"
         " --traces results/traces/{wildcards.id}/r{wildcards.replicate}"
@@ -46,4 +47,5 @@ use rule profile as predict with:
         mem_mb=job_resources.PREDICTION_MB,
         runtime=runtime_of,
     params:
+        script=script_of("profile"),
         device="",

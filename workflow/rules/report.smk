@@ -29,8 +29,9 @@ rule report:
     conda:
         "../../envs/dpprof.yaml"
     params:
+        script=script_of("report"),
         tables=lambda wildcards, input: folder_of(input.tables),
         results=lambda wildcards, output: folder_of(output),
     shell:
-        "python -P -m dpprof report --tables {params.tables:q}"
+        "python {params.script} --tables {params.tables:q}"
         " --output-dir {params.results:q} --log {log:q}"

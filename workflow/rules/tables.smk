@@ -25,12 +25,13 @@ rule tables:
     conda:
         "../../envs/dpprof.yaml"
     params:
+        script=script_of("tables"),
         ceilings=lambda wildcards, input: input.ceilings
         or planned(artifacts.LIMITS)(wildcards),
         folder=lambda wildcards, output: folder_of(output),
         root=lambda wildcards, output: str(Path(output[0]).parents[2]),
         partial=PARTIAL,
     shell:
-        "python -P -m dpprof tables --manifest {input.manifest:q}"
+        "python {params.script} --manifest {input.manifest:q}"
         " --root {params.root:q} --output-dir {params.folder:q} --ceilings {params.ceilings:q} {params.partial}"
         " --log {log:q}"

@@ -16,11 +16,12 @@ rule verify:
         mem_mb=job_resources.PREDICTION_MB,
         runtime=10,
     params:
+        script=script_of("verify"),
         model=lambda wildcards, input: (
             f"--stand-in {input.stand_in}"
             if input.stand_in
             else f"--model {wildcards.model}"
         ),
     shell:
-        "python -P -m dpprof verify {params.model}"
+        "python {params.script} {params.model}"
         " --method {wildcards.method} --output {output:q} --log {log:q}"

@@ -4,7 +4,9 @@ import importlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+# In place of this folder: its profile.py and its tables.py are for the command line alone, and the
+# standard library has a module ``profile`` of its own.
+sys.path[0] = str(Path(__file__).resolve().parents[2] / "src")
 
 
 def run(command: str) -> None:

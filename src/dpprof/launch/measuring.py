@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from dpprof.launch.protocol import PhaseMark, Report
+from dpprof.launch.protocol import PhaseMark, WorkerAnswer
 from dpprof.records.result import Failure
 from dpprof.spec import registry
 from dpprof.spec.experiment import Experiment
@@ -51,7 +51,7 @@ def run(
     instrument: str,
     mark: PhaseMark,
     join: Callable[[], None] = lambda: None,
-) -> Report:
+) -> WorkerAnswer:
     """Run one experiment under one instrument and return its report; raises nothing.
 
     ``join`` is called when all is imported and nothing is limited yet.
@@ -67,11 +67,11 @@ def run(
         join()
         measurement = measure(experiment, mark.enter)
     except registry.UnsupportedError as error:
-        return Report(outcome="unsupported", error=_describe(error, mark))
+        return WorkerAnswer(outcome="unsupported", error=_describe(error, mark))
     except BaseException as error:  # noqa: BLE001 (every way to fail is an outcome)
         lift_memory_limit()
         traceback.print_exc()
         memory = is_out_of_memory(error, limited=experiment.memory_limit_bytes is not None)
         failure = _describe(error, mark, memory=memory)
-        return Report(outcome="oom" if memory else "crashed", error=failure)
-    return Report(outcome="ok", measurement=measurement)
+        return WorkerAnswer(outcome="oom" if memory else "crashed", error=failure)
+    return WorkerAnswer(outcome="ok", measurement=measurement)

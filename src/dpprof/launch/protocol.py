@@ -19,8 +19,8 @@ def traces_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-class Report(BaseModel, frozen=True, extra="forbid"):
-    """The report that a worker writes at its end."""
+class WorkerAnswer(BaseModel, frozen=True, extra="forbid"):
+    """The outcome of a run, which a worker writes at its end."""
 
     outcome: Outcome
     measurement: Measurement | None = None

@@ -6,11 +6,11 @@ from datetime import timedelta
 from functools import partial
 
 from dpprof.launch.measuring import lift_memory_limit, run
-from dpprof.launch.protocol import PhaseMark, Report
+from dpprof.launch.protocol import PhaseMark, WorkerAnswer
 from dpprof.spec.experiment import Experiment
 
 
-def work(spec: str, instrument: str, phase_fd: int, rank: int, store_fd: int) -> Report:
+def work(spec: str, instrument: str, phase_fd: int, rank: int, store_fd: int) -> WorkerAnswer:
     """Run one rank of an experiment, given as JSON, and return its report.
 
     ``store_fd`` is a file by which the ranks find each other; it has no name.

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from dpprof.launch import child
 from dpprof.launch.exit_status import judge_death
-from dpprof.launch.protocol import PhaseMark, Report
+from dpprof.launch.protocol import PhaseMark, WorkerAnswer
 from dpprof.records.result import Measurement, RankPart
 from dpprof.spec.experiment import Experiment
 from dpprof.system.child_output import Output, Sink
@@ -37,7 +37,7 @@ class _Rank(NamedTuple):
     answer: IO[bytes]
 
 
-def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> Report:
+def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> WorkerAnswer:
     """Run an experiment on all its ranks; rank 0 marks its phases in the file of ``phase_fd``.
 
     Returns:
@@ -133,11 +133,11 @@ def _reported_at(rank: _Rank) -> float:
     return os.fstat(rank.answer.fileno()).st_mtime if _report(rank) else 0.0
 
 
-def _report(rank: _Rank) -> Report | None:
+def _report(rank: _Rank) -> WorkerAnswer | None:
     """Read a rank's report; None if it died before the report was complete."""
     rank.answer.seek(0)
     try:
-        return Report.model_validate_json(rank.answer.read())
+        return WorkerAnswer.model_validate_json(rank.answer.read())
     except ValidationError:
         return None
 
@@ -149,19 +149,19 @@ def _read(rank: _Rank) -> Measurement:
     return report.measurement
 
 
-def _tell_failure(rank: _Rank, tail: str, experiment: Experiment) -> Report:
+def _tell_failure(rank: _Rank, tail: str, experiment: Experiment) -> WorkerAnswer:
     report = _report(rank)
     if report is None:
         limited = experiment.memory_limit_bytes is not None
         phase = PhaseMark(rank.phase_fd).read()
         outcome, error = judge_death(rank.process.returncode, phase, tail, limited=limited)
-        report = Report(outcome=outcome, error=error)
+        report = WorkerAnswer(outcome=outcome, error=error)
     assert report.error is not None
     told = {"rank": rank.number, "message": f"rank {rank.number}: {report.error.message}"}
     return report.model_copy(update={"error": report.error.model_copy(update=told)})
 
 
-def _merge(measured: list[Measurement]) -> Report:
+def _merge(measured: list[Measurement]) -> WorkerAnswer:
     names = [name for name in RankPart.model_fields if name != "rank"]
     parts = [
         RankPart(rank=rank, **{name: getattr(one, name) for name in names})
@@ -172,4 +172,4 @@ def _merge(measured: list[Measurement]) -> Report:
     if first.communication is None:
         reasons["communication"] = _COUNTED_ELSEWHERE
     whole = first.model_copy(update={"ranks": parts, "reasons": reasons})
-    return Report(outcome="ok", measurement=whole)
+    return WorkerAnswer(outcome="ok", measurement=whole)

@@ -30,7 +30,7 @@ from dpprof.launch.interrupted import (
     read_earlier,
 )
 from dpprof.launch.isolated import Isolation, Terminated, isolate
-from dpprof.launch.protocol import TRACES, PhaseMark, Report
+from dpprof.launch.protocol import TRACES, PhaseMark, WorkerAnswer
 from dpprof.launch.scheduler import describe_end, scheduler_job
 from dpprof.planning.code_digest import code_digest, model_libraries
 from dpprof.records.provenance import package_versions
@@ -106,7 +106,7 @@ def _attempt(isolation: Isolation, experiment: Experiment, instrument: str, sink
         mark = PhaseMark(descriptor)
         try:
             ended = isolation.run(
-                Report,
+                WorkerAnswer,
                 _WORK,
                 experiment.model_dump_json(),
                 instrument,
@@ -126,7 +126,7 @@ def _attempt(isolation: Isolation, experiment: Experiment, instrument: str, sink
             return _Tried(attempt, terminated=terminated)
         phase = mark.read()
     after = look_afterwards(uuid)
-    report = ended.answer or Report(outcome="timeout")
+    report = ended.answer or WorkerAnswer(outcome="timeout")
     outcome, failure = report.outcome, report.error
     if ended.answer is None and ended.timed_out:
         message = f"ended after timeout_s = {experiment.timeout_s:g} s"

@@ -5,13 +5,13 @@ dies; then the supervisor judges it by how the process ended.
 """
 
 from dpprof.launch.measuring import lift_memory_limit, run
-from dpprof.launch.protocol import PhaseMark, Report
+from dpprof.launch.protocol import PhaseMark, WorkerAnswer
 from dpprof.launch.ranks_run import run_ranks
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS, why_unsupported
 
 
-def work(spec: str, instrument: str, phase_fd: int) -> Report:
+def work(spec: str, instrument: str, phase_fd: int) -> WorkerAnswer:
     """Run an experiment, given as JSON, and return its report to the supervisor."""
     experiment = Experiment.model_validate_json(spec)
     needs_ranks = experiment.parallel is not None and instrument not in PREDICTIONS

@@ -9,12 +9,12 @@ of that method only.
 import ast
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
 from dpprof.planning.libraries import versions_in_jobs
-from dpprof.planning.source_text import without_comments
 from dpprof.planning.stand_ins import StandIn, libraries_of
 from dpprof.records.verdict import BUILT_IN, is_stand_in
 from dpprof.spec import registry
@@ -28,6 +28,20 @@ _COMMANDS = PACKAGE / "cli"
 ACCOUNTING = PACKAGE / "accounting" / "noise.py"
 """The file that a process of its own runs for the noise of a privacy budget."""
 
+_LEXEMES = re.compile(
+    rb"""
+    (?P<kept>
+        '''(?:\\.|[^\\])*?''' | \"""(?:\\.|[^\\])*?\"""
+        | '(?:\\.|[^\\'\n])*' | "(?:\\.|[^\\"\n])*"
+    )
+    | \n[ \t]*(?:\#[^\n]*)?(?=\n|\Z)
+    | [ \t]*\#[^\n]*
+    | [ \t]+(?=\n|\Z)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""Strings, then what does not count: empty lines, comments, and blanks at the end of a line."""
+
 _CACHED: list[Any] = []
 
 
@@ -35,6 +49,21 @@ def _remember(digest: Callable[P, str]) -> Callable[P, str]:
     """Cache a function that returns a digest, until ``read_anew``."""
     _CACHED.append(functools.cache(digest))
     return cast("Callable[P, str]", _CACHED[-1])
+
+
+def without_comments(source: bytes) -> bytes:
+    r"""Return a Python source without comments, empty lines and blanks at the end of lines.
+
+    Strings stay as they are, docstrings among them: captions and help texts are made of these. The
+    result is the same under every version of Python.
+
+    Example:
+        >>> without_comments(b"x = '#'  # a comment\n\n# another\ny = 2\n")
+        b"x = '#'\ny = 2\n"
+    """
+    lines = b"\n" + source.replace(b"\r\n", b"\n").rstrip() + b"\n"
+    text = _LEXEMES.sub(lambda found: found["kept"] or b"", lines)
+    return text.strip(b"\n") + b"\n"
 
 
 def _module_files(module: str) -> list[Path]:

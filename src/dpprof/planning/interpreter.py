@@ -13,8 +13,8 @@ from dpprof.system.paths import PACKAGE, find_checkout
 def offer_interpreter() -> None:
     """Let jobs inherit the folder of this process's Python and the sources of this dpprof.
 
-    Rules call ``python -m dpprof``, so that a rule's own environment can provide another Python,
-    which then comes first in the PATH. A dpprof that was installed from a wheel is left to the
+    Rules call ``python``, so that a rule's own environment can provide another Python, which then
+    comes first in the PATH. A dpprof that was installed from a wheel is left to the
     environment.
 
     Raises:

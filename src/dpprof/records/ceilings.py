@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dpprof.records.operators import OperatorTable
-from dpprof.records.record import Device, Part, Positive, read_record
+from dpprof.records.record import Device, Part, read_record
+from dpprof.spec.quantities import Positive
 from dpprof.spec.target import DTYPES, Dtype
 
 SCHEMA_VERSION: Literal[4] = 4
@@ -22,7 +23,7 @@ CEILINGS = "ceilings"
 """The name of the folder for ceilings in ``results``."""
 
 
-Count = Annotated[int, Field(gt=0, lt=2**53)]
+_Count = Annotated[int, Field(gt=0, lt=2**53)]
 """What a column of a table holds that has unknown values too."""
 
 
@@ -44,7 +45,7 @@ class Matmul(Part):
     """Matrix products of one dtype."""
 
     flops_per_s: Positive = Field(description="2 n^3 over the fastest repeat of any size")
-    size: Count = Field(description="the n of that repeat")
+    size: _Count = Field(description="the n of that repeat")
     samples: list[ProductSample] = Field(description="one per measured size")
     stopped: str | None = Field(
         description="why larger sizes were not measured; null where all were"
@@ -63,7 +64,7 @@ class Bandwidth(Part):
     bytes_per_s: Positive = Field(
         description="bytes read and written, twice the array, over the fastest repeat of any size"
     )
-    array_bytes: Count = Field(description="size of the array in that repeat")
+    array_bytes: _Count = Field(description="size of the array in that repeat")
     samples: list[CopySample] = Field(description="one per measured size")
     stopped: str | None = Field(
         description="why larger sizes were not measured; null where all were"

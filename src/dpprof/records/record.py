@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from dpprof.spec.validation import explain, shorten
+from dpprof.spec.validation import explain, limit_lines
 from dpprof.system.files import canonical_json, read_json, sha256_hex, write_atomically
 from dpprof.system.messages import escape_all
 
@@ -27,10 +27,7 @@ class Part(BaseModel):
 
 
 _DIGEST = "content_digest"
-Positive = Annotated[float, Field(gt=0)]
-"""What is divided by, or whose logarithm is taken: a time, a rate."""
-
-Size = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0)]
 """A number of bytes, or of other things."""
 
 
@@ -86,7 +83,7 @@ class ManyResultsError(ResultError):
     """Several such files."""
 
     def __init__(self, errors: Sequence[ResultError]) -> None:
-        Exception.__init__(self, "\n".join(shorten([str(error) for error in errors])))
+        Exception.__init__(self, "\n".join(limit_lines([str(error) for error in errors])))
         self.problem = f"{len(errors):,} files cannot be trusted"
 
 

@@ -9,7 +9,6 @@ from pydantic import Field
 from dpprof.records.record import (
     Device,
     Part,
-    Positive,
     Provenance,
     ResultError,
     read_record,
@@ -17,6 +16,7 @@ from dpprof.records.record import (
 from dpprof.records.step_costs import Compute, Exchange, Io, Memory
 from dpprof.records.terms import Basis, OpKind, Outcome, Phase
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.quantities import Positive
 
 SCHEMA_VERSION: Literal[2] = 2
 OLDER: Mapping[object, str] = {

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from dpprof.records.record import Part, Size
+from dpprof.records.record import Natural, Part
 from dpprof.records.terms import Component, Evidence, OpKind, Phase
 
 Peak = Annotated[int, Field(gt=0)]
@@ -92,7 +92,7 @@ class Timeline(Part):
     op: list[str | None] | None = Field(
         None, description="operator that ran last, null before the first one"
     )
-    components: dict[Component, list[Size]]
+    components: dict[Component, list[Natural]]
 
     @model_validator(mode="after")
     def _refuse_ragged_columns(self) -> Self:

@@ -128,10 +128,10 @@ def explain(
         else:
             told = map(option_name, absent) if options else absent
             sentences[f"missing: {', '.join(told)}"] = None
-    return InputError("\n".join(shorten(list(sentences))))
+    return InputError("\n".join(limit_lines(list(sentences))))
 
 
-def shorten(lines: Sequence[str]) -> Sequence[str]:
+def limit_lines(lines: Sequence[str]) -> Sequence[str]:
     """Return the first problems, and the number of the others."""
     beyond = len(lines) - MAX_SENTENCES
     return [*lines[:MAX_SENTENCES], f"and {beyond:,} more"] if beyond > 0 else lines

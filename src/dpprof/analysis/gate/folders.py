@@ -13,7 +13,7 @@ from dpprof.planning.artifacts import RESULTS, RUN
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.spec.experiment import Experiment
-from dpprof.spec.validation import InputError, shorten
+from dpprof.spec.validation import InputError, limit_lines
 
 _NAME = re.compile(r".+\.r[0-9]+\.json")
 
@@ -63,7 +63,7 @@ def _read_all(files: list[Path]) -> dict[RunKey, list[Result]]:
             continue
         found[result.experiment_id, result.instrument].append(drop_details(result))
     if problems:
-        raise InputError("\n".join(shorten(problems)))
+        raise InputError("\n".join(limit_lines(problems)))
     return {key: sorted(results, key=lambda one: one.replicate) for key, results in found.items()}
 
 
