@@ -338,3 +338,14 @@ def test_the_worst_difference_passes_as_seldom_as_is_said(monkeypatch) -> None:
         for one in rank_one
     )
     assert passed / draws == pytest.approx(0.05, abs=4 * (0.05 / draws) ** 0.5)
+
+
+def test_a_layer_that_is_used_twice_under_autocast_is_not_refused() -> None:
+    """The first pass measures both uses at once, and the second sums one after the other."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        layer, head = nn.Linear(16, 16), nn.Linear(16, 4)
+        clipping = FlashClipping(nn.ModuleList([layer, head]), 1.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = head(layer(layer(torch.randn(8, 12, 16)).tanh()).tanh())
+        clipping.backward(outputs.float().square().sum((1, 2)))

@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import Contribution, Lookup, Product, SampleGradients
-from dpprof.norms.tiles import accumulator_of
-from dpprof.records.births import allocates
+from dpprof.norms import placement
+from dpprof.norms.tiles import accumulator_of, multiply
+from dpprof.records.births import allocates, allocates_for_its_caller
 
 MAX_DIFFERENCE = {torch.float32: 2.0**-12, torch.float64: 2.0**-32}
-"""How large D may be: some kernels add in any order."""
+"""How large D may be: a sum is rounded by its order, and projections are summed in float32."""
 
 MAX_DIFFERENCE_WHEN_ROUNDED = 2.0**-5
 """The same where tensor cores round to 16 bits or TF32."""
@@ -100,7 +101,6 @@ class Projections:
     @allocates("norm_samples")
     def _add(self, parameter: nn.Parameter, contribution: Contribution, sign: int) -> None:
         projected_BN = _project(contribution, self._direction.to(contribution[0].device))
-        projected_BN = projected_BN.to(accumulator_of(projected_BN.dtype))
         before_BN = self._differences.get(parameter)
         if before_BN is None:
             self._differences[parameter] = projected_BN if sign > 0 else -projected_BN
@@ -130,11 +130,11 @@ def _project(contribution: Contribution, u: Tensor) -> Tensor:
             left_BTm, right_BTn = (x_BTd, g_BTp) if transposed else (g_BTp, x_BTd)
             if right_BTn.shape[2] < left_BTm.shape[2]:
                 left_BTm, right_BTn = right_BTn, left_BTm
-            return _weigh(right_BTn @ _fit(u, right_BTn), left_BTm)
+            return _weigh(_meet(right_BTn, u), left_BTm)
         case Lookup(ids_BT, g_BTd, rows, padding) if g_BTd.shape[2] < rows:
             return _weigh(u[ids_BT].masked_fill(ids_BT == padding, 0), g_BTd)
         case Lookup(ids_BT, g_BTd, rows, padding):
-            shares_BT = (g_BTd @ _fit(u, g_BTd)).masked_fill(ids_BT == padding, 0)
+            shares_BT = _meet(g_BTd, u).masked_fill(ids_BT == padding, 0)
             return shares_BT.new_zeros(len(shares_BT), rows).scatter_add_(1, ids_BT, shares_BT)
         case SampleGradients(gradients) if gradients.dim() <= 2:  # noqa: PLR2004
             return gradients.flatten(1)
@@ -142,7 +142,7 @@ def _project(contribution: Contribution, u: Tensor) -> Tensor:
             matrices_Bmn = gradients.reshape(len(gradients), *_sides(gradients.shape[1:]))
             if matrices_Bmn.shape[2] < matrices_Bmn.shape[1]:
                 matrices_Bmn = matrices_Bmn.transpose(1, 2)
-            return matrices_Bmn @ _fit(u, matrices_Bmn)
+            return _meet(matrices_Bmn, u)
     raise AssertionError(contribution)
 
 
@@ -151,10 +151,18 @@ def _sides(shape: torch.Size) -> tuple[int, int]:
     return shape[:1].numel(), shape[1:].numel()
 
 
-def _fit(u: Tensor, side: Tensor) -> Tensor:
-    return u[: side.shape[2]].to(side.dtype)
+@allocates_for_its_caller
+def _meet(sides_BTn: Tensor, u: Tensor) -> Tensor:
+    """Multiply each row by the direction; (B, T), at least float32."""
+    B, T, n = sides_BTn.shape
+    u_n = u[:n].to(sides_BTn.dtype)
+    if u_n.dtype == accumulator_of(u_n.dtype):
+        return sides_BTn @ u_n
+    return multiply(sides_BTn.reshape(1, B * T, n), u_n[None, :, None]).view(B, T)
 
 
+@allocates_for_its_caller
 def _weigh(shares_BT: Tensor, sides_BTn: Tensor) -> Tensor:
-    """Sum the tokens of each sample by their shares; (B, n)."""
-    return torch.bmm(shares_BT[:, None].to(sides_BTn.dtype), sides_BTn)[:, 0]
+    """Sum the tokens of each sample by their shares; (B, n), at least float32."""
+    exact = sides_BTn.dtype if placement.is_cuda(sides_BTn) else accumulator_of(sides_BTn.dtype)
+    return multiply(shares_BT[:, None].to(exact), sides_BTn)[:, 0]
