@@ -209,7 +209,7 @@ SENTENCES = {
         "which is no function from an experiment to a model"
     ),
     "model=no-embedding": (
-        "the model has no torch.nn.Embedding, the first of which tells the vocabulary's size"
+        "the model has no torch.nn.Embedding, and the first one gives the vocabulary's size"
     ),
     "target=no-target": (
         "the entry point 'no-target' of broken 2.0 in dpprof.targets names broken:size, "

@@ -58,8 +58,8 @@ def test_flash_bk_sends_what_plain_fsdp_sends_and_the_settings_that_ranks_compar
     plain, private = exchange("standard", ranks), exchange("flash-bk", ranks)
 
     # Of 8 bytes each: bound, part, layers, no seed; then bound, noise, size, reduction,
-    # steps, parameters, seed.
-    compared = (4 + 7) * 8 * 3
+    # secure mode, steps, parameters, seed.
+    compared = (4 + 8) * 8 * 3
     assert sum_of(private, "all-gather") - sum_of(plain, "all-gather") == compared
     assert sum_of(private, "reduce-scatter") == sum_of(plain, "reduce-scatter")
 
@@ -82,7 +82,7 @@ def test_in_bfloat16_half_as_much_is_gathered_and_as_much_reduced() -> None:
     assert sum_of(found, "reduce-scatter") == PARAMETERS // 2
 
 
-@pytest.mark.parametrize(("method", "compared"), [("standard", 0), ("flash-bk", 7 * 8 * 3)])
+@pytest.mark.parametrize(("method", "compared"), [("standard", 0), ("flash-bk", 8 * 8 * 3)])
 def test_replicas_reduce_every_gradient_once(method, compared) -> None:
     found = exchange(method, "kind=ddp,world_size=4")
 
