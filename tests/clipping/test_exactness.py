@@ -57,3 +57,16 @@ def test_every_layer_at_every_shape(T, variant, kind) -> None:
                 assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
                 if B > 1:
                     assert clipping.sample_norms[-1] == 0
+
+
+@pytest.mark.parametrize("way", [FlashClipping, BookKeeping])
+@pytest.mark.parametrize("rows", [3, 1])
+def test_ids_may_be_int32(way, rows) -> None:
+    table = torch.nn.Embedding(rows, 2)
+    clipping = way(table, 100.0)
+    ids = torch.tensor([[0, 0, rows - 1], [0, 0, 0]], dtype=torch.int32)
+    clipping.backward(table(ids).sum((1, 2)))
+
+    counts = torch.tensor([[2.0, 0.0, 1.0], [3.0, 0.0, 0.0]] if rows == 3 else [[3.0], [3.0]])
+    assert torch.allclose(clipping.sample_norms, (2 * counts.square().sum(1)).sqrt())
+    assert torch.equal(table.weight.grad, counts.sum(0)[:, None].expand(rows, 2))

@@ -21,6 +21,7 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
 from dpprof.cli import watch
 from dpprof.planning.planner import read_manifest
+from dpprof.report.page import live
 from dpprof.report.page.live import (
     LIVE_PAGE,
     LivePage,
@@ -207,6 +208,25 @@ def test_a_manifest_that_is_damaged_ends_it_with_a_final_page(tmp_path) -> None:
     assert "location.reload" not in (tmp_path / LIVE_PAGE).read_text(encoding="utf-8")
 
 
+def test_a_page_that_cannot_be_made_is_tried_again(tmp_path, monkeypatch, capsys) -> None:
+    sweep = plan_clean(tmp_path, "standard")
+    tries = []
+
+    def build(*arguments):
+        tries.append(arguments)
+        if len(tries) < 4:
+            raise KeyError("a column")
+        sweep.kill()
+        return build_tables(*arguments)
+
+    monkeypatch.setattr(live, "build_tables", build)
+    LivePage(tmp_path).follow(0.01)
+
+    said = "the page was not renewed, and is tried again: KeyError: 'a column'"
+    assert capsys.readouterr().err.count(said) == 1
+    assert count(read_status(tmp_path / LIVE_PAGE)) == (0, 0, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
@@ -226,7 +246,12 @@ def test_a_folder_that_is_no_sweeps_is_refused(
     assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(
+    tmp_path, number, status
+) -> None:
     plan_clean(tmp_path, "standard").end(0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     program = "from dpprof.cli.main import main; main(['watch'])"
@@ -240,12 +265,13 @@ def test_an_interruption_ends_it_with_a_final_page_and_changes_nothing_else(tmp_
         said = process.stdout.readline()
         while not (tmp_path / LIVE_PAGE).exists():
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
 
     assert said == "results/live.html shows the sweep; Ctrl-C ends it\n"
-    assert process.returncode == 130
-    assert errors == "dpprof: interrupted; the page is not renewed any more; a sweep goes on\n"
+    assert process.returncode == status
+    interrupted = "dpprof: interrupted; the page is not renewed any more; a sweep goes on\n"
+    assert errors == (interrupted if number == signal.SIGINT else "")
     assert "location.reload" not in (tmp_path / LIVE_PAGE).read_text(encoding="utf-8")
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert after.pop(tmp_path / LIVE_PAGE)
@@ -257,8 +283,8 @@ def test_the_page_loads_itself_again_and_the_reader_keeps_the_place(browser, tmp
     sweep = Sweep(tmp_path, *((make_experiment(method=m), "memory", 0) for m in methods))
     for at in range(3):
         sweep.end(at, recorded=record(at))
-    live = LivePage(tmp_path)
-    live.renew()
+    watched = LivePage(tmp_path)
+    watched.renew()
     opened = Opened(browser, tmp_path / LIVE_PAGE, clock=True)
     page, status = opened.page, opened.page.locator("#sweep")
 
@@ -267,7 +293,7 @@ def test_the_page_loads_itself_again_and_the_reader_keeps_the_place(browser, tmp
     page.locator("#compare").evaluate("(one) => window.scrollTo(0, one.offsetTop + 30)")
     top = page.locator("#compare").evaluate("(one) => one.getBoundingClientRect().top")
     sweep.end(3, outcome="crashed", message=HOSTILE)
-    live.renew()
+    watched.renew()
     page.clock.fast_forward(10_000)
     page.keyboard.press("Shift")  # a reader who is busy is not disturbed
     page.clock.fast_forward(10_000)

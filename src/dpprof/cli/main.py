@@ -23,11 +23,16 @@ COMMANDS: Mapping[str, str] = {
     "tables": "write tables of results",
     "figure": "draw one figure of tables",
     "report": "write the report of tables and figures",
-    "watch": "show the report in a browser while a sweep runs",
+    "watch": "write the report for a browser, again and again while a sweep runs",
     "forget": "delete results, so that they are measured again",
     "prune": "list or delete results that no config asks for",
 }
 """Subcommands, each a module of this package that is imported only when it runs."""
+
+REMOVED: Mapping[str, str] = {
+    "capacity": "dpprof advise takes the same options, and says how large a batch fits"
+}
+"""Former subcommands, and what to use instead."""
 
 EXTRAS: Mapping[str, str] = {"figure": "report", "report": "report", "watch": "report"}
 """Subcommands that need more than the package alone, and the extra that has it."""
@@ -55,7 +60,8 @@ def _run(given: Sequence[str]) -> None:
         case [name, *rest] if name in COMMANDS:
             import_command(name).main(rest)
         case [name, *_]:
-            why = f"{name[:80]!a} is not allowed; {one_of(COMMANDS, name)}"
+            otherwise = REMOVED.get(name) or one_of(COMMANDS, name)
+            why = f"{name[:80]!a} is not allowed; {otherwise}"
             print(printable(f"dpprof: error: {why}"), file=sys.stderr)
             sys.exit(2)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
+from dpprof.launch.isolated import ended_by_signals
 from dpprof.planning.artifacts import RESULTS
 from dpprof.report.page.live import LIVE_PAGE, LivePage
 from dpprof.spec.validation import InputError
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         page = LivePage(_root_of(arguments.results))
         os.nice(19)
         print(f"{arguments.results / LIVE_PAGE.name} shows the sweep; Ctrl-C ends it", flush=True)
-        page.follow()
+        with ended_by_signals():  # its last page must not say that it is renewed
+            page.follow()
 
 
 def _root_of(results: Path) -> Path:

@@ -257,7 +257,7 @@ def run_embedding(layer: nn.Embedding, receive: Receive, input: Tensor) -> Tenso
             "pass (B, T), one row for each sample"
         )
     padding = -1 if layer.padding_idx is None else layer.padding_idx
-    return apply(_Embedding, input, layer.weight, padding, receive)
+    return apply(_Embedding, input.long(), layer.weight, padding, receive)  # ids may be int32
 
 
 def run_layer_norm(layer: nn.LayerNorm, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002

@@ -193,7 +193,7 @@ def isolate(
         longest_s=limit_s,
         why_not=why_not,
     )
-    with _ended_by_signals(), held as (position, lock_fds):
+    with ended_by_signals(), held as (position, lock_fds):
         yield Isolation(slots[position], lock_fds, code)
 
 
@@ -204,7 +204,7 @@ def _tell_wait(device: str, whom: str, waited_s: float) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Turn the first SIGTERM or SIGHUP into ``Terminated``."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:

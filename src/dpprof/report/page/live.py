@@ -17,6 +17,7 @@ from dpprof.planning.planner import read_manifest
 from dpprof.report.content import build_document
 from dpprof.report.page.write import SweepStatus, embed_contents, render_page
 from dpprof.spec.validation import InputError
+from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 
 LIVE_PAGE = RESULTS / "live.html"
@@ -89,9 +90,12 @@ class LivePage:
         self._root = root
         self._stamps: Stamps = {}
         self._report: tuple[Tables, str, str] | None = None
+        self._problem: str | None = None
 
     def follow(self, pause_s: float = PAUSE_S) -> None:
         """Renew the page until the sweep ends, then write it once more as one that is final.
+
+        A page that cannot be made, whatever a file holds, is tried again and ends nothing.
 
         Raises:
             InputError: The manifest was deleted or damaged.
@@ -102,12 +106,25 @@ class LivePage:
                 since_s = time.process_time()
                 progress = read_progress(self._root)
                 has_ended = progress is not None and progress.goes_on() is False
-                self.renew()
+                self._try_to_renew()
                 if has_ended:
                     return
                 time.sleep(max(pause_s, (time.process_time() - since_s) / SHARE))
         finally:
             self._write(is_live=False)
+
+    def _try_to_renew(self) -> None:
+        try:
+            self.renew()
+        except (InputError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 (a file may hold anything)
+            problem = f"{type(error).__name__}: {error}"[:1000]
+            if problem != self._problem:
+                say(f"the page was not renewed, and is tried again: {problem}")
+            self._problem = problem
+        else:
+            self._problem = None
 
     def renew(self) -> bool:
         """Write the page where a file of the sweep has changed; return whether one has.
