@@ -37,13 +37,18 @@ def folders(tmp_path):
     return tmp_path / "a", tmp_path / "b"
 
 
-def gate(capsys, *arguments) -> tuple[int, str]:
-    """Return the exit status and what was printed."""
+def end(capsys, *arguments) -> tuple[int, str, str]:
+    """Return the exit status, and what was printed for whom."""
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
-    out, error = capsys.readouterr()
+    return ended.value.code, *capsys.readouterr()
+
+
+def gate(capsys, *arguments) -> tuple[int, str]:
+    """Return the exit status and what was printed."""
+    code, out, error = end(capsys, *arguments)
     assert error == ""
-    return ended.value.code, out
+    return code, out
 
 
 def gate_json(capsys, *arguments) -> FolderComparison:
@@ -59,18 +64,15 @@ def names(found, judgement="worse") -> list[tuple[str, str | None]]:
 
 
 def refused(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    out, error = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+    code, out, error = end(capsys, *arguments)
+    assert (code, out) == (2, "")
     return error.strip().splitlines()[-1]
 
 
 def test_two_real_estimates_of_the_same_code_exit_with_0_and_all_is_the_same(
     tmp_path, capsys
 ) -> None:
-    fields = {"model": "tiny", "method": "flash-bk", "batch_size": 2, "seq_len": 16}
-    experiment = Experiment(**fields, target="h100", device="cuda")
+    experiment = make_experiment(method="flash-bk", target="h100", device="cuda")
     for side in ("a", "b"):
         recorded = estimate(experiment, lambda _: None).model_dump(exclude={"model", "samplers"})
         write_estimate(tmp_path / side, experiment=experiment, recorded=recorded)

@@ -85,12 +85,6 @@ def test_json_is_exact_and_has_every_level_and_both_timelines(a, b, capsys) -> N
     assert found["timelines"]["b"]["total_bytes"] == [550, 1100, 550]
 
 
-def test_markdown_is_printed(a, b, capsys) -> None:
-    assert "| **noise** | 300 | 0 | +300 | +300 bytes |" in told(
-        capsys, a, b, "--format", "markdown"
-    )
-
-
 def test_a_drawing_is_written_beside_the_text(a, b, tmp_path, capsys) -> None:
     for ending, begins in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
         output = tmp_path / "new" / f"x.{ending}"
@@ -100,7 +94,7 @@ def test_a_drawing_is_written_beside_the_text(a, b, tmp_path, capsys) -> None:
 
 def test_a_layer_with_a_hostile_name_disturbs_no_terminal(b, tmp_path, capsys) -> None:
     a = write(tmp_path, "flash", layer="\x1b[2J\u202e</script>\n|")
-    for form in ("text", "markdown", "json"):
+    for form in ("text", "json"):
         said = told(capsys, a, b, "--format", form, "--output", tmp_path / "x.png")
         assert all(line.isprintable() for line in said.splitlines())
 
@@ -172,7 +166,7 @@ WRONG = {
     "half a line": (["{b}", "--top", "1.5"], r".*'1.5' is not allowed; it must be 0, 1, 2 .*"),
     "very many": (["{b}", "--top", "9" * 5000], r".*is not allowed; it must be 0, 1, 2 .*"),
     "a depth": (["{b}", "--depth", "block"], r".*invalid choice: 'block'.*"),
-    "a format": (["{b}", "--format", "html"], r".*invalid choice: 'html'.*"),
+    "a format": (["{b}", "--format", "markdown"], r".*invalid choice: 'markdown'.*"),
     "a drawing": (["{b}", "--output", "x.gif"], r".*'x.gif' is not allowed; its ending must.*"),
     "nowhere to write": (["{b}", "--output", "{b}/x.png"], r"error: .*"),
 }

@@ -18,14 +18,13 @@ from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.difference_sentence import say
-from dpprof.report.difference_text import Detail, render_markdown, render_text
+from dpprof.report.difference_text import Detail, render_text
 from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
 FORMATS: dict[str, Callable[[Difference, Detail], str]] = {
     "text": render_text,
-    "markdown": render_markdown,
     "json": lambda difference, _: json.dumps(difference.as_json(), indent=1),
 }
 DRAWINGS = (".png", ".pdf", ".svg")
