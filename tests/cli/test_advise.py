@@ -234,17 +234,6 @@ def test_bad_input_is_one_sentence(case, tmp_path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-def test_a_target_is_only_for_predictions(tmp_path) -> None:
-    once = ["--model", MODEL, "--seq-len=8", "--method=standard", "--batch-size=1"]
-    done = call("profile", *once, "--output=x.json", "--target=h200", cwd=tmp_path)
-
-    assert done.returncode == 1
-    assert done.stderr == (
-        "error: --target: 'h200' is not allowed; the instrument clean measures this machine and "
-        "takes no target; instruments with a target: estimate, capacity\n"
-    )
-
-
 def test_another_packages_target_is_as_good_as_our_own(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "plugin"))
     monkeypatch.setattr(registry, "_entries", functools.cache(registry._entries.__wrapped__))
