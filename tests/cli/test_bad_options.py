@@ -4,7 +4,9 @@ import pytest
 from scripts import ASKED, HERE, call
 
 RIGHT = {
-    "profile": "--model=tiny --method=standard --batch-size=1 --seq-len=4 --output=x.json".split(),
+    "profile": [
+        *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json"),
+    ],
     "verify": ["--method=standard"],
     "ceilings": ["--device=cpu"],
     "advise": [*ASKED, *HERE],
