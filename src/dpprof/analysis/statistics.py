@@ -58,30 +58,13 @@ class Sides(NamedTuple):
     """The result of ``noise_floor`` for groups of these sizes."""
 
 
-def median_interval(values: Sequence[float]) -> Interval | None:
-    """Return the bootstrap interval of the median over processes (percentile method, 95 %).
+def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]:
+    """Return the bootstrap interval of each median over processes (percentile method, 95 %).
 
     For up to five processes this is their range. It covers the true median with a probability of
     at most ``attainable_coverage``. None for fewer than two processes.
     """
-    return median_intervals([values])[0]
-
-
-def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]:
-    """Return ``median_interval`` of each group, faster than one by one and equal to the bit."""
     return _bootstrap([(group,) for group in groups], np.median)
-
-
-def _ratio_intervals(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
-) -> list[Interval | None]:
-    """Return the bootstrap interval of the ratio of each pair's medians (percentile method, 95 %).
-
-    None where a side has one process, because its spread is unknown.
-    """
-    return _bootstrap(
-        pairs, lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis)
-    )
 
 
 def attainable_coverage(count: int) -> float:
@@ -157,7 +140,10 @@ def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
     ]
     tested = _mann_whitney([pairs[position][:2] for position in testable])
     p_values = dict(zip(testable, tested, strict=True))
-    intervals = _ratio_intervals([pair[:2] for pair in pairs])
+    intervals = _bootstrap(
+        [pair[:2] for pair in pairs],
+        lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis),
+    )
     return [
         _judge(pair, interval, p_values.get(position))
         for position, (pair, interval) in enumerate(zip(pairs, intervals, strict=True))

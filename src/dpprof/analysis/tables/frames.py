@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import BaseModel
 
 from dpprof.analysis.tables.axes import AXES, RUN_KEY, name_model
 from dpprof.analysis.tables.columns import TABLES
@@ -128,6 +129,15 @@ def make_frame(table: str, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     if unknown := {name for row in listed for name in row}.difference(columns):
         raise ValueError(f"the table {table} declares no column {', '.join(sorted(unknown))}")
     return pd.DataFrame(listed, columns=pd.Index(columns))
+
+
+def pick(table: str, *parts: BaseModel | None) -> dict[str, Any]:
+    """Return the fields of parts of a result that a table has as columns."""
+    names = set(TABLES[table].columns)
+    fields: dict[str, Any] = {}
+    for part in parts:
+        fields |= {} if part is None else part.model_dump(include=names)
+    return fields
 
 
 def read_table(path: Path) -> pd.DataFrame:

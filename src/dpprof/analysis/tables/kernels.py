@@ -15,8 +15,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.selection import RECORDERS
 from dpprof.analysis.tables.axes import axes_of, key_of
-from dpprof.analysis.tables.columns import TABLES
-from dpprof.analysis.tables.frames import make_frame
+from dpprof.analysis.tables.frames import make_frame, pick
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
 from dpprof.records.result import Kernels, Result
@@ -88,8 +87,7 @@ def find_roof(result: Result, ceilings: Ceilings | None) -> Roof:
 
 
 def _common(one: _Traced) -> dict[str, Any]:
-    parameters = {"parameters_total": one.result.model and one.result.model.parameters_total}
-    return key_of(one.run) | axes_of(one.result.experiment) | parameters
+    return key_of(one.run) | axes_of(one.result.experiment) | pick("kernels", one.result.model)
 
 
 def _kernel_rows(one: _Traced) -> Iterator[dict[str, Any]]:
@@ -133,10 +131,9 @@ def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any
     bound_s: dict[str, float] = defaultdict(float)
     for row in rows:
         bound_s[row.get("bound") or "unknown"] += row["seconds"]
-    fields = one.kernels.model_dump(include=set(TABLES["traces"].columns))
     return (
         _common(one)
-        | fields
+        | pick("traces", one.kernels)
         | {f"{bound}_bound_s": bound_s[bound] for bound in ("compute", "memory")}
         | {
             "unknown_s": bound_s["unknown"],

@@ -20,7 +20,7 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.groups import ExperimentRuns
 from dpprof.analysis.tables.axes import axes_of, key_of
-from dpprof.analysis.tables.frames import make_frame
+from dpprof.analysis.tables.frames import make_frame, pick
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, find_ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
@@ -177,24 +177,14 @@ def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
     return (
         key_of(one.run)
         | axes_of(experiment)
+        | pick("peaks", one.result.model, at_peak, placed, attribution)
         | {
-            "parameters_total": one.result.model and one.result.model.parameters_total,
             "target_memory_bytes": target and int(target.memory_bytes),
             "peak_bytes": attribution.timeline_peak_bytes,
             "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
-            "phase": at_peak.phase,
-            "module": at_peak.module,
-            "op": at_peak.op,
             "unattributed_bytes": at_peak.components["unattributed"],
-            "requested_bytes": placed and placed.requested_bytes,
             "rounding_bytes": placed and attribution.rounding_bytes,
-            "reserved_bytes": placed and placed.reserved_bytes,
-            "expandable_reserved_bytes": placed and placed.expandable_reserved_bytes,
-            "fits": placed and placed.fits,
-            "allocator_peak_bytes": allocator,
-            "gap_bytes": attribution.gap_bytes,
             "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),
-            "valid": attribution.valid,
             "reason": "no measurement to compare with" if allocator is None else attribution.reason,
         }
         | {f"by_{kind}_bytes": size for kind, size in attribution.evidence.items()}
@@ -209,37 +199,24 @@ def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings])
     peak = find_peak(compute, experiment.dtype, timed_on, ceilings)
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
+    predicted = None if one.result.time is None else one.result.time.predicted_step_s
     return (
         key_of(one.run)
         | axes_of(experiment)
+        | pick("costs", compute, io)
         | {
-            "model_flops": compute.model_flops,
-            "executed_flops": compute.executed_flops,
-            "other_flops": compute.other_flops,
-            "dp_flop_multiplier": compute.dp_flop_multiplier,
-            "bytes_read": io.bytes_read,
-            "bytes_written": io.bytes_written,
-            "arithmetic_intensity": io.arithmetic_intensity,
             "peak_flops_per_s": peak.flops_per_s,
             "peak_source": peak.source,
-            "roofline_step_s": compute.roofline_step_s,
             "median_step_s": step_s,
-            **_predicted_times(one.result),
+            "predicted_step_s": predicted and predicted.median,
+            "predicted_step_low_s": predicted and predicted.low,
+            "predicted_step_high_s": predicted and predicted.high,
             "mfu": mfu,
             "hfu": hfu,
             "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
             "utilisation_reason": _why_unknown(compute, step_s, peak),
         }
     )
-
-
-def _predicted_times(result: Result) -> dict[str, float | None]:
-    step = None if result.time is None else result.time.predicted_step_s
-    return {
-        "predicted_step_s": None if step is None else step.median,
-        "predicted_step_low_s": None if step is None else step.low,
-        "predicted_step_high_s": None if step is None else step.high,
-    }
 
 
 def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str | None:
