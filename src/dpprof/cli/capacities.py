@@ -37,10 +37,10 @@ Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]
 def make_parser(command: str, about: str | None, example: str = "") -> Parser:
     """Make the options of a subcommand that finds capacities; ``example`` adds to its example."""
     parser = Parser(
-        prog=f"dpprof {command}",
-        description=about,
-        epilog=f"example: dpprof {command} --model 1b --target h200 "
-        f"--seq-len 1024{example}. --memory-limit-bytes replaces the target's memory.",
+        command,
+        about,
+        example=f"--model 1b --target h200 --seq-len 1024{example}. --memory-limit-bytes replaces "
+        "the target's memory.",
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
     parser.add_argument(

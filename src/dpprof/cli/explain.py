@@ -5,7 +5,6 @@ batch sizes, models, targets; recorded or predicted. The bars lead from B's peak
 to the difference of the two with 0 bytes left.
 """
 
-import argparse
 import importlib
 import io
 import json
@@ -67,11 +66,9 @@ def draw(difference: Difference, output: Path) -> None:
 def make_parser() -> Parser:
     """Make the options."""
     parser = Parser(
-        prog="dpprof explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: dpprof explain results/memory/A.r0.json results/memory/B.r0.json "
-        "--depth operator --top 3",
+        "explain",
+        __doc__,
+        example="results/memory/A.r0.json results/memory/B.r0.json --depth operator --top 3",
     )
     parser.add_argument("a", type=path, metavar="A.json", help="the result to explain")
     parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")
