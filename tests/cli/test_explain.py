@@ -99,30 +99,14 @@ def test_a_layer_with_a_hostile_name_disturbs_no_terminal(b, tmp_path, capsys) -
         assert all(line.isprintable() for line in said.splitlines())
 
 
-def damage(path, change):
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
-DAMAGED = {
-    "cut": (lambda path: path.write_text("{"), "is not complete JSON: it was cut or damaged"),
-    "no result": (lambda path: path.write_text("[]"), "is not a result file"),
-    "edited": (
-        lambda path: damage(path, lambda document: document.update(wall_s=9.0)),
-        "was edited after it was written",
-    ),
-    "of another version": (
-        lambda path: damage(path, lambda document: document.update(schema_version=1)),
-        "has schema version 1, and this dpprof reads 2",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_file_that_is_no_good_result_is_named_and_may_stay(case, a, b, capsys) -> None:
-    spoil, sentence = DAMAGED[case]
-    spoil(b)
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("{", "is not complete JSON: it was cut or damaged"), ("[]", "is not a result file")],
+)
+def test_a_file_that_is_no_good_result_is_named_and_may_stay(
+    content, sentence, a, b, capsys
+) -> None:
+    b.write_text(content)
     said = refused(capsys, a, b)
 
     assert said.startswith(f"error: {b}: {sentence}")
