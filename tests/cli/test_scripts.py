@@ -126,7 +126,8 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     assert read_result(tmp_path / "x.json").outcome == "unsupported"
 
 
-@pytest.mark.parametrize("log", [pytest.param("/dev/full", marks=pytest.mark.slow), "logs/x.log"])
+@pytest.mark.slow
+@pytest.mark.parametrize("log", ["/dev/full", "logs/x.log"])
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
     script = ROOT / "workflow" / "scripts" / "verify.py"
     options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]

@@ -39,11 +39,6 @@ def write_frame(table: str, frame: pd.DataFrame) -> str:
     return text.getvalue()
 
 
-def restore_texts(table: str, frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a table's frame that was read from CSV with its texts as they were."""
-    return _change_texts(table, frame, _restore)
-
-
 def texts_of(table: str) -> list[str]:
     """List the columns of a table that are declared as texts; none of a table that is not."""
     declared = TABLES[table].columns.values() if table in TABLES else ()
@@ -90,22 +85,6 @@ def write_sums(folder: Path, names: Iterable[str]) -> None:
     """Write the checksums of files in a folder."""
     lines = [f"{_digest(folder / name)}  {name}\n" for name in names]
     write_atomically(folder / SUMS, "".join(lines))
-
-
-def check_sum(path: Path) -> None:
-    """Check that a table is as ``write_sums`` found it.
-
-    Raises:
-        InputError: It is not, or the folder has no checksum of it; the message names the file.
-        OSError: A file cannot be read.
-    """
-    digest, sums = _digest(path), path.parent / SUMS
-    if not sums.is_file():
-        raise InputError(f"{sums}: is missing, so it is unknown whether {path} is whole; {_AGAIN}")
-    text = sums.read_text(encoding="utf-8", errors="replace")
-    known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
-    if known.get(path.name) != digest:
-        raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
 
 
 def _digest(path: Path) -> str:
@@ -159,7 +138,7 @@ def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
             path, dtype=texts, keep_default_na=False, na_values=[""], chunksize=rows
         )
         for part in [found] if isinstance(found, pd.DataFrame) else found:
-            yield restore_texts(path.stem, part)
+            yield _change_texts(path.stem, part, _restore)
     except ValueError as error:
         raise InputError(f"{path}: is not a table ({error})") from None
 
@@ -174,9 +153,21 @@ class TableFolder(dict[str, pd.DataFrame]):
         return self.setdefault(name, read_table(self._check(name)))
 
     def _check(self, name: str) -> Path:
-        """Return the path of a table that is as it was written."""
-        path = self._folder / f"{name}.csv"
-        check_sum(path)
+        """Return the path of a table that is as ``write_sums`` found it.
+
+        Raises:
+            InputError: It is not, or the folder has no checksum of it; the message names the file.
+            OSError: A file cannot be read.
+        """
+        path, sums = self._folder / f"{name}.csv", self._folder / SUMS
+        digest = _digest(path)
+        if not sums.is_file():
+            why = f"is missing, so it is unknown whether {path} is whole"
+            raise InputError(f"{sums}: {why}; {_AGAIN}")
+        text = sums.read_text(encoding="utf-8", errors="replace")
+        known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
+        if known.get(path.name) != digest:
+            raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
         return path
 
     def select(self, name: str, runs: pd.MultiIndex) -> pd.DataFrame:
