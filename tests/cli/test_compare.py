@@ -94,7 +94,7 @@ SAID = {
         1,
         [
             ": 3 figures are worse.\n",  # peak, first peak, noise
-            rf"noise at the peak +{FLASH.id} +estimate +100 bytes -> 102 bytes +\+2 bytes \(\+2.00 ",
+            rf"noise at the peak +{FLASH.id} +estimate +100 bytes -> 102 bytes +\+2 bytes \(\+2",
         ],
         "parameters",
     ),

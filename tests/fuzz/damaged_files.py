@@ -92,7 +92,7 @@ Reader = tuple[str | Callable[[], None], ...]
 """Steps. In a command line, ``|`` separates alternatives, FILE is the damaged file, and a pattern
 stands for any file that fits it."""
 
-REPORT = "report --tables=results/tables --output-dir=results --pdf=typst"
+REPORT = "report --tables=results/tables --output-dir=results"
 FOUND = "--manifest=results/plan/manifest-*.json --ceilings=results/ceilings/*.json"
 TABLES: Reader = (f"tables {FOUND} --output-dir=results/tables --partial|", REPORT)
 EXPLAIN = "--format=json|--depth=operator| --output=results/x.png|"

@@ -256,7 +256,6 @@ explain cut binary --top=TEXT
 explain cut binary --format=TEXT
 explain cut binary --output=TEXT.xyz
 watch --results=TEXT
-report --tables=folder --output-dir=r --pdf=TEXT
 ceilings --device=cpu --output=x.json --operators-s=TEXT
 estimate {ONCE} --target=TEXT
 TEXT {ONCE}
