@@ -31,7 +31,7 @@ INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
 
 Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]]
-"""Returns what is said of results: JSON, a text, and whether a batch fits with any method."""
+"""Returns of results: JSON, a text, and whether a batch fits with any method."""
 
 
 def make_parser(command: str, about: str | None, example: str = "") -> Parser:
@@ -159,7 +159,7 @@ def _format_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
 
 
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
-    """Find and tell the capacity of each experiment, or read it from a result that is still valid.
+    """Find and print the capacity of each experiment, or read it from a result that is still valid.
 
     Batch sizes do not matter. ``root`` is the folder that holds ``results``; with ``again``,
     existing results are ignored.

@@ -152,7 +152,7 @@ def _how(result: Result) -> str:
 
 
 def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
-    """Spell axes that have a value; a target says which device it is."""
+    """Format axes that have a value; a target says which device it is."""
     formatted = []
     for key in keys:
         value = axes[key]
