@@ -15,6 +15,7 @@ from dpprof.analysis.standings import tabulate_verification
 from dpprof.analysis.tables.axes import axes_of, key_of
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.experiments import (
+    compare_with_standard,
     tabulate_experiments,
     tabulate_instrument_overhead,
     tabulate_methods,
@@ -44,7 +45,8 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
     """
     groups = group_runs(collected)
     noise = Noise(groups)
-    experiments = tabulate_experiments(groups, noise, collected.standings)
+    standard = compare_with_standard(groups, noise)
+    experiments = tabulate_experiments(groups, standard, collected.standings)
     recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run, result in collected.found:
@@ -63,7 +65,7 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
         **recorded,
         **kernels,
         "experiments": experiments,
-        "settings": tabulate_settings(groups, noise),
+        "settings": tabulate_settings(groups, standard, noise),
         "methods": tabulate_methods(experiments),
         "outcomes": _outcomes(collected),
         "instrument_overhead": tabulate_instrument_overhead(groups),
