@@ -34,21 +34,24 @@ def installed(tmp_path_factory) -> Path:
 
 
 def test_an_installed_package_is_measured(installed, tmp_path) -> None:
-    """By a script of the workflow, in a process that finds it."""
+    """By a script of the workflow, without Snakemake and in any folder."""
     script = ROOT / "workflow" / "scripts" / "profile.py"
     fields = FIELDS | {"warmup_steps": 2, "timed_steps": 1, "device": "cpu"}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
     done = subprocess.run(
-        [sys.executable, str(script), *given, "--output", str(tmp_path / "x.json")],
+        [sys.executable, str(script), *given, "--output=x.json"],
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "x.json").read_text())
+    assert "ok after" in done.stderr
+    [output] = tmp_path.iterdir()
+    result = json.loads(output.read_text())
 
-    assert result["outcome"] == "ok"
+    assert (output.name, result["outcome"]) == ("x.json", "ok")
     assert result["model"]["parameters_total"] == P
     assert len(result["time"]["step_s"]) == 1
 
@@ -121,18 +124,26 @@ def test_a_methods_file_and_its_packages_version_count_and_other_methods_do_not(
     plugin = tmp_path / "plugin"
     shutil.copytree(installed, plugin)
     code = """
+import sys
+from pathlib import Path
 from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
-for method in ("example-vmap", "microbatch"):
-    print(code_digest("clean", make_experiment(method=method)))
+from dpprof.planning.code_digest import code_digest, read_anew
+
+def show():
+    read_anew()
+    methods = ("example-vmap", "microbatch")
+    print(*(code_digest("clean", make_experiment(method=method)) for method in methods))
+
+show()
+plugin = Path(sys.argv[1])
+with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
+    file.write("EDITED = True")
+show()
+(metadata,) = plugin.glob("*.dist-info/METADATA")
+metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+show()
 """
-    digests = [run_fresh(code, plugin=plugin).split()]
-    with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
-        file.write("EDITED = True\n")
-    digests.append(run_fresh(code, plugin=plugin).split())
-    (metadata,) = plugin.glob("*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
-    digests.append(run_fresh(code, plugin=plugin).split())
+    digests = [line.split() for line in run_fresh(code, str(plugin), plugin=plugin).splitlines()]
     of_plugin, of_own = zip(*digests, strict=True)
 
     assert len(set(of_plugin)) == 3

@@ -15,7 +15,7 @@ from factory import (
     write_synthetic,
     write_synthetic_verdict,
 )
-from scripts import MODEL, ROOT, call, run
+from scripts import ROOT, call
 
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.frames import write_sums
@@ -30,19 +30,6 @@ def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:
     given = ONCE | {"warmup_steps": "1", "timed_steps": "1", "output": "x.json"} | options
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     return call("profile", *arguments, cwd=tmp_path)
-
-
-def test_one_experiment_needs_no_snakemake_and_no_certain_folder(tmp_path) -> None:
-    options = ["--method=standard", "--batch-size=1", "--seq-len=4", "--timed-steps=1"]
-    given = [f"--model={MODEL}", *options, "--output=x.json"]
-    done = run("profile.py", *given, cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    assert "ok after" in done.stderr
-    document = json.loads((tmp_path / "x.json").read_text())
-    assert document["outcome"] == "ok"
-    assert document["experiment"]["model"]["d_model"] == 8
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_path) -> None:
