@@ -23,7 +23,7 @@ def test_a_device_that_stays_busy_ends_each_command_with_a_status_of_its_own(
     tmp_path, monkeypatch, command
 ) -> None:
     monkeypatch.setenv("DPPROF_MAX_WAIT_S", "0")
-    with hold_one(["cpu"], refuse):
+    with hold_one([["cpu"]], refuse):
         done = call(command, *COMMANDS[command], "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == os.EX_TEMPFAIL

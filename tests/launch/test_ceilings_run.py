@@ -11,7 +11,6 @@ from scripts import run
 from dpprof.instruments.memory import estimate
 from dpprof.launch import ceilings_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.launch.device_slots import cpu_slot
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.system.hardware import describe_cpu
@@ -91,7 +90,7 @@ def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, probl
 
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
     with ThreadPoolExecutor() as pool:
-        with hold_one([cpu_slot(1, shared=True).locks], refuse):
+        with hold_one([["cpu"]], refuse, shared=True):
             waits = pool.submit(ceilings_run.measure_apart, "cpu", tmp_path / "after.json")
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()

@@ -350,13 +350,13 @@ def test_a_process_that_escaped_a_killed_supervisor_holds_no_lock(tmp_path, monk
     (worker,) = psutil.Process(supervisor.pid).children()
     escaped = psutil.Process(int((tmp_path / "pid").read_text()))
     try:
-        with pytest.raises(TimeoutError), hold_one(["cpu"], refuse):
+        with pytest.raises(TimeoutError), hold_one([["cpu"]], refuse):
             pass
         supervisor.kill()
         supervisor.wait()
         worker.wait(timeout=10)
 
-        with hold_one(["cpu"], refuse):
+        with hold_one([["cpu"]], refuse):
             assert escaped.is_running()
     finally:
         escaped.kill()

@@ -10,7 +10,6 @@ from scripts import run
 
 from dpprof.launch import verification_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.launch.device_slots import cpu_slot
 from dpprof.records.record import read_record
 from dpprof.records.verdict import SCHEMA_VERSION, Verdict, judged, read_verdict, verdict_path
 
@@ -73,11 +72,11 @@ def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
 def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verification_run, "_VERIFY", "children:fail")
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    with hold_one([cpu_slot(1, shared=True).locks], refuse):
+    with hold_one([["cpu"]], refuse, shared=True):
         verification_run.verify_apart("built-in", "standard", tmp_path / "beside.json")
     assert (tmp_path / "beside.json").exists()
     with ThreadPoolExecutor() as pool:
-        with hold_one(["cpu"], refuse):
+        with hold_one([["cpu"]], refuse):
             waits = pool.submit(
                 verification_run.verify_apart, "built-in", "standard", tmp_path / "after.json"
             )

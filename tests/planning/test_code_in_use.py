@@ -82,7 +82,7 @@ def let_go(copy: Path, process: subprocess.Popen[str]) -> str:
 
 def test_a_method_edited_while_waiting_is_recorded_as_edited(copy) -> None:
     before = digest(copy, MEASURING)
-    with hold_one(["cpu"], refuse):
+    with hold_one([["cpu"]], refuse):
         process = profile(copy)
         edit_while_waiting(copy, process, METHOD)
     let_go(copy, process)
@@ -106,7 +106,7 @@ def test_code_edited_while_it_runs_is_recorded_as_no_code_there_ever_was(copy, f
 
 def test_a_supervisor_edited_while_it_waits_is_neither_the_old_nor_the_new(copy) -> None:
     before = digest(copy, MEASURING)
-    with hold_one(["cpu"], refuse):
+    with hold_one([["cpu"]], refuse):
         process = profile(copy)
         edit_while_waiting(copy, process, SUPERVISOR)
     let_go(copy, process)
@@ -116,7 +116,7 @@ def test_a_supervisor_edited_while_it_waits_is_neither_the_old_nor_the_new(copy)
 
 def test_a_verdict_is_on_the_method_as_it_was_when_its_turn_came(copy) -> None:
     before = digest(copy, VERIFYING)
-    with hold_one(["cpu"], refuse):
+    with hold_one([["cpu"]], refuse):
         options = ("--model=test-linear", "--method=standard")
         process = start(copy, "verify.py", *options)
         edit_while_waiting(copy, process, METHOD)

@@ -122,14 +122,8 @@ def stand_in_of(wildcards):
     return [plan_file(artifacts.stand_in_path(wildcards.model))] if stands else []
 
 
-def limit_of(resource):
-    """Return what --resources says of a resource; None where it says nothing."""
-    limit = workflow.global_resources.get(resource)
-    return limit and limit.value
-
-
-GPUS = job_resources.gpus_at_once(limit_of("gpu"))
-CPU_SLOTS = limit_of("cpu_slots") or 1
+gpu_limit = workflow.global_resources.get("gpu")
+GPUS = job_resources.gpus_at_once(gpu_limit and gpu_limit.value)
 
 
 def is_on_gpu(wildcards):
@@ -145,23 +139,16 @@ def gpus_of(wildcards):
     return ranks if is_on_cluster() else min(ranks, GPUS)
 
 
-def slots_of(wildcards):
-    """Ask for a slot of the processor where the experiment runs on that."""
-    return int(not is_on_gpu(wildcards))
-
-
 def is_on_cluster():
     """Say whether jobs run on other machines, whose GPUs and cores are not known here."""
     return workflow.remote_exec or workflow.non_local_exec
 
 
 def threads_of(wildcards):
-    """Let nothing run beside a measurement but those on other GPUs, or in other slots."""
-    if is_on_cluster():
+    """Let nothing run beside a measurement but those on other GPUs."""
+    if is_on_cluster() or not is_on_gpu(wildcards):
         return workflow.cores
-    if is_on_gpu(wildcards):
-        return gpus_of(wildcards) * job_resources.share_of_cores(workflow.cores, GPUS)
-    return job_resources.share_of_cores(workflow.cores, CPU_SLOTS)
+    return gpus_of(wildcards) * job_resources.share_of_cores(workflow.cores, GPUS)
 
 
 def device_options(wildcards, threads):
@@ -170,9 +157,7 @@ def device_options(wildcards, threads):
     On this machine's own processor --cores says only what Snakemake may use, and the results are to
     be the same whatever it says.
     """
-    if is_on_cluster() or is_on_gpu(wildcards):
-        return f"--threads {threads}"
-    return f"--cpu-slots {CPU_SLOTS}" if CPU_SLOTS > 1 else ""
+    return f"--threads {threads}" if is_on_cluster() or is_on_gpu(wildcards) else ""
 
 
 def memory_mb_of(wildcards):
@@ -246,7 +231,7 @@ def folder_of(files):
 # stored need not be worked out ten times a job.
 for function in (
     *(code_of, operators_of, priority_of, threads_of, device_options),
-    *(gpus_of, slots_of, memory_mb_of, runtime_of),
+    *(gpus_of, memory_mb_of, runtime_of),
 ):
     function.__signature__ = inspect.signature(function)
 

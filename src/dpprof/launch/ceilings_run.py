@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from dpprof.launch.device_lock import Hold
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.isolated import Isolation, isolate
 from dpprof.planning.code_digest import ceilings_digest
@@ -21,7 +20,7 @@ TIMEOUT_S = 120
 
 _MEASURE = "dpprof.devices.limits:measure"
 _TIME_OPERATORS = "dpprof.instruments.operators:measure"
-_NO_GPU = DeviceSlot({"cuda": Hold.ALONE}, lambda: {"type": "cuda", "name": None, "uuid": None}, {})
+_NO_GPU = DeviceSlot(("cuda",), lambda: {"type": "cuda", "name": None, "uuid": None}, {})
 
 
 def measure_apart(

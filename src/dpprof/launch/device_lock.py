@@ -5,7 +5,6 @@ both processes have ended, however they ended. The worker's own children do not 
 """
 
 import contextlib
-import enum
 import fcntl
 import math
 import os
@@ -25,20 +24,6 @@ _VARIABLE = "DPPROF_LOCK_DIR"
 
 class DeviceBusyError(Exception):
     """No device became free in the time that there was; the message says who uses them."""
-
-
-class Hold(enum.Enum):
-    """How a lock is needed."""
-
-    ALONE = "alone"
-    SHARED = "beside others that share it"
-    NOBODY = "held by nobody at the moment when the others are taken"
-
-
-Locks = Mapping[str, Hold]
-"""The locks of a device, by name. Those that are held are taken before others are looked at: of two
-who look at each other's lock, one at least sees the other's.
-"""
 
 
 def lock_path(device: str) -> Path:
@@ -85,17 +70,19 @@ def keep_to_this_process(descriptors: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def hold_one(
-    devices: Sequence[str | Locks],
+    devices: Sequence[Sequence[str]],
     waiting: Callable[[str, float], None],
     *,
+    shared: bool = False,
     longest_s: float = math.inf,
     why_not: Callable[[int, int], str | None] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Hold the locks of the first free device; wait while none is free.
 
     Args:
-        devices: The locks of each device; a name stands for one that is held alone.
+        devices: The names of each device's locks.
         waiting: Called with who is waited for, and the seconds so far, at growing intervals.
+        shared: Whether others that share a lock may hold it too.
         longest_s: The most seconds to wait.
         why_not: Returns who else keeps a device busy whose locks are free, or None if it will
             do, from its position and the number of devices before it that will not do either.
@@ -106,7 +93,7 @@ def hold_one(
     Raises:
         DeviceBusyError: Nothing was free in that time.
     """
-    choices = [{one: Hold.ALONE} if isinstance(one, str) else one for one in devices]
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     files: dict[str, int] = {}
     in_the_way: list[str] = []
     users: list[str] = []
@@ -114,8 +101,8 @@ def hold_one(
     def look() -> int | None:
         in_the_way.clear()
         users.clear()
-        for position, locks in enumerate(choices):
-            if (name := _take(files, locks)) is not None:
+        for position, locks in enumerate(devices):
+            if (name := _take(files, locks, how)) is not None:
                 in_the_way.append(name)
             elif why_not is None or (user := why_not(position, len(users))) is None:
                 return position
@@ -129,7 +116,7 @@ def hold_one(
         return " and ".join([*holders, *users])
 
     try:
-        for name in dict.fromkeys(name for locks in choices for name in locks):
+        for name in dict.fromkeys(name for locks in devices for name in locks):
             files[name] = _open(lock_path(name))
         position = wait_for(
             look,
@@ -143,27 +130,23 @@ def hold_one(
                 f"{named}: still taken after {longest_s:,g} s, by {tell_whom()}; "
                 f"{MAX_WAIT} says how many seconds to wait"
             )
-        held = choices[position].items()
-        yield position, [files[name] for name, hold in held if hold is not Hold.NOBODY]
+        yield position, [files[name] for name in devices[position]]
     finally:
         for descriptor in files.values():
             os.close(descriptor)
 
 
-def _take(files: Mapping[str, int], locks: Locks) -> str | None:
+def _take(files: Mapping[str, int], locks: Sequence[str], how: int) -> str | None:
     """Take all locks of a device and return None; if one is not free, none, and return its name."""
-    for name in sorted(locks, key=lambda name: locks[name] is Hold.NOBODY):
-        kind = fcntl.LOCK_SH if locks[name] is Hold.SHARED else fcntl.LOCK_EX
+    for name in locks:
         try:
-            fcntl.flock(files[name], kind | fcntl.LOCK_NB)
+            fcntl.flock(files[name], how | fcntl.LOCK_NB)
         except BlockingIOError:
             _let_go(files, locks)
             return name
-        if locks[name] is Hold.NOBODY:
-            fcntl.flock(files[name], fcntl.LOCK_UN)
     return None
 
 
-def _let_go(files: Mapping[str, int], locks: Locks) -> None:
+def _let_go(files: Mapping[str, int], locks: Sequence[str]) -> None:
     for name in locks:
         fcntl.flock(files[name], fcntl.LOCK_UN)

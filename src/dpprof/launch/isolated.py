@@ -125,7 +125,6 @@ class Isolation:
                 lock_fds=self._lock_fds,
                 lifeline_fd=lifeline,
                 answer_fd=answer.fileno(),
-                cores=self.slot.cores,
             )
             start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():
@@ -190,6 +189,7 @@ def isolate(
     held = hold_one(
         [slot.locks for slot in slots],
         partial(_tell_wait, "the CPU" if "cpu" in slots[0].locks else "every visible GPU"),
+        shared=slots[0].shared,
         longest_s=limit_s,
         why_not=why_not,
     )
