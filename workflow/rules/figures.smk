@@ -13,8 +13,6 @@ rule figure:
         caption="results/figures/{figure}.json",
     log:
         "results/logs/figures/{figure}.log",
-    benchmark:
-        "results/benchmarks/figures/{figure}.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:

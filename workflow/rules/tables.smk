@@ -20,8 +20,6 @@ rule tables:
         manifest="results/tables/manifest.txt",
     log:
         "results/logs/tables.log",
-    benchmark:
-        "results/benchmarks/tables.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:
