@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import TABLES, copy_checkout
 from example_package import install_example
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
@@ -62,6 +63,20 @@ def test_an_installed_package_is_measured_accounted_for_and_predicted(installed,
     assert recorded["at_peak"]["components"]["unattributed"] == 0
     assert recorded["attribution"]["evidence"]["phase"] == 0
     assert guess["at_peak"] == recorded["at_peak"]
+
+
+@pytest.mark.workflow
+def test_a_config_may_name_an_installed_packages_method_and_model(installed, tmp_path) -> None:
+    checkout = copy_checkout(tmp_path / "checkout")
+    checkout.environment = {"PYTHONPATH": str(installed)}
+    (checkout.path / "config" / "config.yaml").write_text("""
+sweeps:
+  one: {model: example-mixer, method: example-vmap, batch_size: 2, seq_len: 4, device: cpu}
+""")
+    planned = checkout.planned(TABLES)
+
+    assert planned["profile"][0].startswith("example-mixer-example-vmap-b2-t4-")
+    assert planned["verify"] == ["example-mixer-example-vmap.json"]
 
 
 @pytest.fixture

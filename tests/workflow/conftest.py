@@ -1,5 +1,7 @@
 """A copy of the checkout in which real snakemake runs."""
 
+import fcntl
+import os
 import shutil
 from pathlib import Path
 
@@ -9,8 +11,8 @@ from checkout import Checkout, copy_checkout, quick_checkout
 
 @pytest.fixture
 def training(tmp_path: Path) -> Checkout:
-    """A fresh checkout whose default config is the micro sweep."""
-    return copy_checkout(tmp_path / "checkout")
+    """A fresh checkout whose default config is the micro sweep, and which invents no experiment."""
+    return copy_checkout(tmp_path / "checkout", "quick_limits.py", "quick_verify.py")
 
 
 @pytest.fixture
@@ -21,9 +23,17 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def _finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    done = quick_checkout(tmp_path_factory.mktemp("finished") / "checkout")
-    done.snakemake()
-    return done.path
+    """Run the micro sweep once, for all processes that share the tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    path = folder / "finished"
+    with (folder / "finished.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            quick_checkout(folder / "begun").snakemake()
+            (folder / "begun").rename(path)
+    return path
 
 
 @pytest.fixture
