@@ -136,13 +136,11 @@ class Checkout:
                 path.touch()
 
 
-def copy_checkout(target: Path, *quick: str) -> Checkout:
-    """Copy the checkout, with files of tests/workflow in place of modules that take time."""
+def copy_checkout(target: Path) -> Checkout:
+    """Copy the checkout, whose default config becomes the micro sweep."""
     shutil.copytree(ROOT, target, ignore=_LEFT_OUT)
     fresh = Checkout(target)
     fresh.use("micro.yaml")
-    for name in quick:
-        shutil.copy(ROOT / "tests" / "workflow" / name, target / "src" / "dpprof" / QUICK[name])
     return fresh
 
 
@@ -151,7 +149,9 @@ def quick_checkout(target: Path) -> Checkout:
 
     Ceilings and verdicts are invented too.
     """
-    fresh = copy_checkout(target, *QUICK)
+    fresh = copy_checkout(target)
+    for name, module in QUICK.items():
+        shutil.copy(ROOT / "tests" / "workflow" / name, target / "src" / "dpprof" / module)
     fresh.draw_one_figure()
     return fresh
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from children import HERE, refuse
 from factory import make_experiment
-from scripts import run
+from scripts import call, run
 
 from dpprof.instruments.memory import estimate
 from dpprof.launch import ceilings_run
@@ -52,7 +52,7 @@ def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
     spec.write_text(experiment.model_dump_json())
     output = ceilings_path(tmp_path, device_name(describe_cpu(1)))
     output.parent.mkdir(parents=True)
-    table = ceilings_run.measure_apart("cpu", output, [spec]).operators
+    table = ceilings_run.measure_apart("cpu", output, [spec], operators_s=20).operators
     monkeypatch.chdir(tmp_path)
     step = estimate(experiment, lambda _: None).time.predicted_step_s
 
@@ -80,7 +80,7 @@ def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monk
 )
 def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, problem) -> None:
     device = ["--device=cpu", "--output=x.json"]
-    done = run("ceilings.py", *device, *options, cwd=tmp_path)
+    done = call("ceilings", *device, *options, cwd=tmp_path)
 
     assert done.returncode != 0
     assert problem in done.stderr
@@ -111,7 +111,7 @@ def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
 
 def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
     (tmp_path / "x.json").mkdir()
-    done = run("ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+    done = call("ceilings", "--device=cpu", "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == 1
     assert "is a folder, not a file to write" in done.stderr

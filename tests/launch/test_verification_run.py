@@ -6,25 +6,20 @@ from pathlib import Path
 
 import pytest
 from children import HERE, refuse
-from scripts import run
+from scripts import call
 
 from dpprof.launch import verification_run
 from dpprof.launch.device_lock import hold_one
 from dpprof.records.record import read_record
 from dpprof.records.verdict import SCHEMA_VERSION, Verdict, judged, read_verdict, verdict_path
 
-PLUGIN = Path(__file__).parents[1] / "plugin"
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
 def verify(folder: Path, method: str, *, model: str = "test-linear"):
     output = verdict_path(Path(), model, method)
     options = [f"--model={model}", f"--method={method}", f"--output={output}"]
-    return run("verify.py", *options, cwd=folder)
-
-
-@pytest.fixture(autouse=True)
-def plugin(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+    return call("verify", *options, cwd=folder)
 
 
 def test_a_verdict_is_left_and_told(tmp_path) -> None:

@@ -6,18 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkout import Checkout, copy_checkout, quick_checkout
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Checkout:
-    """A fresh checkout whose default config is the micro sweep, and which invents no experiment."""
-    return copy_checkout(tmp_path / "checkout", "quick_limits.py", "quick_verify.py")
+from checkout import Checkout, quick_checkout
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    """The same, but no experiment trains: what runs when does not depend on what is measured."""
+    """A fresh checkout in which nothing trains: what runs when depends on nothing measured."""
     return quick_checkout(tmp_path / "checkout")
 
 
