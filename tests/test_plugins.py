@@ -255,7 +255,7 @@ for case in sys.argv[1:]:
     code_digest("clean", experiments[case])
 assert "torch" not in sys.modules and "broken" not in sys.modules
 from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.measuring import run
+from dpprof.launch.worker import run
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
 told = {}

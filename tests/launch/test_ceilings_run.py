@@ -52,7 +52,7 @@ def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
     spec.write_text(experiment.model_dump_json())
     output = ceilings_path(tmp_path, device_name(describe_cpu(1)))
     output.parent.mkdir(parents=True)
-    table = ceilings_run.measure_apart("cpu", output, [spec], operators_s=20).operators
+    table = ceilings_run.measure_apart("cpu", output, [spec]).operators
     monkeypatch.chdir(tmp_path)
     step = estimate(experiment, lambda _: None).time.predicted_step_s
 

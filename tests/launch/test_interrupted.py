@@ -12,10 +12,9 @@ from children import wait_for
 from factory import make_experiment
 from fake_gpus import SCRIPT
 
-from dpprof.launch.interrupted import drop_copies
 from dpprof.launch.isolated import Ended, Isolation, Terminated
 from dpprof.launch.protocol import WorkerAnswer
-from dpprof.launch.scheduler import scheduler_job
+from dpprof.launch.scheduler import drop_copies, scheduler_job
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Result, interrupted_path, read_result
 

@@ -8,7 +8,7 @@ import pytest
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 
-from dpprof.planning import libraries
+from dpprof.planning import job_environment
 from dpprof.planning.code_digest import (
     code_digest,
     limiting_files,
@@ -132,7 +132,7 @@ def test_digests_differ_between_methods_and_not_between_our_models() -> None:
 def test_what_parses_options_or_tells_progress_does_not_matter() -> None:
     names = {file.name for file in measuring_files("clean", "standard")}
 
-    assert {"worker.py", "rank.py", "supervisor.py", "clean.py"} <= names
+    assert {"worker.py", "ranks_run.py", "supervisor.py", "clean.py"} <= names
     assert not names & {"options.py", "profile.py", "progress.py", "planner.py"}
 
 
@@ -174,10 +174,10 @@ def test_another_packages_model_target_and_instrument_count_by_their_source(
 
 
 def test_another_version_of_torch_or_opacus_is_other_code(monkeypatch) -> None:
-    real, digests = libraries.package_versions, {}
+    real, digests = job_environment.package_versions, {}
     for edited in ("none", "torch", "opacus", "numpy"):
         monkeypatch.setattr(
-            libraries,
+            job_environment,
             "package_versions",
             lambda names, edited=edited: (
                 real(names) | {one: "0.1" for one in names if one == edited}

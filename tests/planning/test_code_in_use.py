@@ -8,7 +8,7 @@ from children import refuse, wait_for
 from dpprof.launch.device_lock import hold_one
 from dpprof.launch.device_slots import cpu_slot
 from dpprof.launch.isolated import isolate
-from dpprof.planning import code_in_use
+from dpprof.planning import code_digest
 
 
 class Run:
@@ -32,7 +32,7 @@ class Run:
 @pytest.fixture
 def run(monkeypatch) -> Run:
     made = Run()
-    monkeypatch.setattr(code_in_use, "file_digest", lambda _: made.texts["supervisor"])
+    monkeypatch.setattr(code_digest, "file_digest", lambda _: made.texts["supervisor"])
     return made
 
 

@@ -10,12 +10,14 @@ from snakemake.exceptions import WorkflowError
 
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.launch import progress
-from dpprof.launch.to_do import tell_to_do
 from dpprof.planning import artifacts, job_resources, planner
 from dpprof.spec import registry
 from dpprof.spec.experiment import ID_PATTERN, read_spec
-from dpprof.planning.interpreter import offer_interpreter, why_jobs_cannot_run
-from dpprof.planning.libraries import expect_environment
+from dpprof.planning.job_environment import (
+    expect_environment,
+    offer_interpreter,
+    why_jobs_cannot_run,
+)
 from dpprof.spec.validation import InputError
 from dpprof.system.console import say
 from dpprof.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
@@ -254,7 +256,7 @@ def start_progress():
     problem = None if IS_DEPLOYED or is_on_cluster() else why_jobs_cannot_run()
     if problem and parts.keys() & {*RUNS.values(), "verify", "ceilings"}:
         raise WorkflowError(problem)
-    for line in tell_to_do(parts, workflow.cores):
+    for line in progress.tell_to_do(parts, workflow.cores):
         say(line)
     runs = [job.wildcards for job in due if job.rule.name in RUNS]
     progress.Progress.start(

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, natural, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiment
+from dpprof.launch.device_lock import MAX_WAIT, longest_wait_s
 from dpprof.launch.progress import Progress, run_name, tell_result
 from dpprof.launch.supervisor import supervise
-from dpprof.launch.waiting import MAX_WAIT, longest_wait_s
 from dpprof.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
 from dpprof.spec import registry
 from dpprof.system.console import keep_log

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dpprof.launch.device_lock import keep_to_this_process
+from dpprof.system.imports import collecting_no_garbage
 from dpprof.system.messages import escape_all
 from dpprof.system.process_groups import die_with, end_group_with
-from dpprof.system.quick_imports import collecting_no_garbage
 
 
 class Assignment(BaseModel, frozen=True, extra="forbid"):

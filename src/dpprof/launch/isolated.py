@@ -24,10 +24,9 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from dpprof.launch import child
-from dpprof.launch.device_lock import hold_one
+from dpprof.launch.device_lock import hold_one, longest_wait_s
 from dpprof.launch.device_slots import DeviceSlot
-from dpprof.launch.waiting import longest_wait_s
-from dpprof.planning.code_in_use import CodeInUse
+from dpprof.planning.code_digest import CodeInUse
 from dpprof.records.provenance import describe_surroundings
 from dpprof.system.child_output import Output, Sink
 from dpprof.system.console import say

@@ -1,4 +1,4 @@
-"""Prints a sweep's progress: experiment k of n, the present run, the time left.
+"""Prints what a sweep is about to do, and its progress: run k of n, and the time left.
 
 When a sweep starts, Snakemake's main process writes the list of planned runs, and names the file in
 the environment. Every supervisor appends a line when its run begins and one when it ends, so that
@@ -7,13 +7,14 @@ all can compute the progress, and ``dpprof watch`` can tell what runs.
 
 import contextlib
 import json
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 import psutil
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -226,3 +227,54 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:  # noqa: PLR2004 (minutes in an hour)
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+class _Jobs(NamedTuple):
+    """Jobs of one kind, a part of a sweep."""
+
+    one: str
+    many: str
+    seconds: float
+    """Of one job, with a small model on a common processor."""
+
+    alone: bool
+    """Whether nothing runs beside such a job."""
+
+
+_PARTS = {
+    "ceilings": _Jobs("device's ceilings", "devices' ceilings", 45, alone=True),
+    "measurement": _Jobs("measurement", "measurements", 8, alone=True),
+    "prediction": _Jobs("prediction", "predictions", 8, alone=False),
+    "verify": _Jobs("verification", "verifications", 6, alone=False),
+    "tables": _Jobs("set of tables", "sets of tables", 4, alone=True),
+    "figure": _Jobs("figure", "figures", 3, alone=False),
+    "report": _Jobs("report", "reports", 12, alone=True),
+}
+"""In the order in which most of them run."""
+
+
+def tell_to_do(jobs: Mapping[str, int], cores: int) -> Iterator[str]:
+    """Say how many jobs of each part there are, and about how long they take.
+
+    Args:
+        jobs: Number of jobs by part; parts that are not in ``_PARTS`` are not spoken of.
+        cores: On how many cores jobs share that may run beside one another.
+
+    Example:
+        >>> for line in tell_to_do({"verify": 4, "report": 1}, cores=2):
+        ...     print(line)
+        to do, about 24 s with small models on a processor:
+          4 verifications, about 12 s
+          1 report, about 12 s
+    """
+    seconds = {
+        name: part.seconds * (jobs[name] if part.alone else math.ceil(jobs[name] / cores))
+        for name, part in _PARTS.items()
+        if jobs.get(name)
+    }
+    if not seconds:
+        return
+    yield f"to do, about {format_duration(sum(seconds.values()))} with small models on a processor:"
+    for name, taken in seconds.items():
+        what = _PARTS[name].one if jobs[name] == 1 else _PARTS[name].many
+        yield f"  {jobs[name]} {what}, about {format_duration(taken)}"

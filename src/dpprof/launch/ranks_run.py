@@ -22,7 +22,7 @@ from dpprof.records.result import Measurement, RankPart
 from dpprof.spec.experiment import Experiment
 from dpprof.system.child_output import Output, Sink
 
-_WORK = "dpprof.launch.rank:work"
+_WORK = "dpprof.launch.worker:work_on_rank"
 _POLL_S = 0.02
 _COUNTED_ELSEWHERE = "the instruments memory and estimate count it"
 

@@ -20,17 +20,18 @@ from dpprof.launch.gpu_contention import (
     refuse_busy,
     tell_others,
 )
-from dpprof.launch.interrupted import (
+from dpprof.launch.isolated import Isolation, Terminated, isolate
+from dpprof.launch.protocol import TRACES, PhaseMark, WorkerAnswer
+from dpprof.launch.scheduler import (
     MAX_ATTEMPTS,
     RETRIED,
+    describe_end,
     drop_copy,
     is_interrupted,
     keep_copy,
     read_earlier,
+    scheduler_job,
 )
-from dpprof.launch.isolated import Isolation, Terminated, isolate
-from dpprof.launch.protocol import TRACES, PhaseMark, WorkerAnswer
-from dpprof.launch.scheduler import describe_end, scheduler_job
 from dpprof.planning.code_digest import code_digest, model_libraries
 from dpprof.records.provenance import package_versions
 from dpprof.records.reconciliation import JOINED

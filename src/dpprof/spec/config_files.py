@@ -1,8 +1,14 @@
-"""Reads config files in YAML or JSON, or refuses them in one sentence."""
+"""Reads config files in YAML or JSON, or refuses them in one sentence.
 
+Profiles call ``refuse_config_files``: Snakemake first reads the workflow's profile, and executes
+what it declares. Only this comes before it loads a ``--configfile``.
+"""
+
+import argparse
 import json
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +54,30 @@ def read_config_file(path: Path) -> Any:
         raise InputError(f"{path}: is not UTF-8 text, see byte {error.start + 1:,}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def refuse_config_files(arguments: Sequence[str]) -> None:
+    """End the process with an error message if a config file must not be loaded.
+
+    ``arguments`` is Snakemake's command line, which its own parser has accepted.
+    """
+    for path in _config_files(arguments):
+        try:
+            read_config_file(path)
+        except (InputError, OSError) as error:
+            sys.exit(f"error: {error}")
+
+
+def _config_files(arguments: Sequence[str]) -> list[Path]:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path
+    )
+    parser.add_argument(
+        "--config", "-C", nargs="*"
+    )  # otherwise argparse would read it as --configfile abbreviated
+    found: list[Path] = parser.parse_known_args(arguments)[0].configfile
+    return found
 
 
 def parse_config_text(text: str) -> Any:

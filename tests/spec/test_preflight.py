@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpprof.planning.preflight import refuse_config_files
+from dpprof.spec.config_files import refuse_config_files
 
 ORDERS = [
     ["--configfile", "good.yaml", "bad.yaml"],
