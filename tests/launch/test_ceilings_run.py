@@ -47,6 +47,7 @@ def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monk
 def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
     tmp_path, failing, monkeypatch
 ) -> None:
+    monkeypatch.setattr(ceilings_run, "_TIME_OPERATORS", "children:time_operators")
     experiment = make_experiment(model="tiny", seq_len=32, batch_size=4)
     spec = tmp_path / f"{experiment.id}.json"
     spec.write_text(experiment.model_dump_json())
