@@ -23,7 +23,7 @@ from dpprof.system.paths import PACKAGE
 
 LOADED = r"""
 import json, os, sys
-import opacus, torch  # once for all: what follows runs in forks of this process
+import opacus, torch._dynamo  # once for all: what follows runs in forks of this process
 
 CALLS = {
     "verdict": "from dpprof.launch import verification_run\n"
