@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,30 +129,6 @@ def test_the_example_is_verified_and_has_no_holes(example) -> None:
 def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:
     with pytest.raises(UnsupportedError, match="has buffers, which samples would share"):
         example(nn.BatchNorm1d(3), make_experiment())
-
-
-def test_a_methods_file_and_its_packages_version_count_and_other_methods_do_not(
-    installed, tmp_path
-) -> None:
-    plugin = tmp_path / "plugin"
-    shutil.copytree(installed, plugin)
-    code = """
-from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
-for method in ("example-vmap", "microbatch"):
-    print(code_digest("clean", make_experiment(method=method)))
-"""
-    digests = [run_fresh(code, plugin=plugin).split()]
-    with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
-        file.write("EDITED = True\n")
-    digests.append(run_fresh(code, plugin=plugin).split())
-    (metadata,) = plugin.glob("*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
-    digests.append(run_fresh(code, plugin=plugin).split())
-    of_plugin, of_own = zip(*digests, strict=True)
-
-    assert len(set(of_plugin)) == 3
-    assert len(set(of_own)) == 1
 
 
 BROKEN = {

@@ -77,18 +77,26 @@ def test_a_limit_below_the_libraries_own_memory_is_oom_at_once(tmp_path, method,
     assert (result.outcome, len(result.attempts)) == ("oom", 1)
 
 
-def test_unsupported_names_the_reason(tmp_path) -> None:
-    result, _ = supervised(tmp_path, dtype="tf32")
+REPORTS = {
+    "clean": ("unsupported", "UnsupportedError", "dtype tf32 is a mode of CUDA matrix products"),
+    "test-refuses": ("unsupported", "UnsupportedError", "this instrument refuses every method"),
+    "test-raises": ("crashed", "RuntimeError", "it broke: <script>alert(1)</script>"),
+    "test-says-much": ("crashed", "RuntimeError", "y" * 2_000 + " ... (10,000,000 characters)"),
+    "test-half-a-character": ("crashed", "RuntimeError", "half a \\ud800 character"),
+}
 
-    assert (result.outcome, len(result.attempts)) == ("unsupported", 1)
-    assert "tf32" in result.error.message
 
+@pytest.mark.parametrize("instrument", REPORTS)
+def test_an_exception_is_a_failure_with_its_message(tmp_path, instrument) -> None:
+    outcome, kind, message = REPORTS[instrument]
+    dtype = "tf32" if instrument == "clean" else "float32"
+    result, log = supervised(tmp_path, instrument, dtype=dtype)
 
-def test_an_instrument_may_refuse(tmp_path) -> None:
-    result, _ = supervised(tmp_path, "test-refuses")
-
-    assert result.outcome == "unsupported"
-    assert result.error.message == "this instrument refuses every method"
+    attempts = 2 if outcome == "crashed" else 1
+    assert [attempt.outcome for attempt in result.attempts] == [outcome] * attempts
+    assert result.error.kind == kind
+    assert result.error.message.startswith(message)
+    assert ("Traceback" in log) == (outcome == "crashed")
 
 
 def test_timeout_ends_the_worker_and_is_not_tried_again(tmp_path) -> None:
@@ -125,15 +133,6 @@ def test_a_segfault_is_a_crash_with_its_signal_and_its_place(tmp_path) -> None:
     assert result.error.message.startswith("Segmentation fault, File ")
     assert result.error.message.endswith("in string_at")
     assert "Segmentation fault" in log
-
-
-def test_an_exception_is_a_crash_with_its_message(tmp_path) -> None:
-    result, log = supervised(tmp_path, "test-raises")
-
-    assert [attempt.outcome for attempt in result.attempts] == ["crashed", "crashed"]
-    assert result.error.kind == "RuntimeError"
-    assert result.error.message.startswith("it broke: <script>")
-    assert "Traceback" in log
 
 
 TERMINATE = "terminate called after throwing an instance of '{kind}'\n  what():  {what}\n{rest}"
@@ -206,19 +205,6 @@ def test_a_flood_of_output_takes_neither_memory_nor_disk(tmp_path) -> None:
     assert len(log) < 12 * 2**20
     assert "bytes of output are left out here" in log
     assert "the end" in log
-
-
-def test_a_message_without_end_is_cut_and_says_so(tmp_path) -> None:
-    result, _ = supervised(tmp_path, "test-says-much")
-
-    assert result.error.message == "y" * 2_000 + " ... (10,000,000 characters)"
-
-
-def test_text_that_cannot_be_encoded_is_spelled_in_the_result(tmp_path) -> None:
-    result, _ = supervised(tmp_path, "test-half-a-character")
-
-    assert (result.outcome, result.error.kind) == ("crashed", "RuntimeError")
-    assert result.error.message == "half a \\ud800 character"
 
 
 def test_a_process_that_escaped_its_group_is_ended_with_the_run(tmp_path, monkeypatch) -> None:

@@ -140,13 +140,18 @@ PLUGINS = {
     "dpprof_test_methods.py": (
         ("estimate", {"model": "test-linear"}),
         ("estimate", {"target": "test-board", "device": "cuda"}),
+        ("clean", {"method": "test-right"}),
+    ),
+    "dpprof_test_methods-1.0.dist-info/METADATA": (
+        ("estimate", {"model": "test-linear"}),
+        ("clean", {"method": "test-right"}),
     ),
     "dpprof_test_instruments.py": (("test-measures", {}),),
 }
 
 
 @pytest.mark.parametrize("edited", PLUGINS)
-def test_another_packages_model_target_and_instrument_count_by_their_source(
+def test_another_packages_parts_count_by_their_source_and_its_version(
     tmp_path, monkeypatch, edited
 ) -> None:
     shutil.copytree(ROOT / "tests" / "plugin", tmp_path / "plugin")
@@ -158,14 +163,16 @@ def test_another_packages_model_target_and_instrument_count_by_their_source(
 
     def digests() -> list[str]:
         read_anew()
+        registry._entries.cache_clear()
         return [
             code_digest(instrument, make_experiment(**fields))
             for instrument, fields in (*PLUGINS[edited], ("estimate", own))
         ]
 
     before = digests()
-    with (tmp_path / "plugin" / edited).open("a") as file:
-        file.write("EDITED = True\n")
+    path = tmp_path / "plugin" / edited
+    text = path.read_text().replace("Version: 1.0", "Version: 1.1")
+    path.write_text(text + ("EDITED = True\n" if path.suffix == ".py" else ""))
     *others, unchanged = [one == other for one, other in zip(before, digests(), strict=True)]
 
     read_anew()
