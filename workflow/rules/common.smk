@@ -113,11 +113,6 @@ def code_of(wildcards):
     return plan_file(artifacts.code_of_run(wildcards.instrument, experiment).path)
 
 
-def code_of_verdict(wildcards):
-    """Name the digest of the code that a verdict rests on."""
-    return plan_file(artifacts.code_of_verdict(wildcards.model, wildcards.method).path)
-
-
 def stand_in_of(wildcards):
     """Name the file of the small model that stands for a Hugging Face model; else nothing."""
     stands = is_stand_in(wildcards.model)
@@ -177,16 +172,6 @@ def priority_of(wildcards):
     return max(0, 1000 - int(wildcards.replicate))
 
 
-def manifest_of(wildcards):
-    """Name the list of runs of the current config."""
-    return plan_file(PLAN.manifest.path)
-
-
-def due_of(wildcards):
-    """Name the file that planning rewrites when tables must be made again."""
-    return plan_file(PLAN.manifest.due_path)
-
-
 def planned(kind):
     """Make a function that lists the current config's records of one kind."""
     return lambda wildcards: [str(path) for path in PLAN.paths(kind)]
@@ -200,11 +185,6 @@ def required(kind):
 def kind_of_device(wildcards):
     """Say what a device is, which its name begins with: cpu or cuda."""
     return wildcards.device.partition("-")[0]
-
-
-def gpus_of_device(wildcards):
-    """Ask for a GPU where the ceilings are a GPU's."""
-    return 1 if kind_of_device(wildcards) == "cuda" else 0
 
 
 def predicted_on(wildcards):
@@ -236,11 +216,6 @@ for function in (
     *(gpus_of, memory_mb_of, runtime_of),
 ):
     function.__signature__ = inspect.signature(function)
-
-
-def caption_of(wildcards):
-    """Say what a figure shows."""
-    return registry.caption("figures", wildcards.figure)
 
 
 RUNS = {"profile": "measurement", "predict": "prediction"}

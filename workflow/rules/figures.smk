@@ -17,7 +17,7 @@ rule figure:
         "../../envs/dpprof.yaml"
     params:
         script=script_of("figure"),
-        caption=caption_of,
+        caption=lambda wildcards: registry.caption("figures", wildcards.figure),
         tables=lambda wildcards, input: folder_of(input.tables),
     shell:
         "python {params.script} --figure {wildcards.figure}"

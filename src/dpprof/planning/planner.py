@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from dpprof.planning.artifacts import (
     KINDS,
@@ -41,7 +41,7 @@ from dpprof.spec.experiment import Experiment
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.registry import PREDICTIONS, refuse_target
 from dpprof.spec.sweep import Config, Run, expand, given, parse_config
-from dpprof.spec.validation import InputError, explain
+from dpprof.spec.validation import InputError, read_model
 from dpprof.system.files import (
     canonical_json,
     read_json,
@@ -312,11 +312,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         InputError: The file is not a manifest.
     """
-    try:
-        return Manifest.model_validate(read_json(path))
-    except ValueError as error:
-        why = explain(error, Manifest) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: is not a manifest ({why})") from None
+    return read_model(path, Manifest, "a manifest")
 
 
 def files_beyond(root: Path, plans: Sequence[Plan]) -> list[Path]:
