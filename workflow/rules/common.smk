@@ -145,7 +145,7 @@ def threads_of(wildcards):
     """Let nothing run beside a measurement but those on other GPUs."""
     if is_on_cluster() or not is_on_gpu(wildcards):
         return workflow.cores
-    return gpus_of(wildcards) * job_resources.share_of_cores(workflow.cores, GPUS)
+    return gpus_of(wildcards) * max(1, workflow.cores // GPUS)
 
 
 def device_options(wildcards, threads):

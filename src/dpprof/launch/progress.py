@@ -76,8 +76,10 @@ class Progress:
     def __init__(self, path: Path) -> None:
         first, *others = path.read_text(encoding="utf-8").splitlines()
         self._path = path
-        self._kinds = _PLANNED.validate_json(first)
-        self._walls: dict[str, float] = {}
+        self.kinds: Mapping[str, str] = _PLANNED.validate_json(first)
+        """The model and method of each planned run, by the run's name."""
+        self.ended: dict[str, float] = {}
+        """The seconds that each ended run took, by its name."""
         self._began: dict[str, Began] = {}
         self.sweep: Began | None = None
         """The sweep's own beginning; None if the file does not say."""
@@ -89,22 +91,12 @@ class Progress:
         try:
             began = Began.model_validate_json(text)
         except ValidationError:
-            self._walls |= _ENDED.validate_json(text)
+            self.ended |= _ENDED.validate_json(text)
         else:
             if began.began is None:
                 self.sweep = began
             else:
                 self._began[began.began] = began
-
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """The model and method of each planned run, by the run's name."""
-        return self._kinds
-
-    @property
-    def ended(self) -> Mapping[str, float]:
-        """The seconds that each ended run took, by its name."""
-        return self._walls
 
     def goes_on(self) -> bool | None:
         """Return whether the sweep's Snakemake is alive; None if that cannot be told."""
@@ -115,10 +107,10 @@ class Progress:
 
         Another machine's process counts as alive unless the sweep is known to have ended.
         """
-        open_ = [one for name, one in self._began.items() if name not in self._walls]
-        ended = self.goes_on() is False
+        open_ = [one for name, one in self._began.items() if name not in self.ended]
+        is_over = self.goes_on() is False
         alive = ((one, one.goes_on()) for one in open_)
-        return [one for one, is_alive in alive if is_alive or (is_alive is None and not ended)]
+        return [one for one, is_alive in alive if is_alive or (is_alive is None and not is_over)]
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -150,21 +142,21 @@ class Progress:
         The estimate of a run is the median of its kind (model and method), or of all runs if none
         of its kind has ended. None until the first run has ended.
         """
-        if not self._walls:
+        if not self.ended:
             return None
         by_kind: dict[str, list[float]] = {}
-        for name, wall_s in self._walls.items():
-            by_kind.setdefault(self._kinds.get(name, ""), []).append(wall_s)
+        for name, wall_s in self.ended.items():
+            by_kind.setdefault(self.kinds.get(name, ""), []).append(wall_s)
         return sum(
-            statistics.median(by_kind.get(kind) or self._walls.values())
-            for name, kind in self._kinds.items()
-            if name not in self._walls
+            statistics.median(by_kind.get(kind) or self.ended.values())
+            for name, kind in self.kinds.items()
+            if name not in self.ended
         )
 
     def announce(self, name: str) -> None:
         """Print the run that starts now, its number, and the time left; append that it begins."""
-        total = len(self._kinds)
-        number = min(len(self._walls) + 1, total)
+        total = len(self.kinds)
+        number = min(len(self.ended) + 1, total)
         left = self.seconds_left()
         when = "" if left is None else f", about {format_duration(left)} left"
         say(f"[{number}/{total}] {name}{when}")
