@@ -55,7 +55,7 @@ def test_a_method_that_dies_leaves_a_verdict_on_the_model_of_every_size(
 
 
 def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(verification_run, "TIMEOUT_S", 1)
+    monkeypatch.setattr(verification_run, "VERIFICATION_TIMEOUT_S", 1)
     monkeypatch.setattr(verification_run, "_VERIFY", "children:hang")
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")

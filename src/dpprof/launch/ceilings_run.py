@@ -15,7 +15,7 @@ from dpprof.system.hardware import available_cores, why_no_cuda
 OPERATORS_S = 120
 """About how long the operators of all experiments may take; at most what one takes longer."""
 
-TIMEOUT_S = 120
+CEILINGS_TIMEOUT_S = 120
 """Ceilings take about ten seconds; a device that takes longer than this counts as hung."""
 
 _MEASURE = "dpprof.devices.limits:measure"
@@ -58,8 +58,8 @@ def _measure(device: str, isolation: Isolation) -> tuple[Limits, float | None]:
     """Return ceilings, and how many cores others kept busy; null ceilings with the reason."""
     if device == "cuda" and (reason := why_no_cuda()):
         return nothing_measured(reason), None
-    ended = isolation.run(Limits, _MEASURE, device, timeout_s=TIMEOUT_S)
-    limits = ended.answer or nothing_measured(ended.explain("measurement", TIMEOUT_S))
+    ended = isolation.run(Limits, _MEASURE, device, timeout_s=CEILINGS_TIMEOUT_S)
+    limits = ended.answer or nothing_measured(ended.explain("measurement", CEILINGS_TIMEOUT_S))
     return limits, ended.others_busy_cores
 
 
