@@ -115,10 +115,11 @@ def closure(entries: Iterable[Path]) -> list[Path]:
     return sorted(reached.union(*tables))
 
 
-def _read(file: Path) -> bytes:
-    """Read what of a file counts: of Python all but comments and empty lines."""
-    source = file.read_bytes()
-    return without_comments(source) if file.suffix == ".py" else source
+@functools.cache
+def _digest_source(source: bytes, suffix: str) -> str:
+    """Return the digest of what counts of a file: of Python all but comments and empty lines."""
+    counts = without_comments(source) if suffix == ".py" else source
+    return hashlib.sha256(counts).hexdigest()
 
 
 def _digest(files: Iterable[Path], *facts: object) -> str:
@@ -126,7 +127,7 @@ def _digest(files: Iterable[Path], *facts: object) -> str:
     for file in files:
         # The same in a checkout and in a wheel.
         name = file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.name
-        total.update(f"{name}\0{hashlib.sha256(_read(file)).hexdigest()}\n".encode())
+        total.update(f"{name}\0{_digest_source(file.read_bytes(), file.suffix)}\n".encode())
     return total.hexdigest()
 
 
