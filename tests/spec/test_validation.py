@@ -1,9 +1,10 @@
 """Messages: short, printable, and about the key, the value and what is allowed."""
 
 import pytest
+from pydantic import BaseModel
 
 from dpprof.planning.planner import make_plan
-from dpprof.spec.validation import InputError, refuse
+from dpprof.spec.validation import InputError, read_model, refuse
 from dpprof.system.console import printable
 
 SWEEP = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
@@ -86,3 +87,51 @@ def test_printable_text_is_left_as_it_is() -> None:
 def test_a_number_is_spelled_out_while_it_is_short() -> None:
     assert str(refuse("k", -(10**38), "no")) == f"k: {-(10**38)} is not allowed; no"
     assert str(refuse("k", 10**40, "no")) == "k: a number of 41 digits is not allowed; no"
+
+
+TARGETS = [
+    (
+        {"target": "h300", "instruments": "estimate"},
+        "sweeps.s.target: 'h300' is not allowed; did you mean 'h200'? allowed: a100, a100-40gb,",
+    ),
+    (
+        {"target": "h200"},
+        "sweeps.s.target: 'h200' is not allowed; the instrument clean measures this machine",
+    ),
+    (
+        {"target": "h200", "device": "cpu", "instruments": "estimate"},
+        "sweeps.s.device: 'cpu' is not allowed; target h200 requires cuda; leave it out",
+    ),
+    (
+        {"target": {"memory_bytes": "1GiB"}, "instruments": "estimate"},
+        "sweeps.s.target: missing flops_per_s, bandwidth_bytes_per_s",
+    ),
+    (
+        {"target": 5, "instruments": "estimate"},
+        "sweeps.s.target: 5 is not allowed; it must be a target's name, or a mapping of memory_by",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "sentence"), TARGETS, ids=[str(keys) for keys, _ in TARGETS])
+def test_targets_that_cannot_be_meant_are_one_sentence(keys, sentence) -> None:
+    told = refusal_of(**keys)
+
+    assert told.startswith(sentence)
+    assert "\n" not in told
+
+
+class Part(BaseModel):
+    key: int
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"key": 1', b"{}", bytes(range(256)), b"[" * 100_000, b'{"key": ' + b"1" * 10_000 + b"}"],
+    ids=["cut", "incomplete", "binary", "deep", "digits"],
+)
+def test_a_file_that_is_no_part_is_named_in_one_sentence(tmp_path, content: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+
+    with pytest.raises(InputError, match=r"^[^\n]*x\.json: is not a part \([^\n]*\)$"):
+        read_model(tmp_path / "x.json", Part, "a part")
