@@ -15,9 +15,6 @@ from dpprof.records.result import Failure, Result, interrupted_path, read_result
 from dpprof.records.terms import Outcome, Phase
 from dpprof.system.files import write_atomically
 
-_SCHEDULERS = {"SLURM_JOB_ID": "Slurm"}
-"""The scheduler's name, by the environment variable that holds its job's number."""
-
 
 def scheduler_job(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the scheduler's job that this process belongs to; None outside of one.
@@ -28,10 +25,8 @@ def scheduler_job(environment: Mapping[str, str] = os.environ) -> str | None:
         >>> scheduler_job({}) is None
         True
     """
-    for variable, name in _SCHEDULERS.items():
-        if number := environment.get(variable):
-            return f"{name} job {number}"
-    return None
+    number = environment.get("SLURM_JOB_ID")
+    return f"Slurm job {number}" if number else None
 
 
 def describe_end(job: str, number: int, phase: Phase) -> Failure:
