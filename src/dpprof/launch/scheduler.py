@@ -15,6 +15,11 @@ from dpprof.records.result import Failure, Result, interrupted_path, read_result
 from dpprof.records.terms import Outcome, Phase
 from dpprof.system.files import write_atomically
 
+MAX_ATTEMPTS = 2
+"""A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
+
+RETRIED: tuple[Outcome, ...] = ("crashed", "killed")
+
 
 def scheduler_job(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the scheduler's job that this process belongs to; None outside of one.
@@ -37,12 +42,6 @@ def describe_end(job: str, number: int, phase: Phase) -> Failure:
         phase=phase,
         signal=signal.Signals(number).name,
     )
-
-
-MAX_ATTEMPTS = 2
-"""A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
-
-RETRIED: tuple[Outcome, ...] = ("crashed", "killed")
 
 
 def is_interrupted(result: Result) -> bool:
