@@ -86,7 +86,10 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
         if name.endswith("_token_id") and isinstance(value, int) and value >= vocabulary:
             small[name] = vocabulary - 1
         if name.startswith("rope_") and isinstance(value, dict):
-            small[name] = _shrink_frequencies(value)
+            cut = ("short_factor", "long_factor")
+            small[name] = {
+                key: one[: _HEAD // 2] if key in cut else one for key, one in value.items()
+            }
     return small
 
 
@@ -143,8 +146,3 @@ def _replace_width(config: Mapping[str, Any], width: int, small: int) -> dict[st
         and name not in _SIZES
         and (name in _WIDTHS or name.endswith(("_size", "_dim", "_width")))
     }
-
-
-def _shrink_frequencies(rope: Mapping[str, Any]) -> dict[str, Any]:
-    cut = ("short_factor", "long_factor")
-    return {name: value[: _HEAD // 2] if name in cut else value for name, value in rope.items()}
