@@ -154,11 +154,3 @@ def quick_checkout(target: Path) -> Checkout:
         shutil.copy(ROOT / "tests" / "workflow" / name, target / "src" / "dpprof" / module)
     fresh.draw_one_figure()
     return fresh
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    for _ in range(int(seconds * 20)):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("what was waited for did not happen")

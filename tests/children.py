@@ -50,8 +50,8 @@ def running(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
-def wait_for(condition) -> None:
-    for _ in range(1200):
+def wait_for(condition, seconds: float = 120) -> None:
+    for _ in range(int(seconds * 20)):
         if condition():
             return
         time.sleep(0.05)

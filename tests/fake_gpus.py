@@ -57,7 +57,6 @@ def occupy(folder: Path, uuid: str, *, used_bytes: int, load: int = 0) -> None:
 
 
 def profile_command(output: Path, *options: str) -> list[str]:
-    """Return the command that profiles a small experiment on CUDA."""
+    """Return the command that profiles a small experiment."""
     fields = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
-    command = [sys.executable, str(SCRIPT), f"--output={output}", *fields, "--device=cuda"]
-    return [*command, f"--log={output.with_suffix('.log')}", *options]
+    return [sys.executable, str(SCRIPT), f"--output={output}", *fields, *options]

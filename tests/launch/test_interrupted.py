@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import psutil
 import pytest
 from children import wait_for
 from factory import make_experiment
-from fake_gpus import SCRIPT
+from fake_gpus import profile_command
 
 from dpprof.launch.isolated import Ended, Isolation, Terminated
 from dpprof.launch.protocol import WorkerAnswer
@@ -78,9 +77,7 @@ def test_a_schedulers_sigterm_leaves_a_complete_killed_result(
     output, log, marker = (tmp_path / name for name in ("x.json", "x.log", "reached"))
     monkeypatch.setenv("DPPROF_TEST_MARKER", str(marker))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    options = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--keep"]
-    options += ["--instrument=test-waits", f"--output={output}", f"--log={log}"]
-    command = [sys.executable, str(SCRIPT), *options]
+    command = profile_command(output, "--instrument=test-waits", f"--log={log}", "--keep")
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(marker.exists)
     (worker,) = psutil.Process(process.pid).children()

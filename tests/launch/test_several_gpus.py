@@ -12,7 +12,7 @@ from dpprof.records.result import Result, read_result
 
 
 def start(output: Path, variables: dict[str, str], *options: str) -> subprocess.Popen[str]:
-    command = profile_command(output, *options)
+    command = profile_command(output, "--device=cuda", *options)
     return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
 
 

@@ -3,7 +3,6 @@ import json
 import resource
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 from children import refuse, wait_for
 from factory import make_experiment
+from fake_gpus import profile_command
 
 from dpprof.launch.device_lock import hold_one
 from dpprof.launch.exit_status import judge_death
@@ -19,7 +19,6 @@ from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -279,9 +278,7 @@ def test_cuda_oom_is_real_and_says_what_was_held(tmp_path) -> None:
 
 
 def start_script(tmp_path: Path, name: str, instrument: str) -> subprocess.Popen[str]:
-    fields = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"]
-    output = f"--output={tmp_path / name}"
-    command = [sys.executable, str(SCRIPT), output, *fields, f"--instrument={instrument}"]
+    command = profile_command(tmp_path / name, f"--instrument={instrument}")
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkout import PLUGIN, TABLES, Checkout, wait_for
+from checkout import PLUGIN, TABLES, Checkout
+from children import wait_for
 
 pytestmark = pytest.mark.workflow
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkout import TABLES, Checkout, wait_for
+from checkout import TABLES, Checkout
+from children import wait_for
 
 pytestmark = pytest.mark.workflow
 

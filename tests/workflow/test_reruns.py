@@ -9,7 +9,8 @@ import json
 import re
 
 import pytest
-from checkout import TABLES, Checkout, wait_for
+from checkout import TABLES, Checkout
+from children import wait_for
 
 pytestmark = pytest.mark.workflow
 
