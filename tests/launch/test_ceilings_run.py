@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from children import HERE, refuse
 from factory import make_experiment
-from scripts import call, run
+from scripts import call
 
 from dpprof.instruments.memory import estimate
 from dpprof.launch import ceilings_run
@@ -98,8 +98,10 @@ def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
         assert waits.result(timeout=60).bandwidth is None
 
 
-def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
-    done = run("ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+def test_this_processor_is_measured_and_it_is_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ceilings_run, "_MEASURE", "children:measure_briefly")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    done = call("ceilings", "--device=cpu", "--output=x.json", cwd=tmp_path)
     ceilings = read_ceilings(tmp_path / "x.json")
 
     assert done.returncode == 0, done.stderr
@@ -120,7 +122,7 @@ def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured_and_no_faster_than_its_data_sheet(tmp_path) -> None:
-    run("ceilings.py", "--device=cuda", "--output=x.json", cwd=tmp_path)
+    call("ceilings", "--device=cuda", "--output=x.json", cwd=tmp_path)
     ceilings = read_ceilings(tmp_path / "x.json")
     sheet = find_by_device_name(ceilings.device["name"])
 

@@ -59,10 +59,13 @@ print("LOADED", json.dumps(found))
 """
 
 
-def test_digests_cover_every_file_that_is_really_loaded() -> None:
+@pytest.mark.parametrize(
+    "instruments",
+    [["clean", "estimate"], pytest.param(registry.names("instruments"), marks=pytest.mark.slow)],
+)
+def test_digests_cover_every_file_that_is_really_loaded(instruments) -> None:
     """By a worker under each instrument, by a verification and by a measurement of ceilings."""
     experiment = make_experiment(method="opacus-ghost", attention="opacus")
-    instruments = registry.names("instruments")
     said = run_fresh(LOADED, experiment.canonical, json.dumps(instruments)).splitlines()[-1]
     loaded = json.loads(said.removeprefix("LOADED "))
 
