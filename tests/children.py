@@ -50,8 +50,8 @@ def running(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
-def wait_for(condition) -> None:
-    for _ in range(1200):
+def wait_for(condition, seconds: float = 120) -> None:
+    for _ in range(int(seconds * 20)):
         if condition():
             return
         time.sleep(0.05)
@@ -72,6 +72,23 @@ def hang(*_arguments: str) -> None:
 
 def fail(*_arguments: str) -> None:
     raise ValueError("no")
+
+
+def measure_briefly(device: str) -> object:
+    """Measure a device's ceilings at small sizes, where that takes a tenth of the time."""
+    from dpprof.devices import limits  # noqa: PLC0415 (it imports torch)
+
+    limits.EXTENTS = {device: limits.Extent((256, 512), (2**24,), budget_s=0.03, longest_s=0.6)}
+    return limits.measure(device)
+
+
+def time_operators(budget_s: int, *specs: str) -> object:
+    """Time the operators of experiments, after a look at one small step in place of four."""
+    from dpprof.instruments import operators  # noqa: PLC0415 (it imports torch)
+
+    operators._REAL = operators._TINY | {"method": "standard"}
+    operators._TINY_METHODS = ("standard",)
+    return operators.measure(budget_s, *specs)
 
 
 def tell_half_a_character() -> str:

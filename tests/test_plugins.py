@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from checkout import TABLES, copy_checkout
 from example_package import install_example
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
@@ -54,6 +54,20 @@ def test_an_installed_package_is_measured(installed, tmp_path) -> None:
     assert (output.name, result["outcome"]) == ("x.json", "ok")
     assert result["model"]["parameters_total"] == P
     assert len(result["time"]["step_s"]) == 1
+
+
+@pytest.mark.workflow
+def test_a_config_may_name_an_installed_packages_method_and_model(installed, tmp_path) -> None:
+    checkout = copy_checkout(tmp_path / "checkout")
+    checkout.environment = {"PYTHONPATH": str(installed)}
+    (checkout.path / "config" / "config.yaml").write_text("""
+sweeps:
+  one: {model: example-mixer, method: example-vmap, batch_size: 2, seq_len: 4, device: cpu}
+""")
+    planned = checkout.planned(TABLES)
+
+    assert planned["profile"][0].startswith("example-mixer-example-vmap-b2-t4-")
+    assert planned["verify"] == ["example-mixer-example-vmap.json"]
 
 
 @pytest.fixture
@@ -116,38 +130,6 @@ def test_the_example_is_verified_and_has_no_holes(example) -> None:
 def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:
     with pytest.raises(UnsupportedError, match="has buffers, which samples would share"):
         example(nn.BatchNorm1d(3), make_experiment())
-
-
-def test_a_methods_file_and_its_packages_version_count_and_other_methods_do_not(
-    installed, tmp_path
-) -> None:
-    plugin = tmp_path / "plugin"
-    shutil.copytree(installed, plugin)
-    code = """
-import sys
-from pathlib import Path
-from factory import make_experiment
-from dpprof.planning.code_digest import code_digest, read_anew
-
-def show():
-    read_anew()
-    methods = ("example-vmap", "microbatch")
-    print(*(code_digest("clean", make_experiment(method=method)) for method in methods))
-
-show()
-plugin = Path(sys.argv[1])
-with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
-    file.write("EDITED = True")
-show()
-(metadata,) = plugin.glob("*.dist-info/METADATA")
-metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
-show()
-"""
-    digests = [line.split() for line in run_fresh(code, str(plugin), plugin=plugin).splitlines()]
-    of_plugin, of_own = zip(*digests, strict=True)
-
-    assert len(set(of_plugin)) == 3
-    assert len(set(of_own)) == 1
 
 
 BROKEN = {
@@ -249,7 +231,7 @@ for case in sys.argv[1:]:
     code_digest("clean", experiments[case])
 assert "torch" not in sys.modules and "broken" not in sys.modules
 from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.measuring import run
+from dpprof.launch.worker import run
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
 told = {}

@@ -5,7 +5,6 @@ They import no torch, so a test of what a supervisor makes of an end takes a sec
 
 import atexit
 import ctypes
-import json
 import os
 import signal
 import time
@@ -22,7 +21,9 @@ def segfault(_experiment, enter):
 
 def fail(_experiment, enter):
     enter("backward")
-    raise RuntimeError("<it broke>")
+    raise RuntimeError(
+        "it broke: <script>alert(1)</script> \\input{x} $(touch pwned) | `x` & \x1b[31m"
+    )
 
 
 def sleep(_experiment, enter):
@@ -41,10 +42,7 @@ def wait_to_be_let_go(_experiment, _enter):
 
 
 def meet(experiment, enter):
-    """Stay until so many are here at the same time; who comes later waits for as many more.
-
-    Each leaves a file with the cores that it may run on.
-    """
+    """Stay until so many are here at the same time; who comes later waits for as many more."""
     folder = Path(os.environ["DPPROF_TEST_MARKER"])
     together = int(os.environ["DPPROF_TEST_TOGETHER"])
     number = 0
@@ -57,27 +55,10 @@ def meet(experiment, enter):
 
 def _is_first(path):
     try:
-        with path.open("x") as file:
-            json.dump(sorted(os.sched_getaffinity(0)), file)
+        path.touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
-
-
-def leave(_experiment, enter):
-    enter("backward")
-    print("famous last words", flush=True)
-    os._exit(7)
-
-
-def leave_silently(_experiment, enter):
-    enter("backward")
-    os._exit(3)
-
-
-def odd_signal(_experiment, enter):
-    enter("backward")
-    os.kill(os.getpid(), 40)
 
 
 def measure(_experiment, _enter):

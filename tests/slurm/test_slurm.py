@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from checkout import wait_for
+from children import wait_for
 from slurm.cluster import Cluster
 from slurm.conftest import SlurmCheckout
 
