@@ -9,68 +9,68 @@ import torch
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import Layout, describe_call
-from dpprof.instruments import operator_timer, operators
+from dpprof.instruments import operators
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
 from dpprof.instruments.operators import MeasuredStep, time_beside_operators
 from dpprof.memory.events import Op
 from dpprof.spec.experiment import Experiment
-from dpprof.step_time.replay import Replayer
 
 aten = torch.ops.aten
 
 
 @pytest.fixture(scope="module")
-def replayer() -> Replayer:
-    return Replayer(Cpu(), budget_s=0.02)
+def real() -> OperatorTimer:
+    return OperatorTimer(Cpu())
 
 
-def test_tensors_have_their_layout_and_elements_that_differ(replayer) -> None:
-    made = replayer.make(Layout((3, 5), (1, 3), torch.float32, 1))
+def test_tensors_have_their_layout_and_elements_that_differ(real) -> None:
+    made = real.make(Layout((3, 5), (1, 3), torch.float32, 1))
 
     assert (made.shape, made.stride(), made.dtype) == ((3, 5), (1, 3), torch.float32)
     assert made.unique().numel() == 15
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3), ()])
-def test_tensors_without_or_with_one_element_are_made(replayer, shape) -> None:
+def test_tensors_without_or_with_one_element_are_made(real, shape) -> None:
     strides = torch.empty(shape).stride()
-    assert replayer.make(Layout(shape, strides, torch.float32, 1)).shape == shape
+    assert real.make(Layout(shape, strides, torch.float32, 1)).shape == shape
 
 
-def test_positions_are_below_their_bound_and_reach_it(replayer) -> None:
-    made = replayer.make(Layout((1000,), (1,), torch.int64, 7))
+def test_positions_are_below_their_bound_and_reach_it(real) -> None:
+    made = real.make(Layout((1000,), (1,), torch.int64, 7))
     assert set(made.tolist()) == set(range(7))
 
 
-def test_an_expanded_axis_takes_no_memory(replayer) -> None:
-    made = replayer.make(Layout((1000, 4), (0, 1), torch.float32, 1))
+def test_an_expanded_axis_takes_no_memory(real) -> None:
+    made = real.make(Layout((1000, 4), (0, 1), torch.float32, 1))
     assert made.untyped_storage().nbytes() == 4 * 4
 
 
-def test_an_operator_that_does_a_thousand_times_the_work_takes_longer(replayer) -> None:
+def test_an_operator_that_does_a_thousand_times_the_work_takes_longer(real) -> None:
     def time(size: int) -> float:
         x = torch.empty(size, size)
-        return replayer.time(describe_call(aten.mm.default, (x, x), {}))
+        return real.replay(describe_call(aten.mm.default, (x, x), {}))
 
     assert time(640) > 10 * time(64) > 0
 
 
-def test_arguments_that_an_operator_refuses_are_an_error(replayer) -> None:
+def test_arguments_that_an_operator_refuses_are_an_error(real) -> None:
     call = describe_call(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        replayer.time(call)
+        real.replay(call)
 
 
 CALLS = {n: describe_call(torch.ops.aten.neg.default, (torch.ones(n),), {}) for n in (1, 2, 3)}
 
 
-class Replayed:
+class Invented(OperatorTimer):
     """Says that an operator of n elements takes n seconds, in each round 1.2 times as many."""
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, device: Cpu) -> None:
+        super().__init__(device)
         self.asked: list[str] = []
 
-    def time(self, call: str) -> float:
+    def replay(self, call: str) -> float:
         n = next(n for n, known in CALLS.items() if known == call)
         if n == 3:
             raise RuntimeError("no memory")
@@ -79,9 +79,8 @@ class Replayed:
 
 
 @pytest.fixture
-def timer(monkeypatch) -> OperatorTimer:
-    monkeypatch.setattr(operator_timer, "Replayer", Replayed)
-    timer = OperatorTimer(Cpu())
+def timer() -> OperatorTimer:
+    timer = Invented(Cpu())
     cost = Cost("neg", "elementwise", 1, "float32")
     ops = [Op("forward", None, "neg", cost, [], [], 0.0, call) for call in CALLS.values()]
     timer.add(ops)
@@ -107,8 +106,7 @@ def test_an_operator_that_fails_is_left_out_with_its_reason(timer) -> None:
     assert list(timer.failed.values()) == ["neg: RuntimeError: no memory"]
 
 
-def test_after_one_round_the_drift_is_unknown(monkeypatch) -> None:
-    monkeypatch.setattr(operator_timer, "Replayer", Replayed)
+def test_after_one_round_the_drift_is_unknown() -> None:
     assert OperatorTimer(Cpu()).tabulate() == ([], None)
 
 

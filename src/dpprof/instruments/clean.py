@@ -20,16 +20,6 @@ from dpprof.records.step_costs import Memory
 from dpprof.spec.experiment import Experiment
 
 
-def time_steps(device: Device, steps: int, run: Callable[[], None]) -> list[float]:
-    """Run a number of steps back to back and return the seconds of each."""
-    clock = device.clock()
-    clock.tick()
-    for _ in range(steps):
-        run()
-        clock.tick()
-    return clock.durations_s()
-
-
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Measure one experiment in this process.
 
@@ -46,14 +36,14 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         training.step.run(training.batch, enter)
 
     device.reset_peaks()
-    warmup_step_s = time_steps(device, 1, run)
+    warmup_step_s = device.time(run, 1)
     first_step = device.peaks()
-    warmup_step_s += time_steps(device, experiment.warmup_steps - 1, run)
+    warmup_step_s += device.time(run, experiment.warmup_steps - 1)
     snapshots.take("after_warmup", training.holders)
 
     device.reset_peaks()
     before = read_counts(process)
-    step_s = time_steps(device, experiment.timed_steps, run)
+    step_s = device.time(run, experiment.timed_steps)
     host_io = count_io(process, before, experiment.timed_steps)
     steady = device.peaks()
     resident_bytes = peak_rss_bytes()

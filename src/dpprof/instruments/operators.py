@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dpprof.devices.selection import open_device
-from dpprof.instruments.clean import time_steps
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, ignore, list_ops
 from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.memory.events import Op
@@ -78,7 +77,7 @@ class MeasuredStep:
 
     def _run(self, steps: int) -> list[float]:
         training = self._training
-        return time_steps(self._device, steps, lambda: training.step.run(training.batch, ignore))
+        return self._device.time(lambda: training.step.run(training.batch, ignore), steps)
 
 
 def time_beside_operators() -> BesideOperators:
