@@ -50,27 +50,6 @@ def processes():
         yield pool
 
 
-@pytest.fixture(scope="module")
-def peaks_elsewhere(processes):
-    """Peaks of a method's first and a later step in three processes, measured when asked for."""
-
-    @functools.cache
-    def measure(method: str) -> list[list[int]]:
-        figures = ("first_step_peak_allocated_bytes", "peak_allocated_bytes")
-        found = processes.map(measure_here, [method] * 3)
-        return [[one["memory"][figure] for figure in figures] for one in found]
-
-    return measure
-
-
-@pytest.mark.parametrize("method", methods("opacus-ghost"))
-def test_peaks_are_equal_to_the_byte_in_three_processes(method, peaks_elsewhere) -> None:
-    first, *others = peaks_elsewhere(method)
-
-    assert others == [first] * 2
-    assert min(first) > 4 * P * 4
-
-
 def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
     """Peaks of the first and a later step, which nothing counts, and what was recorded of it."""
     experiment = make_experiment(method=method, **FIELDS)
@@ -96,21 +75,24 @@ SCALARS = 2 * (8 + 4)
 
 
 @pytest.mark.parametrize("method", methods("opacus-ghost"))
-def test_neither_the_census_nor_recording_changes_a_peak(
-    method, processes, peaks_elsewhere
+def test_peaks_are_equal_in_all_processes_and_neither_census_nor_recording_changes_them(
+    method, processes
 ) -> None:
+    with_census = processes.map(measure_here, [method] * 2)
     calls = [
         processes.submit(peaks_here, method, with_books=recorded) for recorded in (False, True)
     ]
     (plain, _), (watched, of_books) = (call.result() for call in calls)
+    figures = ("first_step_peak_allocated_bytes", "peak_allocated_bytes")
 
-    assert peaks_elsewhere(method)[0] == plain
+    assert [[one["memory"][name] for name in figures] for one in with_census] == [plain] * 2
+    assert min(plain) > 4 * P * 4
     for bare, with_ledger in zip(plain, watched, strict=True):
         assert 0 <= with_ledger - bare <= SCALARS
     assert 0 <= plain[1] - of_books <= SCALARS
 
 
-@pytest.mark.parametrize("method", registry.names("methods"))
+@pytest.mark.parametrize("method", methods("standard", "opacus-hooks", "opacus-ghost"))
 def test_components_and_what_nobody_claims_sum_to_what_is_allocated(method) -> None:
     snapshots = measured(method)["memory"]["snapshots"]
 

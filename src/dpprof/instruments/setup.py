@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
 from dpprof.instruments.census import TensorHolders
-from dpprof.methods.training_step import UNLABELLED, Batch, TrainingStep
+from dpprof.methods.training_step import UNLABELLED, Batch, Enter, TrainingStep
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.models.transformer import find_attention
 from dpprof.records.result import ModelFacts
+from dpprof.records.terms import Phase
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
@@ -34,6 +36,24 @@ class Training(NamedTuple):
         return TensorHolders(
             self.step.module, self.step.optimizer, self.batch, attributes=self.step.attributes
         )
+
+    def run_phases(
+        self, enter: Enter, around: Callable[[Phase], AbstractContextManager[object]]
+    ) -> None:
+        """Run one step, each phase inside a context of its own.
+
+        Args:
+            enter: Called as each phase begins, before its context.
+            around: Returns the context of a phase.
+        """
+        with ExitStack() as current:
+
+            def begin(phase: Phase) -> None:
+                current.close()
+                enter(phase)
+                current.enter_context(around(phase))
+
+            self.step.run(self.batch, begin)
 
 
 def open_experiment(experiment: Experiment) -> tuple[type[TrainingStep], Device]:

@@ -89,6 +89,12 @@ class _Block:
         self.previous: _Block | None = None
         self.next: _Block | None = None
 
+    @property
+    def room(self) -> int:
+        """How large it can grow."""
+        grows = self.next is not None and not self.next.mapped
+        return self.size + (self.next.size if grows and self.next else 0)
+
     def cut(self, size: int) -> "_Block":
         """Cut the block to a size; return the rest as the next block."""
         rest = _Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
@@ -127,17 +133,12 @@ class _Pool:
         if at == len(self.free):
             return None
         best = self.free[at][2]
-        for _, _, other in self.free[at + 1 :] if self._room(best) > best.size else ():
+        for _, _, other in self.free[at + 1 :] if best.room > best.size else ():
             # A block that can grow counts as large as it can become.
-            if self._room(other) >= self._room(best):
+            if other.room >= best.room:
                 break
             best = other
         return best
-
-    @staticmethod
-    def _room(block: _Block) -> int:
-        grows = block.next is not None and not block.next.mapped
-        return block.size + (block.next.size if grows and block.next else 0)
 
 
 class CachingAllocator:
