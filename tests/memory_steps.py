@@ -1,12 +1,22 @@
 """The recorded memory of a small model's step."""
 
 import functools
+from collections.abc import Callable
 
+import torch
 from factory import make_experiment
+from torch import nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import TimelineRecorder, estimate, measure, record_timelines
-from dpprof.instruments.setup import set_up
+from dpprof.flops.cost import COUNTED
+from dpprof.instruments.memory import (
+    TimelineRecorder,
+    estimate,
+    measure,
+    record_timelines,
+    tracing,
+)
+from dpprof.instruments.setup import make_batch, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.timeline import MemoryTimeline
@@ -36,6 +46,39 @@ def keep(method: str, **fields) -> MemoryTimeline:
 
 keep_once = functools.cache(keep)
 """As ``keep``, recorded once for all tests that change nothing."""
+
+
+def linears(width: int, layers: int) -> nn.Sequential:
+    """Linear layers without bias on a looked-up input, which requires a gradient."""
+    stack = (nn.Linear(width, width, bias=False) for _ in range(layers))
+    return nn.Sequential(nn.Embedding(width, width), *stack)
+
+
+def keep_of(
+    method: str,
+    build: Callable[[], nn.Module],
+    *,
+    fake: bool = False,
+    run: Callable[[Callable[[], None]], object] | None = None,
+    **fields,
+) -> MemoryTimeline:
+    """Record the second step of any model; ``run`` is given one more step, not recorded."""
+    experiment = make_experiment(method=method, **{"noise_multiplier": 0.1} | fields)
+    recording = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
+    with tracing(None) if fake else recording as recorder:
+        model = build()
+        step = registry.load("methods", method)(model, experiment)
+        step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
+        batch = make_batch(model, Cpu(), experiment)
+        timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
+        kept = record_timelines(timeline_recorder, batch, 2)[1]
+    if run is not None:
+        run(lambda: step.run(batch, lambda _: None))
+    return kept
+
+
+def executed(step: MemoryTimeline) -> int:
+    return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
 
 
 def at_peak(step: MemoryTimeline) -> dict[Component, int]:
