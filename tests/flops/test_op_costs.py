@@ -1,59 +1,30 @@
 """FLOPs and bytes against formulas, in units that can be checked by hand."""
 
+import functools
 import re
 from itertools import product
 
 import pytest
 import torch
-from factory import make_experiment
+from factory import MICRO, make_experiment
+from memory_steps import executed, keep_of, linears
 from operator_names import COLLECTIVES, OPERATORS
-from torch import Tensor, nn
 
-from dpprof.devices.cpu import Cpu
-from dpprof.flops.cost import COUNTED
 from dpprof.flops.op_costs import family_of, learn_rule
-from dpprof.instruments.memory import TimelineRecorder, estimate, find_target, tracing
-from dpprof.instruments.setup import import_method, set_up
+from dpprof.instruments.memory import trace_steps
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
-from dpprof.memory.timeline import MemoryTimeline
-from dpprof.methods.training_step import Batch
 from dpprof.models.build import build_model
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 from dpprof.spec.target import Target
 
 aten = torch.ops.aten
-B, T, D, LAYERS = 2, 256, 128, 6
+B, D, LAYERS = 2, 64, 2
 
 
-class Linears(nn.Module):
-    """Linear layers without bias on a looked-up input, which requires a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(D, D)
-        self.layers = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(LAYERS)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.layers(self.table(tokens))
-
-
-def count(method: str, model: nn.Module, **fields) -> MemoryTimeline:
-    """Record one step, operators counted."""
-    experiment = make_experiment(method=method, batch_size=B, noise_multiplier=0.1, **fields)
-    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
-    with recorder:
-        step = registry.load("methods", method)(model, experiment)
-        step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
-        tokens = torch.randint(16, (B, experiment.seq_len + 1))
-        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        return TimelineRecorder(recorder, step, lambda _: None).run(batch, counting=True)
-
-
-def executed(step: MemoryTimeline) -> int:
-    return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
+STEP = functools.partial(linears, D, LAYERS)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -64,18 +35,10 @@ def test_a_transformers_step_by_formula_attention_included(attention) -> None:
     model = build_model(make_experiment(**fields))
     products = 4 + 10 if attention == "sdpa" else 4 + 8
 
-    assert executed(count("standard", model, **fields)) == (
+    step = keep_of("standard", lambda: model, batch_size=B, **fields)
+    assert executed(step) == (
         6 * B * seq_len * (12 * d * d * layers + d * vocab)
         + products * layers * B * seq_len * seq_len * d
-    )
-
-
-def test_model_flops_follow_palm() -> None:
-    experiment = make_experiment(batch_size=B, seq_len=32)
-    weights = 12 * 8 * 8 + 8 * 16
-
-    assert count_model_flops(experiment, build_model(experiment)) == (
-        B * 32 * (6 * weights + 12 * 1 * 8 * 32)
     )
 
 
@@ -85,19 +48,19 @@ LLAMA = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 80) + 32 * 211
 
 
 @pytest.mark.parametrize(
-    ("model", "weights"),
+    ("model", "weights", "attention"),
     [
-        ("hf:tiny-gpt2", GPT2),
-        ("hf:tiny-llama", LLAMA),
-        ({"hf": "tiny-llama", "tie_word_embeddings": True}, LLAMA),
+        (MICRO, 12 * 8 * 8 + 8 * 16, 12 * 1 * 8),
+        ("hf:tiny-gpt2", GPT2, 12 * 2 * 32),
+        ({"hf": "tiny-llama", "tie_word_embeddings": True}, LLAMA, 12 * 2 * 32),
     ],
     ids=str,
 )
-def test_model_flops_of_a_hugging_face_model(model, weights) -> None:
+def test_model_flops_follow_palm(model, weights, attention) -> None:
     experiment = make_experiment(model=model, batch_size=B, seq_len=32)
 
     assert count_model_flops(experiment, build_model(experiment)) == (
-        B * 32 * (6 * weights + 12 * 2 * 32 * 32)
+        B * 32 * (6 * weights + attention * 32)
     )
 
 
@@ -204,25 +167,14 @@ def test_families_of_other_namespaces() -> None:
         assert family_of(name) is None
 
 
-def list_products(**fields) -> dict[str, set[str]]:
-    """Families of the operators of a predicted step that are called products."""
-    experiment = make_experiment(
-        **{"model": SMALL, "batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1} | fields
-    )
-    with tracing(find_target(experiment)) as recorder:
-        training = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
-        recorder.counting = True
-        training.step.run(training.batch, lambda _: None)
-    families: dict[str, set[str]] = {}
-    for op in recorder.events:
-        if isinstance(op, Op) and CALLED_PRODUCT.search(op.cost.op):
-            families.setdefault(op.cost.op, set()).add(op.cost.family)
-    return families
-
-
 SMALL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 NO_AUTOCAST = {("opacus-per-layer", "bfloat16"), ("opacus-ew", "bfloat16")}
 PLACES = {"cpu": {"device": "cpu"}, "h200": {"device": "cuda", "target": "h200"}}
+
+
+def trace(**fields):
+    usual = {"model": SMALL, "batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1}
+    return trace_steps(make_experiment(**usual | fields), lambda _: None)
 
 
 QUICK = {("flash-bk", "h200", "bfloat16"), ("opacus-ghost", "cpu", "float32")}
@@ -239,12 +191,13 @@ QUICK |= {("per-layer", "cpu", "float32"), ("opacus-ew", "h200", "bfloat16")}
 def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
     if (method, dtype) in NO_AUTOCAST:
         with pytest.raises(UnsupportedError):
-            list_products(method=method, dtype=dtype, **PLACES[place])
+            trace(method=method, dtype=dtype, **PLACES[place])
         return
-    families = list_products(method=method, dtype=dtype, **PLACES[place])
+    costs = [op.cost for op in trace(method=method, dtype=dtype, **PLACES[place]).steady.ops]
+    families = {cost.op: cost.family for cost in costs if CALLED_PRODUCT.search(cost.op)}
 
     assert len(families) > 2
-    assert set().union(*families.values()) <= {"matmul", "attention"}
+    assert set(families.values()) <= {"matmul", "attention"}
 
 
 @pytest.mark.parametrize(
@@ -256,15 +209,13 @@ def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
 )
 def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> None:
     """A sample's gradients are larger than what they are made of, so none is made."""
-    fields = {"model": SMALL | {"d_model": 64}, "batch_size": 3, "seq_len": 8, "method": method}
-    told = [
-        estimate(make_experiment(**fields, **PLACES[place], dtype=dtype), lambda _: None)
-        for dtype in ("float32", "bfloat16")
-    ]
-    ways = [{name: choice.way for name, choice in (one.norm_plan or {}).items()} for one in told]
+    fields = {"model": SMALL | {"d_model": 64}, "seq_len": 8, "method": method}
+    told = [trace(**fields, **PLACES[place], dtype=dtype) for dtype in ("float32", "bfloat16")]
+    plans = [one.training.step.norm_plan or {} for one in told]
+    ways = [{name: choice.way for name, choice in plan.items()} for plan in plans]
 
     assert ways[0] == ways[1]
-    assert told[0].compute.executed_flops == told[1].compute.executed_flops > 0
+    assert executed(told[0].steady) == executed(told[1].steady) > 0
 
 
 def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
@@ -292,17 +243,11 @@ def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
     assert price(aten.add.Tensor, x, torch.ones(1, 8).expand(4, 8))[1] == 128 + 32
 
 
-def test_views_cost_nothing_and_are_no_operators() -> None:
-    assert learn_rule(aten.view.default).is_free
-    assert learn_rule(aten.transpose.int).is_free
-    assert not learn_rule(aten.clone.default).is_free
-
-
-def test_questions_about_dtypes_and_shapes_launch_no_kernel_and_are_no_operators() -> None:
-    recorder = Recorder(is_there=lambda *_: True)
-    with recorder:
+def test_views_and_questions_about_dtypes_and_shapes_are_no_operators() -> None:
+    with Recorder(is_there=lambda *_: True) as recorder:
         x = torch.ones(3)
         recorder.counting = True
+        x.view(1, 3).t()
         torch.promote_types(x.dtype, torch.float64)
         torch.result_type(x, 1.0)
         torch.can_cast(torch.float32, torch.int64)
@@ -314,31 +259,26 @@ def test_questions_about_dtypes_and_shapes_launch_no_kernel_and_are_no_operators
 
 @pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer", "opacus-adaptive"])
 def test_every_operator_of_a_step_has_a_family_and_moves_bytes(method) -> None:
-    ops = count(method, Linears(), seq_len=16).ops
+    ops = keep_of(method, STEP, seq_len=16).ops
 
     assert all(op.cost.family != "other" for op in ops)
     assert all(op.reads or op.writes for op in ops)
 
 
 def test_the_roofline_takes_what_binds() -> None:
-    step = count("standard", Linears(), seq_len=T)
+    step = keep_of("standard", STEP, seq_len=64)
     moved = state_io(step, 1)
-    slow_memory = Target.model_validate(
-        {"memory_bytes": "1GiB", "flops_per_s": 1e30, "bandwidth_bytes_per_s": 1e9}
-    )
-    slow_compute = Target.model_validate(
-        {"memory_bytes": "1GiB", "flops_per_s": 1e9, "bandwidth_bytes_per_s": 1e30}
-    )
 
-    by_memory = bound_step_s(step.ops, "float32", slow_memory)
-    by_compute = bound_step_s(step.ops, "float32", slow_compute)
+    def bound(flops_per_s: float, bytes_per_s: float) -> float:
+        speeds = {"flops_per_s": flops_per_s, "bandwidth_bytes_per_s": bytes_per_s}
+        return bound_step_s(step.ops, "float32", Target(memory_bytes="1GiB", **speeds))
 
-    assert by_memory == pytest.approx((moved.bytes_read + moved.bytes_written) / 1e9)
-    assert by_compute == pytest.approx(executed(step) / 1e9)
+    assert bound(1e30, 1e9) == pytest.approx((moved.bytes_read + moved.bytes_written) / 1e9)
+    assert bound(1e9, 1e30) == pytest.approx(executed(step) / 1e9)
 
 
 def test_tallies_agree_with_the_total() -> None:
-    io = state_io(count("opacus-ghost", Linears(), seq_len=16), 10)
+    io = state_io(keep_of("opacus-ghost", STEP, seq_len=16), 10)
 
     for parts in (io.by_phase, io.by_op_kind, io.by_module, io.by_component):
         assert sum(part.read for part in parts.values()) == io.bytes_read
