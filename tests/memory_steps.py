@@ -8,7 +8,7 @@ from factory import make_experiment
 from torch import nn
 
 from dpprof.devices.cpu import Cpu
-from dpprof.flops.cost import COUNTED
+from dpprof.flops.cost import COUNTED, Cost
 from dpprof.instruments.memory import (
     TimelineRecorder,
     estimate,
@@ -18,6 +18,7 @@ from dpprof.instruments.memory import (
 )
 from dpprof.instruments.setup import make_batch, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
+from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.timeline import MemoryTimeline
 from dpprof.records.result import Measurement
@@ -77,6 +78,24 @@ def keep_of(
     return kept
 
 
+def trace_call(target: str | None, run: Callable[[], object]) -> Recorder:
+    """Record some operators on fake tensors, counted, as if they ran on a target."""
+    with tracing(target and registry.load("targets", target)) as recorder:
+        recorder.counting = True
+        run()
+    return recorder
+
+
+def workspaces(recorder: Recorder, op: str = "") -> list[int]:
+    """List what kernels and libraries requested themselves."""
+    taken = (one for one in recorder.storages if "workspace" in one.roles)
+    return [one.requested for one in taken if one.op.endswith(op)]
+
+
+def costs(recorder: Recorder) -> list[Cost]:
+    return [event.cost for event in recorder.events if isinstance(event, Op)]
+
+
 def executed(step: MemoryTimeline) -> int:
     return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
 
@@ -91,8 +110,9 @@ def at_end_of(step: MemoryTimeline, phase: str) -> dict[Component, int]:
     return dict(zip(COMPONENTS, step.balances[row].tolist(), strict=True))
 
 
+@functools.cache
 def record_and_estimate(experiment: Experiment) -> tuple[Measurement, Measurement]:
-    """Record a step and estimate it; what must be equal is compared."""
+    """Record a step and estimate it, once for all tests; what must be equal is compared."""
     real, fake = (run(experiment, lambda _: None) for run in (measure, estimate))
     for name in ("peak_allocated_bytes", "first_step_peak_allocated_bytes", "at_peak"):
         assert getattr(fake.memory, name) == getattr(real.memory, name)

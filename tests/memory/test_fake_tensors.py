@@ -4,26 +4,24 @@ import pytest
 import torch
 from factory import make_experiment
 from fresh_process import run_fresh
-from memory_steps import record_and_estimate
+from memory_steps import costs, keep_once, record_and_estimate, trace_call, workspaces
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments import memory
-from dpprof.instruments.memory import estimate, measure, tracing
+from dpprof.instruments.memory import estimate, tracing
 from dpprof.instruments.setup import set_up
 from dpprof.memory import simulated_cuda, summary
-from dpprof.memory.events import Op
 from dpprof.memory.fake_tensors import fake_tensors
 from dpprof.methods.standard import Standard
-from dpprof.records.result import Measurement, Memory
+from dpprof.records.result import Memory
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 QUICK = [
     ("standard", {"optimizer": "sgd"}),
-    ("flash", {}),
     ("flash-bk", {}),
     ("opacus-ew", {}),
     ("opacus-ghost", {"attention": "opacus"}),
@@ -62,7 +60,7 @@ def test_an_estimate_equals_what_is_recorded(method, fields) -> None:
 
 
 def test_the_timeline_keeps_every_components_maximum() -> None:
-    memory = measure(make("opacus-ghost"), lambda _: None).memory
+    memory = record_and_estimate(make("opacus-ghost", attention="opacus"))[0].memory
     line = memory.timeline
     totals = [sum(row) for row in zip(*line.components.values(), strict=True)]
     highest = totals.index(max(totals))
@@ -118,25 +116,17 @@ def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, mon
     assert torch.ones(1).item() == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (MODEL, "the layers of another package's model are not known"),
-        (
-            "hf:tiny-gpt2",
-            "the formula holds for no experts, no convolutions, and no layers without",
-        ),
-    ],
-)
-def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(
-    model, why, monkeypatch
-) -> None:
+def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(monkeypatch) -> None:
     monkeypatch.setattr(summary, "find_attention_size", lambda *_: None)
-    compute = estimate(make("standard", model=model), lambda _: None).compute
+    compute = estimate(make("standard"), lambda _: None).compute
+    of_hugging_face = make("standard", model="hf:tiny-gpt2")
 
     assert compute.model_flops is compute.dp_flop_multiplier is None
-    assert compute.reason.startswith(why)
+    assert compute.reason.startswith("the layers of another package's model are not known")
     assert compute.executed_flops > 0
+    assert summary._explain_unknown(of_hugging_face, None, None, keep_once("standard")).startswith(
+        "the formula holds for no experts, no convolutions, and no layers without"
+    )
 
 
 MEASURE = """
@@ -165,13 +155,12 @@ def test_on_cuda_memory_is_reconciled_and_the_estimate_is_near(method) -> None:
     assert fake.peak_allocated_bytes == pytest.approx(bare.peak_allocated_bytes, rel=0.005)
 
 
-def on(target: str | None, method: str = "opacus-hooks", **fields) -> Measurement:
-    target_fields = {"target": target, "device": "cuda"} if target else {}
-    return estimate(make(method, **target_fields | fields), lambda _: None)
-
-
 def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
-    cpu, gpu = on(None, model="tiny", seq_len=8), on("h200", model="tiny", seq_len=8)
+    fields = {"model": MODEL | {"vocab_size": 2000}, "batch_size": 1, "seq_len": 4}
+    cpu, gpu = (
+        estimate(make("standard", **fields | place), lambda _: None)
+        for place in ({}, {"target": "h200", "device": "cuda"})
+    )
     components = gpu.memory.at_peak.components
 
     assert all(size % 512 == 0 for size in components.values())
@@ -184,11 +173,13 @@ def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
 
 
 def test_a_gpu_takes_workspaces_of_libraries_and_buffers_of_reductions() -> None:
-    with tracing(registry.load("targets", "h200")) as recorder:
+    def run() -> None:
         x = torch.ones(4096, 5120, requires_grad=True)
         (x @ torch.ones(5120, 3)).sum().backward()
         x.sum(0)
-    taken = [one.nbytes for one in recorder.storages if "workspace" in one.roles]
+
+    recorder = trace_call("h200", run)
+    taken = workspaces(recorder)
 
     assert taken.count(32 * 2**20) == 2
     assert sum(taken) > 164 * 2**20
@@ -206,22 +197,19 @@ def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
         recorder.counting = True
         training.step.run(training.batch, lambda _: None)
-    ran = [op.cost for op in recorder.events if isinstance(op, Op)]
     plan = training.step.norm_plan.values()
     planned = sum(one.flops for one in plan if one.way == "tiled product")
-    flops = sum(cost.flops for cost in ran if cost.op == "dpprof.product_squares")
+    flops = sum(cost.flops for cost in costs(recorder) if cost.op == "dpprof.product_squares")
 
     assert planned > 2 * 300 * 64 * 1000
     assert flops == (0 if dtype == "float64" else 2 * planned)
 
 
 def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
-    with tracing(registry.load("targets", "l4")) as recorder:
-        kept = nn.functional.dropout(torch.ones(1024), 0.5)
-        sizes = [s.nbytes for s in recorder.storages if s.op == "native_dropout"]
+    recorder = trace_call("l4", lambda: nn.functional.dropout(torch.ones(1024), 0.5))
 
+    sizes = [one.nbytes for one in recorder.storages if one.op == "native_dropout"]
     assert sorted(sizes) == [1024, 4096]
-    assert kept.shape == (1024,)
 
 
 def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:

@@ -62,17 +62,13 @@ def test_parameters_and_optimizer_state_stand_with_their_layer(method) -> None:
     assert set(states) == set(LAYERS)
 
 
-def test_gradients_that_wait_for_the_optimizer_stand_with_their_layer() -> None:
-    """Opacus leaves them filled with zeros, so all are there at the peak in backward."""
+def test_gradients_stand_with_their_layer_and_what_no_module_made_has_none() -> None:
+    """Opacus leaves gradients filled with zeros, so all are there at the peak in backward.
+
+    That peak is in the head's backward: the product, and its copy in the making.
+    """
     assert by_layer("opacus-hooks", "gradients") == {name: 4 * n for name, n in LAYERS.items()}
-
-
-def test_per_sample_gradients_stand_with_the_layer_that_has_them() -> None:
-    """The peak is in the head's backward: the product, and its copy in the making."""
     assert by_layer("opacus-hooks", "per_sample_gradients") == {"head": 2 * B * 4 * D * V}
-
-
-def test_what_no_module_made_has_no_layer() -> None:
     assert by_layer("standard", "inputs") == {None: 2 * B * T * 8}
 
 
