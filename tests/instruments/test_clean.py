@@ -29,39 +29,6 @@ def test_throughput_follows_from_the_median(ghost) -> None:
     assert ghost.throughput.tokens_per_s == pytest.approx(4 * 4 / ghost.time.median_s)
 
 
-def test_snapshots_are_named_and_in_order(ghost) -> None:
-    assert [snapshot.name for snapshot in ghost.memory.snapshots] == [
-        "model_loaded",
-        "wrapped_with_dp",
-        "optimizer_created",
-        "after_warmup",
-        "before_forward",
-        "after_forward",
-        "after_backward",
-        "after_second_backward",
-        "after_step",
-    ]
-    elapsed = [snapshot.elapsed_s for snapshot in ghost.memory.snapshots]
-    assert elapsed == sorted(elapsed)
-
-
-def test_a_method_without_a_second_pass_has_no_such_snapshot() -> None:
-    measured = measure(make_experiment(method="standard"), lambda _: None)
-
-    names = [snapshot.name for snapshot in measured.memory.snapshots]
-    assert names[-4:] == ["before_forward", "after_forward", "after_backward", "after_step"]
-
-
-def test_every_null_of_the_memory_part_has_a_reason(ghost) -> None:
-    of_memory = {"at_peak", "timeline", "attribution", "allocator"}  # the instrument
-    memory = ghost.memory.model_dump(exclude={"snapshots"} | of_memory)
-    nulls = {f"memory.{name}" for name, value in memory.items() if value is None}
-
-    assert nulls
-    assert nulls <= set(ghost.reasons)
-    assert ghost.memory.peak_rss_bytes > 50 * 2**20
-
-
 def test_the_model_is_counted(ghost) -> None:
     # V 16, d 8, one block, T 4: embeddings 128 + 32, block 872, norm 16, head 128.
     assert ghost.model.parameters_total == 1176
@@ -103,7 +70,7 @@ def test_energy_is_null_without_a_counter(ghost) -> None:
 
 def test_clean_observes_itself(ghost) -> None:
     assert ghost.observed.step_s == ghost.time.median_s
-    assert ghost.observed.peak_rss_bytes == ghost.memory.peak_rss_bytes
+    assert ghost.observed.peak_rss_bytes == ghost.memory.peak_rss_bytes > 50 * 2**20
 
 
 @pytest.mark.gpu

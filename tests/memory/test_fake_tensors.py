@@ -4,13 +4,14 @@ import pytest
 import torch
 from factory import make_experiment
 from fresh_process import run_fresh
-from memory_steps import costs, keep_once, record_and_estimate, trace_call, workspaces
+from memory_steps import costs, executed, keep_once, record_and_estimate, trace_call, workspaces
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.devices.cpu import Cpu
+from dpprof.flops.cost import COUNTED
 from dpprof.instruments import memory
-from dpprof.instruments.memory import estimate, tracing
+from dpprof.instruments.memory import estimate, state_estimate, trace_steps, tracing
 from dpprof.instruments.setup import set_up
 from dpprof.memory import simulated_cuda, summary
 from dpprof.memory.fake_tensors import fake_tensors
@@ -234,3 +235,20 @@ def test_under_autocast_a_sum_becomes_float32_without_a_copy_of_what_it_sums() -
     assert [(one.op, one.nbytes) for one in recorder.storages] == [
         *(("sum", 512), ("sum", 512), ("sum", 2048))
     ]
+
+
+@pytest.mark.slow
+def test_book_keeping_of_a_billion_parameters_costs_hardly_more_than_plain_training() -> None:
+    fields = {"model": "1b", "batch_size": 4, "seq_len": 2048, "dtype": "bfloat16"}
+    fields |= {"target": "h100", "device": "cuda"}
+    experiments = [make(method, **fields) for method in ("standard", "flash-bk")]
+    traced = [trace_steps(one, lambda _: None) for one in experiments]
+    plain, private = map(state_estimate, traced, experiments)
+    ops = traced[1].steady.ops
+    in_float32 = [op.cost for op in ops if op.cost.dtype == "float32"]
+    products = sum(cost.flops for cost in in_float32 if cost.family in COUNTED)
+
+    assert private.memory.peak_allocated_bytes <= 1.02 * plain.memory.peak_allocated_bytes
+    assert private.compute.roofline_step_s <= 1.25 * plain.compute.roofline_step_s
+    assert len(ops) <= 6_000
+    assert products <= 0.05 * executed(traced[1].steady)
