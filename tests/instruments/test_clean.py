@@ -1,12 +1,12 @@
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from factory import make_experiment
 from fresh_process import run_fresh
 
+from dpprof.instruments import clean
 from dpprof.instruments.clean import measure
-from dpprof.instruments.process_counters import count_io, why_no_counts
+from dpprof.instruments.process_counters import count_io
 from dpprof.records.result import Measurement
 
 
@@ -58,9 +58,12 @@ def test_what_was_counted_before_is_taken_off() -> None:
     }
 
 
-def test_a_system_that_counts_nothing_gives_null_and_a_reason() -> None:
-    assert count_io(psutil.Process(), None, 1) is None
-    assert "host_io" in why_no_counts(None)
+def test_a_system_that_counts_nothing_gives_null_and_a_reason(monkeypatch) -> None:
+    monkeypatch.setattr(clean, "read_counts", lambda _: None)
+    measured = measure(make_experiment(), lambda _: None)
+
+    assert measured.host_io is None
+    assert measured.reasons["host_io"] == "the operating system does not count it for a process"
 
 
 def test_energy_is_null_without_a_counter(ghost) -> None:

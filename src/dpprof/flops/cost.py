@@ -31,20 +31,19 @@ Scope = Literal["norm", "einsum"]
 EINSUMS = ("einsum", "tensordot")
 """Functions of torch that contract axes by calling other operators."""
 
-_ALWAYS: dict[OpFamily, OpKind] = {
+_KINDS: dict[OpFamily, OpKind] = {
     "norm": "norm",
     "attention": "attention",
     "matmul": "gemm",
     "indexing": "indexing",
     "random": "random",
     "optimizer": "optimizer",
-}
-_UNLESS_CLIPPING: dict[OpFamily, OpKind] = {
     "elementwise": "elementwise",
     "reduction": "reduce",
     "copy": "copy",
     "other": "other",
 }
+_OF_CLIPPING = ("elementwise", "reduction", "copy", "other")
 
 
 def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> OpKind:
@@ -68,9 +67,7 @@ def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> Op
         return "optimizer"
     if scope == "einsum":
         return "einsum"
-    if family in _ALWAYS:
-        return _ALWAYS[family]
-    return "clip" if phase == "clip" else _UNLESS_CLIPPING[family]
+    return "clip" if phase == "clip" and family in _OF_CLIPPING else _KINDS[family]
 
 
 COUNTED = ("matmul", "attention")

@@ -147,11 +147,6 @@ _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
 """Families by name of operators whose tags do not say what they do; the first pattern decides."""
 
 
-@cache
-def _name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class OperatorRule(NamedTuple):
     """What is known of an operator before it is called."""
 
@@ -170,8 +165,8 @@ class OperatorRule(NamedTuple):
     shape_of: Callable[..., ProductShape] | None
     """From the arguments of a matrix product to its sizes."""
 
-    attends_by: tuple[tuple[str, int], ...] | None
-    """Names and positions of query, key and is_causal, of fused attention."""
+    arguments: tuple[str, ...]
+    """Names of the arguments, by position."""
 
     mutated: frozenset[int | str]
     """Positions and names of the arguments that it writes to."""
@@ -199,7 +194,7 @@ class OperatorRule(NamedTuple):
             mutated = writes
         reads = inputs if self.overwrites else inputs + mutated
         first = next(iter(inputs or mutated or writes), None)
-        dtype = "" if first is None else _name_dtype(first[0].dtype)
+        dtype = "" if first is None else str(first[0].dtype).removeprefix("torch.")
         product = self.shape_of and self.shape_of(*args, **kwargs)
         counted = self.count_products(args, kwargs, out)
         flops = self._count_others(reads, writes) if counted is None else counted
@@ -211,16 +206,16 @@ class OperatorRule(NamedTuple):
         return cost, reads, writes
 
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
-        if self.family != "attention" or self.attends_by is None:
+        if self.family != "attention" or not {"query", "key", "is_causal"} <= {*self.arguments}:
             return None
-        given = [args[at] if at < len(args) else kwargs.get(name) for name, at in self.attends_by]
-        query, key, is_causal = given
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        query, key = given["query"], given["key"]
         return AttentionShape(
             heads=math.prod(query.shape[:-2]),
             queries=query.shape[-2],
             keys=key.shape[-2],
             width=query.shape[-1],
-            is_causal=bool(is_causal),
+            is_causal=bool(given.get("is_causal")),
             is_backward="backward" in self.name,
         )
 
@@ -271,16 +266,10 @@ def learn_rule(func: Any) -> OperatorRule:
         or func.namespace in ("prim", "profiler"),
         family=_find_family(packet, functional),
         shape_of=_SHAPES.get(functional),
-        attends_by=_find_attends(func),
+        arguments=tuple(argument.name for argument in func._schema.arguments),  # noqa: SLF001
         mutated=frozenset(mutated),
         overwrites=functional in _WRITES_ONLY or _fills_out(func),
     )
-
-
-def _find_attends(func: Any) -> tuple[tuple[str, int], ...] | None:
-    places = {one.name: at for at, one in enumerate(func._schema.arguments)}  # noqa: SLF001
-    names = ("query", "key", "is_causal")
-    return tuple((n, places[n]) for n in names) if places.keys() >= set(names) else None
 
 
 def _find_functional(func: Any, packet: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 
 from dpprof.devices.device import Device, NoEnergyError
-from dpprof.instruments.process_counters import count_io, peak_rss_bytes, read_counts, why_no_counts
+from dpprof.instruments.process_counters import count_io, peak_rss_bytes, read_counts
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.instruments.snapshots import Snapshots
@@ -51,7 +51,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     paths = SamplerPaths()
     with training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
-    energy, why_no_energy = _energy(experiment, device, run, statistics.median(step_s))
+    median_s = statistics.median(step_s)
+    energy, why_no_energy = _energy(experiment, device, run, median_s)
+    why_no_io = {"host_io": "the operating system does not count it for a process"}
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -66,12 +68,16 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             alloc_retries=steady.alloc_retries,
             snapshots=list(snapshots.taken.values()),
         ),
-        time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=statistics.median(step_s)),
-        throughput=_throughput(experiment, statistics.median(step_s)),
+        time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=median_s),
+        throughput=Throughput(
+            tokens_per_s=experiment.tokens_in_step / median_s,
+            samples_per_s=experiment.world_size * experiment.batch_size / median_s,
+            steps_per_s=1 / median_s,
+        ),
         host_io=host_io,
         energy=energy,
         observed=Observed(
-            step_s=statistics.median(step_s),
+            step_s=median_s,
             steps=experiment.timed_steps,
             peak_rss_bytes=resident_bytes,
             peak_allocated_bytes=steady.allocated_bytes,
@@ -80,7 +86,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         | paths.reasons
         | training.step.reasons
         | why_no_energy
-        | why_no_counts(host_io),
+        | ({} if host_io else why_no_io),
     )
 
 
@@ -95,12 +101,3 @@ def _energy(
         return device.energy(run, step_s), {}
     except NoEnergyError as error:
         return None, {"energy": str(error)}
-
-
-def _throughput(experiment: Experiment, step_s: float) -> Throughput:
-    samples_per_s = experiment.world_size * experiment.batch_size / step_s
-    return Throughput(
-        tokens_per_s=experiment.tokens_in_step / step_s,
-        samples_per_s=samples_per_s,
-        steps_per_s=1 / step_s,
-    )

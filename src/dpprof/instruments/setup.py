@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
@@ -107,12 +107,18 @@ def set_up(
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()
-    facts = _count(model)
+    facts = ModelFacts(
+        parameters_total=sum(p.numel() for p in model.parameters()),
+        parameters_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        parameters_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
     model = method.distribute(model, experiment, device.torch_device)
     moment("model_loaded", TensorHolders(model))
     step = method(model, experiment)
     moment("wrapped_with_dp", TensorHolders(step.module, attributes=step.attributes))
-    step.attach_optimizer(_build_optimizer(step.module, experiment))
+    kinds: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
+    trainable = [p for p in step.module.parameters() if p.requires_grad]
+    step.attach_optimizer(kinds[experiment.optimizer](trainable, lr=experiment.learning_rate))
     moment(
         "optimizer_created", TensorHolders(step.module, step.optimizer, attributes=step.attributes)
     )
@@ -120,21 +126,6 @@ def set_up(
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
-
-
-def _count(model: nn.Module) -> ModelFacts:
-    parameters = list(model.parameters())
-    return ModelFacts(
-        parameters_total=sum(p.numel() for p in parameters),
-        parameters_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        parameters_bytes=sum(p.numel() * p.element_size() for p in parameters),
-    )
-
-
-def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
-    kinds: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    return kinds[experiment.optimizer](trainable, lr=experiment.learning_rate)
 
 
 def make_batch(

@@ -73,7 +73,7 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-NEEDS_ELEMENTS = (
+_NEEDS_ELEMENTS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
@@ -92,7 +92,6 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     # Every conversion of a module calls _apply, call_for_per_sample_grads makes ExpandedWeight, and
     # trunc_normal_ draws until no element is out of bounds; none has a hook.
     with (
-        _raising_unsupported(),
         warnings.catch_warnings(),
         substitute(nn.Module, "_apply", _apply_to_fake),
         substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
@@ -104,19 +103,14 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
         # Opacus checks whether tensors have data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield mode
-
-
-@contextmanager
-def _raising_unsupported() -> Iterator[None]:
-    try:
-        yield
-    except NEEDS_ELEMENTS as error:
-        what = getattr(error, "func", None) or error
-        raise UnsupportedError(
-            f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
-            "instrument memory runs it"
-        ) from error
+        try:
+            yield mode
+        except _NEEDS_ELEMENTS as error:
+            what = getattr(error, "func", None) or error
+            raise UnsupportedError(
+                f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
+                "instrument memory runs it"
+            ) from error
 
 
 @contextmanager
