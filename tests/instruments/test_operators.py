@@ -11,7 +11,7 @@ from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import Layout, describe_call
 from dpprof.instruments import operators
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
-from dpprof.instruments.operators import MeasuredStep, time_beside_operators
+from dpprof.instruments.operators import time_beside_operators, time_in_turn
 from dpprof.memory.events import Op
 from dpprof.spec.experiment import Experiment
 
@@ -119,16 +119,13 @@ def machine(monkeypatch):
     """A machine on which small's step takes 13 s, and its 100 operators 10 s alone."""
     seen = SimpleNamespace(real_s=13.0, small=[])
 
-    class Measured:
-        def __init__(self, experiment, _ops, *, small) -> None:
-            seen.small.append(small)
-            self.seconds = seen.real_s if experiment.model == "small" else TINY[experiment.method]
-            self.timer = SimpleNamespace(sum_up=lambda _: 2.0 if small else 10.0)
+    def time_in_turn(experiment, _ops, _steps, *, small):
+        seen.small.append(small)
+        seconds = seen.real_s if experiment.model == "small" else TINY[experiment.method]
+        timer = SimpleNamespace(sum_up=lambda _: 2.0 if small else 10.0)
+        return [9 * seconds, seconds, seconds], timer
 
-        def time(self, _steps: int) -> list[float]:
-            return [9 * self.seconds, self.seconds, self.seconds]
-
-    monkeypatch.setattr(operators, "MeasuredStep", Measured)
+    monkeypatch.setattr(operators, "time_in_turn", time_in_turn)
     monkeypatch.setattr(operators, "list_ops", lambda _: [None] * 100)
     return seen
 
@@ -153,12 +150,11 @@ def test_a_step_and_its_operators_are_timed_in_turn() -> None:
         {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 8, "device": "cpu"}
     )
     ops = list_ops(experiment)
-    measured = MeasuredStep(experiment, ops, small=True)
-    steps = measured.time(2)
+    steps, timer = time_in_turn(experiment, ops, 2, small=True)
 
     assert len(steps) == 2 * ROUNDS
     assert min(steps) > 0
-    operators, drift = measured.timer.tabulate()
+    operators, drift = timer.tabulate()
     assert {one.op for one in operators} >= {"mm", "native_layer_norm"}
     assert drift is not None
-    assert measured.timer.sum_up(ops) > 0
+    assert timer.sum_up(ops) > 0

@@ -22,7 +22,7 @@ def make(law) -> ProductTable:
     """Build a table of shares that follow a law of m, n and k."""
     shares = [[[round(UNIT * law(m, n, k)) for k in SIZES] for n in SIZES] for m in SIZES]
     spreads = {"spreads": SPREADS, "more_rows_spread": MORE_ROWS}
-    return ProductTable.read(dict.fromkeys("mnk", SIZES) | {"shares": shares} | spreads)
+    return ProductTable(dict.fromkeys("mnk", SIZES) | {"shares": shares} | spreads)
 
 
 def law(m, n, k) -> float:
@@ -133,7 +133,7 @@ def test_the_most_rows_of_a_table_are_found_from_a_quarter_of_them(name) -> None
     most, spread = document["m"][-1], document["more_rows_spread"]
     kept = [at for at, m in enumerate(document["m"]) if 4 * m <= most]
     short = {key: [document[key][at] for at in kept] for key in ("m", "shares")}
-    shorter = ProductTable.read(document | short)
+    shorter = ProductTable(document | short)
 
     errors = []
     for at in draw(np.flatnonzero(table.shapes[:, 0] == most)):

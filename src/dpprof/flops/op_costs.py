@@ -120,8 +120,6 @@ _WRITES_ONLY = {
 }
 """Operators whose in-place forms overwrite their target without reading it."""
 
-_OPTIMIZERS = {aten._fused_adam, aten._fused_adamw, aten._fused_sgd, aten._fused_adagrad}  # noqa: SLF001
-_NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}  # noqa: SLF001
 _COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 """Namespaces of operators that move data between devices."""
 
@@ -130,6 +128,16 @@ _REDUCTIONS = {
     *(aten.var, aten.var_mean, aten.std, aten.std_mean, aten.argmin, aten.nansum, aten.cumprod),
     *(aten.all, aten.any, aten.cumsum, aten.logsumexp, aten.nll_loss_forward),
     *(aten.nll_loss_backward, aten.trace, aten._foreach_max, triton_ops.SCALE),  # noqa: SLF001
+}
+
+_FAMILIES: dict[Any, OpFamily] = {
+    **dict.fromkeys(_REDUCTIONS, "reduction"),
+    **dict.fromkeys(_COPIES, "copy"),
+    **dict.fromkeys(_INDEXING, "indexing"),
+    **dict.fromkeys(_SHAPES, "matmul"),
+    **dict.fromkeys((aten.linalg_vector_norm, aten.norm, aten._foreach_norm), "norm"),  # noqa: SLF001
+    **dict.fromkeys((aten._fused_adam, aten._fused_adamw), "optimizer"),  # noqa: SLF001
+    **dict.fromkeys((aten._fused_sgd, aten._fused_adagrad), "optimizer"),  # noqa: SLF001
 }
 
 _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
@@ -180,10 +188,7 @@ class OperatorRule(NamedTuple):
         mutated: SizedTensors = []
         for position, value in (*enumerate(args), *kwargs.items()):
             side = mutated if position in self.mutated else inputs
-            if isinstance(value, Tensor):
-                side.append((value, _nbytes(value)))
-            elif isinstance(value, list | tuple):
-                side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
+            side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
         writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
         if self.functional in _FRESH:
             inputs.clear()
@@ -333,17 +338,8 @@ def _does_work(func: Any) -> bool:
 
 
 def _find_family(packet: Any, functional: Any) -> OpFamily:
-    known: list[tuple[Any, OpFamily]] = [
-        (_SHAPES, "matmul"),
-        (_INDEXING, "indexing"),
-        (_COPIES, "copy"),
-        (_NORMS, "norm"),
-        (_REDUCTIONS, "reduction"),
-        (_OPTIMIZERS, "optimizer"),
-    ]
-    for packets, family in known:
-        if functional in packets:
-            return family
+    if functional in _FAMILIES:
+        return _FAMILIES[functional]
     found = _find_product(functional)
     if found is None and str(packet).partition(".")[0] in _COMMUNICATION:
         return "communication"
