@@ -5,7 +5,6 @@ import json
 import sys
 from functools import partial
 
-import jsonschema
 import pytest
 from factory import make_experiment
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
@@ -20,32 +19,6 @@ from dpprof.traces.kernel_summary import state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import STEP, read_trace
 from dpprof.traces.trace_files import TRACE_NAME, write_trace
-
-# The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
-TRACE_EVENT_FORMAT = {
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {
-        "traceEvents": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["ph", "name", "pid", "tid", "ts"],
-                "properties": {
-                    "ph": {"enum": list("XBEMsftinC")},
-                    "name": {"type": "string"},
-                    "pid": {"type": ["integer", "string"]},
-                    "tid": {"type": ["integer", "string"]},
-                    "ts": {"type": "number", "minimum": 0},
-                    "dur": {"type": "number", "minimum": 0},
-                    "args": {"type": "object"},
-                },
-                "if": {"properties": {"ph": {"const": "X"}}},
-                "then": {"required": ["dur"]},
-            },
-        }
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +150,12 @@ def test_perfetto_can_read_the_trace(ghost, folder) -> None:
     document = json.loads(gzip.decompress(packed))
 
     assert told(ghost).trace_bytes == len(packed)
-    jsonschema.validate(document, TRACE_EVENT_FORMAT)
+    # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
+    for event in document["traceEvents"]:
+        assert event.keys() >= {"ph", "name", "pid", "tid", "ts"}
+        assert event["ph"] in "XBEMsftinC"
+        assert event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
     names = {event["name"] for event in document["traceEvents"]}
     assert {STEP, "dpprof phase: second_backward", "dpprof norms"} <= names
     # Spans of a thread that cross without one holding the other cannot be drawn.

@@ -91,26 +91,16 @@ def test_nothing_is_patched_afterwards() -> None:
     assert type(torch.ones(1)) is torch.Tensor
 
 
-class Peeks(Standard):
-    """A method that looks at an element."""
+@pytest.mark.parametrize(
+    "look", [lambda gradient: gradient.norm().item() > 1, lambda gradient: gradient.nonzero()]
+)
+def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(look, monkeypatch) -> None:
+    class Looks(Standard):
+        def compute_gradient(self, batch, enter) -> None:
+            super().compute_gradient(batch, enter)
+            look(self.module.head.weight.grad)
 
-    def compute_gradient(self, batch, enter) -> None:
-        super().compute_gradient(batch, enter)
-        if self.module.head.weight.grad.norm().item() > 1:
-            enter("clip")
-
-
-class Selects(Standard):
-    """A method in which a shape depends on elements."""
-
-    def compute_gradient(self, batch, enter) -> None:
-        super().compute_gradient(batch, enter)
-        self.module.head.weight.grad.nonzero()
-
-
-@pytest.mark.parametrize("method", [Peeks, Selects])
-def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, monkeypatch) -> None:
-    monkeypatch.setattr(memory, "import_method", lambda _: method)
+    monkeypatch.setattr(memory, "import_method", lambda _: Looks)
     with pytest.raises(UnsupportedError, match=r"^it needs the elements of a tensor \(aten\.\w+"):
         estimate(make("standard"), lambda _: None)
 
@@ -213,28 +203,23 @@ def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
     assert sorted(sizes) == [1024, 4096]
 
 
-def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
-    norm = {}
-    for target in (None, "h100"):
-        with tracing(target and registry.load("targets", target)):
-            layer, x = nn.LayerNorm(8), torch.ones(4, 8, dtype=torch.bfloat16)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                norm[target] = layer(x).dtype
-
-    assert norm == {None: torch.bfloat16, "h100": torch.float32}
+def run_autocast() -> None:
+    layer, x = nn.LayerNorm(1024), torch.ones(64, 1024, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x), x.sum(dim=1), torch.sum(x), x.sum(0, dtype=torch.bfloat16)
 
 
-def test_under_autocast_a_sum_becomes_float32_without_a_copy_of_what_it_sums() -> None:
-    with tracing(registry.load("targets", "h100")) as recorder:
-        x = torch.ones(64, 1024, dtype=torch.bfloat16)
-        recorder.storages.clear()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            sums = x.sum(dim=1), torch.sum(x), x.sum(0, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("target", "norm", "sums"), [(None, 2, [2, 2, 2]), ("h100", 4, [4, 4, 2])])
+def test_autocast_computes_norms_and_sums_in_float32_on_a_gpu_alone(target, norm, sums) -> None:
+    """And sums without a copy of what they sum."""
+    made = {"native_layer_norm": [], "sum": [], "_to_copy": []}
+    for one in trace_call(target, run_autocast).storages:
+        made.setdefault(one.op, []).append(one.requested)
 
-    assert [one.dtype for one in sums] == [torch.float32, torch.float32, torch.bfloat16]
-    assert [(one.op, one.nbytes) for one in recorder.storages] == [
-        *(("sum", 512), ("sum", 512), ("sum", 2048))
-    ]
+    assert made["native_layer_norm"][0] == 64 * 1024 * norm
+    elements = (64, 1, 1024)
+    assert made["sum"] == [size * count for size, count in zip(sums, elements, strict=True)]
+    assert made["_to_copy"].count(64 * 1024 * 4) == (1 if target else 0)  # of the norm's input
 
 
 @pytest.mark.slow

@@ -39,6 +39,12 @@ def test_per_sample_gradients_are_a_gradient_for_each_sample(method) -> None:
     assert at_end_of(step, "clip")["summed_gradients"] == P * 4
 
 
+def test_microbatch_sums_beside_the_gradient_at_hand() -> None:
+    step = keep_once("microbatch")
+
+    assert at_peak(step)["summed_gradients"] == at_end_of(step, "backward")["gradients"] == P * 4
+
+
 @pytest.mark.parametrize("method", TWO_PASS)
 def test_norms_are_a_number_a_sample_for_each_parameter_and_for_all(method) -> None:
     step = keep_once(method)
@@ -71,16 +77,9 @@ def test_what_autograd_and_a_hook_both_hold_counts_once() -> None:
     of_plain = at_end_of(plain, "forward")
     of_hooked = at_end_of(hooked, "forward")
 
-    # The position ids are looked up by hook and autograd; autograd keeps no float input of a
+    # Position ids are looked up by hook and autograd; autograd keeps no float input of a
     # frozen-input embedding, and the hook detaches what it keeps from the same storage.
     assert (
         of_hooked["dp_activations"]
         == of_plain["saved_activations"] - (of_hooked["saved_activations"])
     )
-
-
-def test_microbatch_sums_beside_the_gradient_at_hand() -> None:
-    step = keep_once("microbatch")
-
-    assert at_peak(step)["summed_gradients"] == P * 4
-    assert at_end_of(step, "backward")["gradients"] == P * 4
