@@ -21,9 +21,6 @@ def test_raw_samples_are_kept_and_the_median_is_theirs(ghost) -> None:
     assert len(ghost.time.step_s) == 3
     assert ghost.time.median_s == sorted(ghost.time.step_s)[1]
     assert all(step > 0 for step in ghost.time.step_s)
-
-
-def test_throughput_follows_from_the_median(ghost) -> None:
     assert ghost.throughput.steps_per_s == pytest.approx(1 / ghost.time.median_s)
     assert ghost.throughput.samples_per_s == pytest.approx(4 / ghost.time.median_s)
     assert ghost.throughput.tokens_per_s == pytest.approx(4 * 4 / ghost.time.median_s)

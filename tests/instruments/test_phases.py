@@ -114,22 +114,20 @@ def test_a_standard_step_is_accounted_for_to_the_byte() -> None:
         assert components.get("unattributed", 0) <= 4, name  # the loss
 
 
-def test_phases_are_those_of_the_method_and_sum_to_the_step() -> None:
-    time = measured("opacus-ghost")["time"]
+@pytest.mark.parametrize(
+    ("method", "clipping"),
+    [("opacus-ghost", ["clip", "second_backward"]), ("microbatch", ["clip"])],
+)
+def test_phases_are_those_of_the_method_and_sum_to_the_step(method, clipping) -> None:
+    """Also those that are entered for every sample."""
+    time = measured(method)["time"]
 
-    phases = ["forward", "backward", "clip", "second_backward", "noise", "step"]
-    assert list(time["phases_s"]) == phases
-    for index, step_s in enumerate(time["step_s"]):
-        assert sum(samples[index] for samples in time["phases_s"].values()) == pytest.approx(step_s)
-    assert len(time["step_s"]) == 3
-    assert all(seconds > 0 for samples in time["phases_s"].values() for seconds in samples)
-
-
-def test_a_phase_entered_for_every_sample_is_summed_over_the_step() -> None:
-    time = measured("microbatch")["time"]
-
-    assert list(time["phases_s"]) == ["forward", "backward", "clip", "noise", "step"]
-    assert {len(samples) for samples in time["phases_s"].values()} == {3}
+    assert list(time["phases_s"]) == ["forward", "backward", *clipping, "noise", "step"]
+    for samples in time["phases_s"].values():
+        assert len(samples) == len(time["step_s"]) == 3
+        assert min(samples) > 0
+    for step_s, *parts in zip(time["step_s"], *time["phases_s"].values(), strict=True):
+        assert sum(parts) == pytest.approx(step_s)
 
 
 MOMENTS = ["model_loaded", "wrapped_with_dp", "optimizer_created", "after_warmup"]

@@ -65,15 +65,6 @@ def test_without_a_peak_of_the_dtype_no_time_is_predicted_and_the_reason_is_told
     assert "time" not in known.reasons
 
 
-@pytest.mark.parametrize(("dtype", "peak"), [("float32", 67e12), ("tf32", 494.7e12)])
-def test_other_dtypes_have_their_own_ceilings(dtype, peak) -> None:
-    found = GpuModel(H100, dtype).predict(product("float32"), 0)
-
-    assert found.basis == "data sheet"
-    assert found.seconds > FLOPS / peak
-    assert found.seconds < 2 * FLOPS / peak
-
-
 @pytest.mark.parametrize(
     ("target", "dtype", "size", "tflop_per_s"),
     [

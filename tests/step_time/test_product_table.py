@@ -13,7 +13,7 @@ from dpprof.step_time.product_table import (
 )
 
 SIZES = [2**power for power in range(6, 13)]
-MORE_ROWS = 0.03
+MORE_ROWS, MOST = 0.03, SIZES[-1]
 SPREADS = {"measured at this shape": 0.01, "interpolated": 0.02, "extrapolated": 0.04}
 PEAKS = PeakRates(1e12, 1e11)
 
@@ -54,23 +54,22 @@ def test_a_law_of_powers_is_found_again_between_shapes(shape) -> None:
     assert (basis, spread) == ("interpolated", 0.02)
 
 
-def test_beyond_the_table_its_edge_counts_and_the_spread_grows() -> None:
-    table = make(law)
-    share, spread, basis = table.find(300, 2 * SIZES[-1], 300)
+@pytest.mark.parametrize(
+    ("shape", "edge", "expected"),
+    [
+        ((300, 2 * MOST, 300), (300, MOST, 300), 0.08),
+        ((300, 64 * MOST, 300), (300, MOST, 300), 0.08),
+        # More rows keep their share, and the spread that was measured of that.
+        ((32 * MOST, 300, 300), (MOST, 300, 300), MORE_ROWS),
+        ((2 * MOST, 2 * MOST, 300), (MOST, MOST, 300), 0.08),
+        ((32, 300, 300), (64, 300, 300), 0.08),  # fewer rows are another thing
+    ],
+)
+def test_beyond_the_table_its_edge_counts_and_the_spread_grows(shape, edge, expected) -> None:
+    share, spread, basis = make(law).find(*shape)
 
-    assert share == pytest.approx(table.find(300, SIZES[-1], 300)[0], rel=1e-9)
-    assert (basis, spread) == ("extrapolated", pytest.approx(0.08))
-    assert table.find(300, 64 * SIZES[-1], 300)[1] == spread
-
-
-def test_more_rows_than_the_table_has_keep_their_share_and_what_was_measured_of_that() -> None:
-    table = make(law)
-    share, spread, basis = table.find(32 * SIZES[-1], 300, 300)
-
-    assert share == pytest.approx(table.find(SIZES[-1], 300, 300)[0], rel=1e-9)
-    assert (basis, spread) == ("extrapolated", MORE_ROWS)
-    assert table.find(32, 300, 300)[1] == pytest.approx(0.08)  # fewer rows are another thing
-    assert table.find(2 * SIZES[-1], 2 * SIZES[-1], 300)[1] == pytest.approx(0.08)
+    assert share == pytest.approx(make(law).find(*edge)[0], rel=1e-9)
+    assert (basis, spread) == ("extrapolated", pytest.approx(expected))
 
 
 def test_a_batch_is_as_fast_as_its_rows_in_one_product() -> None:
