@@ -25,7 +25,7 @@ def test_composite_operators_and_attention_are_counted_in_inference_mode_too() -
         assert counted(lambda: attend(q, q, q)) == 2 * 2 * 2 * 3 * 8 * 8 * 16
 
 
-def test_a_product_without_a_formula_is_told() -> None:
+def test_a_product_without_a_formula_is_named() -> None:
     of_bytes = torch.ones(16, 32, dtype=torch.int8)
     a, scales = torch.ones(4, 32).bfloat16(), torch.ones(16).bfloat16()
     counter = FlopCounter()
@@ -50,7 +50,7 @@ def test_compiled_code_stays_compiled() -> None:
     torch._dynamo.reset()
 
 
-def test_an_operator_without_a_price_is_told_and_ends_nothing(monkeypatch) -> None:
+def test_an_operator_without_a_price_is_named_and_ends_nothing(monkeypatch) -> None:
     class Odd:
         name, is_counted = "odd", True
 

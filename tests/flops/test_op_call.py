@@ -29,10 +29,10 @@ def describe(run) -> list[str]:
 def test_a_description_says_the_operator_and_all_that_its_time_depends_on() -> None:
     x = torch.ones(4, 3).t()
 
-    told = describe_call(aten.add.Tensor, (x, [x, None]), {"alpha": 2, "device": CPU})
+    described = describe_call(aten.add.Tensor, (x, [x, None]), {"alpha": 2, "device": CPU})
 
     layout = {"t": [[3, 4], [1, 3], "float32"]}
-    assert json.loads(told) == ["aten.add.Tensor", [layout, [layout, None]], {"alpha": 2}]
+    assert json.loads(described) == ["aten.add.Tensor", [layout, [layout, None]], {"alpha": 2}]
 
 
 def test_other_elements_make_the_same_call_and_other_layouts_another() -> None:

@@ -206,12 +206,12 @@ def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
 def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> None:
     """A sample's gradients are larger than what they are made of, so none is made."""
     fields = {"model": SMALL | {"d_model": 64}, "seq_len": 8, "method": method}
-    told = [trace(**fields, **PLACES[place], dtype=dtype) for dtype in ("float32", "bfloat16")]
-    plans = [one.training.step.norm_plan or {} for one in told]
+    traced = [trace(**fields, **PLACES[place], dtype=dtype) for dtype in ("float32", "bfloat16")]
+    plans = [one.training.step.norm_plan or {} for one in traced]
     ways = [{name: choice.way for name, choice in plan.items()} for plan in plans]
 
     assert ways[0] == ways[1]
-    assert executed(told[0].steady) == executed(told[1].steady) > 0
+    assert executed(traced[0].steady) == executed(traced[1].steady) > 0
 
 
 def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
@@ -289,7 +289,7 @@ def test_tallies_agree_with_the_total() -> None:
         (50_257, torch.float32, False),
     ],
 )
-def test_products_tell_whether_rows_begin_on_sixteen_bytes(columns, dtype, aligned) -> None:
+def test_products_say_whether_rows_begin_on_sixteen_bytes(columns, dtype, aligned) -> None:
     """A row of 8 numbers of 2 bytes, or 4 of 4 bytes, fills 16 bytes."""
     x, weight = (torch.empty(rows, 16, dtype=dtype, device="meta") for rows in (5, columns))
     logits = x @ weight.t()

@@ -13,7 +13,7 @@ from dpprof.instruments import kernels as kernels_module
 from dpprof.instruments.kernels import measure
 from dpprof.instruments.memory import measure as record_timelines
 from dpprof.launch.protocol import TRACES
-from dpprof.records.result import Kernels, Measurement
+from dpprof.records.result import Measurement
 from dpprof.spec import registry
 from dpprof.traces.kernel_summary import state_kernels
 from dpprof.traces.launching_ops import find_steps
@@ -34,13 +34,8 @@ def ghost(folder) -> Measurement:
         return measure(experiment, lambda _: None)
 
 
-def told(measured: Measurement) -> Kernels:
-    assert measured.kernels is not None
-    return measured.kernels
-
-
 def test_times_add_up_to_the_step(ghost) -> None:
-    kernels = told(ghost)
+    kernels = ghost.kernels
 
     assert kernels.steps == 2
     assert sum(kernels.by_op_kind.values()) == pytest.approx(kernels.total_s)
@@ -54,8 +49,8 @@ def test_times_add_up_to_the_step(ghost) -> None:
     assert kernels.largest == sorted(kernels.largest, key=lambda k: k.seconds, reverse=True)
 
 
-def test_phases_and_the_search_for_norms_are_told_apart(ghost) -> None:
-    kernels = told(ghost)
+def test_phases_and_the_search_for_norms_are_separate(ghost) -> None:
+    kernels = ghost.kernels
 
     assert set(kernels.by_phase) == {
         *("forward", "backward", "clip", "second_backward", "noise", "step"),
@@ -75,7 +70,7 @@ def test_recorded_operators_have_the_same_kinds(ghost) -> None:
     assert recorded is not None
     work = {(one.phase, one.op_kind): one.ops for one in recorded.by_phase_and_op_kind}
 
-    for one in told(ghost).by_phase_and_op_kind:
+    for one in ghost.kernels.by_phase_and_op_kind:
         if one.op_kind not in ("copy", "clip"):  # a trace sees what Python numbers become
             assert work.get((one.phase, one.op_kind)), (one.phase, one.op_kind)
     assert sum(one.read for one in recorded.by_phase_and_op_kind) == recorded.bytes_read
@@ -94,11 +89,11 @@ def test_next_to_nothing_has_no_known_kind(method) -> None:
         method=method, model="tiny", seq_len=32, timed_steps=1, noise_multiplier=0.1
     )
 
-    assert told(measure(experiment, lambda _: None)).other_share < 0.05
+    assert measure(experiment, lambda _: None).kernels.other_share < 0.05
 
 
 def test_reasons_for_every_null(ghost) -> None:
-    kernels = told(ghost)
+    kernels = ghost.kernels
 
     assert kernels.waiting_s is None
     assert {"kernels.waiting_s", "time", "throughput", "memory"} <= set(ghost.reasons)
@@ -117,8 +112,8 @@ def test_without_a_folder_there_is_no_trace_but_its_numbers(
     monkeypatch.setenv(TRACES, str(tmp_path / folder) if folder else "")
     measured = measure(make_experiment(), lambda _: None)
 
-    assert told(measured).trace is None
-    assert told(measured).total_s > 0
+    assert measured.kernels.trace is None
+    assert measured.kernels.total_s > 0
     assert measured.reasons["kernels.trace"].startswith(why)
 
 
@@ -127,7 +122,7 @@ def test_without_tensorboard_its_events_alone_are_left_out(monkeypatch, tmp_path
     monkeypatch.setenv(TRACES, str(tmp_path))
     measured = measure(make_experiment(), lambda _: None)
 
-    assert told(measured).trace is not None
+    assert measured.kernels.trace is not None
     assert [path.name for path in tmp_path.iterdir()] == [TRACE_NAME]
     assert "pip install 'dpprof[monitor]'" in capsys.readouterr().err
 
@@ -149,7 +144,7 @@ def test_perfetto_can_read_the_trace(ghost, folder) -> None:
     packed = (folder / TRACE_NAME).read_bytes()
     document = json.loads(gzip.decompress(packed))
 
-    assert told(ghost).trace_bytes == len(packed)
+    assert ghost.kernels.trace_bytes == len(packed)
     # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
     for event in document["traceEvents"]:
         assert event.keys() >= {"ph", "name", "pid", "tid", "ts"}
@@ -177,8 +172,8 @@ def test_tensorboards_own_reader_shows_the_run(ghost, folder) -> None:
     assert set(shown.Runs()) == {run}
     (step,) = shown.Scalars(run, "kernels_ms/step")
     (gemm,) = shown.Scalars(run, "kernels_ms/op_kind/gemm")
-    assert step.value == pytest.approx(told(ghost).step_s * 1e3)
-    assert gemm.value == pytest.approx(told(ghost).by_op_kind["gemm"] * 1e3)
+    assert step.value == pytest.approx(ghost.kernels.step_s * 1e3)
+    assert gemm.value == pytest.approx(ghost.kernels.by_op_kind["gemm"] * 1e3)
 
 
 def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_path) -> None:
@@ -199,7 +194,7 @@ def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_p
 @pytest.mark.gpu
 def test_on_cuda_kernels_are_traced_with_their_launches() -> None:
     experiment = make_experiment(method="opacus-ghost", device="cuda", timed_steps=2, batch_size=4)
-    kernels = told(measure(experiment, lambda _: None))
+    kernels = measure(experiment, lambda _: None).kernels
 
     assert kernels.waiting_s is not None
     assert kernels.waiting_s <= kernels.idle_s

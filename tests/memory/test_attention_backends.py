@@ -1,4 +1,4 @@
-"""Attention on CUDA: which kernel, what it saves and takes, and what is told of it."""
+"""Attention on CUDA: which kernel, what it saves and takes, and what an estimate says of it."""
 
 import pytest
 import torch
@@ -157,20 +157,20 @@ def test_a_mask_of_booleans_becomes_one_of_numbers_and_rules_flash_attention_out
     assert "_scaled_dot_product_efficient_attention" in sizes
 
 
-def tell(**fields) -> dict[str, str]:
+def assume(**fields) -> dict[str, str]:
     model = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
     experiment = make_experiment(model=model, method="standard", device="cuda", **fields)
     return estimate(experiment, lambda _: None).memory.assumed
 
 
-def test_an_estimate_tells_what_it_assumes_of_attention() -> None:
-    hopper = tell(target="h200", dtype="bfloat16")
+def test_an_estimate_says_what_it_assumes_of_attention() -> None:
+    hopper = assume(target="h200", dtype="bfloat16")
     backward = "workspace of _scaled_dot_product_cudnn_attention_backward"
     assert set(hopper) == {"attention: cudnn", backward}
     assert hopper["attention: cudnn"].startswith("cuDNN's is preferred on compute capability 9.0")
     assert "lower bound" in hopper[backward]
 
-    assert tell(target="a100", dtype="bfloat16") == {
+    assert assume(target="a100", dtype="bfloat16") == {
         "attention: flash": "flash attention is preferred on compute capability 8.0"
     }
-    assert set(tell(target="h200", dtype="float32")) == {"attention: efficient"}
+    assert set(assume(target="h200", dtype="float32")) == {"attention: efficient"}

@@ -3,7 +3,7 @@
 PyTorch writes in place where no dispatch mode is active, and copies where one is
 (``isTensorSubclassLike``): in backward of lookups and selections, and where gradients of a
 tensor that is used twice are added up. Each case runs bare, recorded and under fake tensors; the
-allocator's own events tell the truth.
+allocator's own events decide.
 """
 
 from collections.abc import Callable

@@ -84,12 +84,12 @@ ALL, ROWS = (), (0,)
         (aten.var, (True,), ALL, 16),  # a flag is no axis
     ],
 )
-def test_axes_are_told_from_other_arguments(packet, args, dims, size) -> None:
+def test_axes_are_distinguished_from_other_arguments(packet, args, dims, size) -> None:
     x = _on_meta(8192, 2048)
-    told = cuda_workspaces(H100)[packet](x, *args)
+    found = cuda_workspaces(H100)[packet](x, *args)
     # A thread loads fewer elements at once where it computes a variance.
-    assert told == reduction_buffers(x, dims, size, H100, 2 if packet is aten.var else 4)
-    assert sum(told) > 0
+    assert found == reduction_buffers(x, dims, size, H100, 2 if packet is aten.var else 4)
+    assert sum(found) > 0
     assert packet not in cuda_workspaces(None)
 
 

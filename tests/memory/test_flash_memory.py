@@ -49,7 +49,7 @@ def test_norms_of_long_sequences_take_no_more_than_the_workspace(method) -> None
     assert 0 < most(step, "gram_matrices", "workspace") <= WORKSPACE_BYTES + MIB <= 16 * MIB
 
 
-def test_tiles_of_gram_matrices_are_told_as_gram_matrices() -> None:
+def test_tiles_of_gram_matrices_count_as_gram_matrices() -> None:
     B, T, tile = 2, 256, 128
     layers = [lambda: nn.Embedding(8, 1024), lambda: nn.Linear(1024, 1024, bias=False)]
     both = 2 * B * tile * tile * 4

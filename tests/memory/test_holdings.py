@@ -92,10 +92,10 @@ HEAD = {"component": ["parameters"], "layer": ["head"], "op": ["empty"], "phase"
     ],
 )
 def test_rows_that_do_not_add_up_are_refused(wrong, sentence) -> None:
-    told = {"phase": "backward", "module": None, "op": None, "largest": []}
-    told |= {"components": {"parameters": 8}}
+    stated = {"phase": "backward", "module": None, "op": None, "largest": []}
+    stated |= {"components": {"parameters": 8}}
     good = HEAD | {"bytes": [8], "storages": [1]}
 
-    assert isinstance(AtPeak.model_validate(told | {"holdings": good}).holdings, Holdings)
+    assert isinstance(AtPeak.model_validate(stated | {"holdings": good}).holdings, Holdings)
     with pytest.raises(ValueError, match=sentence):
-        AtPeak.model_validate(told | {"holdings": good | wrong})
+        AtPeak.model_validate(stated | {"holdings": good | wrong})

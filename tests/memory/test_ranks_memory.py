@@ -88,9 +88,9 @@ def test_a_rank_holds_what_its_allocator_counts_and_what_was_predicted(
         assert getattr(predicted.memory, part) == getattr(ranks[0].memory, part)
     assert predicted.memory.at_peak.components == ranks[0].memory.at_peak.components
     assert predicted.communication == ranks[0].communication
-    for ledger, told in zip(ranks, followed, strict=True):
+    for ledger, by_allocator in zip(ranks, followed, strict=True):
         assert ledger.memory.at_peak.components["unattributed"] <= UNKNOWN_BYTES
-        peak = told.memory.peak_allocated_bytes
+        peak = by_allocator.memory.peak_allocated_bytes
         assert abs(peak - ledger.memory.peak_allocated_bytes) <= bound_bytes(experiment, peak)
 
 

@@ -91,9 +91,9 @@ def test_calls_are_described_only_where_they_are_asked_for() -> None:
         recorder.describing = True
         torch.ones(3) + 1
 
-    told = [event.call for event in recorder.events if isinstance(event, Op)]
-    assert [bool(call) for call in told] == [False, False, True, True]
-    assert '"aten.add.Tensor"' in told[-1]
+    calls = [event.call for event in recorder.events if isinstance(event, Op)]
+    assert [bool(call) for call in calls] == [False, False, True, True]
+    assert '"aten.add.Tensor"' in calls[-1]
 
 
 def test_cublas_takes_its_workspaces_with_a_threads_first_product_for_good() -> None:

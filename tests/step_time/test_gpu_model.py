@@ -51,7 +51,7 @@ def test_an_unknown_architecture_rests_on_the_data_sheet_with_a_wide_interval() 
     assert found.low < FLOPS / 1e12 / 0.6 < found.high
 
 
-def test_without_a_peak_of_the_dtype_no_time_is_predicted_and_the_reason_is_told() -> None:
+def test_without_a_peak_of_the_dtype_no_time_is_predicted_and_the_reason_is_given() -> None:
     board = {"memory_bytes": "1GiB", "bandwidth_bytes_per_s": 1e11, "flops_per_s": {"tf32": 1e12}}
     found, known = (
         estimate(make_experiment(device="cuda", target=board, dtype=dtype), lambda _: None)

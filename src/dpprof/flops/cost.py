@@ -49,10 +49,10 @@ _OF_CLIPPING = ("elementwise", "reduction", "copy", "other")
 def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> OpKind:
     """Return the kind of an operator.
 
-    Communication between devices is ``communication`` everywhere. All other operators of a search
-    for norms are ``norm``, others of the phase step ``optimizer``, and others of a contraction
-    ``einsum``. The rest have a kind by their family; in the phase clip,
-    ``clip`` for elementwise operators, reductions and copies.
+    The first of these rules that applies decides. Communication between devices is
+    ``communication``. Operators of a search for norms are ``norm``. Operators of the phase step are
+    ``optimizer``. Operators of a contraction are ``einsum``. In the phase clip, elementwise
+    operators, reductions, copies and others are ``clip``. All others have the kind of their family.
 
     Args:
         family: What the operator does.

@@ -17,13 +17,13 @@ _LEFT_OUT = ("device", "generator", "pin_memory")
 
 
 class Layout(NamedTuple):
-    """The properties of a tensor on which an operator's time depends."""
+    """The properties of a tensor that an operator's time depends on."""
 
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
     bound: int
-    """Integer elements are below this, because they are positions in another tensor."""
+    """Integer elements stay below this, because they are positions in another tensor."""
 
 
 def describe_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

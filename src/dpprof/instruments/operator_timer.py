@@ -28,8 +28,8 @@ _MOST_REPEATS = 8
 _NOISE = 2**22
 """Random numbers that tensors are filled from, again and again.
 
-They are around 1: a square root of negative numbers, and a product of denormal ones, take up to 20
-times as long as of others.
+They are around 1: square roots of negative numbers and products of denormal numbers take up to 20
+times as long as others.
 """
 
 _OTHER_DATA = 2**21
@@ -126,9 +126,9 @@ class OperatorTimer:
         return math.fsum(statistics.median(some) for some in known if some is not None)
 
     def tabulate(self) -> tuple[list[OperatorTime], float | None]:
-        """Return the operators, and the drift between rounds, None after one.
+        """Return the operators, and the drift between rounds; None after one round.
 
-        A round is as much slower than others as its typical operator.
+        The typical operator of a round decides how much slower the round is than others.
         """
         medians = {call: statistics.median(some) for call, some in self._seconds.items()}
         slower = {

@@ -4,9 +4,9 @@ The experiments are traced under fake tensors. Each operator is called again wit
 same shapes, strides and dtypes; one that two steps share is timed once.
 
 The host takes time for each operator: Python, hooks and autograd. Models that compute nearly
-nothing show it. And an operator takes longer in a step of a real size than alone: the memory that
-it writes comes fresh from the system, page by page, and caches hold other data. One such step shows
-by how much.
+nothing show how much. An operator also takes longer in a step of a real size than alone: the system
+gives the memory that it writes page by page, and caches hold other data. One such step shows how
+much longer.
 """
 
 import math

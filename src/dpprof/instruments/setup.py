@@ -71,7 +71,8 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
     first snapshot, which must not count libraries as memory of the training.
 
     Raises:
-        EntryPointError: The method or the model cannot be imported, or the method is none.
+        EntryPointError: The method or the model cannot be imported, or the method is no
+            ``TrainingStep``.
         UnsupportedError: transformers or peft is missing, or has no such model.
     """
     method = registry.load("methods", experiment.method)

@@ -1,6 +1,6 @@
 """The kernel that ``scaled_dot_product_attention`` runs on CUDA, and its backward's workspace.
 
-Follows PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp, ``priority_order`` and the
+The choice follows PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp, ``priority_order`` and the
 ``can_use_..._attention``) for dense tensors. Left out are nested tensors, and GPUs of compute
 capability below 8.0.
 

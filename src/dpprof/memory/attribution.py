@@ -1,4 +1,4 @@
-"""Observes the roles of tensors while a step runs, without allocating memory."""
+"""Observes the roles of tensors while a step runs, and allocates no memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,7 +42,7 @@ class StepObserver:
     """Records which tensors parameters, optimizer, hooks and autograd hold.
 
     Args:
-        recorder: Gets the roles; must be active before, so that it knows the storages.
+        recorder: Gets the roles. It must be active already, so that it knows the storages.
         step: The step to observe.
         enter: Called as each phase begins.
         watch: Called in place of each sampler, as ``TrainingStep.watch_samplers`` asks.

@@ -1,6 +1,6 @@
 """PyTorch's CUDA caching allocator, simulated: how many bytes it would allocate and reserve.
 
-Follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are rounded up
+The simulation follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are rounded up
 to 512 bytes. Small requests (at most 1 MiB) and large ones have a pool each. The allocator takes
 the smallest free block that is large enough and splits it; neighbouring free blocks merge. Where
 no block fits, it reserves a segment. Where that exceeds the device's memory, it releases the

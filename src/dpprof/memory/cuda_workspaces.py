@@ -5,7 +5,7 @@ partial results in a buffer, with a counter for each group of blocks. Source:
 aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``global_memory_size``), and
 layer_norm_kernel.cu for normalisation.
 
-Left out: scratch memory of sorting and scanning (CUB decides on it), and what cuDNN needs beyond a
+Left out: scratch memory of sorting and scanning, which CUB chooses, and what cuDNN needs beyond a
 lower bound.
 """
 
@@ -149,7 +149,7 @@ def _buffers_of(
 
 
 def _vector_of_outputs(axes: list[_Axis], kept: _Axis) -> int:
-    """Say how many results a thread computes at once (``get_output_vec_size``)."""
+    """Return how many results a thread computes at once (``get_output_vec_size``)."""
     if kept.stride != 1:
         return 1
     multiples = kept.size, *(axis.stride for axis in axes if axis is not kept)

@@ -1,7 +1,7 @@
 """What PyTorch and Opacus need to run under fake tensors, and as one rank of several.
 
 A fake tensor has a shape, a dtype and a storage's size, but no elements. ``fake_tensors`` replaces
-what fails for such tensors in private steps; ``fake_ranks`` takes the place of the other ranks.
+what fails for such tensors in private steps; ``fake_ranks`` stands in for the other ranks.
 """
 
 import warnings
@@ -117,8 +117,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 def fake_ranks(world_size: int) -> Iterator[None]:
     """Be rank 0 of so many ranks within; collectives return at once and move nothing.
 
-    DDP keeps the buckets that it makes at first. Once it knows in which order gradients come, it
-    would compare new ones with other ranks, which needs elements; they have as many bytes.
+    DDP keeps its first buckets. Once it knows the order of the gradients, it would make new buckets
+    and compare them with other ranks, which needs elements; the new ones have as many bytes.
     """
     if world_size == 1:
         yield

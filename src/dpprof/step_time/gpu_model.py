@@ -1,8 +1,8 @@
-"""How long operators take on a GPU that need not be here.
+"""How long operators take on a GPU, which need not be present.
 
-Matrix products take measured speeds, where a table of the device or of its architecture exists.
-Everything else rests on the data sheet: a kernel reaches the share of a peak that kernels of its
-kind are known to reach. Each share is stated below with its source and its uncertainty.
+Matrix products take measured speeds if the device or its architecture has a table. All other times
+rest on the data sheet: a kernel reaches the share of a peak that kernels of its kind are known to
+reach. Each share below has its source and its uncertainty.
 """
 
 import math

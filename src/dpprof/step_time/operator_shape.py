@@ -17,7 +17,7 @@ def moved_bytes(op: Op) -> int:
 
 
 def shape_of(op: Op) -> OperatorShape:
-    """Return the properties of a recorded operator on which its time depends."""
+    """Return the properties of a recorded operator that its time depends on."""
     cost = op.cost
     layout, row = outline(op.call, is_reduction=cost.family == "reduction")
     return OperatorShape(

@@ -1,9 +1,9 @@
-"""How long operators take on this machine: those that were timed on it, and others like them.
+"""How long operators take on this machine, from those that were timed on it.
 
-An operator that was timed with the same arguments takes its own time. Another takes the speed of
-the same operator in the same dtype at the nearest sizes, preferably with the same memory layout. A
-speed is a share of a roofline whose two peaks are the fastest product and the fastest traffic in
-the table, and which takes no less than the least call.
+An operator that was timed with the same arguments takes its own time. Any other operator takes the
+speed of the same operator in the same dtype at the nearest sizes, preferably with the same memory
+layout. A speed is a share of a roofline. The roofline's two peaks are the fastest product and the
+fastest traffic in the table, and no operator takes less time than the shortest call.
 """
 
 import math
