@@ -1,10 +1,10 @@
 """PyTorch's CUDA caching allocator, simulated: how many bytes it would allocate and reserve.
 
-The simulation follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are rounded up
-to 512 bytes. Small requests (at most 1 MiB) and large ones have a pool each. The allocator takes
-the smallest free block that is large enough and splits it; neighbouring free blocks merge. Where
-no block fits, it reserves a segment. Where that exceeds the device's memory, it releases the
-segments that nothing uses, and tries once more: a retry.
+The simulation follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are
+rounded up to 512 bytes. Small requests (at most 1 MiB) and large ones have a pool each. The
+allocator takes the smallest free block that is large enough and splits it; neighbouring free blocks
+merge. Where no block fits, it reserves a segment. Where that exceeds the device's memory, it
+releases the segments that nothing uses, and tries once more: a retry.
 
 Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``,
 ``garbage_collection_threshold``, several streams, CUDA graphs.
