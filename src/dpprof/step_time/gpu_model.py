@@ -145,12 +145,6 @@ def _share_of_bandwidth(cost: Cost) -> Estimate:
     return OPTIMIZERS if cost.op.startswith("_foreach_") else _BY_FAMILY.get(cost.family, MEMORY)
 
 
-def _slow_down(time: OpTime, by: Estimate) -> OpTime:
-    """Return the time of an operator that reaches only a share of a speed."""
-    spread = math.hypot(time.spread, by.spread)
-    return OpTime(time.seconds / by.value, spread, "data sheet")
-
-
 class GpuModel:
     """The times of operators on a target.
 
@@ -183,7 +177,8 @@ class GpuModel:
         if cost.product is not None:
             found = self._predict_product(cost.product, cost.dtype)
             if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
-                found = _slow_down(found, MISALIGNED)
+                spread = math.hypot(found.spread, MISALIGNED.spread)
+                found = OpTime(found.seconds / MISALIGNED.value, spread, "data sheet")
         elif cost.attention is not None:
             found = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
@@ -210,14 +205,10 @@ class GpuModel:
             return found
         # What a product takes beyond its bound is latency, which no arithmetic unit shortens.
         beyond = found.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
-        seconds = bound / self._share_of(dtype) + max(beyond, 0.0)
+        in_float32 = _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
+        share = _TF32 if self._on_tensor_cores(dtype) else in_float32
+        seconds = bound / share + max(beyond, 0.0)
         return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
-
-    def _share_of(self, dtype: str) -> float:
-        """Return the share of the peak that large products reach in a dtype of 4 bytes or more."""
-        if self._on_tensor_cores(dtype):
-            return _TF32
-        return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
         return ceiling_of(op_dtype, self._dtype) in ("bfloat16", "tf32")
