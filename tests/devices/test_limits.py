@@ -61,9 +61,7 @@ def test_of_several_rounds_the_fastest_repeats_count() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_what_fails_is_null_with_the_reason_unless_another_round_has_it(
-    rounds, monkeypatch
-) -> None:
+def test_what_fails_is_null_with_the_reason_and_the_rest_is_measured(rounds, monkeypatch) -> None:
     ones, failures = torch.ones, iter([RuntimeError("can't allocate memory: 1 EiB")])
 
     def fail_once(*sizes, **options):

@@ -105,7 +105,7 @@ def test_reasons_for_every_null(ghost) -> None:
     ("folder", "why"),
     [("", "no folder was given for it"), ("file/r0", "it could not be written: ")],
 )
-def test_without_a_folder_there_is_no_trace_but_its_numbers(
+def test_a_folder_that_cannot_be_written_costs_the_trace_alone(
     folder, why, monkeypatch, tmp_path
 ) -> None:
     (tmp_path / "file").write_text("in the way")

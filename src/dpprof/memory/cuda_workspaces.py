@@ -165,23 +165,13 @@ def _block(wide: int, high: int, most: int) -> tuple[int, int]:
 
 aten = torch.ops.aten
 
+_VALUE_AND_INDEX = 16
+"""Bytes of a partial maximum with its index (ReduceMinValuesKernel.cu)."""
+
 
 def _accumulator(x: Tensor, _dim: Any) -> int:
     """Return the size of a partial sum: at least float32, or int64."""
     return max(x.element_size(), 4) if x.is_floating_point() else 8
-
-
-def _element(x: Tensor, _dim: Any) -> int:
-    return x.element_size()
-
-
-def _value_and_index(_x: Tensor, _dim: Any) -> int:
-    """Return the size of a partial maximum with its index (ReduceMinValuesKernel.cu)."""
-    return 16
-
-
-def _maximum(x: Tensor, dim: Any) -> int:
-    return _element(x, dim) if dim is None else _value_and_index(x, dim)
 
 
 def _welford(x: Tensor, _dim: Any) -> int:
@@ -191,11 +181,14 @@ def _welford(x: Tensor, _dim: Any) -> int:
 
 _PARTIAL_RESULTS: dict[Any, Callable[[Tensor, Any], int]] = {
     **dict.fromkeys((aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm), _accumulator),
-    **dict.fromkeys((aten.amax, aten.amin), _element),
+    **dict.fromkeys((aten.amax, aten.amin), lambda x, _: x.element_size()),
     **dict.fromkeys((aten.any, aten.all), lambda *_: 1),
-    **dict.fromkeys((aten.argmax, aten.argmin), _value_and_index),
+    **dict.fromkeys((aten.argmax, aten.argmin), lambda *_: _VALUE_AND_INDEX),
     **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), _welford),
-    **dict.fromkeys((aten.max, aten.min), _maximum),
+    **dict.fromkeys(
+        (aten.max, aten.min),
+        lambda x, dim: x.element_size() if dim is None else _VALUE_AND_INDEX,
+    ),
 }
 """Bytes of a partial result of a reduction, from its input and axes, by overload packet."""
 
