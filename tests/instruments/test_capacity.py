@@ -2,6 +2,8 @@
 
 import pytest
 from factory import make_experiment
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dpprof.instruments import capacity, memory
 from dpprof.instruments.capacity import back_off, search
@@ -13,60 +15,48 @@ MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 TARGET = {"memory_bytes": "1GiB", "flops_per_s": 1e12, "bandwidth_bytes_per_s": 1e11}
 
 
-def bent(batch: int) -> int:
-    """The highest of three straight lines."""
-    return max(1000 + 2 * batch, 500 + 10 * batch, 37 * batch)
+LINES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 50)), min_size=1, max_size=4)
+BUDGETS = st.lists(st.integers(0, 50_000), min_size=2, max_size=3)
 
 
-@pytest.mark.parametrize("least", [1, 11])
-@pytest.mark.parametrize("budget", [1022, 1100, 1500, 2500, 9999, 123_456])
-def test_the_answer_is_that_of_trying_every_batch(budget, least) -> None:
-    asked = []
+@settings(deadline=None)
+@given(LINES, st.integers(1, 20), st.integers(20, 2000), BUDGETS)
+def test_the_answer_is_that_of_trying_every_batch(lines, least, most, budgets) -> None:
+    """The peak is the highest of a few straight lines; what is known is asked for once."""
+    asked, known = [], {}
 
     def peak(batch: int) -> int:
-        asked.append(batch)
-        return bent(batch)
+        return max(at_zero + slope * batch for at_zero, slope in lines)
 
-    found = search(peak, budget, {}, least=least, most=5000)
-
-    assert found == max(batch for batch in range(least, 5001) if bent(batch) <= budget)
-    assert len(asked) == len(set(asked)) <= 12
-    assert min(asked) == least
-
-
-def test_a_second_search_asks_only_for_what_is_new() -> None:
-    known: dict[int, int] = {}
-    search(bent, 9999, known)
-    asked = []
-    search(lambda batch: asked.append(batch) or bent(batch), 9000, known)
-
-    assert not set(asked) & {1, 2}
-    assert all(known[batch] == bent(batch) for batch in known)
-
-
-@pytest.mark.parametrize("most", [1, 2, 777])
-def test_the_search_ends_where_it_is_told_to(most) -> None:
-    assert search(lambda _: 5, 10, {}, most=most) == most
-
-
-def test_not_even_one() -> None:
-    assert search(lambda batch: 100 + batch, 100, {}) is None
-    assert search(lambda batch: 100 + batch, 105, {}, least=6) is None
-
-
-@pytest.mark.parametrize("least", [1, 6])
-@pytest.mark.parametrize("beyond", [0, 1, 6, 23, 999])
-def test_backing_off_ends_between_a_batch_that_holds_and_one_that_does_not(beyond, least) -> None:
-    most = least + beyond
-    for last in {least - 1, least, least + beyond // 3, most - 1, most}:
-        asked = []
-        found = back_off(
-            lambda batch, asked=asked, last=last: asked.append(batch) or batch <= last,
-            most,
-            least=least,
+    for budget in budgets:
+        found = search(
+            lambda batch: asked.append(batch) or peak(batch), budget, known, least=least, most=most
         )
-        assert found == (last if last >= least else None)
-        assert min(asked) >= least
+        fitting = [batch for batch in range(least, most + 1) if peak(batch) <= budget]
+        assert found == max(fitting, default=None)
+        assert all(known[batch] == peak(batch) for batch in known)
+    assert min(asked) == least
+    assert len(asked) == len(set(asked)) <= 24 * len(budgets)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 6), st.integers(0, 999))
+def test_backing_off_ends_between_a_batch_that_holds_and_one_that_does_not(
+    data, least, beyond
+) -> None:
+    most, asked = least + beyond, []
+    last = data.draw(st.integers(least - 1, most))
+    guess = data.draw(st.none() | st.integers(0, most))
+    found = back_off(
+        lambda batch: asked.append(batch) or batch <= last,
+        most,
+        None if guess is None else lambda: guess,
+        least=least,
+    )
+
+    assert found == (last if last >= least else None)
+    assert min(asked) >= least
+    assert len(asked) == len(set(asked))
 
 
 @pytest.mark.parametrize(("guess", "most_asked"), [(16, 3), (17, 3), (14, 5), (22, 7), (None, 7)])
