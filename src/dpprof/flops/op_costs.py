@@ -103,14 +103,11 @@ _SCATTERS = {
 }
 """Operators whose in-place forms read and write as many bytes as their source has."""
 
-_SORTS = {
+_INDEXING = {
+    *(*_LOOKUPS, *_SCATTERS, aten.index_fill, aten.masked_scatter),
+    # These search for positions.
     *(aten.sort, aten.topk, aten.kthvalue, aten.searchsorted, aten.bucketize, aten.nonzero),
     *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),  # noqa: SLF001
-}
-"""Operators that search for positions."""
-
-_INDEXING = {
-    *(*_LOOKUPS, *_SCATTERS, *_SORTS, aten.index_fill, aten.masked_scatter),
     *(aten.nonzero_static, aten.repeat_interleave, aten.isin, aten.unfold_backward),
     *(aten.embedding_dense_backward, aten._embedding_bag, aten._embedding_bag_dense_backward),  # noqa: SLF001
 }

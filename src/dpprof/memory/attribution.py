@@ -142,14 +142,11 @@ class StepObserver:
         if module in self._roots:
             for tensor in tensors_in(output):
                 self._recorder.give_role(tensor, LOGITS)
-                self._note_tensors_of_functions(tensor)
-
-    def _note_tensors_of_functions(self, output: Tensor) -> None:
-        """Record tensors that Python's autograd functions keep as attributes, without hooks."""
-        for node in nodes_behind(output):
-            if isinstance(node, BackwardCFunction):
-                for tensor in tensors_in(vars(node)):
-                    self._recorder.give_role(tensor, SAVED)
+                # Python's autograd functions keep tensors as attributes, without hooks.
+                for node in nodes_behind(tensor):
+                    if isinstance(node, BackwardCFunction):
+                        for kept in tensors_in(vars(node)):
+                            self._recorder.give_role(kept, SAVED)
 
     def _watch_sampler(
         self,

@@ -73,15 +73,6 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-_NEEDS_ELEMENTS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-"""What PyTorch raises where code needs the elements of a tensor."""
-
-
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor fake that is created within.
@@ -105,7 +96,12 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             yield mode
-        except _NEEDS_ELEMENTS as error:
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedFakeTensorException,
+            UnsupportedOperatorException,
+        ) as error:
             what = getattr(error, "func", None) or error
             raise UnsupportedError(
                 f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "

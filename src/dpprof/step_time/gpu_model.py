@@ -44,17 +44,18 @@ MEMORY = Estimate(0.88, 0.1)
 WIDENING = Estimate(0.58, 0.1)
 """The same of copies of bfloat16 to float32: measured, 0.57 to 0.59."""
 
-REDUCTIONS = Estimate(0.62, 0.2)
-"""The same of softmax, normalisation, sums and their backward passes: measured, 0.39 to 0.70."""
-
 OPTIMIZERS = Estimate(0.78, 0.1)
 """The same of operators on all parameters at once: measured, 0.69 to 0.84."""
 
-INDEXING = Estimate(0.3, 0.5)
-"""The same of lookups and gathers, and of scatters, which were measured to reach 0.23 to 0.36."""
-
-RANDOM = Estimate(0.3, 0.4)
-"""The same of normal random numbers, which are bound by arithmetic and not by memory."""
+_BY_FAMILY: dict[str, Estimate] = {
+    "random": Estimate(0.3, 0.4),
+    "reduction": Estimate(0.62, 0.2),
+    "optimizer": OPTIMIZERS,
+    "indexing": Estimate(0.3, 0.5),
+}
+"""The same by family. Normal random numbers are bound by arithmetic and not by memory. Softmax,
+normalisation, sums and their backward passes were measured to reach 0.39 to 0.70, and scatters,
+which count as lookups and gathers, 0.23 to 0.36."""
 
 _FLOAT32 = {"8.0": 0.85, "8.9": 0.63, "9.0": 0.78}
 """Share of the peak of large products in float32, by compute capability.
@@ -129,14 +130,6 @@ class NoPeakError(LookupError):
 
     def __init__(self, dtype: Dtype) -> None:
         super().__init__(f"the target's flops_per_s has no {dtype}")
-
-
-_BY_FAMILY: dict[str, Estimate] = {
-    "random": RANDOM,
-    "reduction": REDUCTIONS,
-    "optimizer": OPTIMIZERS,
-    "indexing": INDEXING,
-}
 
 
 def _share_of_bandwidth(cost: Cost) -> Estimate:
