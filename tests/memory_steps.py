@@ -32,17 +32,42 @@ BLOCK = 12 * D * D + 13 * D
 P = V * D + T * D + 2 * BLOCK + 2 * D + D * V
 
 
-def keep(method: str, **fields) -> MemoryTimeline:
+def keep(
+    method: str,
+    build: Callable[[], nn.Module] | None = None,
+    *,
+    fake: bool = False,
+    run: Callable[[Callable[[], None]], object] | None = None,
+    **fields,
+) -> MemoryTimeline:
+    """Record the third step of the small model, or of any other.
+
+    Args:
+        method: The method.
+        build: Makes another model.
+        fake: Whether tensors are fake.
+        run: Called with one more step, which is not recorded.
+        fields: Of the experiment.
+    """
     experiment = make_experiment(
         **{"model": MODEL, "method": method, "batch_size": B, "seq_len": T}
         | {"noise_multiplier": 0.1}  # more, and adaptive clipping would ask for more samples
         | fields
     )
-    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
-    with recorder:
-        training = set_up(experiment, registry.load("methods", method), Cpu(), lambda *_: None)
-        timeline_recorder = TimelineRecorder(recorder, training.step, lambda _: None)
-        return record_timelines(timeline_recorder, training.batch, 3)[1]
+    kind = registry.load("methods", method)
+    real = Recorder(is_there=lambda tensor, _: not tensor.is_meta, workspaces=CPU_WORKSPACES)
+    with tracing(None) if fake else real as recorder:
+        if build is None:
+            step, batch, _ = set_up(experiment, kind, Cpu(), lambda *_: None)
+        else:
+            model = build()
+            step, batch = kind(model, experiment), make_batch(model, Cpu(), experiment)
+            step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
+        timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
+        kept = record_timelines(timeline_recorder, batch, 3)[1]
+    if run is not None:
+        run(lambda: step.run(batch, lambda _: None))
+    return kept
 
 
 keep_once = functools.cache(keep)
@@ -53,29 +78,6 @@ def linears(width: int, layers: int) -> nn.Sequential:
     """Linear layers without bias on a looked-up input, which requires a gradient."""
     stack = (nn.Linear(width, width, bias=False) for _ in range(layers))
     return nn.Sequential(nn.Embedding(width, width), *stack)
-
-
-def keep_of(
-    method: str,
-    build: Callable[[], nn.Module],
-    *,
-    fake: bool = False,
-    run: Callable[[Callable[[], None]], object] | None = None,
-    **fields,
-) -> MemoryTimeline:
-    """Record the second step of any model; ``run`` is given one more step, not recorded."""
-    experiment = make_experiment(method=method, **{"noise_multiplier": 0.1} | fields)
-    recording = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
-    with tracing(None) if fake else recording as recorder:
-        model = build()
-        step = registry.load("methods", method)(model, experiment)
-        step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
-        batch = make_batch(model, Cpu(), experiment)
-        timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
-        kept = record_timelines(timeline_recorder, batch, 2)[1]
-    if run is not None:
-        run(lambda: step.run(batch, lambda _: None))
-    return kept
 
 
 def trace_call(target: str | None, run: Callable[[], object]) -> Recorder:

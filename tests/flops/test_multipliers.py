@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from memory_steps import executed, keep_of, linears
+from memory_steps import executed, keep, linears
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,7 +61,7 @@ def test_executed_flops_are_those_of_the_cost_table_and_of_every_counter(method,
                 step()
 
     build = functools.partial(linears, D, LAYERS)
-    counted = executed(keep_of(method, build, run=count, batch_size=B, seq_len=T))
+    counted = executed(keep(method, build, run=count, batch_size=B, seq_len=T))
 
     assert counted == pytest.approx(LAYERS * cost(method, T), rel=0.02)
     assert (own.flops, own.unpriced) == (counted, None)

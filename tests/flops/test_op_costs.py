@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from factory import MICRO, make_experiment
-from memory_steps import executed, keep_of, linears
+from memory_steps import executed, keep, linears
 from operator_names import COLLECTIVES, OPERATORS
 
 from dpprof.flops.op_costs import family_of, learn_rule
@@ -36,7 +36,7 @@ def test_a_transformers_step_by_formula_attention_included(attention) -> None:
     model = build_model(make_experiment(**fields))
     products = 4 + 10 if attention == "sdpa" else 4 + 8
 
-    step = keep_of("standard", lambda: model, batch_size=B, **fields)
+    step = keep("standard", lambda: model, batch_size=B, **fields)
     assert executed(step) == (
         6 * B * seq_len * (12 * d * d * layers + d * vocab)
         + products * layers * B * seq_len * seq_len * d
@@ -252,14 +252,14 @@ def test_views_and_questions_about_dtypes_and_shapes_are_no_operators() -> None:
 
 @pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer", "opacus-adaptive"])
 def test_every_operator_of_a_step_has_a_family_and_moves_bytes(method) -> None:
-    ops = keep_of(method, STEP, seq_len=16).ops
+    ops = keep(method, STEP, seq_len=16).ops
 
     assert all(op.cost.family != "other" for op in ops)
     assert all(op.reads or op.writes for op in ops)
 
 
 def test_the_roofline_takes_what_binds() -> None:
-    step = keep_of("standard", STEP, seq_len=64)
+    step = keep("standard", STEP, seq_len=64)
     moved = state_io(step, 1)
 
     def bound(flops_per_s: float, bytes_per_s: float) -> float:
@@ -271,7 +271,7 @@ def test_the_roofline_takes_what_binds() -> None:
 
 
 def test_tallies_agree_with_the_total() -> None:
-    io = state_io(keep_of("opacus-ghost", STEP, seq_len=16), 10)
+    io = state_io(keep("opacus-ghost", STEP, seq_len=16), 10)
 
     for parts in (io.by_phase, io.by_op_kind, io.by_module, io.by_component):
         assert sum(part.read for part in parts.values()) == io.bytes_read

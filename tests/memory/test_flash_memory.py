@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from memory_steps import keep_of
+from memory_steps import keep
 from torch import nn
 
 from dpprof.memory.timeline import MemoryTimeline
@@ -13,13 +13,13 @@ from dpprof.records.terms import COMPONENTS
 MIB = 2**20
 
 
-def keep(method: str, layers: list[Callable[[], nn.Module]], B: int, T: int) -> MemoryTimeline:
+def trace(method: str, layers: list[Callable[[], nn.Module]], B: int, T: int) -> MemoryTimeline:
     """Record a step of some layers, without running it."""
 
     def build() -> nn.Module:
         return nn.Sequential(*[build_one() for build_one in layers])
 
-    return keep_of(method, build, fake=True, batch_size=B, seq_len=T, noise_multiplier=1.0)
+    return keep(method, build, fake=True, batch_size=B, seq_len=T)
 
 
 def most(step: MemoryTimeline, *components: str) -> int:
@@ -36,17 +36,13 @@ LONG = [
 ]
 
 
-def test_ghost_norms_of_long_sequences_take_whole_gram_matrices() -> None:
-    ghost = keep("opacus-ghost", LONG, B=2, T=4096)
-
+def test_norms_of_long_sequences_take_no_more_than_the_workspace() -> None:
+    """Those of ghost clipping take whole Gram matrices."""
+    ghost = trace("opacus-ghost", LONG, B=2, T=4096)
     assert most(ghost, "gram_matrices") >= 2 * 2 * 4096 * 4096 * 4  # 256 MiB
-
-
-@pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer"])
-def test_norms_of_long_sequences_take_no_more_than_the_workspace(method) -> None:
-    step = keep(method, LONG, B=2, T=4096)
-
-    assert 0 < most(step, "gram_matrices", "workspace") <= WORKSPACE_BYTES + MIB <= 16 * MIB
+    for method in ("flash", "flash-bk", "per-layer"):
+        step = trace(method, LONG, B=2, T=4096)
+        assert 0 < most(step, "gram_matrices", "workspace") <= WORKSPACE_BYTES + MIB <= 16 * MIB
 
 
 def test_tiles_of_gram_matrices_count_as_gram_matrices() -> None:
@@ -54,7 +50,7 @@ def test_tiles_of_gram_matrices_count_as_gram_matrices() -> None:
     layers = [lambda: nn.Embedding(8, 1024), lambda: nn.Linear(1024, 1024, bias=False)]
     both = 2 * B * tile * tile * 4
 
-    assert both <= most(keep("flash", layers, B=B, T=T), "gram_matrices") <= both + 1024
+    assert both <= most(trace("flash", layers, B=B, T=T), "gram_matrices") <= both + 1024
 
 
 FOUR = [lambda: nn.Embedding(512, 512), *[lambda: nn.Linear(512, 512)] * 4]
@@ -75,8 +71,8 @@ MIXED = [
 def test_flash_peaks_no_higher_than_ghost_and_far_below_at_long_sequences(
     layers, B, T, share
 ) -> None:
-    ghost, flash = (keep(method, layers, B=B, T=T) for method in ("opacus-ghost", "flash"))
+    ghost, flash = (trace(method, layers, B=B, T=T) for method in ("opacus-ghost", "flash"))
 
     assert flash.peak_bytes <= share * ghost.peak_bytes
     if layers is FOUR:
-        assert keep("flash-bk", layers, B=B, T=T).peak_bytes <= share * ghost.peak_bytes
+        assert trace("flash-bk", layers, B=B, T=T).peak_bytes <= share * ghost.peak_bytes
