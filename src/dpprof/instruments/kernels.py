@@ -87,8 +87,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         except (OSError, ImportError) as error:
             say(f"TensorBoard's events could not be written: {error}")
     traced = find_steps(trace)
-    on_cpu = kernels is not None and kernels.waiting_s is None
-    why_no_waiting = _NOT_LAUNCHED if on_cpu else {}
+    why_no_waiting = _NOT_LAUNCHED if kernels and kernels.waiting_s is None else {}
     return Measurement(
         model=training.model,
         norm_plan=training.step.norm_plan,
@@ -106,15 +105,13 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 def _trace(training: Training, device: Device, enter: Enter, steps: int) -> dict[str, Any]:
     """Trace some steps after a discarded one, in which the tracer warms up."""
-    activities = [ProfilerActivity.CPU]
-    if device.torch_device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    on_cuda = device.torch_device.type == "cuda"
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         # The tracer warns that it clears its event list, which is slow to build and not used here.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         with profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
             schedule=schedule(wait=0, warmup=1, active=steps),
             on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(path)),
         ) as tracer:

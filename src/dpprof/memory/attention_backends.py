@@ -122,17 +122,14 @@ def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> A
     if mask is not None and mask.dtype is torch.bool:
         hidden, seen = (torch.scalar_tensor(x, dtype=q.dtype) for x in (float("-inf"), 0.0))
         mask = torch.where(mask, seen, hidden)
+    if backend == "math":
+        return aten._scaled_dot_product_attention_math(  # noqa: SLF001
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )[0]
     needs_gradient = any(one.requires_grad for one in (q, k, v))
-    given: dict[Backend, tuple[Any, ...]] = {
-        "cudnn": (mask, needs_gradient, dropout),
-        "flash": (dropout,),
-        "efficient": (mask, needs_gradient, dropout),
-        "math": (mask, dropout),
-    }
-    name = "attention_math" if backend == "math" else f"{backend}_attention"
-    attend = getattr(aten, f"_scaled_dot_product_{name}")
-    options = {"enable_gqa": grouped} if backend == "math" else {}
-    return attend(q, k, v, *given[backend], causal, scale=scale, **options)[0]
+    given = (dropout,) if backend == "flash" else (mask, needs_gradient, dropout)
+    attend = getattr(aten, f"_scaled_dot_product_{backend}_attention")
+    return attend(q, k, v, *given, causal, scale=scale)[0]
 
 
 def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:
