@@ -40,7 +40,7 @@ def keep(
     run: Callable[[Callable[[], None]], object] | None = None,
     **fields,
 ) -> MemoryTimeline:
-    """Record the third step of the small model, or of any other.
+    """Record the second step of the small model, or of any other.
 
     Args:
         method: The method.
@@ -64,7 +64,7 @@ def keep(
             step, batch = kind(model, experiment), make_batch(model, Cpu(), experiment)
             step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
         timeline_recorder = TimelineRecorder(recorder, step, lambda _: None)
-        kept = record_timelines(timeline_recorder, batch, 3)[1]
+        kept = record_timelines(timeline_recorder, batch, 2)[1]
     if run is not None:
         run(lambda: step.run(batch, lambda _: None))
     return kept

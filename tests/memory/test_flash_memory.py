@@ -66,7 +66,7 @@ MIXED = [
 
 @pytest.mark.parametrize(
     ("layers", "B", "T", "share"),
-    [(FOUR, 1, 8192, 0.6), (MIXED, 1, 2048, 1.05), (MIXED, 4, 512, 1.05), (MIXED, 16, 64, 1.05)],
+    [(FOUR, 1, 8192, 0.6), (MIXED, 1, 2048, 1.05), (MIXED, 16, 64, 1.05)],
 )
 def test_flash_peaks_no_higher_than_ghost_and_far_below_at_long_sequences(
     layers, B, T, share
