@@ -127,14 +127,11 @@ def _leave_trace(
     folder: Path | None, document: dict[str, Any]
 ) -> tuple[Written | None, dict[str, str]]:
     """Write the trace, or return why there is none; a missing file does not fail the run."""
-    reason = "no folder was given for it"
-    if folder is not None:
-        try:
-            written = write_trace(folder, document)
-        except OSError as error:
-            reason = f"it could not be written: {error}"
-        else:
-            if written is not None:
-                return written, {}
-            reason = f"one step alone takes more than {TRACE_LIMIT_BYTES:,} bytes"
-    return None, {"kernels.trace": reason}
+    if folder is None:
+        return None, {"kernels.trace": "no folder was given for it"}
+    try:
+        written = write_trace(folder, document)
+    except OSError as error:
+        return None, {"kernels.trace": f"it could not be written: {error}"}
+    too_large = {"kernels.trace": f"one step alone takes more than {TRACE_LIMIT_BYTES:,} bytes"}
+    return written, {} if written else too_large
