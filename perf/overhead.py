@@ -20,7 +20,6 @@ import torch
 
 import bare_loop
 from dpprof.devices.selection import open_device
-from dpprof.instruments.clean import time_steps
 from dpprof.instruments.setup import import_method, set_up
 from dpprof.launch.protocol import PhaseMark
 from dpprof.models.presets import TINY
@@ -65,7 +64,7 @@ def clean_side(method: str) -> Side:
     def run() -> None:
         training.step.run(training.batch, mark.enter)
 
-    return lambda: time_steps(device, 1, run)[0]
+    return lambda: device.time(run, 1)[0]
 
 
 def measure_here(name: str) -> Comparison:

@@ -104,7 +104,7 @@ def derive(name: str) -> tuple[dict[str, Any], Errors]:
         "spreads": dict.fromkeys(BASES, 0.0),
         "more_rows_spread": 0.0,
     }
-    table = ProductTable.read(document)
+    table = ProductTable(document)
     errors = {"held out": hold_out(table), "left out": leave_out(table, shares.dropna())}
     more_rows = {f"{by} times as many rows": extrapolate(document, by) for by in (2, 4)}
     repeats = np.abs(np.log(measured.div(measured.median(axis=1), axis=0).to_numpy()))
@@ -144,7 +144,7 @@ def leave_out(table: ProductTable, shares: pd.Series) -> pd.DataFrame:
 
 def extrapolate(document: dict[str, Any], by: int) -> pd.DataFrame:
     """Predict the shapes with most rows from a table that ends ``by`` times below them."""
-    table = ProductTable.read(document)
+    table = ProductTable(document)
     known = [m <= ROWS[-1] // by for m in document["m"]]
     shorter = document | {
         name: [one for one, keep in zip(document[name], known, strict=True) if keep]
@@ -152,7 +152,7 @@ def extrapolate(document: dict[str, Any], by: int) -> pd.DataFrame:
     }
     most = np.flatnonzero(table.shapes[:, 0] == ROWS[-1])
     found = pd.DataFrame(table.shapes[most].astype(int), columns=["m", "n", "k"])
-    find = ProductTable.read(shorter).find
+    find = ProductTable(shorter).find
     predicted = [find(m, n, k)[0] for m, n, k in found.to_numpy().tolist()]
     return found.assign(error=np.log(table.shares[most] / predicted))
 

@@ -27,11 +27,7 @@ import torch
 
 from dpprof.devices.selection import open_device
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, list_ops
-from dpprof.instruments.operators import (
-    BesideOperators,
-    MeasuredStep,
-    time_beside_operators,
-)
+from dpprof.instruments.operators import BesideOperators, time_beside_operators, time_in_turn
 from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorTable
 from dpprof.spec import registry
@@ -83,10 +79,8 @@ class Cell(NamedTuple):
 
 def run(ops: list[Op], beside: BesideOperators, experiment: Experiment) -> Cell:
     """Time a step's operators and the step in turn, and predict it from its operators."""
-    measured = MeasuredStep(experiment, ops)
-    steps = measured.time(STEPS[experiment.seq_len])
-    predicted = predict_step_here(ops, tabulate_operators(measured.timer, beside))
-    del measured
+    steps, timer = time_in_turn(experiment, ops, STEPS[experiment.seq_len])
+    predicted = predict_step_here(ops, tabulate_operators(timer, beside))
     gc.collect()
     return Cell(
         str(experiment.model),

@@ -5,7 +5,7 @@ import pytest
 
 from dpprof.devices import cuda
 from dpprof.devices.cpu import Cpu
-from dpprof.devices.cuda import Cuda, measure_energy
+from dpprof.devices.cuda import Cuda
 from dpprof.devices.device import NoEnergyError
 from dpprof.system.hardware import Gpu
 
@@ -13,15 +13,13 @@ from dpprof.system.hardware import Gpu
 class Counter:
     """NVML's counter of a GPU that draws 500 W, and a clock; a step takes 0.4 s."""
 
-    def __init__(self, watts: float = 500.0) -> None:
-        self.now_s = 100.0
-        self.watts = watts
+    now_s, watts, step_s = 100.0, 500.0, 0.4
 
     def read_mj(self, _handle: object) -> int:
         return int(self.now_s * self.watts * 1e3)
 
     def step(self) -> None:
-        self.now_s += 0.4
+        self.now_s += self.step_s
 
 
 @pytest.fixture
@@ -29,6 +27,7 @@ def counter(monkeypatch) -> Counter:
     counter = Counter()
     monkeypatch.setattr(cuda, "visible_gpus", lambda: [Gpu("GPU-1", "some GPU", 1)])
     monkeypatch.setattr(cuda.time, "perf_counter", lambda: counter.now_s)
+    monkeypatch.setattr(cuda.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
@@ -37,40 +36,31 @@ def counter(monkeypatch) -> Counter:
 
 
 def test_joules_of_a_step_are_power_times_its_time(counter) -> None:
-    found = measure_energy(counter.step, lambda: None, 0.4)
+    found = Cuda().energy(counter.step, 0.4)
 
     assert found.joules_per_step == pytest.approx(500 * 0.4)
     assert (found.steps, found.window_s) == (5, pytest.approx(2.0))
     assert "nvmlDeviceGetTotalEnergyConsumption" in found.source
 
 
-def test_a_counter_that_stands_still_tells_nothing(counter) -> None:
-    counter.watts = 0.0
-
-    with pytest.raises(NoEnergyError, match="did not move"):
-        measure_energy(counter.step, lambda: None, 0.4)
+def refuse(_handle: object) -> int:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-def test_a_window_that_turns_out_short_tells_nothing(counter) -> None:
-    with pytest.raises(NoEnergyError, match=r"0.4 s is too short"):
-        measure_energy(counter.step, lambda: None, 40.0)
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ((Counter, "watts", 0.0), "did not move"),
+        ((Counter, "step_s", 0.01), r"0.1 s is too short"),
+        ((pynvml, "nvmlDeviceGetTotalEnergyConsumption", refuse), "cannot read the energy"),
+        ((cuda, "visible_gpus", list), "NVML shows no GPU"),
+    ],
+)
+def test_without_a_figure_the_reason_is_given(broken, why, counter, monkeypatch) -> None:
+    monkeypatch.setattr(*broken)
 
-
-def test_a_driver_without_the_counter_says_so(counter, monkeypatch) -> None:
-    def refuse(_handle: object) -> int:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", refuse)
-
-    with pytest.raises(NoEnergyError, match="NVML cannot read the energy counter"):
-        measure_energy(counter.step, lambda: None, 0.4)
-
-
-def test_a_driver_that_shows_no_gpu_says_so(counter, monkeypatch) -> None:
-    monkeypatch.setattr(cuda, "visible_gpus", list)
-
-    with pytest.raises(NoEnergyError, match="NVML shows no GPU"):
-        measure_energy(counter.step, lambda: None, 0.4)
+    with pytest.raises(NoEnergyError, match=why):
+        Cuda().energy(counter.step, 0.4)
 
 
 def test_a_cpu_has_no_such_counter() -> None:
@@ -82,11 +72,9 @@ def test_a_cpu_has_no_such_counter() -> None:
 def test_a_real_counter_moves() -> None:
     import torch  # noqa: PLC0415
 
-    from dpprof.instruments.clean import time_steps  # noqa: PLC0415
-
     x = torch.randn(4096, 4096, device="cuda")
     torch.mm(x, x)
-    (step_s,) = time_steps(Cuda(), 1, lambda: [torch.mm(x, x) for _ in range(100)])
+    (step_s,) = Cuda().time(lambda: [torch.mm(x, x) for _ in range(100)], 1)
     found = Cuda().energy(lambda: torch.mm(x, x), step_s / 100)
 
     assert found.window_s >= cuda.WINDOW_S / 2

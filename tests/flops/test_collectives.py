@@ -1,6 +1,7 @@
 """What a rank sends in a step, by the operators that ran, is what the closed formula says."""
 
 import functools
+from collections import Counter
 
 import pytest
 from factory import make_experiment
@@ -11,83 +12,65 @@ from dpprof.records.step_costs import Exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MODEL = {"vocab_size": 128, "d_model": 64, "layers": 2, "heads": 2}
+MODEL = {"vocab_size": 128, "d_model": 64, "layers": 1, "heads": 2}
 """All sizes are multiples of 64, so shards of up to 64 ranks need no padding."""
 
-PARAMETERS = 4 * (128 * 64 * 2 + 64 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64)
-"""Bytes: embedding and head, positions, blocks, and the last norm."""
+PARAMETERS = 4 * (128 * 64 * 2 + 64 * 64 + (12 * 64 * 64 + 13 * 64) + 2 * 64)
+"""Bytes: embedding and head, positions, the block, and the last norm."""
+
+SHARDED = "kind=fsdp,world_size={},reshard_after_forward=true"
+HALF, OF_FOUR, OF_64 = PARAMETERS // 2, PARAMETERS * 3 // 4, PARAMETERS * 63 // 64
+
+# Of 8 bytes each: bound, part, layers, no seed; then bound, noise, size, reduction, secure mode,
+# steps, parameters, seed.
+COMPARED = (4 + 8) * 8 * 3
+"""Settings that 4 ranks compare."""
 
 
 @functools.cache
-def exchange(method: str, parallel: str, **others) -> list[Exchange]:
+def exchange(method: str, parallel: str, dtype: str = "float32") -> list[Exchange]:
     fields = {"model": MODEL, "method": method, "seq_len": 64, "parallel": parallel}
-    found = estimate(make_experiment(**fields | others), lambda _: None)
+    found = estimate(make_experiment(**fields, dtype=dtype), lambda _: None)
     assert found.model.parameters_bytes == PARAMETERS
     assert found.communication is not None
     return found.communication
 
 
-def sum_of(found: list[Exchange], collective: str) -> int:
-    return sum(one.bytes_each_way for one in found if one.collective == collective)
+@pytest.mark.parametrize(
+    ("case", "sent"),
+    [
+        (("standard", SHARDED.format(2)), (2 * HALF, HALF)),
+        (("standard", SHARDED.format(64)), (2 * OF_64, OF_64)),
+        (("standard", SHARDED.format(2).replace("true", "false")), (HALF, HALF)),
+        # Half as much is gathered, and as much reduced.
+        (("standard", SHARDED.format(2), "bfloat16"), (HALF, HALF)),
+        (("flash-bk", SHARDED.format(4)), (2 * OF_FOUR + COMPARED, OF_FOUR)),
+        # The parameters are gathered once more for the second pass.
+        (("flash", SHARDED.format(4)), (3 * OF_FOUR + COMPARED, OF_FOUR)),
+        (("standard", "kind=ddp,world_size=4"), (0, 0, 2 * OF_FOUR)),
+        (("flash-bk", "kind=ddp,world_size=4"), (8 * 8 * 3, 0, 2 * OF_FOUR)),
+    ],
+    ids=str,
+)
+def test_a_rank_sends_what_the_formula_says(case, sent) -> None:
+    sums = Counter()
+    for one in exchange(*case):
+        sums[one.collective] += one.bytes_each_way
+
+    names = ("all-gather", "reduce-scatter", "all-reduce")
+    assert {name: size for name, size in sums.items() if size} == {
+        name: size for name, size in zip(names, sent, strict=False) if size
+    }
 
 
-@pytest.mark.parametrize("size", [2, 64])
-def test_plain_fsdp_gathers_twice_and_scatters_once(size) -> None:
-    found = exchange("standard", f"kind=fsdp,world_size={size},reshard_after_forward=true")
+def test_exchanges_have_their_phase_and_calls() -> None:
+    found = exchange("standard", SHARDED.format(2))
 
-    once = PARAMETERS * (size - 1) // size
-    assert sum_of(found, "all-gather") == 2 * once
-    assert sum_of(found, "reduce-scatter") == once
-    assert sum_of(found, "all-reduce") == 0
     assert [(one.collective, one.phase, one.calls) for one in found] == [
-        ("all-gather", "forward", 3),  # two blocks, and the rest
-        ("all-gather", "backward", 3),
-        ("reduce-scatter", "backward", 3),
+        ("all-gather", "forward", 2),  # a block, and the rest
+        ("all-gather", "backward", 2),
+        ("reduce-scatter", "backward", 2),
     ]
-
-
-def test_without_resharding_it_gathers_once() -> None:
-    found = exchange("standard", "kind=fsdp,world_size=2,reshard_after_forward=false")
-
-    assert sum_of(found, "all-gather") == PARAMETERS // 2
-    assert sum_of(found, "reduce-scatter") == PARAMETERS // 2
-
-
-def test_flash_bk_sends_what_plain_fsdp_sends_and_the_settings_that_ranks_compare() -> None:
-    ranks = "kind=fsdp,world_size=4,reshard_after_forward=true"
-    plain, private = exchange("standard", ranks), exchange("flash-bk", ranks)
-
-    # Of 8 bytes each: bound, part, layers, no seed; then bound, noise, size, reduction,
-    # secure mode, steps, parameters, seed.
-    compared = (4 + 8) * 8 * 3
-    assert sum_of(private, "all-gather") - sum_of(plain, "all-gather") == compared
-    assert sum_of(private, "reduce-scatter") == sum_of(plain, "reduce-scatter")
-
-
-def test_flash_gathers_the_parameters_once_more() -> None:
-    ranks = "kind=fsdp,world_size=4,reshard_after_forward=true"
-    one_pass, two_passes = exchange("flash-bk", ranks), exchange("flash", ranks)
-
-    more = sum_of(two_passes, "all-gather") - sum_of(one_pass, "all-gather")
-    assert more == PARAMETERS * 3 // 4
-    assert sum_of(two_passes, "reduce-scatter") == sum_of(one_pass, "reduce-scatter")
-
-
-def test_in_bfloat16_half_as_much_is_gathered_and_as_much_reduced() -> None:
-    found = exchange(
-        "standard", "kind=fsdp,world_size=2,reshard_after_forward=true", dtype="bfloat16"
-    )
-
-    assert sum_of(found, "all-gather") == PARAMETERS // 2
-    assert sum_of(found, "reduce-scatter") == PARAMETERS // 2
-
-
-@pytest.mark.parametrize(("method", "compared"), [("standard", 0), ("flash-bk", 8 * 8 * 3)])
-def test_replicas_reduce_every_gradient_once(method, compared) -> None:
-    found = exchange(method, "kind=ddp,world_size=4")
-
-    assert sum_of(found, "all-reduce") == 2 * PARAMETERS * 3 // 4
-    assert sum_of(found, "all-gather") == compared
 
 
 def test_one_process_exchanges_nothing() -> None:

@@ -1,39 +1,24 @@
 """What private training multiplies FLOPs by, on layers that are nothing but products.
 
-The stack's layers have no bias, and its input requires a gradient, so that every layer makes
-all the products that the cost table in docs/methods.md has.
+The layers have no bias, and their input requires a gradient, so that every layer makes all the
+products that the cost table in docs/methods.md has.
 """
 
 import functools
 
 import pytest
 import torch
-from factory import make_experiment
+from memory_steps import executed, keep, linears
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.flops.cost import COUNTED
-from dpprof.instruments.memory import TimelineRecorder
+from dpprof.flops.counter import FlopCounter
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
-from dpprof.methods.training_step import Batch, TrainingStep
-from dpprof.spec import registry
 
-B, D, LAYERS = 2, 128, 6
+B, D, LAYERS = 2, 128, 3
 LONG, SHORT = 256, 16
 """Tokens of a sample: with the latter, what a gradient is made of is less than the gradient."""
-
-
-class Stack(nn.Module):
-    """Linear layers without bias on an input that requires a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.randn(D, D))
-        self.layers = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(LAYERS)))
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.layers(self.table[tokens_BT].requires_grad_())
 
 
 def cost(method: str, T: int) -> int:
@@ -58,24 +43,6 @@ def cost(method: str, T: int) -> int:
     }[method]
 
 
-def make(method: str, T: int) -> tuple[TrainingStep, Batch]:
-    experiment = make_experiment(method=method, batch_size=B, seq_len=T, noise_multiplier=0.1)
-    step = registry.load("methods", method)(Stack(), experiment)
-    step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
-    tokens = torch.randint(D, (B, T + 1))
-    return step, Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-@functools.cache
-def count(method: str, T: int) -> int:
-    """FLOPs of one step by the timeline."""
-    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
-    with recorder:
-        step, batch = make(method, T)
-        ops = TimelineRecorder(recorder, step, lambda _: None).run(batch, counting=True).ops
-    return sum(op.cost.flops for op in ops if op.cost.family in COUNTED)
-
-
 METHODS = (
     *("standard", "opacus-hooks", "opacus-functorch", "opacus-ew"),
     *("opacus-fast-gradient-clipping", "opacus-ghost", "opacus-per-layer", "opacus-adaptive"),
@@ -85,17 +52,21 @@ METHODS = (
 
 @pytest.mark.parametrize("T", [LONG, SHORT])
 @pytest.mark.parametrize("method", METHODS)
-def test_executed_flops_are_those_of_the_cost_table(method, T) -> None:
-    assert count(method, T) == pytest.approx(LAYERS * cost(method, T), rel=0.02)
+def test_executed_flops_are_those_of_the_cost_table_and_of_every_counter(method, T) -> None:
+    pytorchs, own = FlopCounterMode(display=False), FlopCounter()
 
+    def count(step) -> None:
+        for counter in (pytorchs, own):
+            with counter:
+                step()
 
-@pytest.mark.parametrize("method", METHODS)
-def test_pytorchs_counter_agrees_where_it_is_right(method) -> None:
-    step, batch = make(method, LONG)
-    with FlopCounterMode(display=False) as counter:
-        step.run(batch, lambda _: None)
+    build = functools.partial(linears, D, LAYERS)
+    counted = executed(keep(method, build, run=count, batch_size=B, seq_len=T))
 
-    assert count(method, LONG) == pytest.approx(counter.get_total_flops(), rel=0.005)
+    assert counted == pytest.approx(LAYERS * cost(method, T), rel=0.02)
+    assert (own.flops, own.unpriced) == (counted, None)
+    if T == LONG:
+        assert counted == pytest.approx(pytorchs.get_total_flops(), rel=0.005)
 
 
 def closed(q: Tensor) -> int:

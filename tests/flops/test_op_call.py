@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.flops.op_call import Layout, describe_call, read_call
+from dpprof.memory.events import Op
+from dpprof.memory.recorder import Recorder
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -17,37 +18,31 @@ def zeros(layout: Layout) -> Tensor:
     return torch.zeros(layout.shape, dtype=layout.dtype).as_strided(layout.shape, layout.strides)
 
 
-class Calls(TorchDispatchMode):
-    """Describes each call of an operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.told.append(describe_call(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def describe(run) -> list[str]:
+    """Describe each call of an operator."""
+    with Recorder(is_there=lambda *_: True) as recorder:
+        recorder.counting = recorder.describing = True
+        run()
+    return [event.call for event in recorder.events if isinstance(event, Op)]
 
 
 def test_a_description_says_the_operator_and_all_that_its_time_depends_on() -> None:
     x = torch.ones(4, 3).t()
 
-    told = describe_call(aten.add.Tensor, (x, [x, None]), {"alpha": 2, "device": CPU})
+    described = describe_call(aten.add.Tensor, (x, [x, None]), {"alpha": 2, "device": CPU})
 
     layout = {"t": [[3, 4], [1, 3], "float32"]}
-    assert json.loads(told) == ["aten.add.Tensor", [layout, [layout, None]], {"alpha": 2}]
+    assert json.loads(described) == ["aten.add.Tensor", [layout, [layout, None]], {"alpha": 2}]
 
 
 def test_other_elements_make_the_same_call_and_other_layouts_another() -> None:
     x = torch.ones(4, 4)
 
-    def describe(*args: Tensor) -> str:
-        return describe_call(aten.mm.default, args, {})
+    def describe_product(other: Tensor) -> str:
+        return describe_call(aten.mm.default, (other, x), {})
 
-    assert describe(x, x) == describe(x + 1, x * 2)
-    assert (
-        len({describe(x, x), describe(x.t(), x), describe(x.double(), x), describe(x[:2], x)}) == 4
-    )
+    assert describe_product(x) == describe_product(x + 1)
+    assert len(set(map(describe_product, (x, x.t(), x.double(), x[:2])))) == 4
 
 
 @pytest.mark.parametrize(
@@ -62,14 +57,14 @@ def test_other_elements_make_the_same_call_and_other_layouts_another() -> None:
     ],
 )
 def test_a_call_that_is_made_again_is_described_alike(run) -> None:
-    with Calls() as first:
-        run()
-    with Calls() as again:
-        for call in first.told:
+    def repeat() -> None:
+        for call in first:
             function, args, kwargs = read_call(call, zeros, CPU)
             function(*args, **kwargs)
 
-    assert [call for call in again.told if call in first.told] == first.told
+    first = describe(run)
+
+    assert [call for call in describe(repeat) if call in first] == first
 
 
 @pytest.mark.parametrize(
@@ -89,9 +84,7 @@ def test_positions_stay_below_the_size_that_they_point_into(run, bound) -> None:
             bounds.append(layout.bound)
         return zeros(layout)
 
-    with Calls() as calls:
-        run(torch.tensor([0, 1]))
-    for call in calls.told:
+    for call in describe(lambda: run(torch.tensor([0, 1]))):
         read_call(call, make, CPU)
 
     assert bound in bounds

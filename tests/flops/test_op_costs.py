@@ -1,59 +1,31 @@
 """FLOPs and bytes against formulas, in units that can be checked by hand."""
 
+import functools
+import math
 import re
 from itertools import product
 
 import pytest
 import torch
-from factory import make_experiment
+from factory import MICRO, make_experiment
+from memory_steps import executed, keep, linears
 from operator_names import COLLECTIVES, OPERATORS
-from torch import Tensor, nn
 
-from dpprof.devices.cpu import Cpu
-from dpprof.flops.cost import COUNTED
 from dpprof.flops.op_costs import family_of, learn_rule
-from dpprof.instruments.memory import TimelineRecorder, estimate, find_target, tracing
-from dpprof.instruments.setup import import_method, set_up
+from dpprof.instruments.memory import trace_steps
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import bound_step_s, count_model_flops, state_io
-from dpprof.memory.timeline import MemoryTimeline
-from dpprof.methods.training_step import Batch
 from dpprof.models.build import build_model
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 from dpprof.spec.target import Target
 
 aten = torch.ops.aten
-B, T, D, LAYERS = 2, 256, 128, 6
+B, D, LAYERS = 2, 64, 2
 
 
-class Linears(nn.Module):
-    """Linear layers without bias on a looked-up input, which requires a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(D, D)
-        self.layers = nn.Sequential(*(nn.Linear(D, D, bias=False) for _ in range(LAYERS)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.layers(self.table(tokens))
-
-
-def count(method: str, model: nn.Module, **fields) -> MemoryTimeline:
-    """Record one step, operators counted."""
-    experiment = make_experiment(method=method, batch_size=B, noise_multiplier=0.1, **fields)
-    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta)
-    with recorder:
-        step = registry.load("methods", method)(model, experiment)
-        step.attach_optimizer(torch.optim.SGD(step.module.parameters(), lr=0.1))
-        tokens = torch.randint(16, (B, experiment.seq_len + 1))
-        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        return TimelineRecorder(recorder, step, lambda _: None).run(batch, counting=True)
-
-
-def executed(step: MemoryTimeline) -> int:
-    return sum(op.cost.flops for op in step.ops if op.cost.family in COUNTED)
+STEP = functools.partial(linears, D, LAYERS)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -64,18 +36,10 @@ def test_a_transformers_step_by_formula_attention_included(attention) -> None:
     model = build_model(make_experiment(**fields))
     products = 4 + 10 if attention == "sdpa" else 4 + 8
 
-    assert executed(count("standard", model, **fields)) == (
+    step = keep("standard", lambda: model, batch_size=B, **fields)
+    assert executed(step) == (
         6 * B * seq_len * (12 * d * d * layers + d * vocab)
         + products * layers * B * seq_len * seq_len * d
-    )
-
-
-def test_model_flops_follow_palm() -> None:
-    experiment = make_experiment(batch_size=B, seq_len=32)
-    weights = 12 * 8 * 8 + 8 * 16
-
-    assert count_model_flops(experiment, build_model(experiment)) == (
-        B * 32 * (6 * weights + 12 * 1 * 8 * 32)
     )
 
 
@@ -85,19 +49,19 @@ LLAMA = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 80) + 32 * 211
 
 
 @pytest.mark.parametrize(
-    ("model", "weights"),
+    ("model", "weights", "attention"),
     [
-        ("hf:tiny-gpt2", GPT2),
-        ("hf:tiny-llama", LLAMA),
-        ({"hf": "tiny-llama", "tie_word_embeddings": True}, LLAMA),
+        (MICRO, 12 * 8 * 8 + 8 * 16, 12 * 1 * 8),
+        ("hf:tiny-gpt2", GPT2, 12 * 2 * 32),
+        ({"hf": "tiny-llama", "tie_word_embeddings": True}, LLAMA, 12 * 2 * 32),
     ],
     ids=str,
 )
-def test_model_flops_of_a_hugging_face_model(model, weights) -> None:
+def test_model_flops_follow_palm(model, weights, attention) -> None:
     experiment = make_experiment(model=model, batch_size=B, seq_len=32)
 
     assert count_model_flops(experiment, build_model(experiment)) == (
-        B * 32 * (6 * weights + 12 * 2 * 32 * 32)
+        B * 32 * (6 * weights + attention * 32)
     )
 
 
@@ -132,26 +96,21 @@ SIZES = {
     "addmv": [(3,), (3, 5), (5,)],
     "dot": [(5,), (5,)],
 }
-FLOPS = {3: 2 * 3 * 5 * 7, 2: 2 * 3 * 5, 1: 2 * 5}
-"""By how many sizes there are, for one product."""
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_products_in_place_and_into_a_result_cost_what_they_cost_otherwise(name) -> None:
-    tensors = [torch.ones(shape) for shape in SIZES[name]]
-    packet = getattr(aten, name)
+    *_, left, right = SIZES[name]
+    tensors, packet = [torch.ones(shape) for shape in SIZES[name]], getattr(aten, name)
     found = packet.default(*tensors)
-    products = 2 if "bmm" in name else 1
-    flops = products * FLOPS[1 if name == "dot" else 2 if "mv" in name else 3]
+    flops = 2 * math.prod(left) * (right[-1] if len(right) > 1 else 1)
     calls = [(packet.default, {}), (packet.out, {"out": torch.empty_like(found)})]
-    if hasattr(aten, f"{name}_"):
-        calls.append((getattr(aten, f"{name}_").default, {}))
-    read = sum(tensor.numel() * 4 for tensor in tensors)
+    calls += [(in_place.default, {}) for in_place in [getattr(aten, f"{name}_", None)] if in_place]
     for func, named in calls:
         cost, reads, writes = learn_rule(func).price(tensors, named, found)
         assert (cost.family, cost.flops, cost.dtype) == ("matmul", flops, "float32"), func
-        assert sum(size for _, size in reads) == read, func
-        assert sum(size for _, size in writes) == found.numel() * 4, func
+        assert sum(size for _, size in reads) == sum(one.nbytes for one in tensors), func
+        assert sum(size for _, size in writes) == found.nbytes, func
 
 
 def test_products_of_groups_cost_what_all_of_them_do() -> None:
@@ -204,25 +163,14 @@ def test_families_of_other_namespaces() -> None:
         assert family_of(name) is None
 
 
-def list_products(**fields) -> dict[str, set[str]]:
-    """Families of the operators of a predicted step that are called products."""
-    experiment = make_experiment(
-        **{"model": SMALL, "batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1} | fields
-    )
-    with tracing(find_target(experiment)) as recorder:
-        training = set_up(experiment, import_method(experiment), Cpu(), lambda *_: None)
-        recorder.counting = True
-        training.step.run(training.batch, lambda _: None)
-    families: dict[str, set[str]] = {}
-    for op in recorder.events:
-        if isinstance(op, Op) and CALLED_PRODUCT.search(op.cost.op):
-            families.setdefault(op.cost.op, set()).add(op.cost.family)
-    return families
-
-
 SMALL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 NO_AUTOCAST = {("opacus-per-layer", "bfloat16"), ("opacus-ew", "bfloat16")}
 PLACES = {"cpu": {"device": "cpu"}, "h200": {"device": "cuda", "target": "h200"}}
+
+
+def trace(**fields):
+    usual = {"model": SMALL, "batch_size": 3, "seq_len": 16, "noise_multiplier": 0.1}
+    return trace_steps(make_experiment(**usual | fields), lambda _: None)
 
 
 QUICK = {("flash-bk", "h200", "bfloat16"), ("opacus-ghost", "cpu", "float32")}
@@ -239,12 +187,13 @@ QUICK |= {("per-layer", "cpu", "float32"), ("opacus-ew", "h200", "bfloat16")}
 def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
     if (method, dtype) in NO_AUTOCAST:
         with pytest.raises(UnsupportedError):
-            list_products(method=method, dtype=dtype, **PLACES[place])
+            trace(method=method, dtype=dtype, **PLACES[place])
         return
-    families = list_products(method=method, dtype=dtype, **PLACES[place])
+    costs = [op.cost for op in trace(method=method, dtype=dtype, **PLACES[place]).steady.ops]
+    families = {cost.op: cost.family for cost in costs if CALLED_PRODUCT.search(cost.op)}
 
     assert len(families) > 2
-    assert set().union(*families.values()) <= {"matmul", "attention"}
+    assert set(families.values()) <= {"matmul", "attention"}
 
 
 @pytest.mark.parametrize(
@@ -256,53 +205,42 @@ def test_every_product_of_every_method_is_counted(method, place, dtype) -> None:
 )
 def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> None:
     """A sample's gradients are larger than what they are made of, so none is made."""
-    fields = {"model": SMALL | {"d_model": 64}, "batch_size": 3, "seq_len": 8, "method": method}
-    told = [
-        estimate(make_experiment(**fields, **PLACES[place], dtype=dtype), lambda _: None)
-        for dtype in ("float32", "bfloat16")
-    ]
-    ways = [{name: choice.way for name, choice in (one.norm_plan or {}).items()} for one in told]
+    fields = {"model": SMALL | {"d_model": 64}, "seq_len": 8, "method": method}
+    traced = [trace(**fields, **PLACES[place], dtype=dtype) for dtype in ("float32", "bfloat16")]
+    plans = [one.training.step.norm_plan or {} for one in traced]
+    ways = [{name: choice.way for name, choice in plan.items()} for plan in plans]
 
     assert ways[0] == ways[1]
-    assert told[0].compute.executed_flops == told[1].compute.executed_flops > 0
+    assert executed(traced[0].steady) == executed(traced[1].steady) > 0
 
 
 def test_bytes_of_elementwise_reductions_lookups_and_copies() -> None:
     x, table = torch.ones(4, 8), torch.ones(100, 8)
     ids = torch.tensor([1, 2, 3])
 
-    def price(func, *args):
-        cost, reads, writes = learn_rule(func).price(args, {}, func(*args))
-        return (
-            (cost.family, cost.flops),
-            sum(size for _, size in reads),
-            sum(size for _, size in writes),
-        )
-
-    assert price(aten.add.Tensor, x, x) == (("elementwise", 32), 256, 128)
-    assert price(aten.add_.Tensor, x, x) == (("elementwise", 32), 256, 128)
-    assert price(aten.sum.default, x) == (("reduction", 32), 128, 4)
-    assert price(aten.embedding.default, table, ids) == (("indexing", 0), 3 * 32 + 24, 3 * 32)
-    assert price(aten.clone.default, x) == (("copy", 0), 128, 128)
-    assert price(aten.zero_.default, x) == (("copy", 0), 0, 128)
-    # Of these only shape, dtype and device of the argument matter.
-    assert price(aten.new_zeros.default, x, [2]) == (("copy", 0), 0, 8)
-    assert price(aten.zeros_like.default, x) == (("copy", 0), 0, 128)
-    # An expanded axis is read once.
-    assert price(aten.add.Tensor, x, torch.ones(1, 8).expand(4, 8))[1] == 128 + 32
+    for func, args, expected in [
+        (aten.add.Tensor, (x, x), ("elementwise", 32, 256, 128)),
+        (aten.add_.Tensor, (x, x), ("elementwise", 32, 256, 128)),
+        (aten.sum.default, (x,), ("reduction", 32, 128, 4)),
+        (aten.embedding.default, (table, ids), ("indexing", 0, 3 * 32 + 24, 3 * 32)),
+        (aten.clone.default, (x,), ("copy", 0, 128, 128)),
+        (aten.zero_.default, (x,), ("copy", 0, 0, 128)),
+        # Of these only shape, dtype and device of the argument matter.
+        (aten.new_zeros.default, (x, [2]), ("copy", 0, 0, 8)),
+        (aten.zeros_like.default, (x,), ("copy", 0, 0, 128)),
+        # An expanded axis is read once.
+        (aten.add.Tensor, (x, torch.ones(1, 8).expand(4, 8)), ("elementwise", 32, 160, 128)),
+    ]:
+        cost, *sides = learn_rule(func).price(args, {}, func(*args))
+        moved = (sum(size for _, size in side) for side in sides)
+        assert (cost.family, cost.flops, *moved) == expected, func
 
 
-def test_views_cost_nothing_and_are_no_operators() -> None:
-    assert learn_rule(aten.view.default).is_free
-    assert learn_rule(aten.transpose.int).is_free
-    assert not learn_rule(aten.clone.default).is_free
-
-
-def test_questions_about_dtypes_and_shapes_launch_no_kernel_and_are_no_operators() -> None:
-    recorder = Recorder(is_there=lambda *_: True)
-    with recorder:
+def test_views_and_questions_about_dtypes_and_shapes_are_no_operators() -> None:
+    with Recorder(is_there=lambda *_: True) as recorder:
         x = torch.ones(3)
         recorder.counting = True
+        x.view(1, 3).t()
         torch.promote_types(x.dtype, torch.float64)
         torch.result_type(x, 1.0)
         torch.can_cast(torch.float32, torch.int64)
@@ -314,31 +252,26 @@ def test_questions_about_dtypes_and_shapes_launch_no_kernel_and_are_no_operators
 
 @pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer", "opacus-adaptive"])
 def test_every_operator_of_a_step_has_a_family_and_moves_bytes(method) -> None:
-    ops = count(method, Linears(), seq_len=16).ops
+    ops = keep(method, STEP, seq_len=16).ops
 
     assert all(op.cost.family != "other" for op in ops)
     assert all(op.reads or op.writes for op in ops)
 
 
 def test_the_roofline_takes_what_binds() -> None:
-    step = count("standard", Linears(), seq_len=T)
+    step = keep("standard", STEP, seq_len=64)
     moved = state_io(step, 1)
-    slow_memory = Target.model_validate(
-        {"memory_bytes": "1GiB", "flops_per_s": 1e30, "bandwidth_bytes_per_s": 1e9}
-    )
-    slow_compute = Target.model_validate(
-        {"memory_bytes": "1GiB", "flops_per_s": 1e9, "bandwidth_bytes_per_s": 1e30}
-    )
 
-    by_memory = bound_step_s(step.ops, "float32", slow_memory)
-    by_compute = bound_step_s(step.ops, "float32", slow_compute)
+    def bound(flops_per_s: float, bytes_per_s: float) -> float:
+        speeds = {"flops_per_s": flops_per_s, "bandwidth_bytes_per_s": bytes_per_s}
+        return bound_step_s(step.ops, "float32", Target(memory_bytes="1GiB", **speeds))
 
-    assert by_memory == pytest.approx((moved.bytes_read + moved.bytes_written) / 1e9)
-    assert by_compute == pytest.approx(executed(step) / 1e9)
+    assert bound(1e30, 1e9) == pytest.approx((moved.bytes_read + moved.bytes_written) / 1e9)
+    assert bound(1e9, 1e30) == pytest.approx(executed(step) / 1e9)
 
 
 def test_tallies_agree_with_the_total() -> None:
-    io = state_io(count("opacus-ghost", Linears(), seq_len=16), 10)
+    io = state_io(keep("opacus-ghost", STEP, seq_len=16), 10)
 
     for parts in (io.by_phase, io.by_op_kind, io.by_module, io.by_component):
         assert sum(part.read for part in parts.values()) == io.bytes_read
@@ -356,7 +289,7 @@ def test_tallies_agree_with_the_total() -> None:
         (50_257, torch.float32, False),
     ],
 )
-def test_products_tell_whether_rows_begin_on_sixteen_bytes(columns, dtype, aligned) -> None:
+def test_products_say_whether_rows_begin_on_sixteen_bytes(columns, dtype, aligned) -> None:
     """A row of 8 numbers of 2 bytes, or 4 of 4 bytes, fills 16 bytes."""
     x, weight = (torch.empty(rows, 16, dtype=dtype, device="meta") for rows in (5, columns))
     logits = x @ weight.t()

@@ -50,27 +50,6 @@ def processes():
         yield pool
 
 
-@pytest.fixture(scope="module")
-def peaks_elsewhere(processes):
-    """Peaks of a method's first and a later step in three processes, measured when asked for."""
-
-    @functools.cache
-    def measure(method: str) -> list[list[int]]:
-        figures = ("first_step_peak_allocated_bytes", "peak_allocated_bytes")
-        found = processes.map(measure_here, [method] * 3)
-        return [[one["memory"][figure] for figure in figures] for one in found]
-
-    return measure
-
-
-@pytest.mark.parametrize("method", methods("opacus-ghost"))
-def test_peaks_are_equal_to_the_byte_in_three_processes(method, peaks_elsewhere) -> None:
-    first, *others = peaks_elsewhere(method)
-
-    assert others == [first] * 2
-    assert min(first) > 4 * P * 4
-
-
 def peaks_here(method: str, *, with_books: bool) -> tuple[list[int], int | None]:
     """Peaks of the first and a later step, which nothing counts, and what was recorded of it."""
     experiment = make_experiment(method=method, **FIELDS)
@@ -96,21 +75,24 @@ SCALARS = 2 * (8 + 4)
 
 
 @pytest.mark.parametrize("method", methods("opacus-ghost"))
-def test_neither_the_census_nor_recording_changes_a_peak(
-    method, processes, peaks_elsewhere
+def test_peaks_are_equal_in_all_processes_and_neither_census_nor_recording_changes_them(
+    method, processes
 ) -> None:
+    with_census = processes.map(measure_here, [method] * 2)
     calls = [
         processes.submit(peaks_here, method, with_books=recorded) for recorded in (False, True)
     ]
     (plain, _), (watched, of_books) = (call.result() for call in calls)
+    figures = ("first_step_peak_allocated_bytes", "peak_allocated_bytes")
 
-    assert peaks_elsewhere(method)[0] == plain
+    assert [[one["memory"][name] for name in figures] for one in with_census] == [plain] * 2
+    assert min(plain) > 4 * P * 4
     for bare, with_ledger in zip(plain, watched, strict=True):
         assert 0 <= with_ledger - bare <= SCALARS
     assert 0 <= plain[1] - of_books <= SCALARS
 
 
-@pytest.mark.parametrize("method", registry.names("methods"))
+@pytest.mark.parametrize("method", methods("standard", "opacus-ghost"))
 def test_components_and_what_nobody_claims_sum_to_what_is_allocated(method) -> None:
     snapshots = measured(method)["memory"]["snapshots"]
 
@@ -132,73 +114,59 @@ def test_a_standard_step_is_accounted_for_to_the_byte() -> None:
         assert components.get("unattributed", 0) <= 4, name  # the loss
 
 
-def test_per_sample_gradients_live_from_backward_to_step() -> None:
-    snapshots = {
-        s["name"]: s["components"] for s in measured("opacus-hooks")["memory"]["snapshots"]
-    }
-    sizes = {name: census["per_sample_gradients"] for name, census in snapshots.items()}
+@pytest.mark.parametrize(
+    ("method", "clipping"),
+    [("opacus-ghost", ["clip", "second_backward"]), ("microbatch", ["clip"])],
+)
+def test_phases_are_those_of_the_method_and_sum_to_the_step(method, clipping) -> None:
+    """Also those that are entered for every sample."""
+    time = measured(method)["time"]
 
-    assert sizes.pop("after_backward") == B * P * 4
-    assert set(sizes.values()) == {0}
-
-
-def test_phases_are_those_of_the_method_and_sum_to_the_step() -> None:
-    time = measured("opacus-ghost")["time"]
-
-    phases = ["forward", "backward", "clip", "second_backward", "noise", "step"]
-    assert list(time["phases_s"]) == phases
-    for index, step_s in enumerate(time["step_s"]):
-        assert sum(samples[index] for samples in time["phases_s"].values()) == pytest.approx(step_s)
-    assert len(time["step_s"]) == 3
-    assert all(seconds > 0 for samples in time["phases_s"].values() for seconds in samples)
+    assert list(time["phases_s"]) == ["forward", "backward", *clipping, "noise", "step"]
+    for samples in time["phases_s"].values():
+        assert len(samples) == len(time["step_s"]) == 3
+        assert min(samples) > 0
+    for step_s, *parts in zip(time["step_s"], *time["phases_s"].values(), strict=True):
+        assert sum(parts) == pytest.approx(step_s)
 
 
-def test_a_phase_entered_for_every_sample_is_summed_over_the_step() -> None:
-    time = measured("microbatch")["time"]
-
-    assert list(time["phases_s"]) == ["forward", "backward", "clip", "noise", "step"]
-    assert {len(samples) for samples in time["phases_s"].values()} == {3}
+MOMENTS = ["model_loaded", "wrapped_with_dp", "optimizer_created", "after_warmup"]
+MOMENTS += ["before_forward", "after_forward", "after_backward", "after_step"]
 
 
 @pytest.mark.parametrize("instrument", ["clean", "phases"])
-def test_samplers_are_told_by_both_instruments(instrument) -> None:
-    ghost = measured("opacus-ghost", instrument=instrument)
-    standard = measured("standard", instrument=instrument)
-
-    assert ghost["samplers"]["Linear"] == "norm sampler"
-    assert "samplers" not in ghost["reasons"]
-    assert standard["samplers"] is None
-    assert standard["reasons"]["samplers"].startswith("the method asks no layer")
-
-
-def test_snapshots_have_the_same_names_under_both_instruments() -> None:
-    by_instrument = [
-        [s["name"] for s in measured("opacus-ghost", instrument=name)["memory"]["snapshots"]]
-        for name in ("clean", "phases")
-    ]
-
-    assert by_instrument[0] == by_instrument[1]
-    assert len(by_instrument[0]) == 9
-
-
-@pytest.mark.parametrize("method", ["standard", "opacus-hooks"])
-def test_every_null_has_a_reason(method) -> None:
-    result = measured(method)
-    parts = {part: result[part] for part in ("memory", "time")}
-    later = {"memory.at_peak", "memory.timeline", "memory.attribution", "memory.allocator"}
-    later |= {"time.predicted_step_s"}
+@pytest.mark.parametrize("method", ["standard", "opacus-ghost"])
+def test_both_instruments_take_snapshots_name_samplers_and_say_why_a_figure_is_null(
+    method, instrument
+) -> None:
+    result = measured(method, instrument=instrument)
+    memory, time = result["memory"], result["time"]
+    elsewhere = {"at_peak", "timeline", "attribution", "allocator", "predicted_step_s"}
+    if instrument == "clean":
+        elsewhere.add("phases_s")
     nulls = {
         f"{part}.{name}"
-        for part, figures in parts.items()
+        for part, figures in (("memory", memory), ("time", time))
         for name, value in figures.items()
-        if value is None
+        if value is None and name not in elsewhere
     }
-    if any(snapshot["rss_bytes"] is None for snapshot in result["memory"]["snapshots"]):
+    if any(snapshot["rss_bytes"] is None for snapshot in memory["snapshots"]):
         nulls.add("memory.snapshots.rss_bytes")
+    second_pass = ["after_second_backward"] if method == "opacus-ghost" else []
+    elapsed = [snapshot["elapsed_s"] for snapshot in memory["snapshots"]]
 
-    assert nulls - later <= set(result["reasons"])
-    assert result["throughput"] is None
-    assert "throughput" in result["reasons"]
+    assert [one["name"] for one in memory["snapshots"]] == MOMENTS[:-1] + second_pass + MOMENTS[-1:]
+    assert elapsed == sorted(elapsed)
+    assert nulls
+    assert nulls <= set(result["reasons"])
+    assert (result["throughput"] is None) == ("throughput" in result["reasons"])
+    assert (result["throughput"] is None) == (instrument == "phases")
+    if method == "opacus-ghost":
+        assert result["samplers"]["Linear"] == "norm sampler"
+        assert "samplers" not in result["reasons"]
+    else:
+        assert result["samplers"] is None
+        assert result["reasons"]["samplers"].startswith("the method asks no layer")
 
 
 @pytest.mark.gpu

@@ -2,11 +2,9 @@
 
 import gzip
 import json
-import math
 import sys
 from functools import partial
 
-import jsonschema
 import pytest
 from factory import make_experiment
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
@@ -15,38 +13,12 @@ from dpprof.instruments import kernels as kernels_module
 from dpprof.instruments.kernels import measure
 from dpprof.instruments.memory import measure as record_timelines
 from dpprof.launch.protocol import TRACES
-from dpprof.records.result import Kernels, Measurement
+from dpprof.records.result import Measurement
 from dpprof.spec import registry
 from dpprof.traces.kernel_summary import state_kernels
 from dpprof.traces.launching_ops import find_steps
 from dpprof.traces.spans import STEP, read_trace
 from dpprof.traces.trace_files import TRACE_NAME, write_trace
-
-# The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
-TRACE_EVENT_FORMAT = {
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {
-        "traceEvents": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["ph", "name", "pid", "tid", "ts"],
-                "properties": {
-                    "ph": {"enum": list("XBEMsftinC")},
-                    "name": {"type": "string"},
-                    "pid": {"type": ["integer", "string"]},
-                    "tid": {"type": ["integer", "string"]},
-                    "ts": {"type": "number", "minimum": 0},
-                    "dur": {"type": "number", "minimum": 0},
-                    "args": {"type": "object"},
-                },
-                "if": {"properties": {"ph": {"const": "X"}}},
-                "then": {"required": ["dur"]},
-            },
-        }
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +34,23 @@ def ghost(folder) -> Measurement:
         return measure(experiment, lambda _: None)
 
 
-def told(measured: Measurement) -> Kernels:
-    assert measured.kernels is not None
-    return measured.kernels
-
-
 def test_times_add_up_to_the_step(ghost) -> None:
-    kernels = told(ghost)
+    kernels = ghost.kernels
 
     assert kernels.steps == 2
     assert sum(kernels.by_op_kind.values()) == pytest.approx(kernels.total_s)
     assert sum(one.seconds for one in kernels.by_phase_and_op_kind) == pytest.approx(
         kernels.total_s
     )
+    assert ghost.observed.step_s == kernels.step_s
+    assert ghost.observed.peak_rss_bytes > 50 * 2**20
     # On a CPU operators run one after another, so what they leave is idle.
     assert kernels.total_s + kernels.idle_s == pytest.approx(kernels.step_s)
     assert kernels.largest == sorted(kernels.largest, key=lambda k: k.seconds, reverse=True)
 
 
-def test_phases_and_the_search_for_norms_are_told_apart(ghost) -> None:
-    kernels = told(ghost)
+def test_phases_and_the_search_for_norms_are_separate(ghost) -> None:
+    kernels = ghost.kernels
 
     assert set(kernels.by_phase) == {
         *("forward", "backward", "clip", "second_backward", "noise", "step"),
@@ -101,7 +70,7 @@ def test_recorded_operators_have_the_same_kinds(ghost) -> None:
     assert recorded is not None
     work = {(one.phase, one.op_kind): one.ops for one in recorded.by_phase_and_op_kind}
 
-    for one in told(ghost).by_phase_and_op_kind:
+    for one in ghost.kernels.by_phase_and_op_kind:
         if one.op_kind not in ("copy", "clip"):  # a trace sees what Python numbers become
             assert work.get((one.phase, one.op_kind)), (one.phase, one.op_kind)
     assert sum(one.read for one in recorded.by_phase_and_op_kind) == recorded.bytes_read
@@ -111,7 +80,7 @@ def test_recorded_operators_have_the_same_kinds(ghost) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(name, marks=() if name in ("flash-bk", "opacus-hooks") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "flash-bk" else pytest.mark.slow)
         for name in registry.names("methods")
     ],
 )
@@ -120,11 +89,11 @@ def test_next_to_nothing_has_no_known_kind(method) -> None:
         method=method, model="tiny", seq_len=32, timed_steps=1, noise_multiplier=0.1
     )
 
-    assert told(measure(experiment, lambda _: None)).other_share < 0.05
+    assert measure(experiment, lambda _: None).kernels.other_share < 0.05
 
 
 def test_reasons_for_every_null(ghost) -> None:
-    kernels = told(ghost)
+    kernels = ghost.kernels
 
     assert kernels.waiting_s is None
     assert {"kernels.waiting_s", "time", "throughput", "memory"} <= set(ghost.reasons)
@@ -132,23 +101,20 @@ def test_reasons_for_every_null(ghost) -> None:
     assert "kernels.trace" not in ghost.reasons
 
 
-def test_without_a_folder_there_is_no_trace_but_its_numbers(monkeypatch) -> None:
-    monkeypatch.setenv(TRACES, "")
-    measured = measure(make_experiment(), lambda _: None)
-
-    assert told(measured).trace is None
-    assert told(measured).total_s > 0
-    assert measured.reasons["kernels.trace"] == "no folder was given for it"
-
-
-def test_a_folder_that_cannot_be_written_costs_the_trace_alone(monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [("", "no folder was given for it"), ("file/r0", "it could not be written: ")],
+)
+def test_a_folder_that_cannot_be_written_costs_the_trace_alone(
+    folder, why, monkeypatch, tmp_path
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(TRACES, str(tmp_path / "file" / "r0"))
+    monkeypatch.setenv(TRACES, str(tmp_path / folder) if folder else "")
     measured = measure(make_experiment(), lambda _: None)
 
-    assert told(measured).total_s > 0
-    assert told(measured).trace is None
-    assert measured.reasons["kernels.trace"].startswith("it could not be written: ")
+    assert measured.kernels.trace is None
+    assert measured.kernels.total_s > 0
+    assert measured.reasons["kernels.trace"].startswith(why)
 
 
 def test_without_tensorboard_its_events_alone_are_left_out(monkeypatch, tmp_path, capsys) -> None:
@@ -156,7 +122,7 @@ def test_without_tensorboard_its_events_alone_are_left_out(monkeypatch, tmp_path
     monkeypatch.setenv(TRACES, str(tmp_path))
     measured = measure(make_experiment(), lambda _: None)
 
-    assert told(measured).trace is not None
+    assert measured.kernels.trace is not None
     assert [path.name for path in tmp_path.iterdir()] == [TRACE_NAME]
     assert "pip install 'dpprof[monitor]'" in capsys.readouterr().err
 
@@ -178,8 +144,13 @@ def test_perfetto_can_read_the_trace(ghost, folder) -> None:
     packed = (folder / TRACE_NAME).read_bytes()
     document = json.loads(gzip.decompress(packed))
 
-    assert told(ghost).trace_bytes == len(packed)
-    jsonschema.validate(document, TRACE_EVENT_FORMAT)
+    assert ghost.kernels.trace_bytes == len(packed)
+    # The parts of the Trace Event Format that Perfetto's and Chrome's importers go by.
+    for event in document["traceEvents"]:
+        assert event.keys() >= {"ph", "name", "pid", "tid", "ts"}
+        assert event["ph"] in "XBEMsftinC"
+        assert event["ts"] >= 0
+        assert event["ph"] != "X" or event["dur"] >= 0
     names = {event["name"] for event in document["traceEvents"]}
     assert {STEP, "dpprof phase: second_backward", "dpprof norms"} <= names
     # Spans of a thread that cross without one holding the other cannot be drawn.
@@ -201,8 +172,8 @@ def test_tensorboards_own_reader_shows_the_run(ghost, folder) -> None:
     assert set(shown.Runs()) == {run}
     (step,) = shown.Scalars(run, "kernels_ms/step")
     (gemm,) = shown.Scalars(run, "kernels_ms/op_kind/gemm")
-    assert step.value == pytest.approx(told(ghost).step_s * 1e3)
-    assert gemm.value == pytest.approx(told(ghost).by_op_kind["gemm"] * 1e3)
+    assert step.value == pytest.approx(ghost.kernels.step_s * 1e3)
+    assert gemm.value == pytest.approx(ghost.kernels.by_op_kind["gemm"] * 1e3)
 
 
 def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_path) -> None:
@@ -220,17 +191,10 @@ def test_a_trace_that_is_too_large_is_cut_and_then_left_out(ghost, folder, tmp_p
     assert not (tmp_path / TRACE_NAME).exists()
 
 
-def test_the_tracer_says_what_it_cost(ghost) -> None:
-    assert ghost.observed is not None
-    assert ghost.observed.step_s == told(ghost).step_s
-    assert ghost.observed.peak_rss_bytes > 50 * 2**20
-    assert math.isfinite(ghost.observed.step_s)
-
-
 @pytest.mark.gpu
 def test_on_cuda_kernels_are_traced_with_their_launches() -> None:
     experiment = make_experiment(method="opacus-ghost", device="cuda", timed_steps=2, batch_size=4)
-    kernels = told(measure(experiment, lambda _: None))
+    kernels = measure(experiment, lambda _: None).kernels
 
     assert kernels.waiting_s is not None
     assert kernels.waiting_s <= kernels.idle_s

@@ -1,15 +1,14 @@
-"""Attention on CUDA: which kernel, what it saves and takes, and what is told of it."""
+"""Attention on CUDA: which kernel, what it saves and takes, and what an estimate says of it."""
 
 import pytest
 import torch
 from factory import make_experiment
-from torch import nn
+from memory_steps import costs, trace_call, workspaces
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.instruments.memory import estimate, tracing
+from dpprof.instruments.memory import estimate
 from dpprof.memory.attention_backends import AttentionCall, AttentionGpu, choose_backend
-from dpprof.memory.events import Op
-from dpprof.spec import registry
 
 BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NEWER, OLDER = 92000, 91002
@@ -71,50 +70,46 @@ def test_what_is_switched_off_does_not_run(monkeypatch) -> None:
 
 
 B, H, T, K = 2, 3, 64, 16
+attend = nn.functional.scaled_dot_product_attention
+
+
+def make_heads(dtype, heads=H) -> Tensor:
+    return torch.ones(B, heads, T, K, dtype=dtype, requires_grad=True)
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "op", "saved"),
+    ("target", "dtype", "op"),
     [
-        ("a100", FLOAT, "efficient_attention", 4 * B * H * T),
-        ("a100", BF16, "flash_attention", 4 * B * H * T),
-        ("h200", FLOAT, "efficient_attention", 4 * B * H * T),
-        ("h200", BF16, "cudnn_attention", 4 * B * H * T),
-        ("b200", BF16, "cudnn_attention", 4 * B * H * T),
+        ("a100", FLOAT, "efficient_attention"),
+        ("a100", BF16, "flash_attention"),
+        ("h200", FLOAT, "efficient_attention"),
+        ("h200", BF16, "cudnn_attention"),
+        ("b200", BF16, "cudnn_attention"),
     ],
 )
-def test_forward_saves_the_log_sums_and_backward_runs_the_same_kernel(
-    target, dtype, op, saved
-) -> None:
-    with tracing(registry.load("targets", target)) as recorder:
-        q, k, v = (torch.ones(B, H, T, K, dtype=dtype, requires_grad=True) for _ in range(3))
-        recorder.counting = True
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        born = [one.nbytes for one in recorder.storages if one.op.endswith(op)]
-        y.sum().backward()
-    ran = [one.cost for one in recorder.events if isinstance(one, Op)]
-    costs = {one.op: one for one in ran if one.family == "attention"}
+def test_forward_saves_the_log_sums_and_backward_runs_the_same_kernel(target, dtype, op) -> None:
+    def run() -> None:
+        q, k, v = (make_heads(dtype) for _ in range(3))
+        attend(q, k, v, is_causal=True).sum().backward()
+        assert q.grad.shape == q.shape
 
+    recorder = trace_call(target, run)
     name = f"_scaled_dot_product_{op}"
+    found = {one.op: one.flops for one in costs(recorder) if one.family == "attention"}
     # Dropout's seed and offset take a block each.
-    assert sorted(born) == sorted([y.nbytes, saved, 512, 512])
-    assert set(costs) == {name, f"{name}_backward"}
-    assert costs[name].flops == 4 * B * H * T * T * K
-    assert costs[f"{name}_backward"].flops == 10 * B * H * T * T * K
-    assert q.grad.shape == q.shape
+    saved = [B * H * T * K * dtype.itemsize, 4 * B * H * T, 512, 512]
+    assert sorted(s.nbytes for s in recorder.storages if s.op == name) == sorted(saved)
+    product = 2 * B * H * T * T * K
+    assert found == {name: 2 * product, f"{name}_backward": 5 * product}
 
 
 def test_cudnns_backward_takes_a_float32_gradient_of_the_queries_at_least() -> None:
-    with tracing(registry.load("targets", "h200")) as recorder:
-        q = torch.ones(B, H, T, K, dtype=BF16, requires_grad=True)
-        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
-    taken = [
-        one.nbytes
-        for one in recorder.storages
-        if "workspace" in one.roles and one.op.endswith("cudnn_attention_backward")
-    ]
+    def run() -> None:
+        q = make_heads(BF16)
+        attend(q, q, q).sum().backward()
 
-    assert taken == [-(-4 * B * H * T * width // 512) * 512 for width in (K, 1)]
+    taken = workspaces(trace_call("h200", run), "cudnn_attention_backward")
+    assert taken == [4 * B * H * T * width for width in (K, 1)]
 
 
 @pytest.mark.parametrize(
@@ -126,66 +121,56 @@ def test_cudnns_backward_takes_a_float32_gradient_of_the_queries_at_least() -> N
     ],
 )
 def test_grouped_queries_run_where_the_kernel_takes_them(target, dtype, op) -> None:
-    with tracing(registry.load("targets", target)) as recorder:
-        q = torch.ones(B, 4 * H, T, K, dtype=dtype, requires_grad=True)
-        k = torch.ones(B, H, T, K, dtype=dtype, requires_grad=True)
-        recorder.counting = True
-        nn.functional.scaled_dot_product_attention(
-            q, k, k, is_causal=True, enable_gqa=True
-        ).sum().backward()
-    ran = {one.cost.op for one in recorder.events if isinstance(one, Op)}
+    def run() -> None:
+        q, k = make_heads(dtype, 4 * H), make_heads(dtype)
+        attend(q, k, k, is_causal=True, enable_gqa=True).sum().backward()
+        assert k.grad.shape == k.shape
 
+    recorder = trace_call(target, run)
+    ran = {one.op for one in costs(recorder)}
     assert op in ran
     assert {one for one in ran if one.endswith("attention")} == ({op} if op != "bmm" else set())
-    assert k.grad.shape == k.shape
-    by_head = B * 4 * H * T * K * q.element_size()
-    taken = [one.requested for one in recorder.storages if "workspace" in one.roles]
-    assert taken.count(by_head) == (2 if "flash" in op else 0)
+    by_head = B * 4 * H * T * K * dtype.itemsize
+    assert workspaces(recorder).count(by_head) == (2 if "flash" in op else 0)
 
 
 def test_autocast_casts_before_a_kernel_is_chosen_also_where_backward_computes_again() -> None:
-    def attend(q):
-        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    with tracing(registry.load("targets", "a100")) as recorder:
-        recorder.counting = True
-        q = torch.ones(B, H, T, K, requires_grad=True)
+    def run() -> None:
+        q = make_heads(FLOAT)
         with torch.autocast("cpu", dtype=BF16):
-            y = checkpoint(attend, q, use_reentrant=False)
+            y = checkpoint(lambda q: attend(q, q, q, is_causal=True), q, use_reentrant=False)
         y.sum().backward()
-    ran = [one.cost.op for one in recorder.events if isinstance(one, Op)]
+        assert (y.dtype, q.grad.dtype) == (BF16, FLOAT)
 
-    assert y.dtype is BF16
+    ran = [one.op for one in costs(trace_call("a100", run))]
     assert ran.count("_scaled_dot_product_flash_attention") == 2
     assert ran.count("_scaled_dot_product_flash_attention_backward") == 1
-    assert q.grad.dtype is FLOAT
 
 
 def test_a_mask_of_booleans_becomes_one_of_numbers_and_rules_flash_attention_out() -> None:
-    with tracing(registry.load("targets", "a100")) as recorder:
-        q = torch.ones(B, H, T, K, dtype=BF16, requires_grad=True)
-        mask = torch.ones(B, 1, T, T, dtype=torch.bool)
-        nn.functional.scaled_dot_product_attention(q, q, q, mask)
-    sizes = {one.op: one.requested for one in recorder.storages}
+    def run() -> None:
+        q = make_heads(BF16)
+        attend(q, q, q, torch.ones(B, 1, T, T, dtype=torch.bool))
 
+    sizes = {one.op: one.requested for one in trace_call("a100", run).storages}
     assert sizes["where"] == 2 * B * T * T
     assert "_scaled_dot_product_efficient_attention" in sizes
 
 
-def tell(**fields) -> dict[str, str]:
+def assume(**fields) -> dict[str, str]:
     model = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
     experiment = make_experiment(model=model, method="standard", device="cuda", **fields)
     return estimate(experiment, lambda _: None).memory.assumed
 
 
-def test_an_estimate_tells_what_it_assumes_of_attention() -> None:
-    hopper = tell(target="h200", dtype="bfloat16")
+def test_an_estimate_says_what_it_assumes_of_attention() -> None:
+    hopper = assume(target="h200", dtype="bfloat16")
     backward = "workspace of _scaled_dot_product_cudnn_attention_backward"
     assert set(hopper) == {"attention: cudnn", backward}
     assert hopper["attention: cudnn"].startswith("cuDNN's is preferred on compute capability 9.0")
     assert "lower bound" in hopper[backward]
 
-    assert tell(target="a100", dtype="bfloat16") == {
+    assert assume(target="a100", dtype="bfloat16") == {
         "attention: flash": "flash attention is preferred on compute capability 8.0"
     }
-    assert set(tell(target="h200", dtype="float32")) == {"attention: efficient"}
+    assert set(assume(target="h200", dtype="float32")) == {"attention: efficient"}

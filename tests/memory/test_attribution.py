@@ -21,22 +21,19 @@ def make_noise() -> None:
 
 NOISE = make_noise.__code__
 NORMS = {"sampler": OpacusPath.NORM_SAMPLER, "shape": (2, 5, 5)}
+BOTH, SEEN = {"roles": {"gradients", "summed_gradients"}}, {"code": NOISE, "roles": {"noise"}}
 HOOKED = {"module": "a", "roles": {"dp_activations"}}
 ADAM = {"phase": "step", "function": "torch.optim.adam:_adam"}
 SAVED, TEMPORARY = {"saved": True}, {"temporary": True}
 OWNERS = {
     "a role is identity": ({"roles": {"gradients"}}, {}, "gradients", "identity"),
-    "the stronger role": (
-        *({"roles": {"gradients", "summed_gradients"}}, {}, "summed_gradients", "identity"),
-    ),
-    "saved": (*({"phase": "forward", "module": "head"}, SAVED, "saved_activations", "identity"),),
+    "the stronger role": (BOTH, {}, "summed_gradients", "identity"),
+    "saved": ({"phase": "forward", "module": "head"}, SAVED, "saved_activations", "identity"),
     "saved outside the model": ({"phase": "forward"}, SAVED, "logits_and_loss", "identity"),
     "held by autograd and a hook": (HOOKED, SAVED, "saved_activations", "identity"),
     "held by a hook alone": (HOOKED, {}, "dp_activations", "identity"),
     "a declared function": ({"code": NOISE}, {}, "noise", "birthplace"),
-    "a declared function, seen in that role": (
-        *({"code": NOISE, "roles": {"noise"}}, {}, "noise", "identity"),
-    ),
+    "a declared function, seen in that role": (SEEN, {}, "noise", "identity"),
     "a square product of a norm sampler": (NORMS, {}, "gram_matrices", "birthplace"),
     "a square copy is no Gram matrix": (NORMS | {"op": "clone"}, {}, "workspace", "birthplace"),
     "an autograd node": ({"node": "MmBackward0"}, {}, "output_gradients", "birthplace"),
@@ -75,12 +72,7 @@ class Unknown(OpacusHooks):
 
 
 def test_an_undeclared_method_gets_sensible_owners(monkeypatch) -> None:
-    load = registry.load
-    monkeypatch.setattr(
-        registry,
-        "load",
-        lambda group, name: Unknown if name == "opacus-hooks" else load(group, name),
-    )
+    monkeypatch.setattr(registry, "load", lambda *_: Unknown)
     step = keep("opacus-hooks")
 
     assert at_end_of(step, "backward")["per_sample_gradients"] == B * P * 4

@@ -54,40 +54,24 @@ def draw() -> list[Tensor]:
     return [torch.ones(2) for _ in range(2)]
 
 
-def test_a_renamed_function_keeps_what_it_allocates() -> None:
+def test_births_follow_the_code_of_functions(marked) -> None:
+    """Under any name, through a wrapper, and within; but not into functions that are called."""
     renamed = draw
     renamed.__name__ = renamed.__qualname__ = "made_otherwise"
 
-    assert owners_of(renamed, {renamed: "noise"}) == ["noise", "noise"]
-    assert owners_of(draw, {}) == [None, None]
-
-
-def test_functions_written_within_count_and_functions_called_do_not(marked) -> None:
     @allocates("noise")
+    @torch.no_grad()
     def outer() -> list[Tensor]:
         def inner() -> Tensor:
             return torch.ones(2)
 
         return [inner(), *draw()]
 
+    assert owners_of(renamed, {renamed: "noise"}) == ["noise", "noise"]
+    assert owners_of(draw, {}) == [None, None]
     assert owners_of(outer, {}) == ["noise", None, None]
-
-
-def test_a_decorated_function_is_marked_through_its_wrapper(marked) -> None:
-    @allocates("noise")
-    @torch.no_grad()
-    def wrapped() -> Tensor:
-        return torch.ones(2)
-
-    assert owners_of(wrapped, {}) == ["noise"]
-
-
-def test_what_a_method_declares_comes_before_marks(marked) -> None:
-    @allocates("noise")
-    def both() -> Tensor:
-        return torch.ones(2)
-
-    assert owners_of(both, {both: "norm_samples"}) == ["norm_samples"]
+    # What a method declares comes before marks.
+    assert owners_of(outer, {outer: "norm_samples"}) == ["norm_samples", None, None]
 
 
 @pytest.mark.parametrize("name", ["dpprof.clipping.optimizer:draw_noise", len, None])

@@ -36,103 +36,73 @@ def test_requests_and_segments_are_rounded_up(requested: int, block: int, segmen
     assert segment_size(block) == segment
 
 
-def test_a_large_block_keeps_a_remainder_of_up_to_a_mebibyte() -> None:
-    """So ``max_memory_allocated`` counts more than sizes rounded to 512 bytes."""
-    allocator = CachingAllocator()
-    allocator.allocate("gradient", 25 * MIB)
-    assert allocator.allocated_bytes == allocator.reserved_bytes == 26 * MIB
-    assert allocator.requested_bytes == 25 * MIB
+def play(allocator: CachingAllocator, steps: str) -> CachingAllocator:
+    """Allocate MiB under keys, as ``a 40``, and free keys, as ``-a``."""
+    for step in steps.split(", "):
+        if step.startswith("-"):
+            allocator.free(step[1:])
+        else:
+            key, size = step.split()
+            allocator.allocate(key, int(size) * MIB)
+    return allocator
 
 
-def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
-    allocator = CachingAllocator()
-    for key, size in {"a": 40, "b": 12, "c": 20}.items():
-        allocator.allocate(key, size * MIB)
-    for key in "abc":
-        allocator.free(key)
-    allocator.allocate("d", 15 * MIB)
-    assert allocator.reserved_bytes == (40 + 12 + 20) * MIB
-    # Of the 20 MiB are 5 left, which fit 4; what is left of those stays in the block.
-    allocator.allocate("e", 4 * MIB)
-    allocator.allocate("f", 40 * MIB)
-    assert allocator.reserved_bytes == 72 * MIB
+@pytest.mark.parametrize(
+    ("steps", "reserved", "blocks"),
+    [
+        # A large block keeps a remainder of up to a MiB, so max_memory_allocated counts more than
+        # sizes rounded to 512 bytes.
+        ("gradient 25", 26, {"gradient": 26}),
+        # The smallest block that is large enough is taken. Of the 20 MiB are 5 left, which fit 4;
+        # what is left of those stays in the block.
+        (
+            "a 40, b 12, c 20, -a, -b, -c, d 15, e 4, f 40",
+            40 + 12 + 20,
+            {"d": 15, "e": 5, "f": 40},
+        ),
+        # Free neighbours merge.
+        ("a 5, b 5, c 5, d 5, -a, -c, -b, -d, e 20", 20, {"e": 20}),
+        # Fragments that do not lie together are of no use to a large request.
+        ("a 5, b 5, c 5, d 5, -a, -c, e 9", 2 * 20, {"b": 5, "d": 5, "e": 9}),
+    ],
+)
+def test_placements_by_hand(steps, reserved, blocks) -> None:
+    allocator = play(CachingAllocator(), steps)
+
+    assert allocator.reserved_bytes == reserved * MIB
     assert {key: block.size for key, (block, _) in allocator._live.items()} == {
-        "d": 15 * MIB,
-        "e": 5 * MIB,
-        "f": 40 * MIB,
+        key: size * MIB for key, size in blocks.items()
     }
-
-
-def test_free_neighbours_merge() -> None:
-    allocator = CachingAllocator()
-    for key in "abcd":
-        allocator.allocate(key, 5 * MIB)
-    assert allocator.reserved_bytes == 20 * MIB
-    for key in "acbd":
-        allocator.free(key)
-    allocator.allocate("e", 20 * MIB)
-    assert allocator.reserved_bytes == 20 * MIB
-
-
-def test_fragments_that_do_not_lie_together_are_of_no_use_to_a_large_request() -> None:
-    allocator = CachingAllocator()
-    for key in "abcd":
-        allocator.allocate(key, 5 * MIB)
-    allocator.free("a")
-    allocator.free("c")
-    allocator.allocate("e", 9 * MIB)
-    assert allocator.reserved_bytes == 2 * 20 * MIB
 
 
 def test_expandable_segments_grow_where_default_ones_strand_memory() -> None:
     """Ever larger requests, each freed before the next: the worst that segments of a size meet."""
-    reserved = {}
-    for setting in (DEFAULT, EXPANDABLE):
-        allocator = CachingAllocator(settings=setting)
-        for size in range(20, 220, 20):
-            allocator.allocate(size, size * MIB)
-            allocator.free(size)
-        reserved[setting] = allocator.reserved_bytes
+    steps = ", ".join(f"a {size}, -a" for size in range(20, 220, 20))
+    reserved = {
+        setting: play(CachingAllocator(settings=setting), steps).reserved_bytes
+        for setting in (DEFAULT, EXPANDABLE)
+    }
     assert reserved == {DEFAULT: sum(range(20, 220, 20)) * MIB, EXPANDABLE: 200 * MIB}
 
 
 def test_a_full_device_releases_its_cache_and_tries_once_more() -> None:
-    allocator = CachingAllocator(100 * MIB)
-    allocator.allocate("a", 60 * MIB)
-    allocator.free("a")
-    allocator.allocate("b", 80 * MIB)
+    allocator = play(CachingAllocator(100 * MIB), "a 60, -a, b 80")
     assert allocator.retries == 1
     assert allocator.reserved_bytes == 80 * MIB
     with pytest.raises(OutOfMemoryError, match=r"31,457,280 bytes; 83,886,080 are allocated"):
-        allocator.allocate("c", 30 * MIB)
+        play(allocator, "c 30")
 
 
 def test_a_segment_that_is_partly_used_cannot_be_released() -> None:
-    for setting, fits in ((DEFAULT, False), (EXPANDABLE, True)):
-        allocator = CachingAllocator(100 * MIB, setting)
-        for key in "abc":
-            allocator.allocate(key, 20 * MIB)
-        allocator.allocate("large", 40 * MIB)
-        allocator.free("large")
-        allocator.allocate("small", 5 * MIB)  # within what "large" left behind
-        if fits:
-            allocator.allocate("more", 30 * MIB)
-            assert allocator.allocated_bytes == 95 * MIB
-        else:
-            allocator.allocate("more", 30 * MIB)
-            allocator.free("a")
-            with pytest.raises(OutOfMemoryError):
-                allocator.allocate("most", 25 * MIB)
+    # "small" lies within what "large" left behind.
+    steps = "a 20, b 20, c 20, large 40, -large, small 5, more 30"
+    assert play(CachingAllocator(100 * MIB, EXPANDABLE), steps).allocated_bytes == 95 * MIB
+    with pytest.raises(OutOfMemoryError):
+        play(CachingAllocator(100 * MIB), f"{steps}, -a, most 25")
 
 
-def test_a_key_is_allocated_once_and_nothing_is_nothing() -> None:
-    allocator = CachingAllocator()
-    allocator.allocate("empty", 0)
-    allocator.free("empty")
-    allocator.allocate("a", 1)
-    with pytest.raises(ValueError, match="'a' is allocated already"):
-        allocator.allocate("a", 1)
-    assert allocator.reserved_bytes == 2 * MIB
+def test_nothing_takes_no_memory() -> None:
+    assert play(CachingAllocator(), "empty 0, -empty").reserved_bytes == 0
 
 
 SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 64 * MIB))

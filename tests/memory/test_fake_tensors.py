@@ -4,26 +4,25 @@ import pytest
 import torch
 from factory import make_experiment
 from fresh_process import run_fresh
-from memory_steps import record_and_estimate
+from memory_steps import costs, executed, keep_once, record_and_estimate, trace_call, workspaces
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpprof.devices.cpu import Cpu
+from dpprof.flops.cost import COUNTED
 from dpprof.instruments import memory
-from dpprof.instruments.memory import estimate, measure, tracing
+from dpprof.instruments.memory import estimate, state_estimate, trace_steps, tracing
 from dpprof.instruments.setup import set_up
 from dpprof.memory import simulated_cuda, summary
-from dpprof.memory.events import Op
 from dpprof.memory.fake_tensors import fake_tensors
 from dpprof.methods.standard import Standard
-from dpprof.records.result import Measurement, Memory
+from dpprof.records.result import Memory
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 
 MODEL = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
 QUICK = [
     ("standard", {"optimizer": "sgd"}),
-    ("flash", {}),
     ("flash-bk", {}),
     ("opacus-ew", {}),
     ("opacus-ghost", {"attention": "opacus"}),
@@ -62,7 +61,7 @@ def test_an_estimate_equals_what_is_recorded(method, fields) -> None:
 
 
 def test_the_timeline_keeps_every_components_maximum() -> None:
-    memory = measure(make("opacus-ghost"), lambda _: None).memory
+    memory = record_and_estimate(make("opacus-ghost", attention="opacus"))[0].memory
     line = memory.timeline
     totals = [sum(row) for row in zip(*line.components.values(), strict=True)]
     highest = totals.index(max(totals))
@@ -92,51 +91,33 @@ def test_nothing_is_patched_afterwards() -> None:
     assert type(torch.ones(1)) is torch.Tensor
 
 
-class Peeks(Standard):
-    """A method that looks at an element."""
+@pytest.mark.parametrize(
+    "look", [lambda gradient: gradient.norm().item() > 1, lambda gradient: gradient.nonzero()]
+)
+def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(look, monkeypatch) -> None:
+    class Looks(Standard):
+        def compute_gradient(self, batch, enter) -> None:
+            super().compute_gradient(batch, enter)
+            look(self.module.head.weight.grad)
 
-    def compute_gradient(self, batch, enter) -> None:
-        super().compute_gradient(batch, enter)
-        if self.module.head.weight.grad.norm().item() > 1:
-            enter("clip")
-
-
-class Selects(Standard):
-    """A method in which a shape depends on elements."""
-
-    def compute_gradient(self, batch, enter) -> None:
-        super().compute_gradient(batch, enter)
-        self.module.head.weight.grad.nonzero()
-
-
-@pytest.mark.parametrize("method", [Peeks, Selects])
-def test_a_method_that_needs_elements_is_unsupported_in_one_sentence(method, monkeypatch) -> None:
-    monkeypatch.setattr(memory, "import_method", lambda _: method)
+    monkeypatch.setattr(memory, "import_method", lambda _: Looks)
     with pytest.raises(UnsupportedError, match=r"^it needs the elements of a tensor \(aten\.\w+"):
         estimate(make("standard"), lambda _: None)
 
     assert torch.ones(1).item() == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (MODEL, "the layers of another package's model are not known"),
-        (
-            "hf:tiny-gpt2",
-            "the formula holds for no experts, no convolutions, and no layers without",
-        ),
-    ],
-)
-def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(
-    model, why, monkeypatch
-) -> None:
+def test_a_model_whose_layers_are_not_known_has_no_model_flops_and_says_why(monkeypatch) -> None:
     monkeypatch.setattr(summary, "find_attention_size", lambda *_: None)
-    compute = estimate(make("standard", model=model), lambda _: None).compute
+    compute = estimate(make("standard"), lambda _: None).compute
+    of_hugging_face = make("standard", model="hf:tiny-gpt2")
 
     assert compute.model_flops is compute.dp_flop_multiplier is None
-    assert compute.reason.startswith(why)
+    assert compute.reason.startswith("the layers of another package's model are not known")
     assert compute.executed_flops > 0
+    assert summary._explain_unknown(of_hugging_face, None, None, keep_once("standard")).startswith(
+        "the formula holds for no experts, no convolutions, and no layers without"
+    )
 
 
 MEASURE = """
@@ -165,13 +146,12 @@ def test_on_cuda_memory_is_reconciled_and_the_estimate_is_near(method) -> None:
     assert fake.peak_allocated_bytes == pytest.approx(bare.peak_allocated_bytes, rel=0.005)
 
 
-def on(target: str | None, method: str = "opacus-hooks", **fields) -> Measurement:
-    target_fields = {"target": target, "device": "cuda"} if target else {}
-    return estimate(make(method, **target_fields | fields), lambda _: None)
-
-
 def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
-    cpu, gpu = on(None, model="tiny", seq_len=8), on("h200", model="tiny", seq_len=8)
+    fields = {"model": MODEL | {"vocab_size": 2000}, "batch_size": 1, "seq_len": 4}
+    cpu, gpu = (
+        estimate(make("standard", **fields | place), lambda _: None)
+        for place in ({}, {"target": "h200", "device": "cuda"})
+    )
     components = gpu.memory.at_peak.components
 
     assert all(size % 512 == 0 for size in components.values())
@@ -184,11 +164,13 @@ def test_a_gpu_takes_blocks_workspaces_and_all_roots_at_once() -> None:
 
 
 def test_a_gpu_takes_workspaces_of_libraries_and_buffers_of_reductions() -> None:
-    with tracing(registry.load("targets", "h200")) as recorder:
+    def run() -> None:
         x = torch.ones(4096, 5120, requires_grad=True)
         (x @ torch.ones(5120, 3)).sum().backward()
         x.sum(0)
-    taken = [one.nbytes for one in recorder.storages if "workspace" in one.roles]
+
+    recorder = trace_call("h200", run)
+    taken = workspaces(recorder)
 
     assert taken.count(32 * 2**20) == 2
     assert sum(taken) > 164 * 2**20
@@ -206,43 +188,52 @@ def test_on_a_gpu_flash_clipping_finds_norms_by_kernels(dtype) -> None:
         training = set_up(experiment, method, Cpu(), lambda *_: None)
         recorder.counting = True
         training.step.run(training.batch, lambda _: None)
-    ran = [op.cost for op in recorder.events if isinstance(op, Op)]
     plan = training.step.norm_plan.values()
     planned = sum(one.flops for one in plan if one.way == "tiled product")
-    flops = sum(cost.flops for cost in ran if cost.op == "dpprof.product_squares")
+    flops = sum(cost.flops for cost in costs(recorder) if cost.op == "dpprof.product_squares")
 
     assert planned > 2 * 300 * 64 * 1000
     assert flops == (0 if dtype == "float64" else 2 * planned)
 
 
 def test_dropout_keeps_a_mask_of_bytes_on_a_gpu() -> None:
-    with tracing(registry.load("targets", "l4")) as recorder:
-        kept = nn.functional.dropout(torch.ones(1024), 0.5)
-        sizes = [s.nbytes for s in recorder.storages if s.op == "native_dropout"]
+    recorder = trace_call("l4", lambda: nn.functional.dropout(torch.ones(1024), 0.5))
 
+    sizes = [one.nbytes for one in recorder.storages if one.op == "native_dropout"]
     assert sorted(sizes) == [1024, 4096]
-    assert kept.shape == (1024,)
 
 
-def test_autocast_computes_norms_in_float32_on_a_gpu_alone() -> None:
-    norm = {}
-    for target in (None, "h100"):
-        with tracing(target and registry.load("targets", target)):
-            layer, x = nn.LayerNorm(8), torch.ones(4, 8, dtype=torch.bfloat16)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                norm[target] = layer(x).dtype
-
-    assert norm == {None: torch.bfloat16, "h100": torch.float32}
+def run_autocast() -> None:
+    layer, x = nn.LayerNorm(1024), torch.ones(64, 1024, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x), x.sum(dim=1), torch.sum(x), x.sum(0, dtype=torch.bfloat16)
 
 
-def test_under_autocast_a_sum_becomes_float32_without_a_copy_of_what_it_sums() -> None:
-    with tracing(registry.load("targets", "h100")) as recorder:
-        x = torch.ones(64, 1024, dtype=torch.bfloat16)
-        recorder.storages.clear()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            sums = x.sum(dim=1), torch.sum(x), x.sum(0, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("target", "norm", "sums"), [(None, 2, [2, 2, 2]), ("h100", 4, [4, 4, 2])])
+def test_autocast_computes_norms_and_sums_in_float32_on_a_gpu_alone(target, norm, sums) -> None:
+    """And sums without a copy of what they sum."""
+    made = {"native_layer_norm": [], "sum": [], "_to_copy": []}
+    for one in trace_call(target, run_autocast).storages:
+        made.setdefault(one.op, []).append(one.requested)
 
-    assert [one.dtype for one in sums] == [torch.float32, torch.float32, torch.bfloat16]
-    assert [(one.op, one.nbytes) for one in recorder.storages] == [
-        *(("sum", 512), ("sum", 512), ("sum", 2048))
-    ]
+    assert made["native_layer_norm"][0] == 64 * 1024 * norm
+    elements = (64, 1, 1024)
+    assert made["sum"] == [size * count for size, count in zip(sums, elements, strict=True)]
+    assert made["_to_copy"].count(64 * 1024 * 4) == (1 if target else 0)  # of the norm's input
+
+
+@pytest.mark.slow
+def test_book_keeping_of_a_billion_parameters_costs_hardly_more_than_plain_training() -> None:
+    fields = {"model": "1b", "batch_size": 4, "seq_len": 2048, "dtype": "bfloat16"}
+    fields |= {"target": "h100", "device": "cuda"}
+    experiments = [make(method, **fields) for method in ("standard", "flash-bk")]
+    traced = [trace_steps(one, lambda _: None) for one in experiments]
+    plain, private = map(state_estimate, traced, experiments)
+    ops = traced[1].steady.ops
+    in_float32 = [op.cost for op in ops if op.cost.dtype == "float32"]
+    products = sum(cost.flops for cost in in_float32 if cost.family in COUNTED)
+
+    assert private.memory.peak_allocated_bytes <= 1.02 * plain.memory.peak_allocated_bytes
+    assert private.compute.roofline_step_s <= 1.25 * plain.compute.roofline_step_s
+    assert len(ops) <= 6_000
+    assert products <= 0.05 * executed(traced[1].steady)

@@ -5,11 +5,13 @@ import weakref
 
 import pytest
 import torch
+from memory_steps import workspaces
 from torch import Tensor
 
-from dpprof.memory.events import Allocated, Freed, Op
+from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.simulated_cuda import library_workspaces
+from dpprof.memory.timeline import MemoryTimeline
 
 
 def make_recorder(**options) -> Recorder:
@@ -17,37 +19,24 @@ def make_recorder(**options) -> Recorder:
 
 
 def births(recorder: Recorder) -> list[int]:
-    born = [event for event in recorder.events if isinstance(event, Allocated)]
-    return [recorder.storages[event.number].nbytes for event in born]
+    return [storage.nbytes for storage in recorder.storages]
 
 
 def alive(recorder: Recorder) -> int:
     """Bytes that were born and have not died."""
-    total = 0
-    for event in recorder.events:
-        match event:
-            case Allocated(number):
-                total += recorder.storages[number].nbytes
-            case Freed(number):
-                total -= recorder.storages[number].nbytes
-    return total
+    return int(MemoryTimeline(recorder, {}, (0, len(recorder.events))).totals[-1])
 
 
-def test_views_and_in_place_operators_bear_nothing() -> None:
+def test_views_and_in_place_operators_bear_nothing_and_the_last_view_ends_a_storage() -> None:
     with make_recorder() as recorder:
         x = torch.ones(8, 4)
         x.view(2, 16).t()[0].add_(1)
-        x.reshape(4, 8).detach().mul_(2)
-
-    assert births(recorder) == [8 * 4 * 4]
-
-
-def test_a_storage_dies_with_its_last_view() -> None:
-    with make_recorder() as recorder:
-        view = torch.ones(8)[2:]
-        assert alive(recorder) == 32
+        view = x.reshape(4, 8).detach().mul_(2)
+        del x
+        assert alive(recorder) == 8 * 4 * 4
         del view
 
+    assert births(recorder) == [8 * 4 * 4]
     assert alive(recorder) == 0
 
 
@@ -65,10 +54,9 @@ def test_a_storage_that_is_emptied_dies_and_one_that_is_filled_is_born() -> None
     assert (births(recorder), alive(recorder)) == ([32, 32, 16], 0)
 
 
-@pytest.mark.parametrize("counting", [False, True])
-def test_no_tensor_is_kept_alive(counting) -> None:
+def test_no_tensor_is_kept_alive() -> None:
     with make_recorder() as recorder:
-        recorder.counting = counting
+        recorder.counting = recorder.describing = True
         x = torch.ones(100)
         y = x * 2 + torch.rand(100)
         seen = [weakref.ref(tensor.untyped_storage()) for tensor in (x, y)]
@@ -79,20 +67,12 @@ def test_no_tensor_is_kept_alive(counting) -> None:
     assert alive(recorder) == 0
 
 
-def test_sizes_are_rounded_up_to_blocks() -> None:
-    with make_recorder(block_bytes=512) as recorder:
-        held = [torch.ones(1), torch.ones(128), torch.ones(129)]
+def test_sizes_are_rounded_up_to_blocks_and_what_lives_elsewhere_does_not_count() -> None:
+    with make_recorder(block_bytes=512, is_there=lambda tensor, _: tensor.dim() > 0) as recorder:
+        held = [torch.ones(1), torch.tensor(1.0), torch.ones(128), torch.ones(129)]
 
     assert births(recorder) == [512, 512, 1024]
-    assert len(held) == 3
-
-
-def test_what_lives_elsewhere_does_not_count() -> None:
-    with make_recorder(is_there=lambda tensor, _: tensor.dim() > 0) as recorder:
-        held = torch.tensor(1.0), torch.ones(2)
-
-    assert births(recorder) == [8]
-    assert len(held) == 2
+    assert len(held) == 4
 
 
 def test_workspace_is_taken_and_given_back_in_one_operator() -> None:
@@ -100,8 +80,7 @@ def test_workspace_is_taken_and_given_back_in_one_operator() -> None:
     with make_recorder(workspaces=taken) as recorder:
         torch.ones(3, 4) @ torch.ones(4, 5)
 
-    taken = [(s.nbytes, s.op) for s in recorder.storages if "workspace" in s.roles]
-    assert taken == [(15, "mm"), (4, "mm")]
+    assert workspaces(recorder) == workspaces(recorder, "mm") == [15, 4]
     assert alive(recorder) == 0
 
 
@@ -112,9 +91,9 @@ def test_calls_are_described_only_where_they_are_asked_for() -> None:
         recorder.describing = True
         torch.ones(3) + 1
 
-    told = [event.call for event in recorder.events if isinstance(event, Op)]
-    assert [bool(call) for call in told] == [False, False, True, True]
-    assert '"aten.add.Tensor"' in told[-1]
+    calls = [event.call for event in recorder.events if isinstance(event, Op)]
+    assert [bool(call) for call in calls] == [False, False, True, True]
+    assert '"aten.add.Tensor"' in calls[-1]
 
 
 def test_cublas_takes_its_workspaces_with_a_threads_first_product_for_good() -> None:

@@ -16,7 +16,7 @@ TWO_PASS = ["opacus-ghost", "opacus-fast-gradient-clipping", "opacus-adaptive"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_components_sum_to_the_peak_and_hardly_anything_is_unattributed(method) -> None:
+def test_a_steady_step_sums_to_its_peak_and_hardly_anything_is_guessed(method) -> None:
     step = keep_once(method)
     peak = at_peak(step)
 
@@ -25,19 +25,10 @@ def test_components_sum_to_the_peak_and_hardly_anything_is_unattributed(method) 
     assert peak["parameters"] == P * 4
     assert peak["optimizer_state"] == 2 * P * 4 + TENSORS * 4
     assert peak["inputs"] == 2 * B * T * 8
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_later_step_leaves_as_much_as_it_found(method) -> None:
-    assert keep_once(method).is_steady
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_evidence_by_phase_alone_is_rare(method) -> None:
-    holdings = keep_once(method).live_storages_at_peak()
-    guessed = sum(h.storage.nbytes for h in holdings if h.owner.evidence == "phase")
-
-    assert guessed <= 0.1 * sum(h.storage.nbytes for h in holdings)
+    assert step.is_steady
+    live = step.live_storages_at_peak()
+    guessed = sum(one.storage.nbytes for one in live if one.owner.evidence == "phase")
+    assert guessed <= 0.1 * sum(one.storage.nbytes for one in live)
 
 
 @pytest.mark.parametrize("method", HOOKS)
@@ -46,6 +37,12 @@ def test_per_sample_gradients_are_a_gradient_for_each_sample(method) -> None:
 
     assert at_end_of(step, "backward")["per_sample_gradients"] == B * P * 4
     assert at_end_of(step, "clip")["summed_gradients"] == P * 4
+
+
+def test_microbatch_sums_beside_the_gradient_at_hand() -> None:
+    step = keep_once("microbatch")
+
+    assert at_peak(step)["summed_gradients"] == at_end_of(step, "backward")["gradients"] == P * 4
 
 
 @pytest.mark.parametrize("method", TWO_PASS)
@@ -80,16 +77,9 @@ def test_what_autograd_and_a_hook_both_hold_counts_once() -> None:
     of_plain = at_end_of(plain, "forward")
     of_hooked = at_end_of(hooked, "forward")
 
-    # The position ids are looked up by hook and autograd; autograd keeps no float input of a
+    # Position ids are looked up by hook and autograd; autograd keeps no float input of a
     # frozen-input embedding, and the hook detaches what it keeps from the same storage.
     assert (
         of_hooked["dp_activations"]
         == of_plain["saved_activations"] - (of_hooked["saved_activations"])
     )
-
-
-def test_microbatch_sums_beside_the_gradient_at_hand() -> None:
-    step = keep_once("microbatch")
-
-    assert at_peak(step)["summed_gradients"] == P * 4
-    assert at_end_of(step, "backward")["gradients"] == P * 4

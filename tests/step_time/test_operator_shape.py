@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from dpprof.flops.cost import Cost
 from dpprof.flops.op_call import describe_call
-from dpprof.memory.events import Op
-from dpprof.step_time.operator_shape import outline, shape_of
+from dpprof.step_time.operator_shape import outline
 
 aten = torch.ops.aten
 
@@ -55,20 +53,3 @@ def test_what_an_operator_was_asked_to_compute_counts() -> None:
 def test_an_operator_without_tensors_goes_by_its_sizes() -> None:
     call = describe_call(aten.zeros.default, ([4, 16],), {})
     assert outline(call) == ("aten.zeros.default", 16)
-
-
-def test_a_lookup_reads_what_it_writes_and_not_the_table() -> None:
-    table, at = torch.ones(1000, 8), torch.zeros(5, dtype=torch.int64)
-    op = Op(
-        "forward",
-        None,
-        "embedding",
-        Cost("embedding", "indexing", 0, "float32"),
-        [(0, 32_000), (1, 40)],
-        [(2, 160)],
-        0.0,
-        describe_call(aten.embedding.default, (table, at), {}),
-    )
-    shape = shape_of(op)
-
-    assert (shape.read_bytes, shape.written_bytes) == (160 + 40, 160)

@@ -20,20 +20,9 @@ RATE, BANDWIDTH = 1e11, 1e10
 
 
 def timed(op: str, size: int, seconds: float, **fields) -> OperatorTime:
-    usual = {
-        "op": op,
-        "call": f"{op} {size}",
-        "layout": f"{op} whole",
-        "family": "elementwise",
-        "dtype": "float32",
-        "flops": size,
-        "read_bytes": 4 * size,
-        "written_bytes": 4 * size,
-        "row": 1,
-        "product": None,
-        "seconds": seconds,
-        "spread": 0.03,
-    }
+    usual = {"op": op, "call": f"{op} {size}", "layout": f"{op} whole", "family": "elementwise"}
+    usual |= {"dtype": "float32", "flops": size, "read_bytes": 4 * size, "written_bytes": 4 * size}
+    usual |= {"row": 1, "product": None, "seconds": seconds, "spread": 0.03}
     return OperatorTime.model_validate(usual | fields)
 
 
@@ -53,19 +42,9 @@ LEAST = timed("neg", 1, 1e-7, family="other")
 
 
 def tabulate(*operators: OperatorTime, **fields) -> OperatorTable:
-    usual = {
-        "operators": operators,
-        "threads": 1,
-        "rounds": 5,
-        "drift": 0.1,
-        "host_s": 0.0,
-        "host_spread": 0.1,
-        "step_factor": 1.0,
-        "experiments": [],
-        "left_out": {},
-        "wall_s": 0.0,
-    }
-    return OperatorTable.model_validate(usual | fields)
+    usual = {"operators": operators, "threads": 1, "rounds": 5, "drift": 0.1, "wall_s": 0.0}
+    usual |= {"host_s": 0.0, "host_spread": 0.1, "step_factor": 1.0}
+    return OperatorTable.model_validate(usual | {"experiments": [], "left_out": {}} | fields)
 
 
 def make(*operators: OperatorTime, **fields) -> OwnTable:
@@ -89,11 +68,16 @@ def test_what_was_timed_takes_its_own_time() -> None:
     assert (found.seconds, found.spread, found.basis) == (5.0, 0.03, "measured at this shape")
 
 
-def test_between_sizes_of_one_speed_the_speed_is_that() -> None:
-    found = make(*copies(10**5, 10**6, 10**8)).predict(add(10**7))
+@pytest.mark.parametrize(
+    ("size", "others"),
+    [(10**7, {}), (10**6, {"op": "mul", "call": "mul", "layout": "mul whole"})],
+    ids=["between sizes", "of the same family"],
+)
+def test_an_operator_takes_the_speed_of_those_like_it(size, others) -> None:
+    found = make(*copies(10**5, 10**6, 10**8)).predict(add(size, **{"call": "new"} | others))
 
     assert found.basis == "interpolated"
-    assert found.seconds == pytest.approx(8 * 10**7 / BANDWIDTH, rel=1e-3)
+    assert found.seconds == pytest.approx(8 * size / BANDWIDTH, rel=1e-3)
 
 
 def test_beyond_the_sizes_that_were_timed_the_spread_doubles() -> None:
@@ -102,13 +86,6 @@ def test_beyond_the_sizes_that_were_timed_the_spread_doubles() -> None:
 
     assert (inside.basis, beyond.basis) == ("interpolated", "extrapolated")
     assert beyond.spread == pytest.approx(2 * inside.spread)
-
-
-def test_an_operator_that_was_not_timed_takes_the_speed_of_its_family() -> None:
-    asked = add(10**6, op="mul", call="mul", layout="mul whole")
-    found = make(*copies(10**5, 10**6, 10**7)).predict(asked)
-
-    assert found.seconds == pytest.approx(8e6 / BANDWIDTH, rel=1e-3)
 
 
 def test_an_operator_that_nothing_resembles_has_a_wide_interval() -> None:
@@ -149,6 +126,7 @@ def test_held_out_operators_are_predicted_without_their_own_size() -> None:
 
     assert errors[6.5] == pytest.approx(1 / 3, rel=0.05)
     assert len(errors) == 4
+    assert make(*copies(10**6)).hold_out() == []  # one operator alone cannot be held out
 
 
 def test_a_table_of_other_threads_or_of_another_pytorch_predicts_nothing(tmp_path) -> None:
@@ -166,10 +144,6 @@ def test_a_table_of_other_threads_or_of_another_pytorch_predicts_nothing(tmp_pat
             read_own_table(tmp_path, threads)
 
     assert read_own_table(tmp_path, available_cores()).host_s == 1.0
-
-
-def test_one_operator_alone_cannot_be_held_out() -> None:
-    assert make(*copies(10**6)).hold_out() == []
 
 
 def test_a_step_is_its_operators_as_slow_as_in_steps_and_the_host_between_them() -> None:

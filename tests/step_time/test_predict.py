@@ -12,25 +12,30 @@ def ops(*seconds: float, kind: str = "gemm", spread: float = 0.1, basis="interpo
     return [(kind, OpTime(each, spread, basis)) for each in seconds]
 
 
-def test_large_operators_take_the_devices_time() -> None:
-    step = combine(ops(1.0, 2.0, 3.0), host_s=0.1, host_spread=0.0, common_spread=0.0)
+@pytest.mark.parametrize(
+    ("seconds", "host_s", "median_s"),
+    [
+        ((1.0, 2.0, 3.0), 0.1, 6.1),  # the first waits to be issued
+        ((0.01,) * 100, 0.1, 10.01),
+        ((1.0, 0.01, 0.01), 0.3, 0.3 + 1.0 + 0.02),  # the host runs ahead while the device works
+        ((), 1.0, 0.0),
+    ],
+    ids=["large operators", "small operators", "a large one and small ones", "none"],
+)
+def test_a_step_takes_the_time_of_the_device_or_of_the_host(seconds, host_s, median_s) -> None:
+    step = combine(ops(*seconds), host_s, host_spread=0.0, common_spread=0.0)
 
-    assert step.median_s == pytest.approx(6.1)  # the first waits to be issued
-    assert step.host_share == pytest.approx(0.1 / 6.1)
+    assert step.median_s == pytest.approx(median_s)
+    if seconds:
+        assert step.host_share == pytest.approx(1 - sum(seconds) / median_s)
+    else:
+        assert (step.low_s, step.high_s, step.rests_on) == (0, 0, {})
 
 
-def test_small_operators_take_the_hosts_time() -> None:
+def test_a_step_that_waits_for_the_host_is_as_uncertain_as_the_host() -> None:
     step = combine(ops(*[0.01] * 100), host_s=0.1, host_spread=0.2, common_spread=0.0)
 
-    assert step.median_s == pytest.approx(10.01)
-    assert step.host_share == pytest.approx(1 - 1 / 10.01)
     assert step.high_s == pytest.approx(10 * math.exp(1.645 * 0.2), rel=1e-2)
-
-
-def test_the_host_runs_ahead_while_the_device_works() -> None:
-    step = combine(ops(1.0, 0.01, 0.01), host_s=0.3, host_spread=0.0, common_spread=0.0)
-
-    assert step.median_s == pytest.approx(0.3 + 1.0 + 0.02)
 
 
 def test_errors_of_one_kind_add_up_and_of_two_kinds_do_not() -> None:
@@ -52,9 +57,3 @@ def test_all_of_a_device_may_be_slower() -> None:
     step = combine(ops(1.0, spread=0.03), 0.0, 0.0, common_spread=0.04)
 
     assert step.high_s == pytest.approx(math.exp(1.645 * 0.05))
-
-
-def test_a_step_without_operators_takes_no_time() -> None:
-    step = combine([], 1.0, 0.1, 0.1)
-
-    assert (step.low_s, step.median_s, step.high_s, step.rests_on) == (0, 0, 0, {})

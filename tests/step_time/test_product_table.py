@@ -13,7 +13,7 @@ from dpprof.step_time.product_table import (
 )
 
 SIZES = [2**power for power in range(6, 13)]
-MORE_ROWS = 0.03
+MORE_ROWS, MOST = 0.03, SIZES[-1]
 SPREADS = {"measured at this shape": 0.01, "interpolated": 0.02, "extrapolated": 0.04}
 PEAKS = PeakRates(1e12, 1e11)
 
@@ -21,16 +21,8 @@ PEAKS = PeakRates(1e12, 1e11)
 def make(law) -> ProductTable:
     """Build a table of shares that follow a law of m, n and k."""
     shares = [[[round(UNIT * law(m, n, k)) for k in SIZES] for n in SIZES] for m in SIZES]
-    return ProductTable.read(
-        {
-            "m": SIZES,
-            "n": SIZES,
-            "k": SIZES,
-            "shares": shares,
-            "spreads": SPREADS,
-            "more_rows_spread": MORE_ROWS,
-        }
-    )
+    spreads = {"spreads": SPREADS, "more_rows_spread": MORE_ROWS}
+    return ProductTable(dict.fromkeys("mnk", SIZES) | {"shares": shares} | spreads)
 
 
 def law(m, n, k) -> float:
@@ -62,23 +54,22 @@ def test_a_law_of_powers_is_found_again_between_shapes(shape) -> None:
     assert (basis, spread) == ("interpolated", 0.02)
 
 
-def test_beyond_the_table_its_edge_counts_and_the_spread_grows() -> None:
-    table = make(law)
-    share, spread, basis = table.find(300, 2 * SIZES[-1], 300)
+@pytest.mark.parametrize(
+    ("shape", "edge", "expected"),
+    [
+        ((300, 2 * MOST, 300), (300, MOST, 300), 0.08),
+        ((300, 64 * MOST, 300), (300, MOST, 300), 0.08),
+        # More rows keep their share, and the spread that was measured of that.
+        ((32 * MOST, 300, 300), (MOST, 300, 300), MORE_ROWS),
+        ((2 * MOST, 2 * MOST, 300), (MOST, MOST, 300), 0.08),
+        ((32, 300, 300), (64, 300, 300), 0.08),  # fewer rows are another thing
+    ],
+)
+def test_beyond_the_table_its_edge_counts_and_the_spread_grows(shape, edge, expected) -> None:
+    share, spread, basis = make(law).find(*shape)
 
-    assert share == pytest.approx(table.find(300, SIZES[-1], 300)[0], rel=1e-9)
-    assert (basis, spread) == ("extrapolated", pytest.approx(0.08))
-    assert table.find(300, 64 * SIZES[-1], 300)[1] == spread
-
-
-def test_more_rows_than_the_table_has_keep_their_share_and_what_was_measured_of_that() -> None:
-    table = make(law)
-    share, spread, basis = table.find(32 * SIZES[-1], 300, 300)
-
-    assert share == pytest.approx(table.find(SIZES[-1], 300, 300)[0], rel=1e-9)
-    assert (basis, spread) == ("extrapolated", MORE_ROWS)
-    assert table.find(32, 300, 300)[1] == pytest.approx(0.08)  # fewer rows are another thing
-    assert table.find(2 * SIZES[-1], 2 * SIZES[-1], 300)[1] == pytest.approx(0.08)
+    assert share == pytest.approx(make(law).find(*edge)[0], rel=1e-9)
+    assert (basis, spread) == ("extrapolated", pytest.approx(expected))
 
 
 def test_a_batch_is_as_fast_as_its_rows_in_one_product() -> None:
@@ -101,38 +92,51 @@ def test_shapes_that_were_not_measured_are_left_out() -> None:
     assert table.find(64, 64, 64)[2] == "extrapolated"
 
 
+TABLES = [
+    pytest.param(name, marks=() if name in {"h100", "l40s"} else pytest.mark.slow)
+    for name in ("a100", "b200", "h100", "h200", "l40s")
+]
+
+
+def draw(rows: np.ndarray) -> np.ndarray:
+    return np.random.default_rng(1).choice(rows, 100, replace=False)
+
+
 @pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l40s"])
-def test_a_table_that_ships_says_where_it_is_from_and_predicts_what_it_left_out(name) -> None:
+def test_a_table_that_ships_says_where_it_is_from_and_has_plausible_shares(name) -> None:
     document, table = read_document(name), read_product_table(name)
+    large = (table.shapes >= 512).all(axis=1)
+
     assert document["source"].startswith("aiconfigurator-core 0.12.0: systems/data/")
     assert "Apache-2.0" in document["license"]
-    large = np.flatnonzero((table.shapes >= 512).all(axis=1))
     assert table.shares.min() > 0
     assert table.shares[large].max() < 1  # no cache holds these
 
-    rng = np.random.default_rng(1)
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_ships_predicts_what_it_left_out(name) -> None:
+    document, table = read_document(name), read_product_table(name)
     errors = []
-    for at in rng.choice(large, 100, replace=False):
+    for at in draw(np.flatnonzero((table.shapes >= 512).all(axis=1))):
         usable = np.arange(len(table.shapes)) != at
         found = table.fit(np.log2(table.shapes[at]), usable)
         errors.append(abs(np.log(found / table.shares[at])))
+
     assert np.median(errors) < 0.06
-    inside = np.asarray(errors) < 1.645 * document["spreads"]["interpolated"]
-    assert inside.mean() > 0.8
+    assert np.mean(np.asarray(errors) < 1.645 * document["spreads"]["interpolated"]) > 0.8
 
 
-@pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l40s"])
+@pytest.mark.parametrize("name", TABLES)
 def test_the_most_rows_of_a_table_are_found_from_a_quarter_of_them(name) -> None:
     document, table = read_document(name), read_product_table(name)
-    most = document["m"][-1]
+    most, spread = document["m"][-1], document["more_rows_spread"]
     kept = [at for at, m in enumerate(document["m"]) if 4 * m <= most]
     short = {key: [document[key][at] for at in kept] for key in ("m", "shares")}
-    shorter = ProductTable.read(document | short)
+    shorter = ProductTable(document | short)
 
-    rows = np.flatnonzero(table.shapes[:, 0] == most)
     errors = []
-    for at in np.random.default_rng(1).choice(rows, 100, replace=False):
-        share, spread, basis = shorter.find(*map(int, table.shapes[at]))
+    for at in draw(np.flatnonzero(table.shapes[:, 0] == most)):
+        share, *rest = shorter.find(*map(int, table.shapes[at]))
         errors.append(abs(np.log(share / table.shares[at])))
-        assert (basis, spread) == ("extrapolated", document["more_rows_spread"])
-    assert np.mean(np.asarray(errors) < 1.645 * document["more_rows_spread"]) > 0.8
+        assert rest == [spread, "extrapolated"]
+    assert np.mean(np.asarray(errors) < 1.645 * spread) > 0.8

@@ -6,13 +6,12 @@ before the model exists.
 """
 
 import resource
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,7 +23,6 @@ from dpprof.devices.device import (
     Device,
     NoEnergyError,
     Recorded,
-    StepClock,
 )
 from dpprof.devices.gloo_threads import settled_collectives
 from dpprof.records.result import Energy
@@ -34,13 +32,6 @@ from dpprof.spec.target import Dtype
 
 _WINDOW = "dpprof window:"
 _MARK = "dpprof mark:"
-
-
-class _Level(NamedTuple):
-    """The allocated bytes from an instant until the next level."""
-
-    since_ns: int
-    allocated_bytes: int
 
 
 class CpuRecorder(AllocatorRecorder):
@@ -62,7 +53,7 @@ class CpuRecorder(AllocatorRecorder):
     def read(self, name: str) -> Counters:
         """Mark this instant; its counters are known once the recording is closed."""
         with record_function(f"{_MARK}{name}"):
-            return Counters(None, None)
+            return Counters()
 
     def close(self) -> Recorded:
         """End the recording and return its peaks and counters."""
@@ -82,53 +73,25 @@ class CpuRecorder(AllocatorRecorder):
                 windows.append((start_ns, event.end_ns(), name.removeprefix(_WINDOW)))
             elif name.startswith(_MARK):
                 marks.append((start_ns, name.removeprefix(_MARK)))
-        levels = _add_up(changes)
+        changes.sort(key=itemgetter(0))
+        instants = [at_ns for at_ns, _ in changes]
+        levels = list(accumulate((size for _, size in changes), initial=0))
+        """Allocated bytes before the first change and after each."""
+
+        def after(at_ns: int) -> int:
+            return bisect_right(instants, at_ns)
+
         return Recorded(
-            peaks={name: _peak(levels, start, end) for start, end, name in sorted(windows)},
-            counters={name: _counters(levels, at_ns) for at_ns, name in sorted(marks)},
+            peaks={
+                name: AllocatorPeaks(max(levels[after(start_ns) : after(end_ns) + 1]))
+                for start_ns, end_ns, name in sorted(windows)
+            },
+            counters={name: Counters(levels[after(at_ns)]) for at_ns, name in sorted(marks)},
         )
-
-
-def _add_up(changes: Iterable[tuple[int, int]]) -> list[_Level]:
-    """Return levels from instants and bytes, negative for releases; the first level is empty."""
-    ordered = sorted(changes, key=itemgetter(0))
-    totals = accumulate((size for _, size in ordered), initial=0)
-    return [_Level(*level) for level in zip([0, *(at for at, _ in ordered)], totals, strict=True)]
-
-
-def _position(levels: Sequence[_Level], at_ns: int) -> int:
-    """Return the position of an instant's level: the last that begins no later."""
-    return bisect_right(levels, at_ns, key=attrgetter("since_ns")) - 1
-
-
-def _counters(levels: Sequence[_Level], at_ns: int) -> Counters:
-    return Counters(levels[_position(levels, at_ns)].allocated_bytes, reserved_bytes=None)
-
-
-def _peak(levels: Sequence[_Level], start_ns: int, end_ns: int) -> AllocatorPeaks:
-    """Return the peak between two instants, including the level at the first."""
-    within = levels[_position(levels, start_ns) : _position(levels, end_ns) + 1]
-    peak = max(level.allocated_bytes for level in within)
-    return AllocatorPeaks(peak, reserved_bytes=None, device_used_bytes=None, alloc_retries=None)
 
 
 _NO_POOL = "PyTorch's CPU allocator reserves nothing and retries nothing"
 _NO_COUNTER = "PyTorch's CPU allocator keeps no counters; the instrument phases follows it"
-
-
-class WallClock(StepClock):
-    """``time.perf_counter``, because CPU operators return when they are done."""
-
-    def __init__(self) -> None:
-        self._marks: list[float] = []
-
-    def tick(self) -> None:
-        """Mark this instant."""
-        self._marks.append(time.perf_counter())
-
-    def durations_s(self) -> list[float]:
-        """Return the seconds between successive marks."""
-        return [end - start for start, end in zip(self._marks, self._marks[1:], strict=False)]
 
 
 class Cpu(Device):
@@ -169,10 +132,6 @@ class Cpu(Device):
         """Record the allocator's work by the profiler."""
         return CpuRecorder()
 
-    def energy(self, run: Callable[[], None], step_s: float) -> Energy:  # noqa: ARG002 (what a device offers)
+    def energy(self, run: Callable[[], object], step_s: float) -> Energy:  # noqa: ARG002 (what a device offers)
         """Refuse, because NVML counts the energy of GPUs only."""
         raise NoEnergyError("NVML counts the energy of NVIDIA GPUs, and this is a CPU")
-
-    def clock(self) -> StepClock:
-        """Return a wall clock."""
-        return WallClock()

@@ -2,21 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pynvml
 import torch
 
-from dpprof.devices.device import (
-    AllocatorPeaks,
-    AllocatorRecorder,
-    Counters,
-    Device,
-    NoEnergyError,
-    Recorded,
-    StepClock,
-)
+from dpprof.devices.device import AllocatorPeaks, Counters, Device, NoEnergyError
 from dpprof.records.result import Energy
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -30,90 +22,7 @@ most a twentieth; a window shorter than an update reads zero (as documented by m
 SOURCE = "NVML, nvmlDeviceGetTotalEnergyConsumption"
 
 
-def measure_energy(
-    run: Callable[[], None], synchronize: Callable[[], None], step_s: float
-) -> Energy:
-    """Run steps for the length of a window and return the energy of one.
-
-    The energy is the whole GPU's, with idle power. As in timed steps, the host waits for the device
-    only at both ends of the window.
-
-    A step takes about ``step_s``; ``synchronize`` waits until the device has finished.
-
-    Raises:
-        NoEnergyError: The counter cannot be read, or did not move.
-    """
-    steps = math.ceil(WINDOW_S / step_s)
-    gpu = next(iter(visible_gpus()), None)
-    with nvml() as available:
-        if gpu is None or not available:
-            raise NoEnergyError("NVML shows no GPU")
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-            synchronize()
-            before_mj, start_s = _read_mj(handle), time.perf_counter()
-            for _ in range(steps):
-                run()
-            synchronize()
-            window_s, used_mj = time.perf_counter() - start_s, _read_mj(handle) - before_mj
-        except pynvml.NVMLError as error:
-            raise NoEnergyError(f"NVML cannot read the energy counter: {error}") from error
-    if window_s < WINDOW_S / 2:
-        raise NoEnergyError(f"a window of {window_s:.1f} s is too short for the counter")
-    if used_mj <= 0:
-        raise NoEnergyError(f"the energy counter did not move in {window_s:.1f} s")
-    joules_per_step = used_mj / 1e3 / steps
-    return Energy(joules_per_step=joules_per_step, window_s=window_s, steps=steps, source=SOURCE)
-
-
-def _read_mj(handle: object) -> int:
-    return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-
-
 _AMPERE = (8, 0)
-
-
-class EventClock(StepClock):
-    """CUDA events: a step lasts from one mark to the next, with gaps on the host."""
-
-    def __init__(self) -> None:
-        self._marks: list[torch.cuda.Event] = []
-
-    def tick(self) -> None:
-        """Record an event on the current stream, without waiting."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
-
-    def durations_s(self) -> list[float]:
-        """Wait for the device once, then return the seconds between successive marks."""
-        torch.cuda.synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [start.elapsed_time(end) / 1000 for start, end in pairs]
-
-
-class CudaRecorder(AllocatorRecorder):
-    """Keeps the caching allocator's counters, which are always exact."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._recorded = Recorded({}, {})
-
-    @contextmanager
-    def window(self, name: str) -> Iterator[None]:
-        """Record the peaks inside the context."""
-        self._device.reset_peaks()
-        yield
-        self._recorded.peaks[name] = self._device.peaks()
-
-    def read(self, name: str) -> Counters:
-        """Read the counters."""
-        counters = self._recorded.counters[name] = self._device.counters()
-        return counters
-
-    def close(self) -> Recorded:
-        """Return the recorded peaks and counters."""
-        return self._recorded
 
 
 class Cuda(Device):
@@ -163,18 +72,50 @@ class Cuda(Device):
             alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] - self._retries_before,
         )
 
-    def recorder(self) -> CudaRecorder:
-        """Return a recorder of the allocator's counters."""
-        return CudaRecorder(self)
+    def energy(self, run: Callable[[], object], step_s: float) -> Energy:
+        """Read the driver's counter before and after a window of steps.
 
-    def energy(self, run: Callable[[], None], step_s: float) -> Energy:
-        """Read the driver's counter before and after a window of steps."""
-        return measure_energy(run, self.synchronize, step_s)
+        The energy is the whole GPU's, with idle power. As in timed steps, the host waits for the
+        device only at both ends of the window.
+        """
+        steps = math.ceil(WINDOW_S / step_s)
+        gpu = next(iter(visible_gpus()), None)
+        with nvml() as available:
+            if gpu is None or not available:
+                raise NoEnergyError("NVML shows no GPU")
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                self.synchronize()
+                before_mj, start_s = _read_mj(handle), time.perf_counter()
+                for _ in range(steps):
+                    run()
+                self.synchronize()
+                window_s, used_mj = time.perf_counter() - start_s, _read_mj(handle) - before_mj
+            except pynvml.NVMLError as error:
+                raise NoEnergyError(f"NVML cannot read the energy counter: {error}") from error
+        if window_s < WINDOW_S / 2:
+            raise NoEnergyError(f"a window of {window_s:.1f} s is too short for the counter")
+        if used_mj <= 0:
+            raise NoEnergyError(f"the energy counter did not move in {window_s:.1f} s")
+        return Energy(
+            joules_per_step=used_mj / 1e3 / steps, window_s=window_s, steps=steps, source=SOURCE
+        )
 
     def synchronize(self) -> None:
         """Wait for all streams."""
         torch.cuda.synchronize()
 
-    def clock(self) -> StepClock:
-        """Return an event clock."""
-        return EventClock()
+    def mark(self) -> torch.cuda.Event:
+        """Record an event on the current stream, without waiting."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def durations_s(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        """Wait for the device once, then return the seconds between events, host gaps included."""
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairwise(marks)]
+
+
+def _read_mj(handle: object) -> int:
+    return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))

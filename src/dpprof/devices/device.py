@@ -1,9 +1,11 @@
 """The interface of a device, as the instruments see it."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,33 +17,21 @@ from dpprof.spec.target import Dtype
 class Counters(NamedTuple):
     """The allocator's present counters in bytes; None where it has none."""
 
-    allocated_bytes: int | None
-    reserved_bytes: int | None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
 class AllocatorPeaks(NamedTuple):
-    """AllocatorPeaks and retries since ``reset_peaks``, and the device memory in use now."""
+    """Peaks and retries since ``reset_peaks``, and the device memory in use now."""
 
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    device_used_bytes: int | None
-    alloc_retries: int | None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    alloc_retries: int | None = None
 
 
 class NoEnergyError(Exception):
     """There is no usable energy counter; the message says why."""
-
-
-class StepClock(ABC):
-    """Marks instants on the device's time line at low cost."""
-
-    @abstractmethod
-    def tick(self) -> None:
-        """Mark this instant."""
-
-    @abstractmethod
-    def durations_s(self) -> list[float]:
-        """Return the seconds between successive marks, after waiting for the device."""
 
 
 class Recorded(NamedTuple):
@@ -51,20 +41,28 @@ class Recorded(NamedTuple):
     counters: dict[str, Counters]
 
 
-class AllocatorRecorder(ABC):
-    """Records the allocator's work from the start of a process, as exactly as possible."""
+class AllocatorRecorder:
+    """Records the allocator's counters, which are exact on a device that has them."""
 
-    @abstractmethod
-    def window(self, name: str) -> AbstractContextManager[None]:
+    def __init__(self, device: "Device") -> None:
+        self._device = device
+        self._recorded = Recorded({}, {})
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
         """Record the peaks inside the context."""
+        self._device.reset_peaks()
+        yield
+        self._recorded.peaks[name] = self._device.peaks()
 
-    @abstractmethod
     def read(self, name: str) -> Counters:
         """Record the counters of this instant, and return them if they are known already."""
+        counters = self._recorded.counters[name] = self._device.counters()
+        return counters
 
-    @abstractmethod
     def close(self) -> Recorded:
         """End the recording and return all its windows and instants."""
+        return self._recorded
 
 
 class Device(ABC):
@@ -91,25 +89,38 @@ class Device(ABC):
 
     def counters(self) -> Counters:
         """Return the allocator's counters."""
-        return Counters(None, None)
+        return Counters()
 
     def reset_peaks(self) -> None:  # noqa: B027 (a device without counters has none to reset)
         """Reset the peaks to the present counters."""
 
     def peaks(self) -> AllocatorPeaks:
         """Return the peaks since ``reset_peaks``."""
-        return AllocatorPeaks(None, None, None, None)
+        return AllocatorPeaks()
 
-    @abstractmethod
     def recorder(self) -> AllocatorRecorder:
         """Start a recording, before the model exists and once in a process."""
+        return AllocatorRecorder(self)
+
+    def mark(self) -> Any:
+        """Mark this instant on the device's time line, at low cost."""
+        return time.perf_counter()
+
+    def durations_s(self, marks: Sequence[Any]) -> list[float]:
+        """Return the seconds between successive marks, after waiting for the device."""
+        return [end - start for start, end in pairwise(marks)]
+
+    def time(self, act: Callable[[], object], repeats: int) -> list[float]:
+        """Repeat an action back to back and return the seconds of each repeat."""
+        self.synchronize()
+        marks = [self.mark()]
+        for _ in range(repeats):
+            act()
+            marks.append(self.mark())
+        return self.durations_s(marks)
 
     @abstractmethod
-    def clock(self) -> StepClock:
-        """Return a clock."""
-
-    @abstractmethod
-    def energy(self, run: Callable[[], None], step_s: float) -> Energy:
+    def energy(self, run: Callable[[], object], step_s: float) -> Energy:
         """Return the energy of a step, measured over several.
 
         ``run`` runs one step, which takes about ``step_s``.
@@ -120,3 +131,26 @@ class Device(ABC):
 
     def synchronize(self) -> None:  # noqa: B027 (CPU operators return when they are done)
         """Wait until the device has finished its work."""
+
+
+def time_repeats(
+    time: Callable[[int], list[float]], budget_s: float, most: int = 1_000
+) -> list[float]:
+    """Time repeats of an action, after one to warm up, until the budget is used.
+
+    The number of repeats doubles between reads of the clock, because a read makes the host wait
+    for the device.
+
+    Args:
+        time: Times a number of repeats.
+        budget_s: About how long all repeats may take.
+        most: No more repeats are begun after this many.
+
+    Returns:
+        The seconds of each repeat; at least one.
+    """
+    time(1)
+    seconds = time(1)
+    while sum(seconds) < budget_s and len(seconds) < most:
+        seconds += time(len(seconds))
+    return seconds

@@ -49,6 +49,6 @@ def _wait_for_threads() -> None:
 
 
 def _runs(stat: Path) -> bool:
-    """Tell whether the thread of a ``stat`` file (proc(5)) is one of gloo's, and not asleep."""
+    """Return whether the thread of a ``stat`` file (proc(5)) is one of gloo's, and not asleep."""
     name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
     return name == _THREAD and rest.split()[0] != "S"

@@ -9,13 +9,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from dpprof.devices.device import Device
+from dpprof.devices.device import Device, time_repeats
 from dpprof.devices.selection import open_device
-from dpprof.records.ceilings import Bandwidth, CopySample, Limits, Matmul, ProductSample, Repeated
+from dpprof.records.ceilings import Limits
 from dpprof.spec.registry import UnsupportedError
 from dpprof.spec.target import DTYPES, Dtype
 
@@ -26,11 +26,8 @@ _TORCH: Mapping[Dtype, torch.dtype] = {
     "float64": torch.float64,
 }
 _CALLS = 1_000
-_MOST_REPEATS = 1_000
 
 Action = Callable[[], object]
-_Measured = TypeVar("_Measured")
-_CeilingT = TypeVar("_CeilingT", Matmul, Bandwidth)
 
 
 class Extent(NamedTuple):
@@ -67,86 +64,77 @@ class _Timed(NamedTuple):
 
 def measure(name: str) -> Limits:
     """Measure ``cpu`` or ``cuda``, with the threads and the GPU that the environment sets."""
-    device, extent = open_device(name), EXTENTS[name]
+    extent = EXTENTS[name]
     extent = extent._replace(budget_s=extent.budget_s / _ROUNDS)
-    return keep_fastest([measure_limits(device, extent) for _ in range(_ROUNDS)])
+    return measure_limits(open_device(name), extent, _ROUNDS)
 
 
-def keep_fastest(rounds: Sequence[Limits]) -> Limits:
-    """Return the fastest figures of several rounds; null figures keep the last round's reason."""
-    products = {
-        dtype: _fastest([one.matmul[dtype] for one in rounds], ProductSample, "flops_per_s", "size")
-        for dtype in DTYPES
+def measure_limits(device: Device, extent: Extent, rounds: int = 1) -> Limits:
+    """Measure every figure in each round; the fastest repeat of all rounds counts.
+
+    A figure that no round can measure is null, with the reason of the last round.
+    """
+    figures: dict[str, Callable[[], _Timed]] = {
+        **{f"matmul.{dtype}": partial(_time_products, device, extent, dtype) for dtype in DTYPES},
+        "bandwidth": partial(_time_copies, device, extent),
+        "launch_latency_s": partial(_time_launches, device, extent),
     }
-    copies = [one.bandwidth for one in rounds]
-    bandwidth = _fastest(copies, CopySample, "bytes_per_s", "array_bytes")
-    launches = [one.launch_latency_s for one in rounds if one.launch_latency_s is not None]
-    figures: dict[str, object] = {f"matmul.{dtype}": one for dtype, one in products.items()}
-    figures |= {"bandwidth": bandwidth, "launch_latency_s": launches or None}
-    reasons = {key: reason for one in rounds for key, reason in one.reasons.items()}
-    return Limits(
-        matmul=products,
-        bandwidth=bandwidth,
-        launch_latency_s=min(launches, default=None),
-        reasons={key: reason for key, reason in reasons.items() if figures[key] is None},
+    timed: dict[str, list[_Timed]] = defaultdict(list)
+    reasons: dict[str, str] = {}
+    for _ in range(rounds):
+        for key, figure in figures.items():
+            try:
+                timed[key].append(figure())
+            except Exception as error:  # noqa: BLE001 (other figures may still be measured)
+                reasons[key] = _describe_error(error)
+    launches = [min(one.seconds[_CALLS]) / _CALLS for one in timed["launch_latency_s"]]
+    return Limits.model_validate(
+        {
+            "matmul": {
+                dtype: _state(timed[f"matmul.{dtype}"], "flops_per_s", "size", lambda n: 2 * n**3)
+                for dtype in DTYPES
+            },
+            "bandwidth": _state(timed["bandwidth"], "bytes_per_s", "array_bytes", lambda n: 2 * n),
+            "launch_latency_s": min(launches, default=None),
+            "reasons": {key: reason for key, reason in reasons.items() if not timed[key]},
+        }
     )
 
 
-def _fastest(
-    found: Sequence[_CeilingT | None], sample: type[Repeated], rate: str, size: str
-) -> _CeilingT | None:
-    """Merge the samples of several rounds by size; the highest rate counts."""
-    known = [one for one in found if one is not None]
-    if not known:
+def _state(
+    rounds: Sequence[_Timed], rate: str, size: str, work: Callable[[int], int]
+) -> dict[str, Any] | None:
+    """Return a ceiling's fields; None if no round measured it.
+
+    Args:
+        rounds: The seconds of each round.
+        rate: The name of the field for the speed.
+        size: The name of the field for the size.
+        work: Returns the work of one repeat from its size.
+    """
+    if not rounds:
         return None
-    alike: dict[int, list[Repeated]] = defaultdict(list)
-    for repeated in (sample for one in known for sample in one.samples):
-        alike[getattr(repeated, size)].append(repeated)
-    samples = [
-        sample.model_validate(
+    widest = max(rounds, key=lambda one: len(one.seconds))
+    samples: list[dict[str, Any]] = []
+    for each in widest.seconds:
+        seconds = [one.seconds[each] for one in rounds if each in one.seconds]
+        samples.append(
             {
-                size: of_size,
-                "seconds": min(one.seconds for one in some),
-                "median_s": statistics.median(one.median_s for one in some),
-                "repeats": sum(one.repeats for one in some),
+                size: each,
+                "seconds": min(map(min, seconds)),
+                "median_s": statistics.median(map(statistics.median, seconds)),
+                "repeats": sum(map(len, seconds)),
             }
         )
-        for of_size, some in sorted(alike.items())
-    ]
-    fastest = max(known, key=lambda one: float(getattr(one, rate)))
-    widest = max(known, key=lambda one: len(one.samples))
-    return fastest.model_copy(update={"samples": samples, "stopped": widest.stopped})
+    fastest, at = max((work(one[size]) / one["seconds"], one[size]) for one in samples)
+    return {rate: fastest, size: at, "samples": samples, "stopped": widest.stopped}
 
 
-def measure_limits(device: Device, extent: Extent) -> Limits:
-    """Measure every figure; one that cannot be measured is null with the reason."""
-    reasons: dict[str, str] = {}
-
-    def attempt(key: str, figure: Callable[[], _Measured]) -> _Measured | None:
-        try:
-            return figure()
-        except Exception as error:  # noqa: BLE001 (other figures may still be measured)
-            reasons[key] = _describe_error(error)
-            return None
-
-    products = {
-        dtype: attempt(f"matmul.{dtype}", partial(measure_products, device, extent, dtype))
-        for dtype in DTYPES
-    }
-    return Limits(
-        matmul=products,
-        bandwidth=attempt("bandwidth", partial(measure_copies, device, extent)),
-        launch_latency_s=attempt("launch_latency_s", partial(measure_launches, device, extent)),
-        reasons=reasons,
-    )
-
-
-def measure_products(device: Device, extent: Extent, dtype: Dtype) -> Matmul:
-    """Measure products of square matrices, of 2 n^3 FLOPs each.
+def _time_products(device: Device, extent: Extent, dtype: Dtype) -> _Timed:
+    """Time products of square matrices, of 2 n^3 FLOPs each.
 
     Raises:
         UnsupportedError: The device has no products of this dtype.
-        RuntimeError: The smallest product failed.
     """
     device.use_precision(dtype)
     options: Any = {"dtype": _TORCH[dtype], "device": device.torch_device}
@@ -155,19 +143,13 @@ def measure_products(device: Device, extent: Extent, dtype: Dtype) -> Matmul:
         left, right = (torch.randn(size, size, **options) for _ in range(2))
         return partial(torch.mm, left, right, out=torch.empty_like(left))
 
-    timed = _time_sizes(device, extent, extent.sizes, 3, prepare)
-    samples = [ProductSample(size=n, **_sum_up(s)) for n, s in timed.seconds.items()]
-    flops_per_s, size = max((2 * one.size**3 / one.seconds, one.size) for one in samples)
-    return Matmul(flops_per_s=flops_per_s, size=size, samples=samples, stopped=timed.stopped)
+    return _time_sizes(device, extent, extent.sizes, 3, prepare)
 
 
-def measure_copies(device: Device, extent: Extent) -> Bandwidth:
-    """Measure copies within the device's memory, which read and write every byte once.
+def _time_copies(device: Device, extent: Extent) -> _Timed:
+    """Time copies within the device's memory, which read and write every byte once.
 
     If a processor reads a cache line before it writes to it, this read is not counted.
-
-    Raises:
-        RuntimeError: The smallest copy failed.
     """
 
     def prepare(array_bytes: int) -> Action:
@@ -175,14 +157,11 @@ def measure_copies(device: Device, extent: Extent) -> Bandwidth:
         source = torch.ones(array_bytes // 4, device=device.torch_device)
         return partial(torch.empty_like(source).copy_, source)
 
-    timed = _time_sizes(device, extent, extent.array_bytes, 1, prepare)
-    samples = [CopySample(array_bytes=size, **_sum_up(s)) for size, s in timed.seconds.items()]
-    rate, size = max((2 * one.array_bytes / one.seconds, one.array_bytes) for one in samples)
-    return Bandwidth(bytes_per_s=rate, array_bytes=size, samples=samples, stopped=timed.stopped)
+    return _time_sizes(device, extent, extent.array_bytes, 1, prepare)
 
 
-def measure_launches(device: Device, extent: Extent) -> float:
-    """Return the seconds of an in-place addition to one element, one of a thousand in a row.
+def _time_launches(device: Device, extent: Extent) -> _Timed:
+    """Time in-place additions to one element, a thousand in a row.
 
     This is the interval between small operators, including the host's work, and not the time from
     an operator's call to its end.
@@ -193,7 +172,7 @@ def measure_launches(device: Device, extent: Extent) -> float:
         for _ in range(_CALLS):
             element.add_(1)
 
-    return min(time_repeats(device, launch, extent.budget_s)) / _CALLS
+    return _time_sizes(device, extent, (_CALLS,), 1, lambda _: launch)
 
 
 def _time_sizes(
@@ -216,44 +195,13 @@ def _time_sizes(
         if seconds and min(seconds[before]) * (size / before) ** power > extent.longest_s:
             return _Timed(seconds, f"{size} would take longer than {extent.longest_s} s at a time")
         try:
-            seconds[size] = time_repeats(device, prepare(size), extent.budget_s)
+            seconds[size] = time_repeats(partial(device.time, prepare(size)), extent.budget_s)
         except RuntimeError as error:  # most likely out of memory
             if not seconds:
                 raise
             return _Timed(seconds, f"{size}: {_describe_error(error)}")
         before = size
     return _Timed(seconds, None)
-
-
-def time_repeats(device: Device, act: Action, budget_s: float) -> list[float]:
-    """Time repeats of an action, after one to warm up, until the budget is used.
-
-    The number of repeats doubles between reads of the clock, because a read makes the host wait
-    for the device.
-
-    Returns:
-        The seconds of each repeat; at least one.
-    """
-    _time(device, act, 1)
-    seconds = _time(device, act, 1)
-    while sum(seconds) < budget_s and len(seconds) < _MOST_REPEATS:
-        seconds += _time(device, act, len(seconds))
-    return seconds
-
-
-def _time(device: Device, act: Action, repeats: int) -> list[float]:
-    device.synchronize()
-    clock = device.clock()
-    clock.tick()
-    for _ in range(repeats):
-        act()
-        clock.tick()
-    return clock.durations_s()
-
-
-def _sum_up(seconds: Sequence[float]) -> dict[str, Any]:
-    median_s = statistics.median(seconds)
-    return {"seconds": min(seconds), "median_s": median_s, "repeats": len(seconds)}
 
 
 def _describe_error(error: Exception) -> str:

@@ -31,29 +31,28 @@ Scope = Literal["norm", "einsum"]
 EINSUMS = ("einsum", "tensordot")
 """Functions of torch that contract axes by calling other operators."""
 
-_ALWAYS: dict[OpFamily, OpKind] = {
+_KINDS: dict[OpFamily, OpKind] = {
     "norm": "norm",
     "attention": "attention",
     "matmul": "gemm",
     "indexing": "indexing",
     "random": "random",
     "optimizer": "optimizer",
-}
-_UNLESS_CLIPPING: dict[OpFamily, OpKind] = {
     "elementwise": "elementwise",
     "reduction": "reduce",
     "copy": "copy",
     "other": "other",
 }
+_OF_CLIPPING = ("elementwise", "reduction", "copy", "other")
 
 
 def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> OpKind:
     """Return the kind of an operator.
 
-    Communication between devices is ``communication`` everywhere. All other operators of a search
-    for norms are ``norm``, others of the phase step ``optimizer``, and others of a contraction
-    ``einsum``. The rest have a kind by their family; in the phase clip,
-    ``clip`` for elementwise operators, reductions and copies.
+    The first of these rules that applies decides. Communication between devices is
+    ``communication``. Operators of a search for norms are ``norm``. Operators of the phase step are
+    ``optimizer``. Operators of a contraction are ``einsum``. In the phase clip, elementwise
+    operators, reductions, copies and others are ``clip``. All others have the kind of their family.
 
     Args:
         family: What the operator does.
@@ -68,9 +67,7 @@ def kind_of_op(family: OpFamily, phase: Phase | None, scope: Scope | None) -> Op
         return "optimizer"
     if scope == "einsum":
         return "einsum"
-    if family in _ALWAYS:
-        return _ALWAYS[family]
-    return "clip" if phase == "clip" else _UNLESS_CLIPPING[family]
+    return "clip" if phase == "clip" and family in _OF_CLIPPING else _KINDS[family]
 
 
 COUNTED = ("matmul", "attention")

@@ -1,7 +1,7 @@
 """Counts the FLOPs that a user's training loop executes.
 
-A dispatch mode like the recorder, without memory. It leaves compiled code compiled, and an operator
-without a formula does not end the training.
+It is a dispatch mode like the recorder, but records no memory. Compiled code stays compiled, and an
+operator without a formula does not end the training.
 """
 
 from typing import Any

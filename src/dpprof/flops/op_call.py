@@ -17,13 +17,13 @@ _LEFT_OUT = ("device", "generator", "pin_memory")
 
 
 class Layout(NamedTuple):
-    """The properties of a tensor on which an operator's time depends."""
+    """The properties of a tensor that an operator's time depends on."""
 
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
     bound: int
-    """Integer elements are below this, because they are positions in another tensor."""
+    """Integer elements stay below this, because they are positions in another tensor."""
 
 
 def describe_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -45,29 +45,14 @@ def _describe(value: Any) -> Any:
     return int(value) if isinstance(value, torch.SymInt) else None
 
 
-Bound = Callable[[list[Any]], int]
-
-
-def _size(argument: int, axis: int) -> Bound:
-    return lambda args: int(args[argument]["t"][0][axis])
-
-
-def _size_along(args: list[Any]) -> int:
-    return int(args[0]["t"][0][args[1]])
-
-
-def _none(_: list[Any]) -> int:
-    return 1
-
-
-_BOUNDS: Mapping[str, Bound] = {
-    "embedding": _size(0, 0),
-    "embedding_dense_backward": lambda args: int(args[2]),
-    "nll_loss_forward": _size(0, -1),
-    "nll_loss_backward": _size(1, -1),
+_BOUNDS: Mapping[str, Callable[[list[Any]], int]] = {
+    "embedding": lambda args: args[0]["t"][0][0],
+    "embedding_dense_backward": lambda args: args[2],
+    "nll_loss_forward": lambda args: args[0]["t"][0][-1],
+    "nll_loss_backward": lambda args: args[1]["t"][0][-1],
     **dict.fromkeys(
         ("gather", "index_select", "index_add", "index_add_", "scatter", "scatter_add_"),
-        _size_along,
+        lambda args: args[0]["t"][0][args[1]],
     ),
 }
 """The exclusive upper bound of integer elements in an operator's arguments, by operator."""
@@ -90,7 +75,8 @@ def read_call(
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)
-    bound = _BOUNDS.get(name.split(".")[1], _none)(args)
+    find_bound = _BOUNDS.get(name.split(".")[1])
+    bound = find_bound(args) if find_bound else 1
 
     def build(value: Any) -> Any:
         if isinstance(value, list):

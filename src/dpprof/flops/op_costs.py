@@ -103,14 +103,11 @@ _SCATTERS = {
 }
 """Operators whose in-place forms read and write as many bytes as their source has."""
 
-_SORTS = {
+_INDEXING = {
+    *(*_LOOKUPS, *_SCATTERS, aten.index_fill, aten.masked_scatter),
+    # These search for positions.
     *(aten.sort, aten.topk, aten.kthvalue, aten.searchsorted, aten.bucketize, aten.nonzero),
     *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),  # noqa: SLF001
-}
-"""Operators that search for positions."""
-
-_INDEXING = {
-    *(*_LOOKUPS, *_SCATTERS, *_SORTS, aten.index_fill, aten.masked_scatter),
     *(aten.nonzero_static, aten.repeat_interleave, aten.isin, aten.unfold_backward),
     *(aten.embedding_dense_backward, aten._embedding_bag, aten._embedding_bag_dense_backward),  # noqa: SLF001
 }
@@ -120,8 +117,6 @@ _WRITES_ONLY = {
 }
 """Operators whose in-place forms overwrite their target without reading it."""
 
-_OPTIMIZERS = {aten._fused_adam, aten._fused_adamw, aten._fused_sgd, aten._fused_adagrad}  # noqa: SLF001
-_NORMS = {aten.linalg_vector_norm, aten.norm, aten._foreach_norm}  # noqa: SLF001
 _COMMUNICATION = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 """Namespaces of operators that move data between devices."""
 
@@ -130,6 +125,16 @@ _REDUCTIONS = {
     *(aten.var, aten.var_mean, aten.std, aten.std_mean, aten.argmin, aten.nansum, aten.cumprod),
     *(aten.all, aten.any, aten.cumsum, aten.logsumexp, aten.nll_loss_forward),
     *(aten.nll_loss_backward, aten.trace, aten._foreach_max, triton_ops.SCALE),  # noqa: SLF001
+}
+
+_FAMILIES: dict[Any, OpFamily] = {
+    **dict.fromkeys(_REDUCTIONS, "reduction"),
+    **dict.fromkeys(_COPIES, "copy"),
+    **dict.fromkeys(_INDEXING, "indexing"),
+    **dict.fromkeys(_SHAPES, "matmul"),
+    **dict.fromkeys((aten.linalg_vector_norm, aten.norm, aten._foreach_norm), "norm"),  # noqa: SLF001
+    **dict.fromkeys((aten._fused_adam, aten._fused_adamw), "optimizer"),  # noqa: SLF001
+    **dict.fromkeys((aten._fused_sgd, aten._fused_adagrad), "optimizer"),  # noqa: SLF001
 }
 
 _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
@@ -145,11 +150,6 @@ _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
     (r"^(complex|polar|_add_relu)$", "elementwise"),
 )
 """Families by name of operators whose tags do not say what they do; the first pattern decides."""
-
-
-@cache
-def _name_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class OperatorRule(NamedTuple):
@@ -170,8 +170,8 @@ class OperatorRule(NamedTuple):
     shape_of: Callable[..., ProductShape] | None
     """From the arguments of a matrix product to its sizes."""
 
-    attends_by: tuple[tuple[str, int], ...] | None
-    """Names and positions of query, key and is_causal, of fused attention."""
+    arguments: tuple[str, ...]
+    """Names of the arguments, by position."""
 
     mutated: frozenset[int | str]
     """Positions and names of the arguments that it writes to."""
@@ -185,10 +185,7 @@ class OperatorRule(NamedTuple):
         mutated: SizedTensors = []
         for position, value in (*enumerate(args), *kwargs.items()):
             side = mutated if position in self.mutated else inputs
-            if isinstance(value, Tensor):
-                side.append((value, _nbytes(value)))
-            elif isinstance(value, list | tuple):
-                side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
+            side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
         writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
         if self.functional in _FRESH:
             inputs.clear()
@@ -199,7 +196,7 @@ class OperatorRule(NamedTuple):
             mutated = writes
         reads = inputs if self.overwrites else inputs + mutated
         first = next(iter(inputs or mutated or writes), None)
-        dtype = "" if first is None else _name_dtype(first[0].dtype)
+        dtype = "" if first is None else str(first[0].dtype).removeprefix("torch.")
         product = self.shape_of and self.shape_of(*args, **kwargs)
         counted = self.count_products(args, kwargs, out)
         flops = self._count_others(reads, writes) if counted is None else counted
@@ -211,16 +208,16 @@ class OperatorRule(NamedTuple):
         return cost, reads, writes
 
     def _find_attention(self, args: Any, kwargs: Any) -> AttentionShape | None:
-        if self.family != "attention" or self.attends_by is None:
+        if self.family != "attention" or not {"query", "key", "is_causal"} <= {*self.arguments}:
             return None
-        given = [args[at] if at < len(args) else kwargs.get(name) for name, at in self.attends_by]
-        query, key, is_causal = given
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        query, key = given["query"], given["key"]
         return AttentionShape(
             heads=math.prod(query.shape[:-2]),
             queries=query.shape[-2],
             keys=key.shape[-2],
             width=query.shape[-1],
-            is_causal=bool(is_causal),
+            is_causal=bool(given.get("is_causal")),
             is_backward="backward" in self.name,
         )
 
@@ -271,16 +268,10 @@ def learn_rule(func: Any) -> OperatorRule:
         or func.namespace in ("prim", "profiler"),
         family=_find_family(packet, functional),
         shape_of=_SHAPES.get(functional),
-        attends_by=_find_attends(func),
+        arguments=tuple(argument.name for argument in func._schema.arguments),  # noqa: SLF001
         mutated=frozenset(mutated),
         overwrites=functional in _WRITES_ONLY or _fills_out(func),
     )
-
-
-def _find_attends(func: Any) -> tuple[tuple[str, int], ...] | None:
-    places = {one.name: at for at, one in enumerate(func._schema.arguments)}  # noqa: SLF001
-    names = ("query", "key", "is_causal")
-    return tuple((n, places[n]) for n in names) if places.keys() >= set(names) else None
 
 
 def _find_functional(func: Any, packet: Any) -> Any:
@@ -344,17 +335,8 @@ def _does_work(func: Any) -> bool:
 
 
 def _find_family(packet: Any, functional: Any) -> OpFamily:
-    known: list[tuple[Any, OpFamily]] = [
-        (_SHAPES, "matmul"),
-        (_INDEXING, "indexing"),
-        (_COPIES, "copy"),
-        (_NORMS, "norm"),
-        (_REDUCTIONS, "reduction"),
-        (_OPTIMIZERS, "optimizer"),
-    ]
-    for packets, family in known:
-        if functional in packets:
-            return family
+    if functional in _FAMILIES:
+        return _FAMILIES[functional]
     found = _find_product(functional)
     if found is None and str(packet).partition(".")[0] in _COMMUNICATION:
         return "communication"

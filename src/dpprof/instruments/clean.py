@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 
 from dpprof.devices.device import Device, NoEnergyError
-from dpprof.instruments.process_counters import count_io, peak_rss_bytes, read_counts, why_no_counts
+from dpprof.instruments.process_counters import count_io, peak_rss_bytes, read_counts
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.instruments.snapshots import Snapshots
@@ -18,16 +18,6 @@ from dpprof.methods.training_step import Enter
 from dpprof.records.result import Energy, Measurement, Observed, Throughput, Time
 from dpprof.records.step_costs import Memory
 from dpprof.spec.experiment import Experiment
-
-
-def time_steps(device: Device, steps: int, run: Callable[[], None]) -> list[float]:
-    """Run a number of steps back to back and return the seconds of each."""
-    clock = device.clock()
-    clock.tick()
-    for _ in range(steps):
-        run()
-        clock.tick()
-    return clock.durations_s()
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
@@ -46,14 +36,14 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         training.step.run(training.batch, enter)
 
     device.reset_peaks()
-    warmup_step_s = time_steps(device, 1, run)
+    warmup_step_s = device.time(run, 1)
     first_step = device.peaks()
-    warmup_step_s += time_steps(device, experiment.warmup_steps - 1, run)
+    warmup_step_s += device.time(run, experiment.warmup_steps - 1)
     snapshots.take("after_warmup", training.holders)
 
     device.reset_peaks()
     before = read_counts(process)
-    step_s = time_steps(device, experiment.timed_steps, run)
+    step_s = device.time(run, experiment.timed_steps)
     host_io = count_io(process, before, experiment.timed_steps)
     steady = device.peaks()
     resident_bytes = peak_rss_bytes()
@@ -61,7 +51,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     paths = SamplerPaths()
     with training.step.watch_samplers(paths):
         snapshots.watch_step(training, enter)
-    energy, why_no_energy = _energy(experiment, device, run, statistics.median(step_s))
+    median_s = statistics.median(step_s)
+    energy, why_no_energy = _energy(experiment, device, run, median_s)
+    why_no_io = {"host_io": "the operating system does not count it for a process"}
     return Measurement(
         model=training.model,
         samplers=paths.by_layer,
@@ -76,12 +68,16 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             alloc_retries=steady.alloc_retries,
             snapshots=list(snapshots.taken.values()),
         ),
-        time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=statistics.median(step_s)),
-        throughput=_throughput(experiment, statistics.median(step_s)),
+        time=Time(step_s=step_s, warmup_step_s=warmup_step_s, median_s=median_s),
+        throughput=Throughput(
+            tokens_per_s=experiment.tokens_in_step / median_s,
+            samples_per_s=experiment.world_size * experiment.batch_size / median_s,
+            steps_per_s=1 / median_s,
+        ),
         host_io=host_io,
         energy=energy,
         observed=Observed(
-            step_s=statistics.median(step_s),
+            step_s=median_s,
             steps=experiment.timed_steps,
             peak_rss_bytes=resident_bytes,
             peak_allocated_bytes=steady.allocated_bytes,
@@ -90,7 +86,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         | paths.reasons
         | training.step.reasons
         | why_no_energy
-        | why_no_counts(host_io),
+        | ({} if host_io else why_no_io),
     )
 
 
@@ -105,12 +101,3 @@ def _energy(
         return device.energy(run, step_s), {}
     except NoEnergyError as error:
         return None, {"energy": str(error)}
-
-
-def _throughput(experiment: Experiment, step_s: float) -> Throughput:
-    samples_per_s = experiment.world_size * experiment.batch_size / step_s
-    return Throughput(
-        tokens_per_s=experiment.tokens_in_step / step_s,
-        samples_per_s=samples_per_s,
-        steps_per_s=1 / step_s,
-    )

@@ -22,7 +22,6 @@ from dpprof.launch.protocol import traces_folder
 from dpprof.methods.training_step import Enter
 from dpprof.norms.code_paths import CodePath, finds_norms
 from dpprof.records.result import Kernels, Measurement, Observed
-from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from dpprof.traces.kernel_summary import NoKernelsError, state_kernels
@@ -42,35 +41,6 @@ TRACED_STEPS = 3
 _ELSEWHERE = "it would include the tracer; the instrument clean measures it"
 _NOT_LAUNCHED = {"kernels.waiting_s": "operators of a CPU are not launched ahead"}
 _REASONS = {"time": _ELSEWHERE, "throughput": _ELSEWHERE, "memory": _ELSEWHERE}
-
-
-class _Annotated:
-    """Runs steps whose phases and computation of norms have spans in the trace."""
-
-    def __init__(self, training: Training, device: Device, enter: Enter) -> None:
-        self._training = training
-        self._device = device
-        self._pass_on = enter
-        self._phase: record_function | None = None
-
-    def run(self) -> None:
-        """Run one step and wait for the device to finish it."""
-        step = self._training.step
-        with record_function(STEP), step.watch_samplers(_annotate):
-            step.run(self._training.batch, self._enter)
-            self._close()
-            self._device.synchronize()
-
-    def _enter(self, phase: Phase) -> None:
-        self._close()
-        self._pass_on(phase)
-        self._phase = record_function(f"{PHASE}{phase}")
-        self._phase.__enter__()  # type: ignore[no-untyped-call]
-
-    def _close(self) -> None:
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None
 
 
 def _annotate(
@@ -96,7 +66,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     device.synchronize()
     device.reset_peaks()
     steps = min(TRACED_STEPS, experiment.timed_steps)
-    document = _trace(_Annotated(training, device, enter), device, steps)
+    document = _trace(training, device, enter, steps)
     peak_bytes, allocated = peak_rss_bytes(), device.peaks().allocated_bytes
     trace, on_cuda = read_trace(document), device.torch_device.type == "cuda"
     folder = traces_folder()
@@ -112,10 +82,12 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     except NoKernelsError as error:
         why_no_kernels = {"kernels": str(error)}
     if folder and kernels:
-        _leave_events(folder, kernels)
+        try:
+            write_events(folder, kernels)
+        except (OSError, ImportError) as error:
+            say(f"TensorBoard's events could not be written: {error}")
     traced = find_steps(trace)
-    on_cpu = kernels is not None and kernels.waiting_s is None
-    why_no_waiting = _NOT_LAUNCHED if on_cpu else {}
+    why_no_waiting = _NOT_LAUNCHED if kernels and kernels.waiting_s is None else {}
     return Measurement(
         model=training.model,
         norm_plan=training.step.norm_plan,
@@ -131,29 +103,22 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     )
 
 
-def _leave_events(folder: Path, kernels: Kernels) -> None:
-    try:
-        write_events(folder, kernels)
-    except (OSError, ImportError) as error:
-        say(f"TensorBoard's events could not be written: {error}")
-
-
-def _trace(annotated: _Annotated, device: Device, steps: int) -> dict[str, Any]:
+def _trace(training: Training, device: Device, enter: Enter, steps: int) -> dict[str, Any]:
     """Trace some steps after a discarded one, in which the tracer warms up."""
-    activities = [ProfilerActivity.CPU]
-    if device.torch_device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    on_cuda = device.torch_device.type == "cuda"
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         # The tracer warns that it clears its event list, which is slow to build and not used here.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")
         with profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
             schedule=schedule(wait=0, warmup=1, active=steps),
             on_trace_ready=lambda tracer: tracer.export_chrome_trace(str(path)),
         ) as tracer:
             for _ in range(1 + steps):
-                annotated.run()
+                with record_function(STEP), training.step.watch_samplers(_annotate):
+                    training.run_phases(enter, lambda phase: record_function(f"{PHASE}{phase}"))
+                    device.synchronize()
                 tracer.step()
         return parse_trace(path.read_bytes())
 
@@ -162,14 +127,11 @@ def _leave_trace(
     folder: Path | None, document: dict[str, Any]
 ) -> tuple[Written | None, dict[str, str]]:
     """Write the trace, or return why there is none; a missing file does not fail the run."""
-    reason = "no folder was given for it"
-    if folder is not None:
-        try:
-            written = write_trace(folder, document)
-        except OSError as error:
-            reason = f"it could not be written: {error}"
-        else:
-            if written is not None:
-                return written, {}
-            reason = f"one step alone takes more than {TRACE_LIMIT_BYTES:,} bytes"
-    return None, {"kernels.trace": reason}
+    if folder is None:
+        return None, {"kernels.trace": "no folder was given for it"}
+    try:
+        written = write_trace(folder, document)
+    except OSError as error:
+        return None, {"kernels.trace": f"it could not be written: {error}"}
+    too_large = {"kernels.trace": f"one step alone takes more than {TRACE_LIMIT_BYTES:,} bytes"}
+    return written, {} if written else too_large

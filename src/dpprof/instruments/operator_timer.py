@@ -18,8 +18,6 @@ from dpprof.step_time.operator_shape import shape_of
 from dpprof.step_time.replay import Replayer
 
 ROUNDS = 5
-CALL_S = 0.01
-"""About how long all repeats of one call may take in one round."""
 
 
 def ignore(_phase: Phase) -> None:
@@ -42,7 +40,7 @@ class OperatorTimer:
     """
 
     def __init__(self, device: Device, *, small_steps: bool = False) -> None:
-        self._replayer = Replayer(device, CALL_S, small_steps=small_steps)
+        self._replayer = Replayer(device, small_steps=small_steps)
         self._shapes: dict[str, OperatorShape] = {}
         self._seconds: dict[str, list[float]] = {}
         self.failed: dict[str, str] = {}
@@ -73,9 +71,9 @@ class OperatorTimer:
         return math.fsum(statistics.median(some) for some in known if some is not None)
 
     def tabulate(self) -> tuple[list[OperatorTime], float | None]:
-        """Return the operators, and the drift between rounds, None after one.
+        """Return the operators, and the drift between rounds; None after one round.
 
-        A round is as much slower than others as its typical operator.
+        The typical operator of a round decides how much slower the round is than others.
         """
         medians = {call: statistics.median(some) for call, some in self._seconds.items()}
         slower = {

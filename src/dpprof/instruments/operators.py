@@ -4,9 +4,9 @@ The experiments are traced under fake tensors. Each operator is called again wit
 same shapes, strides and dtypes; one that two steps share is timed once.
 
 The host takes time for each operator: Python, hooks and autograd. Models that compute nearly
-nothing show it. And an operator takes longer in a step of a real size than alone: the memory that
-it writes comes fresh from the system, page by page, and caches hold other data. One such step shows
-by how much.
+nothing show how much. An operator also takes longer in a step of a real size than alone: the system
+gives the memory that it writes page by page, and caches hold other data. One such step shows how
+much longer.
 """
 
 import math
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from dpprof.devices.selection import open_device
-from dpprof.instruments.clean import time_steps
 from dpprof.instruments.operator_timer import ROUNDS, OperatorTimer, ignore, list_ops
 from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.memory.events import Op
@@ -51,34 +50,34 @@ class BesideOperators(NamedTuple):
     """Time of operators in a step over their time alone."""
 
 
-class MeasuredStep:
-    """Measures a step on the CPU and its operators in turn.
+def time_in_turn(
+    experiment: Experiment, ops: list[Op], steps: int, *, small: bool = False
+) -> tuple[list[float], OperatorTimer]:
+    """Time a step on the CPU and its operators in turn.
 
     Args:
         experiment: Whose step it is.
         ops: Its operators.
-        small: Whether its data stay in a cache.
+        steps: How many steps are run after each round of the operators.
+        small: Whether the step's data stay in a cache.
+
+    Returns:
+        The seconds of each step; and the operators.
     """
+    method, device = open_experiment(experiment)
+    training = set_up(experiment, method, device, lambda *_: None)
+    timer = OperatorTimer(device, small_steps=small)
 
-    def __init__(self, experiment: Experiment, ops: list[Op], *, small: bool = False) -> None:
-        method, self._device = open_experiment(experiment)
-        self._training = set_up(experiment, method, self._device, lambda *_: None)
-        self._ops = ops
-        self.timer = OperatorTimer(self._device, small_steps=small)
-        self._run(_WARM_UP)
+    def run(count: int) -> list[float]:
+        return device.time(lambda: training.step.run(training.batch, ignore), count)
 
-    def time(self, steps: int) -> list[float]:
-        """Return the seconds of steps, some of which are run after each round of the operators."""
-        self.timer.add(self._ops)
-        step_s = self._run(steps)
-        for _ in range(ROUNDS - 1):
-            self.timer.repeat()
-            step_s += self._run(steps)
-        return step_s
-
-    def _run(self, steps: int) -> list[float]:
-        training = self._training
-        return time_steps(self._device, steps, lambda: training.step.run(training.batch, ignore))
+    run(_WARM_UP)
+    timer.add(ops)
+    step_s = run(steps)
+    for _ in range(ROUNDS - 1):
+        timer.repeat()
+        step_s += run(steps)
+    return step_s, timer
 
 
 def time_beside_operators() -> BesideOperators:
@@ -100,9 +99,8 @@ def _compare(axes: dict[str, Any], steps: int, *, small: bool = False) -> tuple[
     """Return the seconds of a step, those of its operators together, and their number."""
     experiment = Experiment.model_validate(axes | {"device": "cpu"})
     ops = list_ops(experiment)
-    measured = MeasuredStep(experiment, ops, small=small)
-    step_s = statistics.median(measured.time(steps))
-    return step_s, measured.timer.sum_up(ops), len(ops)
+    step_s, timer = time_in_turn(experiment, ops, steps, small=small)
+    return statistics.median(step_s), timer.sum_up(ops), len(ops)
 
 
 def measure(budget_s: int, *specs: str) -> OperatorTable:

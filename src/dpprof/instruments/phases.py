@@ -7,6 +7,9 @@ without recording; they wait for the device at the end of every phase.
 
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dpprof.devices.device import Device
 from dpprof.instruments.census import take_census
@@ -27,35 +30,6 @@ _REASONS = {
     "time.warmup_step_s": "the allocator is recorded in them; the instrument clean measures it",
     "throughput": _ELSEWHERE,
 }
-
-
-class _PhaseTimer:
-    """Measures the time of each phase; waits for the device where a phase ends."""
-
-    def __init__(self, device: Device, enter: Enter) -> None:
-        self._device = device
-        self._enter = enter
-        self._step: dict[Phase, float] = {}
-        self._current: Phase | None = None
-        self._since = 0.0
-
-    def enter(self, phase: Phase | None) -> None:
-        """End the current phase, and open_experiment the next one unless it is None."""
-        self._device.synchronize()
-        now = time.perf_counter()
-        if self._current is not None:
-            self._step[self._current] = self._step.get(self._current, 0.0) + now - self._since
-        self._current = phase
-        if phase is not None:
-            self._enter(phase)
-        self._since = time.perf_counter()
-
-    def time_step(self, training: Training) -> dict[Phase, float]:
-        """Run one step; returns the seconds of each phase, summed if it is entered repeatedly."""
-        self._step = {}
-        training.step.run(training.batch, self.enter)
-        self.enter(None)
-        return self._step
 
 
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
@@ -80,8 +54,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     recorded = recorder.close()
     steady = recorded.peaks["steady"]
 
-    timer = _PhaseTimer(device, enter)
-    steps = [timer.time_step(training) for _ in range(experiment.timed_steps)]
+    steps = [_time_phases(training, device, enter) for _ in range(experiment.timed_steps)]
     step_s = [sum(step.values()) for step in steps]
     return Measurement(
         model=training.model,
@@ -113,6 +86,26 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         ),
         reasons=device.reasons_recorded | _REASONS | paths.reasons | training.step.reasons,
     )
+
+
+def _time_phases(training: Training, device: Device, enter: Enter) -> dict[Phase, float]:
+    """Run one step, and wait for the device where a phase ends.
+
+    Returns:
+        The seconds of each phase, summed if it is entered repeatedly.
+    """
+    seconds: dict[Phase, float] = defaultdict(float)
+
+    @contextmanager
+    def timed(phase: Phase) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        device.synchronize()
+        seconds[phase] += time.perf_counter() - start
+
+    device.synchronize()
+    training.run_phases(enter, timed)
+    return seconds
 
 
 def _complete(snapshot: Snapshot, allocated_bytes: int | None) -> Snapshot:

@@ -40,8 +40,3 @@ def count_io(process: psutil.Process, before: Any, steps: int) -> HostIo | None:
         storage_bytes_written=after.write_bytes - before.write_bytes,
         steps=steps,
     )
-
-
-def why_no_counts(counted: HostIo | None) -> dict[str, str]:
-    """Return why the counts are unknown, if they are."""
-    return {} if counted else {"host_io": "the operating system does not count it for a process"}

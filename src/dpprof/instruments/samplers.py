@@ -7,8 +7,6 @@ from torch import nn
 
 from dpprof.norms.code_paths import CodePath
 
-NO_SAMPLERS = "the method asks no layer for per-sample gradients or their norms"
-
 
 class SamplerPaths:
     """Collects code paths; give it to ``TrainingStep.watch_samplers``."""
@@ -31,4 +29,5 @@ class SamplerPaths:
     @property
     def reasons(self) -> dict[str, str]:
         """Why ``samplers`` is null, if it is."""
-        return {} if self._seen else {"samplers": NO_SAMPLERS}
+        why = "the method asks no layer for per-sample gradients or their norms"
+        return {} if self._seen else {"samplers": why}

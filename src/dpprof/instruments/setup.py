@@ -2,19 +2,21 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
 from dpprof.instruments.census import TensorHolders
-from dpprof.methods.training_step import UNLABELLED, Batch, TrainingStep
+from dpprof.methods.training_step import UNLABELLED, Batch, Enter, TrainingStep
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.models.transformer import find_attention
 from dpprof.records.result import ModelFacts
+from dpprof.records.terms import Phase
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
@@ -35,6 +37,24 @@ class Training(NamedTuple):
             self.step.module, self.step.optimizer, self.batch, attributes=self.step.attributes
         )
 
+    def run_phases(
+        self, enter: Enter, around: Callable[[Phase], AbstractContextManager[object]]
+    ) -> None:
+        """Run one step, each phase inside a context of its own.
+
+        Args:
+            enter: Called as each phase begins, before its context.
+            around: Returns the context of a phase.
+        """
+        with ExitStack() as current:
+
+            def begin(phase: Phase) -> None:
+                current.close()
+                enter(phase)
+                current.enter_context(around(phase))
+
+            self.step.run(self.batch, begin)
+
 
 def open_experiment(experiment: Experiment) -> tuple[type[TrainingStep], Device]:
     """Import what the experiment needs, and return its method and its prepared device."""
@@ -51,7 +71,8 @@ def import_method(experiment: Experiment) -> type[TrainingStep]:
     first snapshot, which must not count libraries as memory of the training.
 
     Raises:
-        EntryPointError: The method or the model cannot be imported, or the method is none.
+        EntryPointError: The method or the model cannot be imported, or the method is no
+            ``TrainingStep``.
         UnsupportedError: transformers or peft is missing, or has no such model.
     """
     method = registry.load("methods", experiment.method)
@@ -87,12 +108,18 @@ def set_up(
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()
-    facts = _count(model)
+    facts = ModelFacts(
+        parameters_total=sum(p.numel() for p in model.parameters()),
+        parameters_trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        parameters_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+    )
     model = method.distribute(model, experiment, device.torch_device)
     moment("model_loaded", TensorHolders(model))
     step = method(model, experiment)
     moment("wrapped_with_dp", TensorHolders(step.module, attributes=step.attributes))
-    step.attach_optimizer(_build_optimizer(step.module, experiment))
+    kinds: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
+    trainable = [p for p in step.module.parameters() if p.requires_grad]
+    step.attach_optimizer(kinds[experiment.optimizer](trainable, lr=experiment.learning_rate))
     moment(
         "optimizer_created", TensorHolders(step.module, step.optimizer, attributes=step.attributes)
     )
@@ -100,21 +127,6 @@ def set_up(
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
-
-
-def _count(model: nn.Module) -> ModelFacts:
-    parameters = list(model.parameters())
-    return ModelFacts(
-        parameters_total=sum(p.numel() for p in parameters),
-        parameters_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        parameters_bytes=sum(p.numel() * p.element_size() for p in parameters),
-    )
-
-
-def _build_optimizer(module: nn.Module, experiment: Experiment) -> Optimizer:
-    kinds: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    return kinds[experiment.optimizer](trainable, lr=experiment.learning_rate)
 
 
 def make_batch(

@@ -1,7 +1,8 @@
 """Counters at the named moments of a run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from dpprof.devices.device import Counters
 from dpprof.instruments.census import TensorHolders
@@ -53,16 +54,12 @@ class Snapshots:
 
     def watch_step(self, training: Training, enter: Enter) -> None:
         """Run one step with a snapshot at the end of the phases that have one."""
-        current: Phase | None = None
 
-        def enter_and_take(phase: Phase | None) -> None:
-            nonlocal current
-            if current in _AFTER:
-                self.take(_AFTER[current], training.holders)
-            current = phase
-            if phase is not None:
-                enter(phase)
+        @contextmanager
+        def around(phase: Phase) -> Iterator[None]:
+            yield
+            if phase in _AFTER:
+                self.take(_AFTER[phase], training.holders)
 
         self.take("before_forward", training.holders)
-        training.step.run(training.batch, enter_and_take)
-        enter_and_take(None)
+        training.run_phases(enter, around)

@@ -1,6 +1,6 @@
 """The kernel that ``scaled_dot_product_attention`` runs on CUDA, and its backward's workspace.
 
-Follows PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp, ``priority_order`` and the
+The choice follows PyTorch (ATen/native/transformers/cuda/sdp_utils.cpp, ``priority_order`` and the
 ``can_use_..._attention``) for dense tensors. Left out are nested tensors, and GPUs of compute
 capability below 8.0.
 
@@ -45,16 +45,6 @@ class AttentionCall(NamedTuple):
     grouped: bool = False
     """Whether several heads of queries may share one of keys and values, ``enable_gqa``."""
 
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Width of queries and of values."""
-        return self.q_BHMK.shape[-1], self.v_BGNK.shape[-1]
-
-    @property
-    def shares_heads(self) -> bool:
-        """Whether there are more heads of queries than of keys."""
-        return self.q_BHMK.shape[1] != self.k_BGNK.shape[1]
-
 
 def choose_backend(call: AttentionCall, gpu: AttentionGpu) -> tuple[Backend, str]:
     """Return the kernel that PyTorch would run, with the reason."""
@@ -87,46 +77,43 @@ def _find_obstacle(backend: Backend, call: AttentionCall, gpu: AttentionGpu) -> 
     switch = "mem_efficient" if backend == "efficient" else backend
     if not getattr(torch.backends.cuda, f"{switch}_sdp_enabled")():
         return "is switched off"
-    checks = {"cudnn": _check_cudnn, "flash": _check_flash, "efficient": _check_efficient}
-    found = checks[backend](call, gpu) if backend in checks else []
+    found = _list_obstacles(call, gpu).get(backend, [])
     return next((obstacle for applies, obstacle in found if applies), None)
 
 
-_Obstacles = list[tuple[bool, str]]
-
-
-def _check_cudnn(call: AttentionCall, gpu: AttentionGpu) -> _Obstacles:
+def _list_obstacles(
+    call: AttentionCall, gpu: AttentionGpu
+) -> dict[Backend, list[tuple[bool, str]]]:
+    """Return what keeps backends from running calls, and whether it applies to a call."""
+    queries, keys, dtype = call.q_BHMK.shape[2], call.k_BGNK.shape[2], call.q_BHMK.dtype
+    widths = call.q_BHMK.shape[-1], call.v_BGNK.shape[-1]
     limit = 256 if gpu.compute_capability == "9.0" else 128
-    no_sequence = call.k_BGNK.shape[2] == 1 or (call.q_BHMK.shape[2] == 1 and call.dropout > 0)
+    no_sequence = keys == 1 or (queries == 1 and call.dropout > 0)
     strict = torch.are_deterministic_algorithms_enabled()
     strict = strict and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return [
-        (call.q_BHMK.dtype not in _REDUCED, "needs 16 bits"),
-        (strict, "is not deterministic"),
-        (any(width % 8 for width in call.widths), "needs heads of a multiple of 8"),
-        (max(call.widths) > limit, f"needs heads of at most {limit}"),
-        (no_sequence, "does not take sequences of one token"),
-    ]
-
-
-def _check_flash(call: AttentionCall, _gpu: AttentionGpu) -> _Obstacles:
-    rectangular = call.q_BHMK.shape[2] != call.k_BGNK.shape[2]
-    return [
-        (call.q_BHMK.dtype not in _REDUCED, "needs 16 bits"),
-        (call.mask is not None, "does not take a mask"),
-        (max(call.widths) > 256, "needs heads of at most 256"),  # noqa: PLR2004
-        (len(set(call.widths)) > 1, "needs queries and values of one width"),
-        (call.causal and rectangular, "needs as many queries as keys where it is causal"),
-    ]
-
-
-def _check_efficient(call: AttentionCall, _gpu: AttentionGpu) -> _Obstacles:
-    aligned = 8 if call.q_BHMK.dtype in _REDUCED else 4
-    return [
-        (call.q_BHMK.dtype not in (*_REDUCED, torch.float32), "needs 32 bits at most"),
-        (call.shares_heads, "needs as many heads of keys as of queries"),
-        (any(width % aligned for width in call.widths), f"needs heads of a multiple of {aligned}"),
-    ]
+    aligned = 8 if dtype in _REDUCED else 4
+    shares_heads = call.q_BHMK.shape[1] != call.k_BGNK.shape[1]
+    return {
+        "cudnn": [
+            (dtype not in _REDUCED, "needs 16 bits"),
+            (strict, "is not deterministic"),
+            (any(width % 8 for width in widths), "needs heads of a multiple of 8"),
+            (max(widths) > limit, f"needs heads of at most {limit}"),
+            (no_sequence, "does not take sequences of one token"),
+        ],
+        "flash": [
+            (dtype not in _REDUCED, "needs 16 bits"),
+            (call.mask is not None, "does not take a mask"),
+            (max(widths) > 256, "needs heads of at most 256"),  # noqa: PLR2004
+            (len(set(widths)) > 1, "needs queries and values of one width"),
+            (call.causal and queries != keys, "needs as many queries as keys where it is causal"),
+        ],
+        "efficient": [
+            (dtype not in (*_REDUCED, torch.float32), "needs 32 bits at most"),
+            (shares_heads, "needs as many heads of keys as of queries"),
+            (any(width % aligned for width in widths), f"needs heads of a multiple of {aligned}"),
+        ],
+    }
 
 
 def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> Any:
@@ -135,17 +122,14 @@ def run_backend(backend: Backend, call: AttentionCall, scale: float | None) -> A
     if mask is not None and mask.dtype is torch.bool:
         hidden, seen = (torch.scalar_tensor(x, dtype=q.dtype) for x in (float("-inf"), 0.0))
         mask = torch.where(mask, seen, hidden)
+    if backend == "math":
+        return aten._scaled_dot_product_attention_math(  # noqa: SLF001
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+        )[0]
     needs_gradient = any(one.requires_grad for one in (q, k, v))
-    given: dict[Backend, tuple[Any, ...]] = {
-        "cudnn": (mask, needs_gradient, dropout),
-        "flash": (dropout,),
-        "efficient": (mask, needs_gradient, dropout),
-        "math": (mask, dropout),
-    }
-    name = "attention_math" if backend == "math" else f"{backend}_attention"
-    attend = getattr(aten, f"_scaled_dot_product_{name}")
-    options = {"enable_gqa": grouped} if backend == "math" else {}
-    return attend(q, k, v, *given[backend], causal, scale=scale, **options)[0]
+    given = (dropout,) if backend == "flash" else (mask, needs_gradient, dropout)
+    attend = getattr(aten, f"_scaled_dot_product_{backend}_attention")
+    return attend(q, k, v, *given, causal, scale=scale)[0]
 
 
 def _flash_backward(_gradient: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Sequence[int]:

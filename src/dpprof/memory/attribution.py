@@ -1,4 +1,4 @@
-"""Observes the roles of tensors while a step runs, without allocating memory."""
+"""Observes the roles of tensors while a step runs, and allocates no memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,7 +42,7 @@ class StepObserver:
     """Records which tensors parameters, optimizer, hooks and autograd hold.
 
     Args:
-        recorder: Gets the roles; must be active before, so that it knows the storages.
+        recorder: Gets the roles. It must be active already, so that it knows the storages.
         step: The step to observe.
         enter: Called as each phase begins.
         watch: Called in place of each sampler, as ``TrainingStep.watch_samplers`` asks.
@@ -60,7 +60,7 @@ class StepObserver:
         self._names = {module: name for name, module in model.named_modules()}
         self._roots = {*wrappers, model}
         self._names |= dict.fromkeys(self._roots, _NAME_OF_MODEL)
-        self._saving: ExitStack | None = None
+        self._saving = ExitStack()
         for parameter, layer in self._layers.items():
             recorder.give_role(parameter, "parameters", layer)
         for name, buffer in model.named_buffers():
@@ -70,7 +70,7 @@ class StepObserver:
     def watching(self) -> Iterator[None]:
         """Observe the steps within."""
         with ExitStack() as watching:
-            watching.callback(self._end_saving)
+            watching.callback(self._saving.close)
             hooks = [
                 every_module.register_module_forward_pre_hook(self._before_forward),
                 every_module.register_module_forward_hook(self._after_forward, always_call=True),
@@ -95,9 +95,8 @@ class StepObserver:
         """Record roles at the end of a phase, and begin the next one."""
         self.look()
         # torch.func does not work under these hooks. Tensors are packed only in forward.
-        self._end_saving()
+        self._saving.close()
         if phase == "forward":
-            self._saving = ExitStack()
             self._saving.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             )
@@ -121,11 +120,6 @@ class StepObserver:
             for tensor in tensors_in(vars(module).get("activations")):
                 give_role(tensor, DP_ACTIVATIONS)
 
-    def _end_saving(self) -> None:
-        if self._saving is not None:
-            self._saving.close()
-            self._saving = None
-
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
         number = self._recorder.find(tensor)
         return tensor if number is None else _Saved(tensor, number, self._recorder)
@@ -148,14 +142,11 @@ class StepObserver:
         if module in self._roots:
             for tensor in tensors_in(output):
                 self._recorder.give_role(tensor, LOGITS)
-                self._note_tensors_of_functions(tensor)
-
-    def _note_tensors_of_functions(self, output: Tensor) -> None:
-        """Record tensors that Python's autograd functions keep as attributes, without hooks."""
-        for node in nodes_behind(output):
-            if isinstance(node, BackwardCFunction):
-                for tensor in tensors_in(vars(node)):
-                    self._recorder.give_role(tensor, SAVED)
+                # Python's autograd functions keep tensors as attributes, without hooks.
+                for node in nodes_behind(tensor):
+                    if isinstance(node, BackwardCFunction):
+                        for kept in tensors_in(vars(node)):
+                            self._recorder.give_role(kept, SAVED)
 
     def _watch_sampler(
         self,

@@ -1,10 +1,10 @@
 """PyTorch's CUDA caching allocator, simulated: how many bytes it would allocate and reserve.
 
-Follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are rounded up
-to 512 bytes. Small requests (at most 1 MiB) and large ones have a pool each. The allocator takes
-the smallest free block that is large enough and splits it; neighbouring free blocks merge. Where
-no block fits, it reserves a segment. Where that exceeds the device's memory, it releases the
-segments that nothing uses, and tries once more: a retry.
+The simulation follows c10/cuda/CUDACachingAllocator.cpp (native backend, one stream). Requests are
+rounded up to 512 bytes. Small requests (at most 1 MiB) and large ones have a pool each. The
+allocator takes the smallest free block that is large enough and splits it; neighbouring free blocks
+merge. Where no block fits, it reserves a segment. Where that exceeds the device's memory, it
+releases the segments that nothing uses, and tries once more: a retry.
 
 Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``,
 ``garbage_collection_threshold``, several streams, CUDA graphs.
@@ -89,6 +89,12 @@ class _Block:
         self.previous: _Block | None = None
         self.next: _Block | None = None
 
+    @property
+    def room(self) -> int:
+        """How large it can grow."""
+        grows = self.next is not None and not self.next.mapped
+        return self.size + (self.next.size if grows and self.next else 0)
+
     def cut(self, size: int) -> "_Block":
         """Cut the block to a size; return the rest as the next block."""
         rest = _Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
@@ -121,23 +127,19 @@ class _Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def find(self, size: int) -> _Block | None:
-        """Return the best fit among the free blocks."""
+    def take(self, size: int) -> _Block | None:
+        """Remove and return the best fit among the free blocks."""
         at = bisect_left(self.free, (size,))
         if at == len(self.free):
             return None
         best = self.free[at][2]
-        for _, _, other in self.free[at + 1 :] if self._room(best) > best.size else ():
+        for _, _, other in self.free[at + 1 :] if best.room > best.size else ():
             # A block that can grow counts as large as it can become.
-            if self._room(other) >= self._room(best):
+            if other.room >= best.room:
                 break
             best = other
+        self.remove(best)
         return best
-
-    @staticmethod
-    def _room(block: _Block) -> int:
-        grows = block.next is not None and not block.next.mapped
-        return block.size + (block.next.size if grows and block.next else 0)
 
 
 class CachingAllocator:
@@ -176,19 +178,17 @@ class CachingAllocator:
 
         Raises:
             OutOfMemoryError: They do not fit.
-            ValueError: The key is in use.
         """
-        if key in self._live:
-            raise ValueError(f"{key!r} is allocated already")
+        assert key not in self._live
         if nbytes == 0:
             return
         size = round_size(nbytes)
         pool = self._small if size <= MAX_SMALL else self._large
-        block = pool.find(size)
+        block = pool.take(size) or self._reserve(pool, size)
         if block is None:
-            block = self._reserve(pool, size) or self._retry(pool, size)
-        else:
-            pool.remove(block)
+            self.retries += 1
+            self.release_cache()
+            block = self._reserve(pool, size)
         if block is None:
             raise OutOfMemoryError(
                 f"tried to allocate {nbytes:,} bytes; {self.allocated_bytes:,} are allocated and "
@@ -222,7 +222,8 @@ class CachingAllocator:
                 if self._settings.expandable_segments:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
-                    self._release(block)
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size
 
     def reset_peaks(self) -> None:
         """Let peaks start from what is allocated now."""
@@ -242,11 +243,6 @@ class CachingAllocator:
     def _fits(self, nbytes: int) -> bool:
         return self._limit is None or self.reserved_bytes + nbytes <= self._limit
 
-    def _retry(self, pool: _Pool, size: int) -> _Block | None:
-        self.retries += 1
-        self.release_cache()
-        return self._reserve(pool, size)
-
     def _reserve(self, pool: _Pool, size: int) -> _Block | None:
         if self._settings.expandable_segments:
             return self._expand(pool, size)
@@ -262,12 +258,9 @@ class CachingAllocator:
         self._top += _round_up(nbytes + 1, LARGE_SEGMENT)
         return address
 
-    def _release(self, block: _Block) -> None:
-        block.pool.remove(block)
-        self.reserved_bytes -= block.size
-
-    def _insert_merged(self, block: _Block) -> None:
-        """Merge a free block with free neighbours that are mapped as it is, and insert it."""
+    @staticmethod
+    def _insert_merged(block: _Block) -> _Block:
+        """Insert a free block, merged with free neighbours that are mapped as it is."""
         for neighbour in (block.previous, block.next):
             if neighbour is None or not neighbour.free or neighbour.mapped != block.mapped:
                 continue
@@ -279,14 +272,15 @@ class CachingAllocator:
                 second.next.previous = first
             block = first
         block.pool.insert(block)
+        return block
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages after a free block until it is large enough; None where memory ends."""
         block = self._find_expandable(pool, size)
         while not block.mapped or block.size < size:
-            unmapped = block if not block.mapped else block.next
+            unmapped = block.next if block.mapped else block
             assert unmapped is not None
-            missing = size if unmapped is block else size - block.size
+            missing = size - block.size if block.mapped else size
             mapped = self._map(unmapped, min(missing, unmapped.size))
             if mapped is None:
                 return None
@@ -321,10 +315,7 @@ class CachingAllocator:
             block.pool.insert(block.cut(size))
         block.mapped = True
         self.reserved_bytes += size
-        before = block.previous
-        merges = before is not None and before.free and before.mapped
-        self._insert_merged(block)
-        return before if merges else block
+        return self._insert_merged(block)
 
     def _unmap(self, block: _Block) -> None:
         """Take the whole pages of a free block away."""

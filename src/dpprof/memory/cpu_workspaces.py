@@ -59,16 +59,6 @@ def _layer_norm_backward(
     return (2 * torch.get_num_threads() * width * gradient.element_size(),)
 
 
-def _scatter_add(target: Tensor, *_: Any, **__: Any) -> Sequence[int]:
-    """Return the float32 sums of a target in 16 bits."""
-    return (4 * target.numel(),) if target.dtype in _REDUCED else ()
-
-
-def _reduce_scatter(_out: Tensor, given: Tensor, *_: Any, **__: Any) -> Sequence[int]:
-    """Return the copy of the input that gloo reduces on all ranks, before it takes a part of it."""
-    return (given.nbytes,)
-
-
 def _all_gather(_out: Any, given: Any, *_: Any, **__: Any) -> Sequence[int]:
     """Return the flat buffer into which gloo gathers, before it copies the parts out."""
     own = given if isinstance(given, Tensor) else given[0]
@@ -79,9 +69,11 @@ CPU_WORKSPACES: Mapping[Any, Workspace] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _flash,  # noqa: SLF001
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,  # noqa: SLF001
     aten.native_layer_norm_backward: _layer_norm_backward,
-    aten.scatter_add_: _scatter_add,
+    # The float32 sums of a target in 16 bits.
+    aten.scatter_add_: lambda x, *_, **__: (4 * x.numel(),) if x.dtype in _REDUCED else (),
     torch.ops.c10d._allgather_base_: _all_gather,
     torch.ops.c10d.allgather_: _all_gather,
-    torch.ops.c10d._reduce_scatter_base_: _reduce_scatter,
+    # The copy of the input that gloo reduces on all ranks, before it takes a part of it.
+    torch.ops.c10d._reduce_scatter_base_: lambda _, given, *__, **___: (given.nbytes,),
 }
 """By overload packet, from an operator's arguments to bytes."""

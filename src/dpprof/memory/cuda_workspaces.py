@@ -5,11 +5,12 @@ partial results in a buffer, with a counter for each group of blocks. Source:
 aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``global_memory_size``), and
 layer_norm_kernel.cu for normalisation.
 
-Left out: scratch memory of sorting and scanning (CUB decides on it), and what cuDNN needs beyond a
+Left out: scratch memory of sorting and scanning, which CUB chooses, and what cuDNN needs beyond a
 lower bound.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ def _buffers_of(
 
 
 def _vector_of_outputs(axes: list[_Axis], kept: _Axis) -> int:
-    """Say how many results a thread computes at once (``get_output_vec_size``)."""
+    """Return how many results a thread computes at once (``get_output_vec_size``)."""
     if kept.stride != 1:
         return 1
     multiples = kept.size, *(axis.stride for axis in axes if axis is not kept)
@@ -168,6 +169,30 @@ _VALUE_AND_INDEX = 16
 """Bytes of a partial maximum with its index (ReduceMinValuesKernel.cu)."""
 
 
+def _accumulator(x: Tensor, _dim: Any) -> int:
+    """Return the size of a partial sum: at least float32, or int64."""
+    return max(x.element_size(), 4) if x.is_floating_point() else 8
+
+
+def _welford(x: Tensor, _dim: Any) -> int:
+    """Return the size of a mean, a sum of squares and two counts (SharedReduceOps.h)."""
+    return 4 * max(x.element_size(), 4)
+
+
+_PARTIAL_RESULTS: dict[Any, Callable[[Tensor, Any], int]] = {
+    **dict.fromkeys((aten.sum, aten.mean, aten.prod, aten.linalg_vector_norm), _accumulator),
+    **dict.fromkeys((aten.amax, aten.amin), lambda x, _: x.element_size()),
+    **dict.fromkeys((aten.any, aten.all), lambda *_: 1),
+    **dict.fromkeys((aten.argmax, aten.argmin), lambda *_: _VALUE_AND_INDEX),
+    **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), _welford),
+    **dict.fromkeys(
+        (aten.max, aten.min),
+        lambda x, dim: x.element_size() if dim is None else _VALUE_AND_INDEX,
+    ),
+}
+"""Bytes of a partial result of a reduction, from its input and axes, by overload packet."""
+
+
 def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     """Return workspaces by overload packet.
 
@@ -180,67 +205,25 @@ def cuda_workspaces(processors: Processors | None) -> Mapping[Any, Workspace]:
     }
     if processors is None:
         return always
-    sizes: dict[Any, Callable[[Tensor], int]] = {
-        **dict.fromkeys((aten.sum, aten.mean, aten.prod), _accumulator),
-        **dict.fromkeys((aten.amax, aten.amin), Tensor.element_size),
-        **dict.fromkeys((aten.any, aten.all), lambda _: 1),
-        **dict.fromkeys((aten.argmax, aten.argmin), lambda _: _VALUE_AND_INDEX),
-        # Welford's mean, sum of squares and two counts (SharedReduceOps.h, WelfordData).
-        **dict.fromkeys((aten.var, aten.std, aten.var_mean, aten.std_mean), _welford),
-    }
     return always | {
-        **{packet: _reduction(size, processors) for packet, size in sizes.items()},
-        **dict.fromkeys((aten.max, aten.min), _maximum(processors)),
-        aten.linalg_vector_norm: _vector_norm(processors),
-        aten.native_layer_norm_backward: _norm_backward(processors),
+        **{packet: partial(_reduction, packet, processors) for packet in _PARTIAL_RESULTS},
+        aten.native_layer_norm_backward: partial(_norm_backward, processors),
     }
 
 
-def _accumulator(x: Tensor) -> int:
-    """Return the size of a partial sum: at least float32, or int64."""
-    return max(x.element_size(), 4) if x.is_floating_point() else 8
-
-
-def _welford(x: Tensor) -> int:
-    return 4 * max(x.element_size(), 4)
-
-
-def _reduction(size: Callable[[Tensor], int], processors: Processors) -> Workspace:
-    """Return the workspace of reductions whose second argument is an axis, axes, or a flag."""
+def _reduction(
+    packet: Any, processors: Processors, x: Tensor, *args: Any, dim: Any = None, **_: Any
+) -> Sequence[int]:
+    """Return the buffers of a reduction, whose axes follow its input, or the order of a norm."""
+    at = 1 if packet is aten.linalg_vector_norm else 0
+    dim = args[at] if len(args) > at else dim
+    if isinstance(dim, Tensor):
+        return ()  # max(x, other) is elementwise
+    size = _PARTIAL_RESULTS[packet]
     vector = 2 if size is _welford else 4  # ReduceMomentKernel.cu loads fewer at once
-
-    def buffers(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
-        return reduction_buffers(x, _axes(dim), size(x), processors, vector)
-
-    return buffers
-
-
-def _vector_norm(processors: Processors) -> Workspace:
-    """Return the workspace of a norm, whose second argument is its order."""
-
-    def buffers(x: Tensor, _order: Any = 2, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
-        return reduction_buffers(x, _axes(dim), _accumulator(x), processors)
-
-    return buffers
-
-
-def _maximum(processors: Processors) -> Workspace:
-    """Return the workspace of ``max(x)`` and ``max(x, dim)``; ``max(x, other)`` has none."""
-
-    def buffers(x: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
-        if isinstance(dim, Tensor):
-            return ()
-        size = x.element_size() if dim is None else _VALUE_AND_INDEX
-        return reduction_buffers(x, _axes(dim), size, processors)
-
-    return buffers
-
-
-def _axes(dim: Any) -> Sequence[int]:
-    """Return the reduced axes; an empty tuple means all, and so does a flag in their place."""
-    if isinstance(dim, bool) or dim is None:
-        return ()
-    return (dim,) if isinstance(dim, int) else dim
+    is_all = dim is None or isinstance(dim, bool)  # a flag may stand in place of axes
+    dims = () if is_all else (dim,) if isinstance(dim, int) else dim
+    return reduction_buffers(x, dims, size(x, dim), processors, vector)
 
 
 def _embedding_backward(
@@ -256,22 +239,18 @@ def _embedding_backward(
     return *[8 * n] * 3, *[8 * segments] * 2, 8 * partial, 4 * partial * width
 
 
-def _norm_backward(processors: Processors) -> Workspace:
+def _norm_backward(
+    processors: Processors, gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **options: Any
+) -> Sequence[int]:
     """Return partial gradients of weight and bias where rows are many and short.
 
     Source: layer_norm_kernel.cu, ``LaunchGammaBetaBackwardCUDAKernel``.
     """
-
-    def partial_sums(
-        gradient: Tensor, _x: Tensor, shape: Any, *rest: Any, **kwargs: Any
-    ) -> Sequence[int]:
-        mask = rest[-1] if rest else kwargs["output_mask"]
-        width = prod(shape)
-        rows = gradient.numel() // max(width, 1)
-        many, rows_per_block, most_blocks = 64 * 1024, 32, 32 * 1024
-        if rows <= many or width // 32 >= processors.multiprocessors // 2:
-            return ()
-        blocks = min(most_blocks // -(-width // 32), -(-rows // rows_per_block))
-        return [blocks * width * gradient.element_size()] * sum(map(bool, mask[1:]))
-
-    return partial_sums
+    mask = rest[-1] if rest else options["output_mask"]
+    width = prod(shape)
+    rows = gradient.numel() // max(width, 1)
+    many, rows_per_block, most_blocks = 64 * 1024, 32, 32 * 1024
+    if rows <= many or width // 32 >= processors.multiprocessors // 2:
+        return ()
+    blocks = min(most_blocks // -(-width // 32), -(-rows // rows_per_block))
+    return [blocks * width * gradient.element_size()] * sum(map(bool, mask[1:]))

@@ -22,7 +22,7 @@ Roles = Mapping[int | str, Component]
 def find_roles() -> dict[Any, Roles]:
     """Find the operators that this process has, with the roles of their arguments.
 
-    Those of FSDP exist once it was imported.
+    FSDP's operators exist once it is imported.
     """
     c10d, fsdp = torch.ops.c10d, torch.ops.fsdp
     roles: dict[Any, Roles] = {
@@ -40,15 +40,16 @@ def find_roles() -> dict[Any, Roles]:
 
 
 def takes_dtensors(types: Iterable[type]) -> bool:
-    """Tell from a dispatcher's ``types`` whether an operator is called on a ``DTensor``."""
+    """Return whether an operator is called on a ``DTensor``, from a dispatcher's ``types``."""
     return any(kind.__name__ == "DTensor" for kind in types)
 
 
 @contextmanager
 def around_propagation(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter a context wherever a ``DTensor`` finds out the whole shape of a result, within this.
+    """Enter a context around each search for the whole shape of a ``DTensor``, within this.
 
-    It runs the operator on fake tensors of the whole size, which no device ever holds.
+    PyTorch finds the shape by running the operator on fake tensors of the whole size, which no
+    device ever holds.
     """
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if module is None:

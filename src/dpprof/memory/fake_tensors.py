@@ -1,7 +1,7 @@
 """What PyTorch and Opacus need to run under fake tensors, and as one rank of several.
 
 A fake tensor has a shape, a dtype and a storage's size, but no elements. ``fake_tensors`` replaces
-what fails for such tensors in private steps; ``fake_ranks`` takes the place of the other ranks.
+what fails for such tensors in private steps; ``fake_ranks`` stands in for the other ranks.
 """
 
 import warnings
@@ -73,15 +73,6 @@ class _FakeExpandedWeight(ExpandedWeight):
             return torch.Tensor._make_subclass(cls, carrier, require_grad=True)  # noqa: SLF001
 
 
-NEEDS_ELEMENTS = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-"""What PyTorch raises where code needs the elements of a tensor."""
-
-
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor fake that is created within.
@@ -92,7 +83,6 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     # Every conversion of a module calls _apply, call_for_per_sample_grads makes ExpandedWeight, and
     # trunc_normal_ draws until no element is out of bounds; none has a hook.
     with (
-        _raising_unsupported(),
         warnings.catch_warnings(),
         substitute(nn.Module, "_apply", _apply_to_fake),
         substitute(per_sample_grad, "ExpandedWeight", _FakeExpandedWeight),
@@ -104,27 +94,27 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
         # Opacus checks whether tensors have data.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield mode
-
-
-@contextmanager
-def _raising_unsupported() -> Iterator[None]:
-    try:
-        yield
-    except NEEDS_ELEMENTS as error:
-        what = getattr(error, "func", None) or error
-        raise UnsupportedError(
-            f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
-            "instrument memory runs it"
-        ) from error
+        try:
+            yield mode
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedFakeTensorException,
+            UnsupportedOperatorException,
+        ) as error:
+            what = getattr(error, "func", None) or error
+            raise UnsupportedError(
+                f"it needs the elements of a tensor ({what}), and an estimate has only shapes; the "
+                "instrument memory runs it"
+            ) from error
 
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
     """Be rank 0 of so many ranks within; collectives return at once and move nothing.
 
-    DDP keeps the buckets that it makes at first. Once it knows in which order gradients come, it
-    would compare new ones with other ranks, which needs elements; they have as many bytes.
+    DDP keeps its first buckets. Once it knows the order of the gradients, it would make new buckets
+    and compare them with other ranks, which needs elements; the new ones have as many bytes.
     """
     if world_size == 1:
         yield

@@ -36,12 +36,12 @@ _FIRST: tuple[Component, ...] = (
 )
 """Roles that decide the component alone, the strongest first."""
 
-_THEN: tuple[tuple[str, Component], ...] = (
-    (LOGITS, "logits_and_loss"),
-    (DP_ACTIVATIONS, "dp_activations"),
-    (SAVED, "saved_activations"),
-    (BACKPROPS, "output_gradients"),
-)
+_THEN: dict[str, Component] = {
+    LOGITS: "logits_and_loss",
+    DP_ACTIVATIONS: "dp_activations",
+    SAVED: "saved_activations",
+    BACKPROPS: "output_gradients",
+}
 """Other roles, and the component while autograd does not keep the storage."""
 
 _PRODUCTS = ("mm", "bmm", "baddbmm")
@@ -79,14 +79,10 @@ def find_owner(
 
 
 def _by_identity(roles: set[str], module: str | None, *, saved: bool) -> Component | None:
-    if not roles and not saved:
-        return None
-    for component in _FIRST:
-        if component in roles:
-            return component
-    if saved:
+    first = next((component for component in _FIRST if component in roles), None)
+    if saved and first is None:
         return "logits_and_loss" if LOGITS in roles or module is None else "saved_activations"
-    return next((component for role, component in _THEN if role in roles), None)
+    return first or next((_THEN[role] for role in _THEN if role in roles), None)
 
 
 def _by_origin(storage: Storage, *, temporary: bool) -> Component | None:

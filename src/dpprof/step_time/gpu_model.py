@@ -1,8 +1,8 @@
-"""How long operators take on a GPU that need not be here.
+"""How long operators take on a GPU, which need not be present.
 
-Matrix products take measured speeds, where a table of the device or of its architecture exists.
-Everything else rests on the data sheet: a kernel reaches the share of a peak that kernels of its
-kind are known to reach. Each share is stated below with its source and its uncertainty.
+Matrix products take measured speeds if the device or its architecture has a table. All other times
+rest on the data sheet: a kernel reaches the share of a peak that kernels of its kind are known to
+reach. Each share below has its source and its uncertainty.
 """
 
 import math
@@ -44,17 +44,18 @@ MEMORY = Estimate(0.88, 0.1)
 WIDENING = Estimate(0.58, 0.1)
 """The same of copies of bfloat16 to float32: measured, 0.57 to 0.59."""
 
-REDUCTIONS = Estimate(0.62, 0.2)
-"""The same of softmax, normalisation, sums and their backward passes: measured, 0.39 to 0.70."""
-
 OPTIMIZERS = Estimate(0.78, 0.1)
 """The same of operators on all parameters at once: measured, 0.69 to 0.84."""
 
-INDEXING = Estimate(0.3, 0.5)
-"""The same of lookups and gathers, and of scatters, which were measured to reach 0.23 to 0.36."""
-
-RANDOM = Estimate(0.3, 0.4)
-"""The same of normal random numbers, which are bound by arithmetic and not by memory."""
+_BY_FAMILY: dict[str, Estimate] = {
+    "random": Estimate(0.3, 0.4),
+    "reduction": Estimate(0.62, 0.2),
+    "optimizer": OPTIMIZERS,
+    "indexing": Estimate(0.3, 0.5),
+}
+"""The same by family. Normal random numbers are bound by arithmetic and not by memory. Softmax,
+normalisation, sums and their backward passes were measured to reach 0.39 to 0.70, and scatters,
+which count as lookups and gathers, 0.23 to 0.36."""
 
 _FLOAT32 = {"8.0": 0.85, "8.9": 0.63, "9.0": 0.78}
 """Share of the peak of large products in float32, by compute capability.
@@ -131,24 +132,10 @@ class NoPeakError(LookupError):
         super().__init__(f"the target's flops_per_s has no {dtype}")
 
 
-_BY_FAMILY: dict[str, Estimate] = {
-    "random": RANDOM,
-    "reduction": REDUCTIONS,
-    "optimizer": OPTIMIZERS,
-    "indexing": INDEXING,
-}
-
-
 def _share_of_bandwidth(cost: Cost) -> Estimate:
     if cost.op == "_to_copy" and cost.dtype == "bfloat16":
         return WIDENING
     return OPTIMIZERS if cost.op.startswith("_foreach_") else _BY_FAMILY.get(cost.family, MEMORY)
-
-
-def _slow_down(time: OpTime, by: Estimate) -> OpTime:
-    """Return the time of an operator that reaches only a share of a speed."""
-    spread = math.hypot(time.spread, by.spread)
-    return OpTime(time.seconds / by.value, spread, "data sheet")
 
 
 class GpuModel:
@@ -183,7 +170,8 @@ class GpuModel:
         if cost.product is not None:
             found = self._predict_product(cost.product, cost.dtype)
             if not cost.is_aligned and self._on_tensor_cores(cost.dtype):
-                found = _slow_down(found, MISALIGNED)
+                spread = math.hypot(found.spread, MISALIGNED.spread)
+                found = OpTime(found.seconds / MISALIGNED.value, spread, "data sheet")
         elif cost.attention is not None:
             found = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
@@ -210,14 +198,10 @@ class GpuModel:
             return found
         # What a product takes beyond its bound is latency, which no arithmetic unit shortens.
         beyond = found.seconds - float(bound_s(shape, _ITEMSIZES["bfloat16"], peaks))
-        seconds = bound / self._share_of(dtype) + max(beyond, 0.0)
+        in_float32 = _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
+        share = _TF32 if self._on_tensor_cores(dtype) else in_float32
+        seconds = bound / share + max(beyond, 0.0)
         return OpTime(seconds, max(found.spread, _OTHER_SPREAD), "data sheet")
-
-    def _share_of(self, dtype: str) -> float:
-        """Return the share of the peak that large products reach in a dtype of 4 bytes or more."""
-        if self._on_tensor_cores(dtype):
-            return _TF32
-        return _FLOAT32.get(self._target.compute_capability, UNKNOWN_PRODUCTS.value)
 
     def _on_tensor_cores(self, op_dtype: str) -> bool:
         return ceiling_of(op_dtype, self._dtype) in ("bfloat16", "tf32")

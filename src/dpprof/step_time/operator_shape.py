@@ -10,14 +10,6 @@ from typing import Any
 from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorShape
 
-_LOOKUPS = ("embedding", "gather", "index", "index_select")
-"""Operators that read only as much of their first tensor as they write."""
-
-
-def digest_call(call: str) -> str:
-    """Return the digest by which a table keeps a call."""
-    return hashlib.sha256(call.encode()).hexdigest()[:20]
-
 
 def moved_bytes(op: Op) -> int:
     """Return the bytes that an operator reads and writes, each once."""
@@ -25,21 +17,18 @@ def moved_bytes(op: Op) -> int:
 
 
 def shape_of(op: Op) -> OperatorShape:
-    """Return the properties of a recorded operator on which its time depends."""
+    """Return the properties of a recorded operator that its time depends on."""
     cost = op.cost
     layout, row = outline(op.call, is_reduction=cost.family == "reduction")
-    reads, written = [size for _, size in op.reads], sum(size for _, size in op.writes)
-    if cost.op in _LOOKUPS:
-        reads[:1] = [written]
     return OperatorShape(
         op=cost.op,
-        call=digest_call(op.call),
+        call=hashlib.sha256(op.call.encode()).hexdigest()[:20],
         layout=layout,
         family=cost.family,
         dtype=cost.dtype,
         flops=cost.flops,
-        read_bytes=sum(reads),
-        written_bytes=written,
+        read_bytes=sum(size for _, size in op.reads),
+        written_bytes=sum(size for _, size in op.writes),
         row=row,
         product=cost.product,
     )

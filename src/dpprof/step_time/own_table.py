@@ -1,9 +1,9 @@
-"""How long operators take on this machine: those that were timed on it, and others like them.
+"""How long operators take on this machine, from those that were timed on it.
 
-An operator that was timed with the same arguments takes its own time. Another takes the speed of
-the same operator in the same dtype at the nearest sizes, preferably with the same memory layout. A
-speed is a share of a roofline whose two peaks are the fastest product and the fastest traffic in
-the table, and which takes no less than the least call.
+An operator that was timed with the same arguments takes its own time. Any other operator takes the
+speed of the same operator in the same dtype at the nearest sizes, preferably with the same memory
+layout. A speed is a share of a roofline. The roofline's two peaks are the fastest product and the
+fastest traffic in the table, and no operator takes less time than the shortest call.
 """
 
 import math
@@ -92,10 +92,8 @@ class OwnTable:
                 sizes = _sizes(shape, as_product=group.of_products)
                 usable = np.ones(len(group.speeds), dtype=bool)
                 seconds = bound_s / math.exp(group.fit(np.array(sizes), shape.layout, usable))
-                inside = bool(
-                    ((group.sizes.min(axis=0) <= sizes) & (sizes <= group.sizes.max(axis=0))).all()
-                )
-                if inside:
+                within = (group.sizes.min(axis=0) <= sizes) & (sizes <= group.sizes.max(axis=0))
+                if within.all():
                     return OpTime(seconds, self.spread, "interpolated")
                 return OpTime(seconds, 2 * self.spread, "extrapolated")
         return OpTime(bound_s, _UNKNOWN_SPREAD, "extrapolated")
@@ -114,15 +112,12 @@ class OwnTable:
         """
         found = []
         for one in self._known.values():
-            group = self._groups.get((one.op, one.dtype))
-            if group is None:
-                continue
+            group = self._groups[one.op, one.dtype]
             sizes = np.array(_sizes(one, as_product=group.of_products))
             usable = np.abs(group.sizes - sizes).max(axis=1) > 1e-9  # noqa: PLR2004 (rounding)
-            if not usable.any():
-                continue
-            speed = group.fit(sizes, one.layout, usable)
-            found.append((self._bound_s(one) / math.exp(speed), one.seconds, one))
+            if usable.any():
+                speed = group.fit(sizes, one.layout, usable)
+                found.append((self._bound_s(one) / math.exp(speed), one.seconds, one))
         return found
 
     def _describe(self, some: Sequence[OperatorTime]) -> _Group:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,35 +86,29 @@ class ProductTable:
     """Measured speeds of products of one dtype on one device.
 
     Args:
-        shapes: Sizes ``(m, n, k)`` of the measured products, one row each.
-        shares: Of each, the share of the roofline that it reached.
-        spreads: Standard deviations of the logarithm of what is predicted, by basis.
-        more_rows: The same of products with more rows than the table has, and no other size beyond
-            it. A device divides them into more of the same tiles.
+        document: The content of the table's file.
     """
 
-    def __init__(
-        self, shapes: Floats, shares: Floats, spreads: Mapping[Basis, float], more_rows: float
-    ) -> None:
-        self.shapes, self.shares = shapes, shares
-        self._more_rows = more_rows
-        self._logs = np.log2(shapes)
-        self._log_shares = np.log(shares)
-        self._spreads = dict(spreads)
-        self._known = {tuple(row): at for at, row in enumerate(shapes.astype(int).tolist())}
-        self._low, self._high = self._logs.min(axis=0), self._logs.max(axis=0)
-        self.find = lru_cache(maxsize=4096)(self._find)
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Self:
-        """Build a table from the content of its file."""
+    def __init__(self, document: Mapping[str, Any]) -> None:
         sizes = [np.asarray(document[name], dtype=float) for name in ("m", "n", "k")]
         parts = np.asarray(document["shares"], dtype=float)
-        grid = np.stack(np.meshgrid(*sizes, indexing="ij"), axis=-1)
         known = parts > 0
-        return cls(
-            grid[known], parts[known] / UNIT, document["spreads"], document["more_rows_spread"]
-        )
+        self.shapes: Floats = np.stack(np.meshgrid(*sizes, indexing="ij"), axis=-1)[known]
+        """Sizes ``(m, n, k)`` of the measured products, one row each."""
+
+        self.shares: Floats = parts[known] / UNIT
+        """The share of the roofline that each reached."""
+
+        self._logs = np.log2(self.shapes)
+        self._log_shares = np.log(self.shares)
+        self._spreads: dict[Basis, float] = document["spreads"]
+        self._more_rows: float = document["more_rows_spread"]
+        """Of products with more rows than the table has, and no other size beyond it. A device
+        divides them into more of the same tiles."""
+
+        self._known = {tuple(row): at for at, row in enumerate(self.shapes.astype(int).tolist())}
+        self._low, self._high = self._logs.min(axis=0), self._logs.max(axis=0)
+        self.find = lru_cache(maxsize=4096)(self._find)
 
     def _find(self, m: int, n: int, k: int) -> tuple[float, float, Basis]:
         """Return a share of the roofline, its spread, and what it rests on."""
@@ -163,7 +157,7 @@ class ProductTable:
 @cache
 def read_product_table(name: str) -> ProductTable:
     """Read a table that is part of dpprof, by the device's name, such as ``h100``."""
-    return ProductTable.read(read_document(name))
+    return ProductTable(read_document(name))
 
 
 def read_document(name: str) -> dict[str, Any]:
