@@ -5,7 +5,7 @@ import torch
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 from torch import nn
 
-from dpprof.methods.opacus.padded_lookups import leave_padding_out
+from dpprof.methods.opacus.samplers import leave_padding_out
 
 PADDING = 3
 IDS_BT = torch.tensor([[0, 3, 1], [3, 3, 3]])
@@ -36,7 +36,7 @@ def test_norms_leave_padding_out() -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_opacus_own_rules_still_give_padding_a_gradient(wrapper) -> None:
-    """Where this fails, Opacus was mended, and ``padded_lookups`` can go."""
+    """Where this fails, Opacus was mended, and ``leave_padding_out`` can go."""
     weight = run(wrapper, ours=False)
     norms_B = (
         weight.grad_sample.flatten(1).norm(dim=1)
