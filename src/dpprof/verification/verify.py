@@ -70,56 +70,52 @@ def _verify(
     cases += [verify_case(model, method, *SPECIAL, scenario) for scenario in scenarios]
     mechanism = _find_mechanism(method)
     if mechanism != NO_CLIPPING:
-        cases += [try_guarantee(model, method, plain, scenario) for scenario in GUARANTEES]
+        cases += [_try_guarantee(model, method, plain, scenario) for scenario in GUARANTEES]
     return Findings(mechanism, cases)
+
+
+def _try_guarantee(model: str | StandIn, method: str, plain: Case, scenario: Scenario) -> Case:
+    """Try one of ``GUARANTEES``, if the plain case passed."""
+    if plain.outcome == "passed":
+        return verify_case(model, method, *SPECIAL, scenario)
+    attention, batch_size = SPECIAL
+    return Case(
+        scenario=scenario,
+        attention=attention,
+        batch_size=batch_size,
+        outcome="unsupported" if plain.outcome == "unsupported" else "unknown",
+        reason=f"not tried: {plain.reason}",
+    )
 
 
 def verify_case(
     model: str | StandIn, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
 ) -> Case:
-    """Compare in one case; a failure is part of the case."""
+    """Compare in one case, or try a guarantee; a failure is part of the case."""
     known: dict[str, Any] = {"scenario": scenario, "attention": attention}
     known["batch_size"] = batch_size
     try:
         subject = prepare(describe_case(model, method, attention, batch_size), scenario)
         by_loop = next(_take_steps(Microbatch, subject)).gradient
     except UnsupportedError as error:
-        return _state_error(error, known)
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
     known["max_grad_norm"] = subject.experiment.max_grad_norm
     try:
+        if scenario in GUARANTEES:
+            GUARANTEES[scenario](registry.load("methods", method), subject)
+            return Case(**known, outcome="passed")
         return _compare(subject, by_loop, known)
-    except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        return _state_error(error, known, otherwise="failed")
-
-
-def try_guarantee(model: str | StandIn, method: str, plain: Case, scenario: Scenario) -> Case:
-    """Try one of ``GUARANTEES``, if the plain case passed; a failure is part of the case."""
-    attention, batch_size = SPECIAL
-    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
-    known["batch_size"] = batch_size
-    if plain.outcome != "passed":
-        outcome = "unsupported" if plain.outcome == "unsupported" else "unknown"
-        return Case(**known, outcome=outcome, reason=f"not tried: {plain.reason}")
-    subject = prepare(describe_case(model, method, attention, batch_size))
-    known["max_grad_norm"] = subject.experiment.max_grad_norm
-    try:
-        GUARANTEES[scenario](registry.load("methods", method), subject)
-    except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        return _state_error(error, known)
-    return Case(**known, outcome="passed")
-
-
-def _state_error(error: Exception, known: dict[str, Any], otherwise: str = "unknown") -> Case:
-    """Return the case that an error ended; ``otherwise`` is the outcome of unexpected ones."""
-    if isinstance(error, RefusedError | UnsupportedError):
+    except (RefusedError, UnsupportedError) as error:
         return Case(**known, outcome="unsupported", reason=shorten(str(error)))
-    if isinstance(error, WrongError):
+    except WrongError as error:
         return Case(**known, outcome="failed", reason=shorten(str(error)))
-    traceback.print_exception(error)
-    return Case(**known, outcome=otherwise, reason=_spell(error))
+    except Exception as error:  # noqa: BLE001 (a method may raise anything)
+        traceback.print_exc()
+        outcome = "unknown" if scenario in GUARANTEES else "failed"
+        return Case(**known, outcome=outcome, reason=_spell(error))
 
 
 def _find_mechanism(method: str) -> str | None:

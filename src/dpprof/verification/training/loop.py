@@ -215,11 +215,11 @@ class Loop:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
-        """Compute the ordinary gradient of losses, for parameters on which they depend."""
+        """Compute the ordinary gradient of losses; zeros where they depend on no parameter."""
         found = torch.autograd.grad(
-            losses.sum(), self.trained, allow_unused=True, retain_graph=retain_graph
+            losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
         )
-        return {p: g for p, g in zip(self.trained, found, strict=True) if g is not None}
+        return dict(zip(self.trained, found, strict=True))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -291,16 +291,13 @@ class Loop:
                 parameter.grad = None
             optimizer = self.optimizer if isinstance(self.private, Mechanism) else self.private
             optimizer.zero_grad()
-            hook = self.optimizer.register_step_pre_hook(look)
-            try:
+            with self.optimizer.register_step_pre_hook(look):
                 for _ in range(times):
                     given.clear()
                     squares.clear()
                     self._write(before)
                     with mode:
                         batch.call(self.step)
-            finally:
-                hook.remove()
             moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}
         if len(given) > 1:
             raise WrongTrainingError(
