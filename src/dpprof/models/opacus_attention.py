@@ -11,7 +11,7 @@ Shape legend: B batch, T tokens, D d_model.
 from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 
-from dpprof.models.attention import causal_mask
+from dpprof.models.transformer import causal_mask
 
 
 class _BatchFirst(nn.Module):

@@ -103,19 +103,19 @@ def verify_case(
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
     known["max_grad_norm"] = subject.experiment.max_grad_norm
+    outcome, reason = "passed", None
     try:
-        if scenario in GUARANTEES:
-            GUARANTEES[scenario](registry.load("methods", method), subject)
-            return Case(**known, outcome="passed")
-        return _compare(subject, by_loop, known)
+        if scenario not in GUARANTEES:
+            return _compare(subject, by_loop, known)
+        GUARANTEES[scenario](registry.load("methods", method), subject)
     except (RefusedError, UnsupportedError) as error:
-        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
+        outcome, reason = "unsupported", shorten(str(error))
     except WrongError as error:
-        return Case(**known, outcome="failed", reason=shorten(str(error)))
+        outcome, reason = "failed", shorten(str(error))
     except Exception as error:  # noqa: BLE001 (a method may raise anything)
         traceback.print_exc()
-        outcome = "unknown" if scenario in GUARANTEES else "failed"
-        return Case(**known, outcome=outcome, reason=_spell(error))
+        outcome, reason = "unknown" if scenario in GUARANTEES else "failed", _spell(error)
+    return Case(**known, outcome=outcome, reason=reason)
 
 
 def _find_mechanism(method: str) -> str | None:
@@ -138,7 +138,7 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
         norms = reference.group_norms(samples, taken.groups) if taken.groups else None
         if taken.norms is not None:
             norm_errors.append(_error_of_norms(taken.norms, norms))
-    worst = {"gradient": max(errors, key=_rank), "norms": max(norm_errors, key=_rank, default=None)}
+    worst = {"gradient": _largest(errors), "norms": _largest(norm_errors)}
     reason = _complain(worst) or complain_of_mechanism(method, taken.groups, taken.noise_bound)
     bounds = [group.bound for group in taken.groups]
     return Case(
@@ -181,9 +181,9 @@ def _error_of_norms(found: Tensor, expected_BG: Tensor | None) -> float:
     raise WrongError(f"its norms have the shape {tuple(found.shape)}")
 
 
-def _rank(error: float) -> float:
-    """Return a sort key in which NaN is the largest error."""
-    return math.inf if math.isnan(error) else error
+def _largest(errors: Sequence[float]) -> float | None:
+    """Return the largest error, infinity where one is not a number; None if there is none."""
+    return max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
 
 def _finite(error: float | None) -> float | None:

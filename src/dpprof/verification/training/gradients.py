@@ -37,7 +37,8 @@ class Samples(NamedTuple):
     def norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Compute the samples' norms over some parameters; (B,) float64."""
         own = [self.gradients[p].reshape(len(self.losses_B), -1).norm(dim=1) for p in parameters]
-        return torch.stack([norms_B.cpu().double() for norms_B in own]).norm(dim=0)
+        norms_B: Tensor = torch.stack([one.cpu().double() for one in own]).norm(dim=0)
+        return norms_B
 
 
 def read_losses(value: Any, count: int) -> Tensor:
