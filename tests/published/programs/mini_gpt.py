@@ -6,62 +6,30 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import math
 
 import torch
-from published.programs.gpt2 import Gelu
+from published.programs.gpt2 import DROPOUT, Block, Gelu, Model
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
 
-_DROPOUT = 0.1
 
-
-class Block(nn.Module):
+class Attention(nn.Module):
     def __init__(self, D: int, H: int, T: int) -> None:
         super().__init__()
         self.H = H
-        self.before_attention = nn.LayerNorm(D)
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.dropouts = nn.ModuleList(nn.Dropout(_DROPOUT) for _ in range(2))
+        self.dropout = nn.Dropout(DROPOUT)
         self.register_buffer("mask", torch.empty(1, 1, T, T))
-        self.before_mlp = nn.LayerNorm(D)
-        self.mlp = nn.Sequential(
-            nn.Linear(D, 4 * D), Gelu(), nn.Linear(4 * D, D), nn.Dropout(_DROPOUT)
-        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.before_attention(x))
-        return x + self.mlp(self.before_mlp(x))
-
-    def attend(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
         q, k, v = (one.view(B, T, self.H, -1).transpose(1, 2) for one in self.qkv(x).split(D, 2))
         weights = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.shape[-1]))
         weights = weights.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
         weights = functional.softmax(weights, dim=-1)
-        weights = self.dropouts[0](weights)
+        weights = self.dropout(weights)
         mixed = weights @ v
         mixed = mixed.transpose(1, 2).contiguous().view(B, T, D)
-        return self.dropouts[1](self.out(mixed))
-
-
-class Model(nn.Module):
-    def __init__(self, V: int, D: int, H: int, layers: int, T: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(T, D)
-        self.dropout = nn.Dropout(_DROPOUT)
-        self.blocks = nn.ModuleList(Block(D, H, T) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, V, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(ids.shape[1]).unsqueeze(0)
-        of_tokens, of_positions = self.tokens(ids), self.positions(positions)
-        x = self.dropout(of_tokens + of_positions)
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        logits = self.head(x)
-        loss = functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-        del of_tokens, of_positions, positions  # in the source variables hold them until here
-        return logits, loss
+        return self.out(mixed)
 
 
 def training(
@@ -69,7 +37,8 @@ def training(
 ) -> None:
     """Train; gradients of the step before are there during forward."""
     with torch.device("meta"):
-        model = Model(V, D, H, layers, T)
+        blocks = (Block(D, Attention(D, H, T), Gelu(), nn.LayerNorm) for _ in range(layers))
+        model = Model(V, D, T, blocks, nn.LayerNorm)
     model.to_empty(device="cpu")
     matrices = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
     known = {id(one) for one in matrices}
