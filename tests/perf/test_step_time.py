@@ -2,22 +2,17 @@
 
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from factory import make_experiment
 
+import step_time
 from dpprof.instruments.memory import estimate
 from dpprof.records.result import PredictedTime
 from dpprof.spec.validation import InputError
-
-PERF = Path(__file__).parents[2] / "perf"
-sys.path.insert(0, str(PERF))
-
-import step_time  # noqa: E402
-from published_steps import Row, Source, predict, read_rows  # noqa: E402
+from published_steps import Row, Source, predict, read_rows
 
 ROWS = read_rows()
 SOURCE = Source("one", "https://example.org", "a GPU", "h100", "nothing")

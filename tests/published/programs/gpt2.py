@@ -92,9 +92,8 @@ class Block(nn.Module):
 
     def __init__(self, D: int, attention: nn.Module, gelu: nn.Module, norm: Norms) -> None:
         super().__init__()
-        self.attention = attention
+        self.before_attention, self.attention, self.before_mlp = norm(D), attention, norm(D)
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), gelu, nn.Linear(4 * D, D))
-        self.before_attention, self.before_mlp = norm(D), norm(D)
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:

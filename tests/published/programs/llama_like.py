@@ -55,8 +55,7 @@ class Attention(nn.Module):
             project(x).view(B, T, self.H, -1).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
-        q = self.turn(q)
-        k = self.turn(k)
+        q, k = self.turn(q), self.turn(k)
         mixed = self.mix(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))
 
