@@ -6,17 +6,13 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 from published.programs.attention import softmax_of_steps
 from published.recording import Tape
 from torch import Tensor, nn
-
-Turn = Callable[[Tensor], Tensor]
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Module):
@@ -42,11 +38,9 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Turns queries and keys, and mixes values by them: both as functions say."""
-
-    def __init__(self, D: int, H: int, turn: Turn, mix: Mix) -> None:
+    def __init__(self, D: int, H: int, angles: Tensor) -> None:
         super().__init__()
-        self.H, self.turn, self.mix = H, turn, mix
+        self.H, self.angles = H, angles
         self.q, self.k, self.v, self.out = (Linear(D, D) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,21 +49,17 @@ class Attention(nn.Module):
             project(x).view(B, T, self.H, -1).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
-        q, k = self.turn(q), self.turn(k)
-        mixed = self.mix(q, k, v)
+        q, k = _turn(q, self.angles), _turn(k, self.angles)
+        positions = torch.arange(T)
+        mask = (positions[:, None] >= positions[None, :])[None]
+        scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
+        scores = torch.where(mask, scores, float("-inf"))
+        weights = softmax_of_steps(scores)
+        mixed = torch.einsum("...qk,...kd->...qd", weights, v)
         return self.out(mixed.transpose(1, 2).reshape(B, T, -1))
 
 
-def _mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    positions = torch.arange(q.shape[-2])
-    mask = (positions[:, None] >= positions[None, :])[None]
-    scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
-    scores = torch.where(mask, scores, float("-inf"))
-    weights = softmax_of_steps(scores)
-    return torch.einsum("...qk,...kd->...qd", weights, v)
-
-
-def _turn(angles: Tensor, x: Tensor) -> Tensor:
+def _turn(x: Tensor, angles: Tensor) -> Tensor:
     even, odd = x.view(*x.shape[:-1], -1, 2).movedim(-1, 0).unbind(0)
     cos, sin = angles[:, : x.shape[-2], :].unbind(0)
     turned = cos * even - sin * odd
@@ -125,7 +115,7 @@ def _build(*, V: int, T: int, D: int, H: int, layers: int, width: int) -> Model:
     def blocks() -> Iterator[Block]:
         angles = torch.empty(2, T, D // H // 2)
         for _ in range(layers):
-            yield Block(D, width, Attention(D, H, partial(_turn, angles), _mix), RmsNorm)
+            yield Block(D, width, Attention(D, H, angles), RmsNorm)
 
     return Model(V, D, blocks())
 

@@ -9,7 +9,7 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import sys
 
 import torch
-from published.programs.llama_like import Attention, Block, Model, autocast
+from published.programs.llama_like import Block, Linear, Model, autocast
 from published.recording import Tape
 from torch import Tensor, nn
 
@@ -40,8 +40,7 @@ def _softmax(x: Tensor) -> Tensor:
     return torch.exp(x - highest) / torch.exp(x - highest).sum(dim=-1, keepdim=True)
 
 
-def _mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    mask = torch.empty(q.shape[-2], q.shape[-2])
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     products = torch.einsum("...qd,...kd->...qk", q, k)
     scores = products / torch.sqrt(torch.empty((), dtype=torch.int64))
     scores.masked_fill_(~mask.bool(), -torch.inf)
@@ -49,8 +48,25 @@ def _mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("...qk,...kd->...qd", weights, v)
 
 
+class Attention(nn.Module):
+    def __init__(self, D: int, H: int) -> None:
+        super().__init__()
+        self.H = H
+        self.q, self.k, self.v, self.out = (Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (one.view(B, T, self.H, -1).transpose(1, 2) for one in (q, k, v))
+        q = _turn(q)
+        k = _turn(k)
+        mixed = _attend(q, k, v, torch.empty(T, T))
+        mixed = mixed.transpose(1, 2).reshape(B, T, -1)
+        return self.out(mixed)
+
+
 def _build(*, V: int, D: int, H: int, layers: int, width: int) -> Model:
-    blocks = (Block(D, width, Attention(D, H, _turn, _mix), RmsNorm) for _ in range(layers))
+    blocks = (Block(D, width, Attention(D, H), RmsNorm) for _ in range(layers))
     return Model(V, D, blocks, RmsNorm)
 
 

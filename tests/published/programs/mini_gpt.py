@@ -6,30 +6,39 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import math
 
 import torch
-from published.programs.gpt2 import DROPOUT, Block, Gelu, Model
+from published.programs.gpt2 import DROPOUT, Gelu, Model
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Attention(nn.Module):
+class Block(nn.Module):
     def __init__(self, D: int, H: int, T: int) -> None:
         super().__init__()
         self.H = H
+        self.before_attention = nn.LayerNorm(D)
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.dropout = nn.Dropout(DROPOUT)
+        self.dropouts = nn.ModuleList(nn.Dropout(DROPOUT) for _ in range(2))
         self.register_buffer("mask", torch.empty(1, 1, T, T))
+        self.before_mlp = nn.LayerNorm(D)
+        self.mlp = nn.Sequential(
+            nn.Linear(D, 4 * D), Gelu(), nn.Linear(4 * D, D), nn.Dropout(DROPOUT)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+    def attend(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
         q, k, v = (one.view(B, T, self.H, -1).transpose(1, 2) for one in self.qkv(x).split(D, 2))
         weights = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.shape[-1]))
         weights = weights.masked_fill(self.mask[:, :, :T, :T] == 0, float("-inf"))
         weights = functional.softmax(weights, dim=-1)
-        weights = self.dropout(weights)
+        weights = self.dropouts[0](weights)
         mixed = weights @ v
         mixed = mixed.transpose(1, 2).contiguous().view(B, T, D)
-        return self.out(mixed)
+        return self.dropouts[1](self.out(mixed))
 
 
 def training(
@@ -37,8 +46,7 @@ def training(
 ) -> None:
     """Train; gradients of the step before are there during forward."""
     with torch.device("meta"):
-        blocks = (Block(D, Attention(D, H, T), Gelu(), nn.LayerNorm) for _ in range(layers))
-        model = Model(V, D, T, blocks, nn.LayerNorm)
+        model = Model(V, D, T, (Block(D, H, T) for _ in range(layers)), nn.LayerNorm)
     model.to_empty(device="cpu")
     matrices = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
     known = {id(one) for one in matrices}

@@ -40,10 +40,8 @@ from dpprof.verification.training.loop import (
     TrainingBatch,
     WrongTrainingError,
     completed,
-    ordinary_step,
     read_batch,
     refuse_settings,
-    refuse_unknown,
 )
 from dpprof.verification.training.padding import change_padding
 
@@ -153,9 +151,7 @@ def check(
         why = "a Clipping has none; give the optimizer that adds the noise"
         return found._replace(unchecked={"optimizer": why} | found.unchecked)
     samples = read_batch(batch)
-    refuse_unknown(private, step)
-    loop = Loop(model, private, step or ordinary_step(model, loss, private))
-    return _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
+    return _Check(Loop(model, loss, private, step), samples, tolerance).run(padding)
 
 
 @dataclass
@@ -163,10 +159,8 @@ class _Check:
     """One check and its results so far."""
 
     loop: Loop
-    loss: Callable[..., Any]
     batch: TrainingBatch
     tolerance: float | None
-    by_hand: bool
     limit: float = 0.0
     worst: float = 0.0
     is_random: bool = False
@@ -179,7 +173,7 @@ class _Check:
         refuse_settings(loop)
         self.checked.append("every trained parameter is in the optimizer")
         with loop.quiet(), ExitStack() as stack:
-            if self._is_random() and loop.clipping is not None and not self.by_hand:
+            if self._is_random() and loop.clipping is not None and not self.loop.by_hand:
                 stack.enter_context(loop.evaluation())
                 self.is_random = True
             if self._is_random():
@@ -187,7 +181,7 @@ class _Check:
                     "loss is random with dropout off: it gives the same batch another loss each "
                     "time"
                 )
-            self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
+            self._compare_losses(samples := take_alone(loop, self.batch))
             taken = self._compare_gradients(samples)
             self._compare_with_dropout()
             self._find_untrained(samples, taken)
@@ -201,7 +195,7 @@ class _Check:
     def _is_random(self) -> bool:
         """Tell whether the loss is drawn anew each time."""
         with self.loop.plain() as model, torch.no_grad():
-            values = (self.batch.call(self.loss, model) for _ in range(2))
+            values = (self.batch.call(self.loop.loss, model) for _ in range(2))
             first, second = (read_losses(one, self.batch.samples).nan_to_num() for one in values)
         return not torch.equal(first, second)
 
@@ -210,7 +204,7 @@ class _Check:
         count = self.batch.samples
         watch = StepWatcher(silent=False)
         with self.loop.plain() as model, watch:
-            value = self.batch.call(self.loss, model)
+            value = self.batch.call(self.loop.loss, model)
             losses = read_losses(value, count)
             names = [type(node).__name__ for node in nodes_behind(losses)]
             self.hides_layers = "CheckpointFunctionBackward" in names
@@ -220,7 +214,7 @@ class _Check:
         self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
         if not samples.losses_B.isfinite().all():
             raise WrongTrainingError("the loss of a sample is not finite")
-        if losses.dim() or not self.by_hand:
+        if losses.dim() or not self.loop.by_hand:
             averages = self.loop.averages
             compare_losses(losses.cpu().double(), samples.losses_B, self.limit, averages=averages)
             is_mean = not losses.dim() and averages
@@ -233,7 +227,7 @@ class _Check:
                 raise TypeError("adaptive clipping cannot be checked: its bound moves each step")
             return
         private = self.loop.private
-        if isinstance(private, DPOptimizerFastGradientClipping) and not self.by_hand:
+        if isinstance(private, DPOptimizerFastGradientClipping) and not self.loop.by_hand:
             raise WrongTrainingError(
                 "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
                 "no sample's gradient is clipped"
@@ -246,19 +240,14 @@ class _Check:
         limit = max(_LIMITS.get(dtype, _LIMIT_OF_16_BITS) for dtype in dtypes)
         return _LIMIT_OF_16_BITS if in_16_bits else limit
 
-    def _shared(self) -> str | None:
-        """Tell which layer has no gradient of each sample; single samples by hand need none."""
-        if isinstance(self.loop.private, Mechanism):
-            return None
-        return find_shared_layer(self.loop, self.loss, self.batch)
-
     def _take(self, batch: TrainingBatch, *, silent: bool = True, times: int = 1) -> StepEffects:
         try:
             taken = self.loop.take(batch, silent=silent, times=times)
         except WrongTrainingError:
             raise
         except Exception as error:
-            reason = self._shared() or f"the step fails: {type(error).__name__}: {error}"
+            shared = find_shared_layer(self.loop, self.batch)
+            reason = shared or f"the step fails: {type(error).__name__}: {error}"
             raise WrongTrainingError(reason) from error
         if taken is None:
             raise WrongTrainingError("the step did not step the optimizer")
@@ -310,11 +299,11 @@ class _Check:
                 "step is random beyond Gaussian noise of torch, with dropout off, and cannot be "
                 "compared"
             )
-        name = loop.names[first]
-        found = taken.given.get(first)
-        if reason := self._shared() or diagnose(loop, samples, taken.given, self.limit):
+        name, found = loop.names[first], taken.given[first]
+        shared = find_shared_layer(loop, self.batch)
+        if reason := shared or diagnose(loop, samples, taken.given, self.limit):
             raise WrongTrainingError(reason)
-        if found is None or not found.any():
+        if not found.any():
             raise WrongTrainingError(
                 f"{name}: the optimizer is given no gradient, and it is trained"
             )
@@ -326,7 +315,7 @@ class _Check:
 
     def _compare_norms(self, samples: Samples, taken: StepEffects, reason: str) -> None:
         """Compare the norms that a clipping found, unless a step by hand splits the batch."""
-        if self.loop.clipping is not None and not self.by_hand:
+        if self.loop.clipping is not None and not self.loop.by_hand:
             compare_norms(self.loop, samples, taken.squares, self.limit, reason)
 
     def _compare_with_dropout(self) -> None:
@@ -334,11 +323,11 @@ class _Check:
         loop = self.loop
         if not loop.dropout and not self.is_random:
             return
-        if self.by_hand:
+        if self.loop.by_hand:
             self.unchecked["dropout"] = "a step by hand may draw its numbers in another order"
             return
         with loop.dropout_on():
-            samples = take_together(loop, self.loss, self.batch)
+            samples = take_together(loop, self.batch)
         if samples is None:
             self.unchecked["dropout"] = "loss does not return one loss for each sample"
             return
@@ -365,14 +354,11 @@ class _Check:
         rates = {p: group["lr"] for group in loop.optimizer.param_groups for p in group["params"]}
         for parameter in loop.trained:
             rate, name = float(rates[parameter]), loop.names[parameter]
-            gradient = taken.given.get(parameter)
             if rate == 0:
                 self.unchecked["weights change"] = f"the learning rate of {name} is 0"
-            if gradient is None or parameter in taken.moved:
-                continue
-            size = rate * float(gradient.abs().max())
-            largest = float(parameter.detach().abs().max())
-            if size > 4 * torch.finfo(parameter.dtype).eps * largest:
+            size = rate * float(taken.given[parameter].abs().max())
+            least = 4 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
+            if size > least and parameter not in taken.moved:
                 raise WrongTrainingError(f"{name}: a step does not change it")
         if "weights change" not in self.unchecked:
             self.checked.append("weights change")
@@ -391,12 +377,11 @@ class _Check:
         first, second = (self._take(self.batch, silent=False).given for _ in range(2))
         loop, drawn = self.loop, 0
         for parameter in loop.trained:
-            name, zero = loop.names[parameter], torch.zeros_like(parameter)
-            base = silent.given.get(parameter, zero)
-            noise = (first.get(parameter, zero) - base).double()
+            name, base = loop.names[parameter], silent.given[parameter]
+            noise = (first[parameter] - base).double()
             if not noise.any():
                 raise WrongTrainingError(f"{name} gets no noise")
-            if torch.equal(first.get(parameter, zero), second.get(parameter, zero)):
+            if torch.equal(first[parameter], second[parameter]):
                 raise WrongTrainingError(f"{name} gets the same noise in every step")
             count = noise.numel()
             low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count

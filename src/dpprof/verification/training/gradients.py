@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpprof.verification.training.loop import (
     Gradients,
     Loop,
+    Mechanism,
     TrainingBatch,
     WrongTrainingError,
 )
@@ -58,13 +59,13 @@ def read_losses(value: Any, count: int) -> Tensor:
     )
 
 
-def take_alone(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch) -> Samples:
+def take_alone(loop: Loop, batch: TrainingBatch) -> Samples:
     """Compute the gradient of each sample in a batch of its own, by ordinary autograd."""
 
     def losses() -> Iterator[Tensor]:
         for at in range(batch.samples):
             try:
-                yield read_losses(batch.pick(slice(at, at + 1)).call(loss, model), 1).sum()
+                yield read_losses(batch.pick(slice(at, at + 1)).call(loop.loss, model), 1).sum()
             except ValueError as error:  # which the whole batch does not raise
                 reason = f"sample {at} alone: {error}: the model or the loss mixes samples"
                 raise WrongTrainingError(reason) from error
@@ -73,10 +74,10 @@ def take_alone(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch) -> Sa
         return _differentiate_each(loop, losses())
 
 
-def take_together(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch) -> Samples | None:
+def take_together(loop: Loop, batch: TrainingBatch) -> Samples | None:
     """Compute the gradient of each sample's loss in the whole batch; None if losses are one."""
     with loop.plain() as model:
-        losses = read_losses(batch.call(loss, model), batch.samples)
+        losses = read_losses(batch.call(loop.loss, model), batch.samples)
         return _differentiate_each(loop, losses) if losses.dim() else None
 
 
@@ -119,8 +120,7 @@ def find_difference(
     whole = norm_of(expected)
     worst, first = 0.0, None
     for parameter, one in expected.items():
-        found = given.get(parameter, torch.zeros_like(one))
-        own = float(one.norm())
+        found, own = given[parameter], float(one.norm())
         error = float((found - one).norm())
         is_lost = own > limit**2 * whole and not found.any()
         if is_lost or not error <= limit * max(own, _ALONE * whole):
@@ -185,8 +185,13 @@ def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
         yield clip(samples, groups, by), reason
 
 
-def find_shared_layer(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch) -> str | None:
-    """Return the first trained layer whose output has not one entry for each sample, and why."""
+def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
+    """Return the first trained layer whose output has not one entry for each sample, and why.
+
+    Single samples by hand need none.
+    """
+    if isinstance(loop.private, Mechanism):
+        return None
     count = batch.samples
     seen: list[str] = []
 
@@ -205,7 +210,7 @@ def find_shared_layer(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch
         for name, layer in loop.model.named_modules():
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
                 hooks.enter_context(layer.register_forward_hook(watch(name)))
-        batch.call(loss, model)
+        batch.call(loop.loss, model)
     return seen[0] if seen else None
 
 

@@ -88,7 +88,7 @@ class StepEffects(NamedTuple):
     """The effects of one step."""
 
     given: Gradients
-    """The gradients that the innermost optimizer was given."""
+    """The gradients that the innermost optimizer was given; zeros where it was given none."""
 
     moved: set[nn.Parameter]
     in_16_bits: bool
@@ -118,23 +118,28 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Loop:
-    """A user's model, optimizer and step; each step that it takes is undone.
+    """A user's model, loss, optimizer and step; each step that it takes is undone.
 
     Args:
         model: The model, wrapped or not.
+        loss: What the loop differentiates, from the model and a batch.
         private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
-        step: One whole step on a batch.
+        step: One whole step on a batch; None: that of an ordinary loop.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        loss: Callable[..., Any],
         private: PrivateOptimizer | Mechanism,
-        step: Callable[..., Any],
+        step: Callable[..., Any] | None,
     ) -> None:
+        _refuse_unknown(private, step)
         self.wrapped = model
+        self.loss = loss
         self.private = private
-        self.step = step
+        self.by_hand = step is not None
+        self.step = step or self._step
         while isinstance(model, AbstractGradSampleModule):
             model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
         self.model: nn.Module = model
@@ -154,6 +159,19 @@ class Loop:
         while isinstance(optimizer, PrivateOptimizer):
             optimizer = optimizer.original_optimizer
         self.optimizer = optimizer
+
+    def _step(self, *batch: Tensor, **named: Tensor) -> None:
+        private = self.private
+        assert isinstance(private, PrivateOptimizer)
+        private.zero_grad()
+        value = self.loss(self.wrapped, *batch, **named)
+        if isinstance(private, NoisyOptimizer):
+            private.clipping.backward(value)
+        elif isinstance(value, Tensor) and value.dim():
+            torch.autograd.backward(value.mean() if self.averages else value.sum())
+        else:
+            value.backward()
+        private.step()
 
     @property
     def optimized(self) -> list[nn.Parameter]:
@@ -281,7 +299,8 @@ class Loop:
         given: list[Gradients] = []
 
         def look(*_: Any) -> None:
-            given.append({p: p.grad.clone() for p in self.names if p.grad is not None})
+            pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in self.trained)
+            given.append({p: gradient.clone() for p, gradient in pairs})
 
         mode, squares = StepWatcher(silent=silent), Gradients()
         with self._restored() as before:
@@ -400,7 +419,7 @@ def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
             vars(parameter)["summed_grad"] = summed
 
 
-def refuse_unknown(private: Any, step: Any) -> None:
+def _refuse_unknown(private: Any, step: Any) -> None:
     """Refuse an argument that does not say how a loop is private.
 
     Raises:
@@ -416,25 +435,3 @@ def refuse_unknown(private: Any, step: Any) -> None:
         raise TypeError("private must clip to a fixed bound, and adapts it")
     if isinstance(private, Mechanism) and step is None:
         raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")
-
-
-def ordinary_step(
-    model: nn.Module, loss: Callable[..., Any], private: PrivateOptimizer | Mechanism
-) -> Callable[..., None]:
-    """Return the step of an ordinary loop with a loss and an optimizer, on a batch's tensors."""
-    assert isinstance(private, PrivateOptimizer)
-
-    def step(*batch: Tensor, **named: Tensor) -> None:
-        private.zero_grad()
-        value = loss(model, *batch, **named)
-        if isinstance(private, NoisyOptimizer):
-            private.clipping.backward(value)
-        elif isinstance(value, Tensor) and value.dim():
-            torch.autograd.backward(
-                value.mean() if private.loss_reduction == "mean" else value.sum()
-            )
-        else:
-            value.backward()
-        private.step()
-
-    return step
