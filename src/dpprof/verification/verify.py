@@ -19,7 +19,7 @@ from dpprof.spec.registry import UnsupportedError
 from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.verification import reference
 from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.guarantees import GUARANTEES, RefusedError
+from dpprof.verification.guarantees import GUARANTEES
 from dpprof.verification.reference import PlacedGroup
 from dpprof.verification.steps import (
     STEPS,
@@ -108,13 +108,15 @@ def verify_case(
         if scenario not in GUARANTEES:
             return _compare(subject, by_loop, known)
         GUARANTEES[scenario](registry.load("methods", method), subject)
-    except (RefusedError, UnsupportedError) as error:
+    except UnsupportedError as error:
         outcome, reason = "unsupported", shorten(str(error))
     except WrongError as error:
         outcome, reason = "failed", shorten(str(error))
     except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        traceback.print_exc()
-        outcome, reason = "unknown" if scenario in GUARANTEES else "failed", _spell(error)
+        outcome, reason = "unsupported", _spell(error)
+        if scenario not in GUARANTEES:
+            traceback.print_exc()
+            outcome = "failed"
     return Case(**known, outcome=outcome, reason=reason)
 
 
