@@ -20,6 +20,7 @@ from dpprof.records.result import Result, read_result
 from dpprof.system.console import say
 from dpprof.system.hardware import available_cores, cpu_name
 from interleave import MIN_PAIRS, Comparison, tabulate
+from script import at_least
 
 EXPERIMENT = (
     *("--model=tiny", "--method=standard", "--batch-size=8", "--seq-len=128", "--device=cpu"),
@@ -62,11 +63,9 @@ def main() -> None:
         epilog="options after -- are an experiment's, in place of tiny in float32",
     )
     parser.add_argument("--slots", default="2", help="into how many slots (default: 2)")
-    parser.add_argument("--rounds", type=int, default=12, help=f"at least {MIN_PAIRS}")
+    parser.add_argument("--rounds", **at_least(MIN_PAIRS, 12))
     parser.add_argument("experiment", nargs="*", help="options of dpprof profile")
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_PAIRS:
-        parser.error(f"--rounds: {arguments.rounds} is not allowed; at least {MIN_PAIRS}")
     slots = count_cpu_slots(arguments.slots)
     if slots == 1:
         parser.error("--slots: 1 is not allowed; one slot is beside no other")
