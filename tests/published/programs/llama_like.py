@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from published.programs.attention import softmax_of_steps
+from published.programs.operators import softmax_of_steps
 from published.recording import Tape
 from torch import Tensor, nn
 
