@@ -65,7 +65,8 @@ def take_alone(loop: Loop, batch: TrainingBatch) -> Samples:
     def losses() -> Iterator[Tensor]:
         for at in range(batch.samples):
             try:
-                yield read_losses(batch.pick(slice(at, at + 1)).call(loop.loss, model), 1).sum()
+                alone = batch.map(lambda part, at=at: part[at : at + 1])
+                yield read_losses(alone.call(loop.loss, model), 1).sum()
             except ValueError as error:  # which the whole batch does not raise
                 reason = f"sample {at} alone: {error}: the model or the loss mixes samples"
                 raise WrongTrainingError(reason) from error

@@ -40,25 +40,29 @@ class Mechanism(NamedTuple):
 
 
 class TrainingBatch(NamedTuple):
-    """Tensors, samples first, and their names where a dictionary named them."""
+    """Tensors, samples first, by position or by name."""
 
-    names: tuple[str, ...] | None
-    parts: tuple[Tensor, ...]
+    given: tuple[Tensor, ...]
+    named: dict[str, Tensor]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return (*self.given, *self.named.values())
 
     @property
     def samples(self) -> int:
         """How many there are."""
         return len(self.parts[0])
 
-    def pick(self, samples: slice) -> "TrainingBatch":
-        """Return some of the samples."""
-        return self._replace(parts=tuple(part[samples] for part in self.parts))
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TrainingBatch":
+        """Return the batch with a function applied to each tensor."""
+        named = {name: function(part) for name, part in self.named.items()}
+        return TrainingBatch(tuple(map(function, self.given)), named)
 
     def call(self, function: Callable[..., Any], *first: Any) -> Any:
-        """Call a function with the tensors, by position or by name."""
-        if self.names is None:
-            return function(*first, *self.parts)
-        return function(*first, **dict(zip(self.names, self.parts, strict=True)))
+        """Call a function with the tensors."""
+        return function(*first, *self.given, **self.named)
 
 
 def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
@@ -67,21 +71,19 @@ def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
     Raises:
         ValueError: It is none.
     """
-    names: tuple[str, ...] | None = None
-    parts: tuple[Tensor, ...]
     if isinstance(given, Mapping):
-        names, parts = tuple(given), tuple(given.values())
+        batch = TrainingBatch((), dict(given))
     else:
-        parts = tuple(given)
-    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
+        batch = TrainingBatch(tuple(given), {})
+    if not all(isinstance(part, Tensor) and part.dim() for part in batch.parts):
         raise ValueError("batch must be tensors, samples first")
-    counts = {len(part) for part in parts}
+    counts = {len(part) for part in batch.parts}
     if len(counts) != 1 or min(counts) < 2:  # noqa: PLR2004 (one sample cannot be mixed)
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "nothing"
+        shapes = ", ".join(str(tuple(part.shape)) for part in batch.parts) or "nothing"
         raise ValueError(
             f"batch must be tensors of at least two samples, samples first, and is {shapes}"
         )
-    return TrainingBatch(names, parts)
+    return batch
 
 
 class StepEffects(NamedTuple):

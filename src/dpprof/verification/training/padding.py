@@ -42,7 +42,7 @@ def change_padding(batch: TrainingBatch, padding: Tensor | None) -> TrainingBatc
     same = others[at] == ids[padding]
     changed = ids.clone()
     changed[padding] = others[(at + same) % len(others)]
-    return batch._replace(parts=tuple(changed if part is ids else part for part in batch.parts))
+    return batch.map(lambda part: changed if part is ids else part)
 
 
 def _is_mask(part: Tensor) -> bool:
