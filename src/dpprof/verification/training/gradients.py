@@ -6,6 +6,7 @@ Shape legend: B samples.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ def take_alone(loop: Loop, batch: TrainingBatch) -> Samples:
     def losses() -> Iterator[Tensor]:
         for at in range(batch.samples):
             try:
-                alone = batch.map(lambda part, at=at: part[at : at + 1])
+                alone = batch.map(itemgetter(slice(at, at + 1)))
                 yield read_losses(alone.call(loop.loss, model), 1).sum()
             except ValueError as error:  # which the whole batch does not raise
                 reason = f"sample {at} alone: {error}: the model or the loss mixes samples"

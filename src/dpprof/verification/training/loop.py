@@ -5,7 +5,7 @@ Shape legend: B samples.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -208,30 +208,20 @@ class Loop:
         private = self.private
         return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
 
-    @contextmanager
-    def bounds_times(self, factor: float) -> Iterator[None]:
+    def bounds_times(self, factor: float) -> AbstractContextManager[None]:
         """Multiply every bound inside the context."""
-        holders = [self.private, *(one for one in self.hooks if hasattr(one, "max_grad_norm"))]
-        with ExitStack() as stack:
-            for holder in holders:
-                before = holder.max_grad_norm
-                stack.callback(setattr, holder, "max_grad_norm", before)
-                holder.max_grad_norm = before * factor
-            several = getattr(self.private, "max_grad_norms", None)
-            if several is not None:
-                scaled = [bound * factor for bound in several]
-                stack.enter_context(substitute(self.private, "max_grad_norms", scaled))
-            yield
+        holders = [one for one in (self.private, *self.hooks) if hasattr(one, "max_grad_norm")]
+        bounds = [(one, "max_grad_norm", one.max_grad_norm * factor) for one in holders]
+        several = getattr(self.private, "max_grad_norms", None)
+        if several is not None:
+            bounds.append((self.private, "max_grad_norms", [bound * factor for bound in several]))
+        return _setting(*bounds)
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """Run the model without hooks and clipping inside the context."""
-        with ExitStack() as stack:
-            for hooks in self.hooks:
-                stack.callback(setattr, hooks, "hooks_enabled", hooks.hooks_enabled)
-                hooks.hooks_enabled = False
-            if self.clipping is not None:
-                stack.enter_context(self.clipping.disabled())
+        disabled = nullcontext() if self.clipping is None else self.clipping.disabled()
+        with _setting(*((hooks, "hooks_enabled", False) for hooks in self.hooks)), disabled:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
@@ -252,13 +242,12 @@ class Loop:
         """
         sources = [getattr(self.private, "generator", None)]
         sources = getattr(self.private, "generators", sources)
-        with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
+        off = _setting(*((module, "p", 0.0) for module in self.dropout))
+        with torch.random.fork_rng(), self._restored(), off, ExitStack() as stack:
             if self.clipping is not None:
                 stack.enter_context(self.clipping.first_batch_trusted())
             for source in filter(None, sources):
                 stack.callback(source.set_state, source.get_state())
-            for module in self.dropout:
-                stack.enter_context(substitute(module, "p", value=0.0))
             if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
@@ -270,23 +259,17 @@ class Loop:
                         parameter.copy_(0.02 * values)
             yield
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> AbstractContextManager[None]:
         """Evaluate the model inside the context, as ``eval()`` does."""
-        with ExitStack() as stack:
-            for module in self.training:
-                stack.enter_context(substitute(module, "training", value=False))
-            yield
+        return _setting(*((module, "training", False) for module in self.training))
 
     @contextmanager
     def dropout_on(self) -> Iterator[None]:
         """Train as usual inside the context, with the same random numbers each time."""
-        with torch.random.fork_rng(), ExitStack() as stack:
+        modes = ((module, "training", value) for module, value in self.training.items())
+        rates = ((module, "p", rate) for module, rate in self.dropout.items())
+        with torch.random.fork_rng(), _setting(*modes, *rates):
             torch.manual_seed(0)
-            for module, is_training in self.training.items():
-                stack.enter_context(substitute(module, "training", value=is_training))
-            for module, p in self.dropout.items():
-                stack.enter_context(substitute(module, "p", value=p))
             yield
 
     def take(self, batch: TrainingBatch, *, silent: bool, times: int = 1) -> StepEffects | None:
@@ -362,6 +345,16 @@ class Loop:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             self._write(values)
+
+
+@contextmanager
+def _setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes of objects, also properties, inside the context."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 def _copy(value: Any) -> Any:
