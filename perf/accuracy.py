@@ -15,7 +15,6 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from dpprof.devices.cpu import CpuRecorder
@@ -25,8 +24,8 @@ from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
 from dpprof.records.reconciliation import bound_bytes
 from dpprof.records.step_costs import Memory
-from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
+from script import ignore, make_parser, publish
 
 METHODS = (
     "standard",
@@ -47,10 +46,6 @@ SHAPES = (
     *((model, *shape) for model in ("tiny", "small") for shape in ((4, 128), (4, 512), (8, 256))),
     ("medium", 2, 256),
 )
-
-
-def ignore(_phase: Phase) -> None:
-    """Do nothing as a phase begins."""
 
 
 def look_three_ways(experiment: Experiment) -> dict[str, Any]:
@@ -133,8 +128,7 @@ def tell(fields: dict[str, Any], found: dict[str, Any]) -> tuple[str, bool]:
 
 def main() -> None:
     """Run every case, or be the child that looks at one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, help="where the table goes, beside the terminal")
+    parser = make_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--models", nargs="+", default=["tiny", "small", "medium"])
@@ -166,9 +160,7 @@ def main() -> None:
                 missed += not held
                 rows.append(row)
                 print(row, flush=True)
-    if arguments.output is not None:
-        table = "\n".join(rows)
-        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    publish(__doc__, "\n".join(rows), arguments.output, printed="")
     if missed:
         sys.exit(f"{missed} cases missed a bound")
 

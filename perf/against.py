@@ -8,7 +8,6 @@ processes.
 """
 
 import argparse
-import datetime as dt
 import json
 import os
 import shutil
@@ -19,11 +18,10 @@ import time
 from pathlib import Path
 from statistics import geometric_mean
 
-from dpprof.records.provenance import package_versions
 from dpprof.system.console import say
-from dpprof.system.hardware import cpu_name
 from dpprof.system.paths import PACKAGE
 from interleave import MIN_PAIRS, Comparison, measure, tabulate
+from script import describe_place, end, make_parser, publish
 
 METHODS = ("flash", "flash-bk")
 SHAPES = (("small", 128, 4), ("small", 1_024, 1), ("medium", 256, 1))
@@ -94,10 +92,9 @@ def compare(base: Path, method: str, shape: tuple[str, int, int], pairs: int) ->
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--base", help="the revision to compare with")
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -116,20 +113,14 @@ def main() -> None:
             }
         finally:
             subprocess.run([*git, "remove", "--force", base], check=True)
-    packages = ", ".join(f"{n} {v}" for n, v in package_versions(("torch",)).items())
     rows = [row for rows in found.values() for row in rows]
     means = {m: geometric_mean(row.ratio for row in rows) for m, rows in found.items()}
-    text = (
-        f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu_name()}; {packages}; B is "
-        f"{arguments.base}.\n\n{tabulate(rows, 'ms', 1e3)}\n\n"
-        + "".join(f"* {m}, geometric mean: {r:.3f} (claim: <= {CLAIM})\n" for m, r in means.items())
-    )
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{text}", encoding="utf-8")
+    claims = [f"* {m}, geometric mean: {r:.3f} (claim: <= {CLAIM})" for m, r in means.items()]
+    place = f"{describe_place('torch')}; B is {arguments.base}."
+    text = "\n".join([place, "", tabulate(rows, "ms", 1e3), "", *claims])
+    publish(__doc__, text, arguments.output)
     slower = [method for method, ratio in means.items() if ratio > CLAIM]
-    if slower:
-        sys.exit(f"more than {CLAIM} times as long as before: {', '.join(slower)}")
+    end(f"more than {CLAIM} times as long as before", slower)
 
 
 if __name__ == "__main__":

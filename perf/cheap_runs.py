@@ -7,8 +7,6 @@ the ratio is within a round. All is CPU time, user and system, of one thread, so
 keeps the machine busy counts little.
 """
 
-import argparse
-import datetime as dt
 import json
 import os
 import resource
@@ -17,12 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dpprof.records.provenance import package_versions
 from dpprof.spec import registry
 from dpprof.system.console import say
-from dpprof.system.hardware import available_cores, cpu_name
 from dpprof.system.paths import PACKAGE
 from interleave import MIN_PAIRS, Comparison, tabulate
+from script import at_least, describe_place, end, make_parser, publish
 
 BARE = "import torch, opacus"
 RUN = "from dpprof.cli.main import main; main()"
@@ -80,33 +77,18 @@ def compare(methods: list[str], rounds: int) -> list[Comparison]:
     return [Comparison(f"{name} / bare", tuple(v), tuple(bare)) for name, v in runs.items()]
 
 
-def describe_place() -> str:
-    """Say when, where and with what a table was measured."""
-    versions = package_versions(("torch", "opacus"))
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    cpu = f"{cpu_name()}, {available_cores()} core(s)"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}"
-
-
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=12, help=f"at least {MIN_PAIRS}")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", **at_least(MIN_PAIRS, 12))
     parser.add_argument("--method", nargs="+", choices=registry.names("methods"), metavar="METHOD")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_PAIRS:
-        parser.error(f"--rounds: {arguments.rounds} is not allowed; at least {MIN_PAIRS}")
     rows = compare(arguments.method or registry.names("methods"), arguments.rounds)
     table = tabulate(rows, "s")
-    print(table)
-    if arguments.output:
-        steps = f"{STEPS} steps of tiny, B = 2, T = 16, instrument clean"
-        text = f"{__doc__}\n{describe_place()}; {steps}.\n\n{table}\n"
-        arguments.output.write_text(text, encoding="utf-8")
-    beyond = [row.name for row in rows[1:] if row.interval.high >= CLAIM]
-    if beyond:
-        sys.exit(f"not below {CLAIM}: {', '.join(beyond)}")
+    steps = f"{STEPS} steps of tiny, B = 2, T = 16, instrument clean"
+    text = f"{describe_place('torch', 'opacus')}; {steps}.\n\n{table}"
+    publish(__doc__, text, arguments.output, printed=table)
+    end(f"not below {CLAIM}", [row.name for row in rows[1:] if row.interval.high >= CLAIM])
 
 
 if __name__ == "__main__":

@@ -5,19 +5,17 @@ median of its timed steps, and the allocator's peaks. ``--collect`` adds the res
 The predictions are those of ``dpprof estimate``, which sees no GPU.
 """
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpprof.instruments.memory import estimate
-from dpprof.instruments.operator_timer import ignore
 from dpprof.records.result import Result, read_result
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
+from script import ignore, make_parser, publish
 
 ROWS = Path(__file__).with_name("measured_steps.json")
 
@@ -148,16 +146,12 @@ def _sum_up(errors: list[float], digits: int) -> str:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--collect", type=Path, help="a folder of results to add to the rows")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
     if arguments.collect:
         collect(arguments.collect)
-    table = tabulate(json.loads(ROWS.read_text("utf-8")))
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
-    sys.stdout.write(f"{table}\n")
+    publish(__doc__, tabulate(json.loads(ROWS.read_text("utf-8"))), arguments.output)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,7 @@ by adapters of rank 16. The claims there: flash-bk takes at most 1.3 times a sta
 1.15 times with adapters; trained whole, it is faster than opacus-hooks and opacus-ghost.
 """
 
-import argparse
-import datetime as dt
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +27,9 @@ from dpprof.devices.cpu import Cpu
 from dpprof.figures.style import method_style
 from dpprof.instruments import memory
 from dpprof.instruments.setup import import_method, set_up
-from dpprof.records.provenance import package_versions
-from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
-from dpprof.system.hardware import available_cores, cpu_name
+from script import at_least, describe_place, end, ignore, make_parser, publish
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash", "flash-bk")
 GRID = (
@@ -73,10 +68,6 @@ class Cost(NamedTuple):
 
 
 Row = dict[str, Cost]
-
-
-def ignore(_phase: Phase) -> None:
-    """Do nothing as a phase begins."""
 
 
 def measure(shape: Shape, rounds: int) -> Row:
@@ -232,33 +223,21 @@ def draw(rows: dict[Shape, Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def describe(rounds: int) -> str:
-    """Say where and with what a table was measured."""
-    packages = ", ".join(f"{n} {v}" for n, v in package_versions(("torch", "opacus")).items())
-    cpu = f"{cpu_name()}, {available_cores()} cores, {torch.get_num_threads()} compute threads"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; {rounds} rounds."
-
-
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"at least {MIN_ROUNDS}")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", **at_least(MIN_ROUNDS, ROUNDS))
     parser.add_argument("--figure", type=Path, help="a picture file for the figure")
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds: {arguments.rounds} is not allowed; at least {MIN_ROUNDS}")
     grid = [Shape(*shape) for shape in (*GRID, *HUGGING_FACE_GRID)]
     rows = {shape: measure(shape, arguments.rounds) for shape in grid}
     claims, missed = summarise(rows)
-    table = f"{describe(arguments.rounds)}\n\n{tabulate(rows)}\n\n{claims}"
-    print(table)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    place = describe_place("torch", "opacus", threads=torch.get_num_threads())
+    text = f"{place}; {arguments.rounds} rounds.\n\n{tabulate(rows)}\n\n{claims}"
+    publish(__doc__, text, arguments.output)
     if arguments.figure:
         draw(rows, arguments.figure)
-    if missed:
-        sys.exit(f"beyond its claim: {', '.join(missed)}")
+    end("beyond its claim", missed)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,9 @@ operators are; how much of that a training feels is up to the frequency. "around
 monitor alone, with no step in it.
 """
 
-import argparse
-import datetime as dt
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,11 +17,10 @@ import torch
 import bare_loop
 from dpprof.models.presets import SMALL, TINY
 from dpprof.monitor import Monitor, TensorBoard, model_flops_per_token
-from dpprof.records.provenance import package_versions
 from dpprof.spec.experiment import Dimensions
 from dpprof.system.console import say
-from dpprof.system.hardware import available_cores, cpu_name
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+from script import at_least, describe_place, end, make_parser, publish
 
 
 class Size(NamedTuple):
@@ -159,22 +154,11 @@ def compare_frequencies(pairs: int, directory: str) -> list[Comparison]:
     return rows
 
 
-def describe_machine() -> str:
-    """Say where and with what a table was measured."""
-    versions = package_versions(("torch", "opacus", "tensorboard"))
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    cpu = f"{cpu_name()}, {available_cores()} cores, 1 compute thread"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; AdamW."
-
-
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=60, help="of unprofiled blocks, at least 20")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
+    parser = make_parser(__doc__)
+    parser.add_argument("--pairs", **at_least(2 * MIN_PAIRS, 60))
     arguments = parser.parse_args()
-    if arguments.pairs < 2 * MIN_PAIRS:
-        parser.error(f"--pairs: {arguments.pairs} is not allowed; at least {2 * MIN_PAIRS}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         unprofiled = compare_unprofiled(arguments.pairs, directory)
@@ -182,7 +166,7 @@ def main() -> None:
         frequencies = compare_frequencies(MIN_PAIRS, directory)
     text = "\n\n".join(
         [
-            describe_machine(),
+            f"{describe_place('torch', 'opacus', 'tensorboard', threads=1)}; AdamW.",
             "An unprofiled step at frequency 100, standard:",
             tabulate(unprofiled, "ms", 1e3),
             "A profiled step:",
@@ -191,11 +175,9 @@ def main() -> None:
             tabulate(frequencies, "ms", 1e3),
         ]
     )
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
-    if unprofiled[1].ratio > CLAIM:
-        sys.exit(f"beyond its claim: {unprofiled[1].name}, {unprofiled[1].ratio:.3f}")
+    publish(__doc__, text, arguments.output)
+    row = unprofiled[1]
+    end("beyond its claim", [f"{row.name}, {row.ratio:.3f}"] if row.ratio > CLAIM else [])
 
 
 if __name__ == "__main__":

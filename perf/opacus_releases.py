@@ -8,8 +8,6 @@ the same. Each release is compared with the one before, as by ``dpprof compare -
 --metrics memory,flops``.
 """
 
-import argparse
-import datetime as dt
 import importlib.metadata
 import os
 import subprocess
@@ -22,13 +20,12 @@ from typing import Any
 
 from dpprof.analysis.gate.folders import ResultsFolder, read_results_folder
 from dpprof.cli.common import ending_in_a_sentence
-from dpprof.records.provenance import package_versions
 from dpprof.records.result import result_path
 from dpprof.spec import registry
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
-from dpprof.system.hardware import cpu_name
 from release_tables import PLACES, Sweep, tabulate, tell_changes, tell_failures
+from script import describe_place, make_parser, publish
 
 RELEASES = ("1.4.1", "1.5", "1.5.1", "1.5.2", "1.5.3", "1.5.4", "1.6.0")
 FIELDS: Mapping[str, Any] = {
@@ -120,16 +117,10 @@ def run_release(release: str, folder: Path, sweep: Sweep) -> ResultsFolder:
     return found
 
 
-def describe(sweep: Sweep) -> str:
-    """Say what ran, and with what."""
-    packages = ", ".join(f"{n} {v}" for n, v in package_versions(("torch", "numpy")).items())
-    size = ", ".join(f"{key} {value}" for key, value in sweep.fields.items())
-    return f"Made on {dt.datetime.now(dt.UTC).date()}: {cpu_name()}; {packages}; {size}; float32."
-
-
 def write_report(folders: Mapping[str, ResultsFolder], sweep: Sweep) -> Iterator[str]:
     """Write the tables, and what each release changed."""
-    yield f"\n{describe(sweep)}\n"
+    size = ", ".join(f"{key} {value}" for key, value in sweep.fields.items())
+    yield f"\n{describe_place('torch', 'numpy')}; {size}; float32.\n"
     yield "FLOPs are those of products, elementwise operators and reductions. Bytes moved are what"
     yield "operators read and write at least. Bold: not what it was with the release before, though"
     yield "two decimals may hide by how much."
@@ -159,7 +150,7 @@ def write_report(folders: Mapping[str, ResultsFolder], sweep: Sweep) -> Iterator
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--releases", default=",".join(RELEASES), help="comma-separated, the oldest first"
     )
@@ -170,7 +161,6 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keeps releases and results, and continues a run"
     )
-    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
     arguments = parser.parse_args()
     own = [name for name in registry.names("methods") if registry.is_own("methods", name)]
     methods = arguments.methods.split(",") if arguments.methods else own
@@ -183,9 +173,7 @@ def main() -> None:
             for release in arguments.releases.split(",")
         }
         table = "\n".join(write_report(folders, sweep))
-    print(table)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}{table}\n", encoding="utf-8")
+    publish((__doc__ or "").rstrip("\n"), table, arguments.output)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,12 @@ interval are over processes. The first row is the bare loop beside another of it
 the machine's noise alone makes of a ratio.
 """
 
-import argparse
-import datetime as dt
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -23,11 +20,10 @@ from dpprof.devices.selection import open_device
 from dpprof.instruments.setup import import_method, set_up
 from dpprof.launch.protocol import PhaseMark
 from dpprof.models.presets import TINY
-from dpprof.records.provenance import package_versions
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
-from dpprof.system.hardware import available_cores, cpu_name
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+from script import at_least, describe_place, end, make_parser, publish
 
 ROWS = {
     "bare / bare, standard": ("bare", "standard"),
@@ -92,31 +88,19 @@ def measure_in_process(name: str, threads: int) -> tuple[float, float]:
     return value, base
 
 
-def describe_machine(threads: int) -> str:
-    """Say where and with what a table was measured."""
-    versions = package_versions(("torch", "opacus"))
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    model = f"{STEPS} steps a process, tiny, B = {BATCH_SIZE}, T = {SEQ_LEN}, AdamW"
-    cpu = f"{cpu_name()}, {available_cores()} cores, {threads} compute thread(s)"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}; {model}."
-
-
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--processes", type=int, default=12, help=f"a row; at least {MIN_PAIRS}")
+    parser = make_parser(__doc__)
+    parser.add_argument("--processes", **at_least(MIN_PAIRS, 12))
     parser.add_argument(
         "--threads", type=int, default=1, help="compute threads; one is the least noisy"
     )
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     parser.add_argument("--row", choices=ROWS, help="measure this row here and print two medians")
     arguments = parser.parse_args()
     if arguments.row:
         here = measure_here(arguments.row)
         print(json.dumps([statistics.median(here.values), statistics.median(here.base)]))
         return
-    if arguments.processes < MIN_PAIRS:
-        parser.error(f"--processes: {arguments.processes} is not allowed; at least {MIN_PAIRS}")
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in ROWS}
     for process in range(arguments.processes):
         for name, measured in pairs.items():
@@ -128,13 +112,10 @@ def main() -> None:
         for name, measured in pairs.items()
     ]
     table = tabulate(rows, "ms", 1e3)
-    print(table)
-    if arguments.output:
-        where = describe_machine(arguments.threads)
-        arguments.output.write_text(f"{__doc__}\n{where}\n\n{table}\n", encoding="utf-8")
-    beyond = [row.name for row in rows if row.interval.high >= CLAIM]
-    if beyond:
-        sys.exit(f"not below {CLAIM}: {', '.join(beyond)}")
+    place = describe_place("torch", "opacus", threads=arguments.threads)
+    steps = f"{STEPS} steps a process, tiny, B = {BATCH_SIZE}, T = {SEQ_LEN}, AdamW"
+    publish(__doc__, f"{place}; {steps}.\n\n{table}", arguments.output, printed=table)
+    end(f"not below {CLAIM}", [row.name for row in rows if row.interval.high >= CLAIM])
 
 
 if __name__ == "__main__":

@@ -6,19 +6,18 @@ is within a round, in CPU time, user and system, of all processes. Resident memo
 largest process.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-from cheap_runs import BARE, RUN, describe_place
+from cheap_runs import BARE, RUN
 from dpprof.system.console import say
 from dpprof.system.paths import PACKAGE
 from interleave import MIN_PAIRS, Comparison, tabulate
+from script import at_least, describe_place, end, make_parser, publish
 
 METHODS = ("standard", "flash", "flash-bk")
 OPTIONS = {
@@ -71,12 +70,9 @@ def predict(method: str) -> Used:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=MIN_PAIRS, help=f"at least {MIN_PAIRS}")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", **at_least(MIN_PAIRS, MIN_PAIRS))
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_PAIRS:
-        parser.error(f"--rounds: {arguments.rounds} is not allowed; at least {MIN_PAIRS}")
     bare: list[float] = []
     found: dict[str, list[Used]] = {name: [] for name in ("bare", *METHODS)}
     for number in range(1, arguments.rounds + 1):
@@ -91,15 +87,11 @@ def main() -> None:
     resident = {name: max(one.resident_bytes for one in used) for name, used in found.items()}
     sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in resident.items())
     text = f"{tabulate(rows, 's')}\n\nLargest process: {sizes}."
-    print(text)
-    if arguments.output:
-        what = json.dumps(OPTIONS)
-        place = f"{describe_place()}; {what}."
-        arguments.output.write_text(f"{__doc__}\n{place}\n\n{text}\n", encoding="utf-8")
+    place = f"{describe_place('torch', 'opacus')}; {json.dumps(OPTIONS)}."
+    publish(__doc__, f"{place}\n\n{text}", arguments.output, printed=text)
     beyond = [row.name for row in rows[1:] if row.interval.high >= MOST_IMPORTS]
     beyond += [name for name, size in resident.items() if size >= MOST_BYTES]
-    if beyond:
-        sys.exit(f"beyond {MOST_IMPORTS} imports or {MOST_BYTES:,} bytes: {', '.join(beyond)}")
+    end(f"beyond {MOST_IMPORTS} imports or {MOST_BYTES:,} bytes", beyond)
 
 
 if __name__ == "__main__":

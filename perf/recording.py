@@ -7,43 +7,23 @@ and counts no FLOPs. The claims: at most 1.5 times a bare step; MemTracker at le
 slower for the standard step and 9 times for per-sample gradients from hooks.
 """
 
-import argparse
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from bare_loop import timed
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.memory import TimelineRecorder
 from dpprof.instruments.setup import Training, import_method, set_up
 from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
 from dpprof.memory.recorder import Recorder
-from dpprof.records.terms import Phase
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
 from interleave import MIN_PAIRS, Comparison, Side, measure, tabulate
+from script import at_least, end, ignore, make_parser, publish
 
 REAL = {"model": "small", "batch_size": 4, "seq_len": 256, "device": "cpu"}
 FAKE = {"model": "1b", "batch_size": 8, "seq_len": 1024, "device": "cpu"}
 AT_MOST = 1.5
 AT_LEAST = {"standard": 7.0, "opacus-hooks": 9.0}
-
-
-def ignore(_phase: Phase) -> None:
-    """Do nothing as a phase begins."""
-
-
-def timed(run: Callable[[], object]) -> Side:
-    """Make a side of something that runs one step."""
-
-    def side() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    return side
 
 
 def prepare(fields: dict[str, object], method: str) -> Training:
@@ -107,22 +87,15 @@ def compare_fake(method: str, pairs: int) -> Comparison:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--pairs", type=int, default=12, help=f"a row; at least {MIN_PAIRS}")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser = make_parser(__doc__)
+    parser.add_argument("--pairs", **at_least(MIN_PAIRS, 12))
     arguments = parser.parse_args()
-    if arguments.pairs < MIN_PAIRS:
-        parser.error(f"--pairs: {arguments.pairs} is not allowed; at least {MIN_PAIRS}")
     real = [compare_real(m, arguments.pairs) for m in ("standard", "opacus-hooks", "opacus-ghost")]
     fake = {method: compare_fake(method, arguments.pairs) for method in AT_LEAST}
-    table = tabulate([*real, *fake.values()], "ms", 1e3)
-    print(table)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{table}\n", encoding="utf-8")
+    publish(__doc__, tabulate([*real, *fake.values()], "ms", 1e3), arguments.output)
     missed = [row.name for row in real if row.ratio > AT_MOST]
     missed += [row.name for method, row in fake.items() if row.ratio < AT_LEAST[method]]
-    if missed:
-        sys.exit(f"beyond its claim: {', '.join(missed)}")
+    end("beyond its claim", missed)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ the machine hardly change them. Claims: a second plan is at most 2.2 times the b
 figures and report take at most 20 times the import, and no process 1 GiB.
 """
 
-import argparse
-import datetime as dt
 import os
 import shutil
 import statistics
@@ -20,10 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.records.provenance import package_versions
 from dpprof.spec import registry
 from dpprof.system.console import say
-from dpprof.system.hardware import available_cores, cpu_name
+from script import describe_place, make_parser, publish
 from synthetic_results import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +28,7 @@ MIB = 2**20
 PLAN_CLAIM = 2.2
 REPORT_CLAIM = 20.0
 MEMORY_CLAIM_MIB = 1024.0
+PACKAGES = ("snakemake", "pandas", "scipy", "matplotlib", "torch", "opacus")
 
 CHECKOUT = ("Snakefile", "src", "workflow", "profiles", "config", "envs", "pyproject.toml")
 """What a copy of the checkout needs to plan."""
@@ -190,21 +188,12 @@ def find_broken(planning: Sequence[Row], reporting: Sequence[Row]) -> list[str]:
     return broken
 
 
-def describe_machine() -> str:
-    """Say where and with what the tables were measured."""
-    versions = package_versions(("snakemake", "pandas", "scipy", "matplotlib", "torch", "opacus"))
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    cpu = f"{cpu_name()}, {available_cores()} cores"
-    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {packages}."
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=10_000, help="how many runs are planned")
     parser.add_argument("--results", type=int, default=10_000, help="how many results of clean")
     parser.add_argument("--rounds", type=int, default=3, help="how often each plan is made")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -213,16 +202,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     estimates = -(-arguments.results // 2)
     text = "\n\n".join(
         [
-            describe_machine(),
+            f"{describe_place(*PACKAGES)}.",
             f"`snakemake -n` with {arguments.jobs:,} runs:",
             tabulate(planning, "times bare"),
             f"{arguments.results:,} results of clean and {estimates:,} of estimate:",
             tabulate(reporting, "times the import"),
         ]
     )
-    print(text)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
+    publish(__doc__, text, arguments.output)
     if broken := find_broken(planning, reporting):
         sys.exit("\n".join(broken))
 

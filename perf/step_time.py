@@ -12,9 +12,7 @@ that a GPU does. Operators are those of PyTorch's eager mode: steps that were co
 apart, and count in no median but their own.
 """
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +25,7 @@ from dpprof.figures.style import SERIES_COLOURS, SERIES_MARKERS, new_figure
 from dpprof.records.result import PredictedTime
 from dpprof.system.console import say
 from published_steps import Row, predict, read_rows
+from script import make_parser, publish
 
 _COLUMNS = (
     *("model", "dtype", "T", "B", "published (ms)", "predicted (ms)", "90 % interval"),
@@ -154,18 +153,15 @@ def draw(compared: Sequence[Compared]) -> Figure:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
+    parser = make_parser(__doc__)
     parser.add_argument("--figure", type=Path, help="a file for the figure")
     arguments = parser.parse_args()
     compared = compare(read_rows())
     table = tabulate(compared)
-    if arguments.output:
-        picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
-        arguments.output.write_text(f"{__doc__}{picture}\n{table}\n", encoding="utf-8")
+    picture = f"\n![{draw.__doc__}]({arguments.figure.name})\n" if arguments.figure else ""
+    publish(f"{__doc__}{picture}", table, arguments.output)
     if arguments.figure:
         draw(compared).savefig(arguments.figure)
-    sys.stdout.write(f"{table}\n")
 
 
 if __name__ == "__main__":

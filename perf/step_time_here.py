@@ -10,13 +10,11 @@ wait for each other wherever another process takes a core from one, and then it 
 neighbours that are timed.
 """
 
-import argparse
 import gc
 import itertools
 import json
 import math
 import statistics
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -35,6 +33,7 @@ from dpprof.spec.experiment import Experiment
 from dpprof.step_time.own_table import OwnTable
 from dpprof.step_time.predict import predict_step_here
 from dpprof.system.console import say
+from script import make_parser, publish
 
 BATCHES = {128: 4, 512: 2, 2048: 1}
 STEPS = {128: 3, 512: 3, 2048: 1}
@@ -186,7 +185,7 @@ def describe(model: str, seq_len: int, method: str) -> Experiment:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["small", "medium"])
     parser.add_argument("--methods", nargs="+", default=registry.names("methods"))
     parser.add_argument("--seq-lens", nargs="+", type=int, default=list(BATCHES))
@@ -194,7 +193,6 @@ def main() -> None:
     parser.add_argument(
         "--cells", type=Path, help="a file that keeps each cell, so that a run can be continued"
     )
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     start = time.monotonic()
@@ -227,10 +225,7 @@ def main() -> None:
                 keep_cell(arguments.cells, cell)
             cells.append(cell)
             tell(cell.tell())
-    text = tabulate(cells, table)
-    if arguments.output:
-        arguments.output.write_text(f"{__doc__}\n{text}\n", encoding="utf-8")
-    sys.stdout.write(f"{text}\n")
+    publish(__doc__, tabulate(cells, table), arguments.output)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ B, T, V = 4, 6, 13
 
 
 SETTINGS = {"noise_multiplier": 0.8, "expected_batch_size": 5}
-
-
 BOUND = 0.5
 
 
@@ -40,7 +38,7 @@ def build_gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
-def build_llama(*, adapters: bool = True):
+def build_llama():
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -53,11 +51,8 @@ def build_llama(*, adapters: bool = True):
         max_position_embeddings=T,
         tie_word_embeddings=False,
     )
-    model = transformers.LlamaForCausalLM(config)
-    if not adapters:
-        return model
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    return peft.get_peft_model(model, lora)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 
 
 def points():
@@ -99,6 +94,11 @@ class Setup(NamedTuple):
     model: nn.Module
     loss: object
     private: object
+
+    def check(self, batch=None, **others):
+        return check(
+            self.model, self.loss, points() if batch is None else batch, self.private, **others
+        )
 
 
 def trained(model):

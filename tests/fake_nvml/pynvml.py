@@ -15,28 +15,31 @@ NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 nvmlMemory_v2 = 0x02000028  # noqa: N816 (NVIDIA's name)
 
 
+ANSWERS = {
+    "nvmlInit": None,
+    "nvmlShutdown": None,
+    "nvmlSystemGetDriverVersion": "580.95.05",
+    "nvmlSystemGetCudaDriverVersion_v2": 13000,
+    "nvmlDeviceGetComputeRunningProcesses": [],
+    "nvmlDeviceGetClockInfo": 1980,
+    "nvmlDeviceGetTemperature": 40,
+    "nvmlDeviceGetPowerUsage": 100_000,
+}
+"""What functions answer for every GPU."""
+
+
 class NVMLError(Exception):
     """Any error of the library."""
 
 
+def __getattr__(name):
+    if name not in ANSWERS:
+        raise AttributeError(name)
+    return lambda *_: ANSWERS[name]
+
+
 def _gpus():
     return json.loads(Path(os.environ["DPPROF_FAKE_GPUS"]).read_text())
-
-
-def nvmlInit():
-    pass
-
-
-def nvmlShutdown():
-    pass
-
-
-def nvmlSystemGetDriverVersion():
-    return "580.95.05"
-
-
-def nvmlSystemGetCudaDriverVersion_v2():
-    return 13000
 
 
 def nvmlDeviceGetCount():
@@ -72,19 +75,3 @@ def nvmlDeviceGetMemoryInfo(uuid, version=None):
 
 def nvmlDeviceGetUtilizationRates(uuid):
     return SimpleNamespace(gpu=_find(uuid)["load"], memory=0)
-
-
-def nvmlDeviceGetComputeRunningProcesses(uuid):
-    return []
-
-
-def nvmlDeviceGetClockInfo(uuid, clock):
-    return 1980
-
-
-def nvmlDeviceGetTemperature(uuid, sensor):
-    return 40
-
-
-def nvmlDeviceGetPowerUsage(uuid):
-    return 100_000

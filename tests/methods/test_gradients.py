@@ -73,9 +73,16 @@ def test_autocast_gradient_is_microbatchs_to_bfloat16s_precision(method) -> None
     assert (found - expected).norm() / expected.norm() < 0.03
 
 
-def test_expanded_weights_refuse_autocast() -> None:
-    with pytest.raises(registry.UnsupportedError, match="expanded weights do not work under"):
-        gradient("opacus-ew", dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("opacus-ew", "expanded weights do not work under"),
+        ("opacus-per-layer", "per-layer optimizer does not work under"),
+    ],
+)
+def test_autocast_is_refused_in_one_sentence(method, message) -> None:
+    with pytest.raises(registry.UnsupportedError, match=message):
+        prepare(method, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("bound", [1e-3, 1e3])
@@ -124,7 +131,7 @@ def test_an_experiment_draws_the_same_noise_again(method) -> None:
     assert torch.equal(*(gradient(method, noise_multiplier=3.0) for _ in range(2)))
 
 
-@pytest.mark.parametrize("method", OPACUS)
+@pytest.mark.parametrize("method", [*OPACUS, "opacus-per-layer"])
 def test_the_step_taken_apart_is_opacus_own_step(method) -> None:
     fields = {"batch_size": 4, "dtype": "float64", "max_grad_norm": 0.1}
     apart, batch = prepare(method, **fields)

@@ -2,21 +2,16 @@
 
 import importlib.metadata
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from factory import CPU, MICRO, make_memory, write_synthetic
 
+import opacus_releases
 from dpprof.analysis.gate.folders import read_results_folder
 from dpprof.spec import registry
 from dpprof.spec.validation import InputError
-
-PERF = Path(__file__).parents[2] / "perf"
-sys.path.insert(0, str(PERF))
-
-import opacus_releases  # noqa: E402
-from release_tables import (  # noqa: E402
+from release_tables import (
     PLACES,
     QUANTITIES,
     Sweep,
@@ -26,7 +21,7 @@ from release_tables import (  # noqa: E402
 )
 
 SWEEP = Sweep(("flash", "opacus-hooks"), {"model": MICRO, "batch_size": 2, "seq_len": 4})
-COMMITTED = (PERF / "opacus_releases.md").read_text(encoding="utf-8")
+COMMITTED = Path(opacus_releases.__file__).with_suffix(".md").read_text(encoding="utf-8")
 
 
 def write_release(folder: Path, release: str, hooks_peak: int = 100, **hooks):

@@ -9,15 +9,11 @@ import pytest
 import torch
 from factory import make_experiment
 
+import bare_loop
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import set_up
 from dpprof.spec import registry
-
-PERF = Path(__file__).parents[2] / "perf"
-sys.path.insert(0, str(PERF))
-
-import bare_loop  # noqa: E402
-from interleave import Comparison, measure  # noqa: E402
+from interleave import Comparison, measure
 
 SIZE = {"vocab_size": 16, "d_model": 8, "layers": 2, "heads": 2}
 
@@ -49,17 +45,14 @@ def test_the_bare_loop_knows_nothing_of_dpprof(monkeypatch, capsys) -> None:
     bare_loop.main()
 
     assert len(json.loads(capsys.readouterr().out)["step_s"]) == 2
-    source = (PERF / "bare_loop.py").read_text(encoding="utf-8")
+    source = Path(bare_loop.__file__).read_text(encoding="utf-8")
     assert re.findall(r"^\s*(?:from|import) dpprof", source, re.MULTILINE) == []
 
 
 def test_sides_alternate() -> None:
     order = []
-
-    def side(name: str, value: float):
-        return lambda: order.append(name) or value
-
-    found = measure("a / b", side("a", 3.0), side("b", 2.0), pairs=10)
+    sides = (lambda: order.append("a") or 3.0, lambda: order.append("b") or 2.0)
+    found = measure("a / b", *sides, pairs=10)
 
     assert order == ["a", "b"] * 10
     assert (found.ratio, found.interval) == (1.5, (1.5, 1.5))

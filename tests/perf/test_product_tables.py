@@ -1,15 +1,10 @@
 """A table that ships is what its source gives, where the source is installed."""
 
-import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
 from dpprof.step_time.product_table import read_document
-
-PERF = Path(__file__).parents[2] / "perf"
-sys.path.insert(0, str(PERF))
 
 
 @pytest.mark.slow

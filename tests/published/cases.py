@@ -50,10 +50,6 @@ class Case(NamedTuple):
     why: str = ""
     note: str = ""
 
-    @property
-    def family(self) -> str:
-        return self.program.partition(".")[0]
-
     def predict(self) -> float:
         """Predict the number; in the unit of the published one."""
         recording = _record(self.program, self.target, json.dumps(self.settings))

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPPerLayerOptimizer
 from private_loops import (
     BOUND,
@@ -15,7 +14,6 @@ from private_loops import (
     WAYS,
     B,
     ByHand,
-    T,
     build_llama,
     build_mlp,
     check_by_hand,
@@ -50,10 +48,10 @@ QUICK = {
 )
 def test_right_loops_pass(way, kind) -> None:
     build, loss, draw = MODELS[kind]
-    model, loss, private = WAYS[way](build(), loss)
-    found = check(model, loss, draw(), private)
+    setup = WAYS[way](build(), loss)
+    found = setup.check(draw())
 
-    assert (found.samples, found.parameters) == (B, len(trained(model)))
+    assert (found.samples, found.parameters) == (B, len(trained(setup.model)))
     assert found.max_relative_error < 1e-2
     assert any(one.startswith("noise of the right scale") for one in found.checked)
     assert set(found.unchecked) <= {"empty batch", "padding"}
@@ -61,8 +59,7 @@ def test_right_loops_pass(way, kind) -> None:
 
 
 def test_a_right_loop_by_hand_passes() -> None:
-    model = build_mlp()
-    found = check_by_hand(model)
+    found = check_by_hand(build_mlp())
 
     assert found.max_relative_error < 1e-4
     assert "an empty batch contributes nothing" in found.checked
@@ -70,11 +67,7 @@ def test_a_right_loop_by_hand_passes() -> None:
 
 @pytest.mark.parametrize(("scale", "what"), [(1e3, "scale of the loss"), (1e-3, "clipping")])
 def test_what_a_fixed_bound_hides_is_told(scale, what) -> None:
-    def loss(*batch):
-        return scale * points_loss(*batch)
-
-    model = build_mlp()
-    found = check_by_hand(model, loss)
+    found = check_by_hand(build_mlp(), lambda *batch: scale * points_loss(*batch))
     assert set(found.unchecked) == {what, "dropout", "padding"}
 
 
@@ -86,23 +79,21 @@ def test_what_a_fixed_bound_hides_is_told(scale, what) -> None:
     ],
 )
 def test_what_cannot_be_seen_is_told(multiplier, rate, what, why) -> None:
-    model, loss, private = with_dpprof(FlashClipping, build_mlp(), points_loss)
-    private.noise_multiplier = multiplier
-    private.param_groups[0]["lr"] = rate
-    assert check(model, loss, points(), private).unchecked[what] == why
+    setup = with_dpprof(FlashClipping, build_mlp(), points_loss)
+    setup.private.noise_multiplier = multiplier
+    setup.private.param_groups[0]["lr"] = rate
+    assert setup.check().unchecked[what] == why
 
 
-def test_padding_is_read_from_labels_where_there_is_no_mask() -> None:
+def test_padding_is_given_where_there_is_no_mask() -> None:
     def loss(model, ids_BT, labels_BT):
         return token_loss(model, ids_BT, torch.ones_like(ids_BT), labels_BT)
 
     ids_BT, mask_BT, labels_BT = tokens()
     setup = with_dpprof(BookKeeping, build_llama(), loss)
-    assert "padding changes nothing" in check(*setup[:2], (ids_BT, labels_BT), setup[2]).checked
-    prompt = torch.where(torch.arange(T) < 2, -100, ids_BT)
-    found = check(*setup[:2], (ids_BT, prompt), setup.private)
-    assert found.unchecked["padding"] == "labels of -100 are not at the end of samples"
-    found = check(*setup[:2], (ids_BT, labels_BT), setup[2], padding=mask_BT == 0)
+    found = setup.check((ids_BT, labels_BT))
+    assert found.unchecked["padding"].startswith("the batch has no mask of 0 and 1; give")
+    found = setup.check((ids_BT, labels_BT), padding=mask_BT == 0)
     assert "padding changes nothing" in found.checked
 
 
@@ -117,8 +108,7 @@ def test_a_step_that_splits_its_batch_passes() -> None:
             points_loss(setup.model, x[at : at + 2], y[at : at + 2]).mean().backward()
             setup.private.step()
 
-    found = check(setup.model, points_loss, points(), setup.private, step=step)
-    assert found.max_relative_error < 1e-4
+    assert setup.check(step=step).max_relative_error < 1e-4
 
 
 def test_an_empty_batch_that_fails_or_is_skipped_is_told() -> None:
@@ -127,8 +117,7 @@ def test_an_empty_batch_that_fails_or_is_skipped_is_told() -> None:
             raise ValueError("no samples")
         return points_loss(model, x, y)
 
-    setup = with_hooks(build_mlp(), loss)
-    found = check(setup.model, loss, points(), setup.private)
+    found = with_hooks(build_mlp(), loss).check()
     assert found.unchecked["empty batch"] == "not supported: ValueError: no samples"
 
     model = build_mlp()
@@ -172,24 +161,23 @@ def test_opacus_may_listen_to_a_model_without_wrapping_it(mode) -> None:
 
 def test_each_layers_own_bound_is_known() -> None:
     setup = with_dpprof(PerLayerClipping, build_mlp(), points_loss)
-    assert check(*setup[:2], points(), setup.private).max_relative_error < 1e-2
+    assert setup.check().max_relative_error < 1e-2
 
-    model = build_mlp()
-    private = DPPerLayerOptimizer(
-        SGD(model.parameters(), lr=0.1), max_grad_norm=[0.1, 0.2, 0.3, 0.4], **SETTINGS
-    )
-    assert check(GradSampleModule(model), points_loss, points(), private).parameters == 4
+    setup = with_hooks(build_mlp(), points_loss)
+    sgd = setup.private.original_optimizer
+    private = DPPerLayerOptimizer(sgd, max_grad_norm=[0.1, 0.2, 0.3, 0.4], **SETTINGS)
+    assert setup._replace(private=private).check().parameters == 4
 
 
 def test_a_batch_may_be_a_dictionary() -> None:
     x, y = points()
     setup = with_dpprof(BookKeeping, build_mlp(), points_loss)
-    assert check(*setup[:2], {"y": y, "x": x}, setup.private).samples == B
+    assert setup.check({"y": y, "x": x}).samples == B
 
 
 @pytest.mark.parametrize("way", ["flash-bk", "opacus hooks", "opacus ghost"])
 def test_it_leaves_everything_as_it_was(way) -> None:
-    model, loss, private = WAYS[way](build_mlp(), points_loss)
+    setup = model, loss, private = WAYS[way](build_mlp(), points_loss)
     private.original_optimizer.param_groups[0]["momentum"] = 0.9
     counted = []
     private.attach_step_hook(counted.append)
@@ -208,7 +196,7 @@ def test_it_leaves_everything_as_it_was(way) -> None:
     random = torch.get_rng_state()
     sources = private.generators if way == "flash-bk" else []
     noise = [one.get_state() for one in sources]
-    check(model, loss, points(), private)
+    setup.check()
 
     assert len(counted) == 1
     assert torch.equal(torch.get_rng_state(), random)
@@ -244,15 +232,16 @@ def test_a_clipping_alone_is_checked_and_the_loop_goes_on() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    model, loss, private = with_hooks(build_mlp(), points_loss)
+    setup = with_hooks(build_mlp(), points_loss)
     x, y = points()
+    sgd = setup.private.original_optimizer
     with pytest.raises(TypeError, match=r"private must be an optimizer of Opacus, .* is a SGD"):
-        check(model, loss, (x, y), private.original_optimizer)
+        setup._replace(private=sgd).check()
     with pytest.raises(ValueError, match=r"at least two samples, samples first, and is \(1, 5\)"):
-        check(model, loss, (x[:1], y[:1]), private)
+        setup.check((x[:1], y[:1]))
     with pytest.raises(ValueError, match="give the loop's step"):
-        check(model, loss, (x, y), Mechanism(private.original_optimizer, 1.0, 1.0, 4))
+        setup._replace(private=Mechanism(sgd, 1.0, 1.0, 4)).check()
     with pytest.raises(ValueError, match="loss is random with dropout off"):
-        check(model, lambda *batch: loss(*batch) * torch.rand(()), (x, y), private)
+        setup._replace(loss=lambda *batch: points_loss(*batch) * torch.rand(())).check()
     with pytest.raises(ValueError, match="padding must be bool and as large as the tokens"):
-        check(model, loss, (x, y), private, padding=torch.ones(2, 2, dtype=torch.bool))
+        setup.check(padding=torch.ones(2, 2, dtype=torch.bool))

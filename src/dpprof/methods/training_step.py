@@ -108,6 +108,9 @@ class TrainingStep(ABC):
     parallel_kinds: ClassVar[Collection[str]] = ()
     """The kinds of ``parallel`` with which the step of all ranks together is the method's."""
 
+    unsupported_ranks: ClassVar[Mapping[str, str]] = {}
+    """Why a kind of ``parallel`` is not in ``parallel_kinds``."""
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment
@@ -122,10 +125,16 @@ class TrainingStep(ABC):
             UnsupportedError: The method does not support this kind of ``parallel``.
         """
         parallel = experiment.parallel
-        if parallel is not None and parallel.kind not in cls.parallel_kinds:
-            raise UnsupportedError(
-                f"{experiment.method} does not train on several ranks with {parallel.kind}"
-            )
+        if parallel is None:
+            return model
+        if parallel.kind not in cls.parallel_kinds:
+            usual = f"{experiment.method} does not train on several ranks with {parallel.kind}"
+            raise UnsupportedError(cls.unsupported_ranks.get(parallel.kind, usual))
+        return cls.wrap_for_ranks(model, experiment, device)
+
+    @staticmethod
+    def wrap_for_ranks(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
+        """Wrap a model for this rank; by default in PyTorch's DDP or FSDP2."""
         return distribute(model, experiment, device)
 
     @classmethod

@@ -128,26 +128,21 @@ def find_attention_size(experiment: Experiment, model: nn.Module) -> tuple[int, 
     """Return the number of layers with attention, and its width, of an experiment's model.
 
     Returns:
-        None if another package builds the model, or if it has experts or layers of other kinds.
+        None if another package builds the model, or if it has experts, convolutions, or no
+        attention.
     """
     recipe = _find_recipe(experiment)
     if isinstance(recipe, Dimensions):
         return recipe.layers, recipe.d_model
-    return read_attention_size(model) if isinstance(recipe, Architecture) else None
-
-
-def read_attention_size(model: nn.Module) -> tuple[int, int] | None:
-    """Return the number of layers with attention, and its width, of a Hugging Face model.
-
-    Returns:
-        None if it has experts, convolutions, or no attention.
-    """
+    if not isinstance(recipe, Architecture):
+        return None
     config: Any = next((one.config for one in model.modules() if hasattr(one, "config")), None)
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
-    if any(getattr(config, name, None) for name in experts) or not (heads and width):
-        return None
-    if any(isinstance(layer, nn.Conv1d) for layer in model.modules()):
+    is_other = any(getattr(config, name, None) for name in experts) or any(
+        isinstance(layer, nn.Conv1d) for layer in model.modules()
+    )
+    if is_other or not (heads and width):
         return None
     head = getattr(config, "head_dim", None) or width // heads
     return config.num_hidden_layers, heads * head

@@ -25,11 +25,10 @@ def distribute(model: nn.Module, experiment: Experiment, device: torch.device) -
 
     Args:
         model: On its device, in float32 or float64.
-        experiment: Its ``parallel`` and ``dtype``; without ``parallel`` the model stays as it is.
+        experiment: Its ``parallel`` and ``dtype``.
         device: The model's.
     """
-    if experiment.parallel is None:
-        return model
+    assert experiment.parallel is not None
     if experiment.parallel.kind == "ddp":
         return _replicate(model)
     shard = prepare_sharding(model, experiment, device)

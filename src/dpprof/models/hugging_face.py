@@ -1,6 +1,11 @@
 """Hugging Face's causal language models, from a config, with random weights.
 
-Shape legend: B batch, T tokens, V vocabulary.
+Per-sample gradients need the first axis of every layer's input to be the batch. OPT's blocks give
+their MLP and its norm all tokens of all samples in one axis; nothing in that axis says which row
+belongs to which sample. And OPT's lookup of positions is called with the mask and a number in
+addition to the ids, to which it adds 2. Both are replaced.
+
+Shape legend: B batch, T tokens, D width, V vocabulary.
 """
 
 import importlib
@@ -12,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
@@ -22,8 +28,10 @@ try:
     import transformers
     from transformers import masking_utils
     from transformers.models.auto import modeling_auto
-
-    from dpprof.models.batch_first import keep_batch_first
+    from transformers.models.opt.modeling_opt import (
+        OPTDecoderLayer,
+        OPTLearnedPositionalEmbedding,
+    )
 except ImportError as error:
     raise UnsupportedError(f"a Hugging Face model needs dpprof[hf]: {error}") from error
 
@@ -139,7 +147,7 @@ def build_causal_lm(experiment: Experiment) -> CausalLM:
         raise UnsupportedError(
             f"transformers cannot build {config.model_type}: {_one_line(error)}"
         ) from error
-    keep_batch_first(model)
+    _keep_batch_first(model)
     if experiment.lora is not None:
         _add_adapters(model, experiment)
     if experiment.checkpointing != "none":
@@ -213,3 +221,46 @@ def _checkpoint(model: Any, *, reentrant: bool) -> None:
         # Below the first trained parameter nothing requires a gradient, and reentrant
         # checkpointing then computes none above it either.
         model.enable_input_require_grads()
+
+
+class _BatchFirstOPTBlock(OPTDecoderLayer):  # type: ignore[misc]
+    """OPT's block, with samples and tokens in axes of their own throughout."""
+
+    def forward(self, hidden_states: Tensor, use_cache: bool = False, **others: Any) -> Tensor:
+        """Apply the block; (B, T, D) to (B, T, D)."""
+        del use_cache  # of generation
+        x_BTD = self._add(hidden_states, self.self_attn_layer_norm, self._attend, others)
+        return self._add(x_BTD, self.final_layer_norm, self._run_mlp, {})
+
+    def _add(self, x_BTD: Tensor, norm: nn.Module, part: Any, others: dict[str, Any]) -> Tensor:
+        """Add a part to the residual stream; the norm is before the part, or after the sum."""
+        y_BTD = part(norm(x_BTD) if self.do_layer_norm_before else x_BTD, **others)
+        x_BTD = x_BTD + functional.dropout(y_BTD, p=self.dropout, training=self.training)
+        return x_BTD if self.do_layer_norm_before else norm(x_BTD)
+
+    def _attend(self, x_BTD: Tensor, **others: Any) -> Tensor:
+        y_BTD: Tensor = self.self_attn(hidden_states=x_BTD, **others)[0]
+        return y_BTD
+
+    def _run_mlp(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.fc2(self.activation_fn(self.fc1(x_BTD)))
+        return y_BTD
+
+
+def _keep_batch_first(model: nn.Module) -> None:
+    """Let the blocks of a model that join samples and tokens keep them apart; values are equal."""
+    for layer in model.modules():
+        if type(layer) is OPTDecoderLayer:
+            layer.__class__ = _BatchFirstOPTBlock
+        elif type(layer) is OPTLearnedPositionalEmbedding:
+            layer.__class__ = nn.Embedding
+            layer.register_forward_pre_hook(_look_up_positions, with_kwargs=True)
+
+
+def _look_up_positions(
+    layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the lookup of positions its ids alone; a copy that Opacus runs gets them at once."""
+    if "position_ids" not in named:
+        return args, named
+    return (named["position_ids"] + layer.offset,), {}

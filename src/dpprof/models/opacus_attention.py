@@ -2,8 +2,9 @@
 
 It is used with ``batch_first=False``, because with ``batch_first=True`` Opacus 1.6.0 refuses every
 mask and mixes heads with positions (meta-pytorch/opacus#774; a test of equal outputs in
-tests/models/test_attention.py fails once this is fixed). But Opacus's hooks look for samples on the
-first axis. So each linear layer is wrapped in a layer that swaps the two axes and swaps them back.
+tests/models/test_transformer.py fails once this is fixed). But Opacus's hooks look for samples on
+the first axis. So each linear layer is wrapped in a layer that swaps the two axes and swaps them
+back.
 
 Shape legend: B batch, T tokens, D d_model.
 """
@@ -11,7 +12,7 @@ Shape legend: B batch, T tokens, D d_model.
 from opacus.layers import DPMultiheadAttention
 from torch import Tensor, nn
 
-from dpprof.models.attention import causal_mask
+from dpprof.models.transformer import causal_mask
 
 
 class _BatchFirst(nn.Module):

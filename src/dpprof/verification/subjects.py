@@ -116,15 +116,10 @@ def prepare(experiment: Experiment, scenario: Scenario = "plain") -> Subject:
         changed = reference.sample_gradients(model, batch.inputs, batch.labels_BT)
         if not all(map(torch.allclose, changed, samples)):
             raise RuntimeError("the model's own gradient depends on the tokens of padding")
-    bound = choose_bound(torch.cat(samples, 1).norm(dim=1))
+    norms_B = torch.cat(samples, 1).norm(dim=1)
+    # Between the norms, so that some are clipped; a single sample is clipped.
+    bound = float(norms_B.min() + norms_B.max()) / (2 if len(norms_B) > 1 else 4)
     return Subject(experiment.model_copy(update={"max_grad_norm": bound}), model, batch, samples)
-
-
-def choose_bound(norms_B: Tensor) -> float:
-    """Return a bound between the norms, so that some are clipped; a single sample is clipped."""
-    if len(norms_B) == 1:
-        return float(norms_B) / 2
-    return float(norms_B.min() + norms_B.max()) / 2
 
 
 def choose_frozen(model: nn.Module) -> list[nn.Parameter]:

@@ -1,5 +1,6 @@
 """Compares a method with references: same weights and batch, without noise, in float64."""
 
+import functools
 import math
 import traceback
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from dpprof.spec.registry import UnsupportedError
 from dpprof.system.messages import KIND_LIMIT, shorten
 from dpprof.verification import reference
 from dpprof.verification.float32_islands import lift_float32
-from dpprof.verification.guarantees import GUARANTEES, RefusedError
+from dpprof.verification.guarantees import GUARANTEES
 from dpprof.verification.reference import PlacedGroup
 from dpprof.verification.steps import (
     STEPS,
@@ -70,56 +71,66 @@ def _verify(
     cases += [verify_case(model, method, *SPECIAL, scenario) for scenario in scenarios]
     mechanism = _find_mechanism(method)
     if mechanism != NO_CLIPPING:
-        cases += [try_guarantee(model, method, plain, scenario) for scenario in GUARANTEES]
+        cases += [_try_guarantee(model, method, plain, scenario) for scenario in GUARANTEES]
     return Findings(mechanism, cases)
+
+
+def _try_guarantee(model: str | StandIn, method: str, plain: Case, scenario: Scenario) -> Case:
+    """Try one of ``GUARANTEES``, if the plain case passed."""
+    if plain.outcome == "passed":
+        return verify_case(model, method, *SPECIAL, scenario)
+    attention, batch_size = SPECIAL
+    return Case(
+        scenario=scenario,
+        attention=attention,
+        batch_size=batch_size,
+        outcome="unsupported" if plain.outcome == "unsupported" else "unknown",
+        reason=f"not tried: {plain.reason}",
+    )
 
 
 def verify_case(
     model: str | StandIn, method: str, attention: str, batch_size: int, scenario: Scenario = "plain"
 ) -> Case:
-    """Compare in one case; a failure is part of the case."""
+    """Compare in one case, or try a guarantee; a failure is part of the case."""
     known: dict[str, Any] = {"scenario": scenario, "attention": attention}
     known["batch_size"] = batch_size
     try:
-        subject = prepare(describe_case(model, method, attention, batch_size), scenario)
-        by_loop = next(_take_steps(Microbatch, subject)).gradient
+        batch = "plain" if scenario in GUARANTEES else scenario
+        subject, by_loop = _prepare_once(model, attention, batch_size, batch)
     except UnsupportedError as error:
-        return _state_error(error, known)
+        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
     except Exception as error:  # noqa: BLE001 (a model of another package may do anything)
         traceback.print_exc()
         return Case(**known, outcome="unknown", reason=f"no reference: {_spell(error)}")
-    known["max_grad_norm"] = subject.experiment.max_grad_norm
+    experiment = subject.experiment.model_copy(update={"method": method})
+    subject = subject._replace(experiment=experiment)
+    known["max_grad_norm"] = experiment.max_grad_norm
+    torch.manual_seed(experiment.seed)
+    outcome, reason = "passed", None
     try:
-        return _compare(subject, by_loop, known)
-    except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        return _state_error(error, known, otherwise="failed")
-
-
-def try_guarantee(model: str | StandIn, method: str, plain: Case, scenario: Scenario) -> Case:
-    """Try one of ``GUARANTEES``, if the plain case passed; a failure is part of the case."""
-    attention, batch_size = SPECIAL
-    known: dict[str, Any] = {"scenario": scenario, "attention": attention}
-    known["batch_size"] = batch_size
-    if plain.outcome != "passed":
-        outcome = "unsupported" if plain.outcome == "unsupported" else "unknown"
-        return Case(**known, outcome=outcome, reason=f"not tried: {plain.reason}")
-    subject = prepare(describe_case(model, method, attention, batch_size))
-    known["max_grad_norm"] = subject.experiment.max_grad_norm
-    try:
+        if scenario not in GUARANTEES:
+            return _compare(subject, by_loop, known)
         GUARANTEES[scenario](registry.load("methods", method), subject)
+    except UnsupportedError as error:
+        outcome, reason = "unsupported", shorten(str(error))
+    except WrongError as error:
+        outcome, reason = "failed", shorten(str(error))
     except Exception as error:  # noqa: BLE001 (a method may raise anything)
-        return _state_error(error, known)
-    return Case(**known, outcome="passed")
+        outcome, reason = "unsupported", _spell(error)
+        if scenario not in GUARANTEES:
+            traceback.print_exc()
+            outcome = "failed"
+    return Case(**known, outcome=outcome, reason=reason)
 
 
-def _state_error(error: Exception, known: dict[str, Any], otherwise: str = "unknown") -> Case:
-    """Return the case that an error ended; ``otherwise`` is the outcome of unexpected ones."""
-    if isinstance(error, RefusedError | UnsupportedError):
-        return Case(**known, outcome="unsupported", reason=shorten(str(error)))
-    if isinstance(error, WrongError):
-        return Case(**known, outcome="failed", reason=shorten(str(error)))
-    traceback.print_exception(error)
-    return Case(**known, outcome=otherwise, reason=_spell(error))
+@functools.cache
+def _prepare_once(
+    model: str | StandIn, attention: str, batch_size: int, scenario: Scenario
+) -> tuple[Subject, Tensor]:
+    """Return a subject, for all methods and guarantees, and its gradient by ``microbatch``."""
+    subject = prepare(describe_case(model, "microbatch", attention, batch_size), scenario)
+    return subject, next(_take_steps(Microbatch, subject)).gradient
 
 
 def _find_mechanism(method: str) -> str | None:
@@ -142,7 +153,7 @@ def _compare(subject: Subject, by_loop: Tensor, known: dict[str, Any]) -> Case:
         norms = reference.group_norms(samples, taken.groups) if taken.groups else None
         if taken.norms is not None:
             norm_errors.append(_error_of_norms(taken.norms, norms))
-    worst = {"gradient": max(errors, key=_rank), "norms": max(norm_errors, key=_rank, default=None)}
+    worst = {"gradient": _largest(errors), "norms": _largest(norm_errors)}
     reason = _complain(worst) or complain_of_mechanism(method, taken.groups, taken.noise_bound)
     bounds = [group.bound for group in taken.groups]
     return Case(
@@ -185,9 +196,9 @@ def _error_of_norms(found: Tensor, expected_BG: Tensor | None) -> float:
     raise WrongError(f"its norms have the shape {tuple(found.shape)}")
 
 
-def _rank(error: float) -> float:
-    """Return a sort key in which NaN is the largest error."""
-    return math.inf if math.isnan(error) else error
+def _largest(errors: Sequence[float]) -> float | None:
+    """Return the largest error, infinity where one is not a number; None if there is none."""
+    return max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
 
 def _finite(error: float | None) -> float | None:

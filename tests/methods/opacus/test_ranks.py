@@ -1,7 +1,5 @@
 """Opacus's methods on several ranks make the update of the joint batch, or say what they cannot."""
 
-from typing import Any
-
 import opacus_ranks
 import pytest
 import torch
@@ -99,35 +97,31 @@ def test_each_element_gets_the_noise_of_one_process_with_the_joint_batch(
     assert abs(float(torch.corrcoef(halves)[0, 1])) < 0.05
 
 
+ALONE = "Opacus trains under FSDP with ghost clipping alone"
+APART = "each rank moves a bound of its own"
+TIED = "Opacus: Parameter tying is not supported with FSDP"
+FEW_ROWS = "position_embedding.weight has 1, and there are 2 ranks"
+
+
 @pytest.mark.parametrize(
-    ("method", "kind", "told"),
+    ("method", "kind", "fields", "told"),
     [
-        ("opacus-hooks", "fsdp", "Opacus trains under FSDP with ghost clipping alone"),
-        ("opacus-functorch", "fsdp", "Opacus trains under FSDP with ghost clipping alone"),
-        ("opacus-ew", "fsdp", "Opacus trains under FSDP with ghost clipping alone"),
-        ("opacus-per-layer", "fsdp", "Opacus trains under FSDP with ghost clipping alone"),
-        ("opacus-fast-gradient-clipping", "fsdp", "ignores use_ghost_clipping=False"),
-        ("opacus-adaptive", "ddp", "each rank moves a bound of its own"),
-        ("opacus-adaptive", "fsdp", "each rank moves a bound of its own"),
+        ("opacus-hooks", "fsdp", {}, ALONE),
+        ("opacus-functorch", "fsdp", {}, ALONE),
+        ("opacus-ew", "fsdp", {}, ALONE),
+        ("opacus-per-layer", "fsdp", {}, ALONE),
+        ("opacus-fast-gradient-clipping", "fsdp", {}, "ignores use_ghost_clipping=False"),
+        ("opacus-adaptive", "ddp", {}, APART),
+        ("opacus-adaptive", "fsdp", {}, APART),
+        ("opacus-ghost", "fsdp", {"model": GPT2}, f"{TIED}; Opacus's users untie the weights"),
+        ("opacus-ghost", "fsdp", {"seq_len": 1}, FEW_ROWS),
     ],
 )
-def test_what_opacus_cannot_is_refused(method, kind, told) -> None:
-    refuse(told, method, kind)
-
-
-def test_tied_weights_are_refused_under_fsdp_in_opacus_words() -> None:
-    refuse(
-        "Opacus: Parameter tying is not supported with FSDP; Opacus's users untie the weights",
-        "opacus-ghost",
-        "fsdp",
-        model=GPT2,
-    )
-
-
-def test_fewer_rows_than_ranks_are_refused_under_fsdp_by_name() -> None:
-    refuse(
-        "position_embedding.weight has 1, and there are 2 ranks", "opacus-ghost", "fsdp", seq_len=1
-    )
+def test_what_opacus_cannot_is_refused(method, kind, fields, told) -> None:
+    experiment = make_experiment(method=method, parallel={"kind": kind, "world_size": 2}, **fields)
+    model = build_model(experiment)
+    with pytest.raises(UnsupportedError, match=told):
+        registry.load("methods", method).distribute(model, experiment, opacus_ranks.CPU)
 
 
 def test_opacus_still_fails_where_a_parameter_has_fewer_rows_than_ranks(pool) -> None:
@@ -135,18 +129,10 @@ def test_opacus_still_fails_where_a_parameter_has_fewer_rows_than_ranks(pool) ->
         assert "in-place operations that require placement changes" in str(error)
 
 
-def refuse(told: str, method: str, kind: str, **fields: Any) -> None:
-    parallel = {"kind": kind, "world_size": 2}
-    experiment = make_experiment(method=method, parallel=parallel, **fields)
-    model = build_model(experiment)
-    with pytest.raises(UnsupportedError, match=told):
-        registry.load("methods", method).distribute(model, experiment, opacus_ranks.CPU)
-
-
 def test_a_layer_that_is_used_twice_is_refused_under_fsdp_in_opacus_words(pool) -> None:
     for error in pool.run(opacus_ranks.use_a_layer_twice):
         assert isinstance(error, UnsupportedError)
-        assert "Opacus: Parameter tying is not supported with FSDP" in str(error)
+        assert TIED in str(error)
 
 
 def test_bounds_of_opacus_adaptive_clipping_still_move_apart(pool) -> None:

@@ -4,6 +4,7 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 T, D, H, LAYERS, DROPOUT = 1024, 768, 12, 12, 0.1
+Norms = Callable[[int], nn.Module]
 
 
 class Variant(NamedTuple):
@@ -27,7 +29,7 @@ class Variant(NamedTuple):
 
 
 class Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, D: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(D)), nn.Parameter(torch.empty(D))
 
@@ -86,62 +88,65 @@ class FusedAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, variant: Variant) -> None:
+    """Attention and an MLP, each after a norm and before a dropout."""
+
+    def __init__(self, D: int, attention: nn.Module, gelu: nn.Module, norm: Norms) -> None:
         super().__init__()
-        self.attention = FusedAttention() if variant.fused_attention else Attention(variant)
-        gelu = nn.GELU(approximate="tanh") if variant.native_modules else Gelu()
+        self.before_attention, self.attention, self.before_mlp = norm(D), attention, norm(D)
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), gelu, nn.Linear(4 * D, D))
-        self.before_attention, self.before_mlp = _norm(variant), _norm(variant)
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x
-        x = self.before_attention(x)
-        x = self.attention(x)
-        x = self.dropout(x)
-        x = x + shortcut
-        shortcut = x
-        x = self.before_mlp(x)
-        x = self.mlp(x)
-        x = self.dropout(x)
-        return x + shortcut
-
-
-def _norm(variant: Variant) -> nn.Module:
-    return nn.LayerNorm(D) if variant.native_modules else Norm()
+        x = x + self.dropout(self.attention(self.before_attention(x)))
+        return x + self.dropout(self.mlp(self.before_mlp(x)))
 
 
 class Model(nn.Module):
-    def __init__(self, variant: Variant) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(variant.V, D), nn.Embedding(T, D)
-        self.dropout = nn.Dropout(DROPOUT)
-        self.blocks = nn.Sequential(*(Block(variant) for _ in range(LAYERS)))
-        self.norm, self.head = _norm(variant), nn.Linear(D, variant.V, bias=False)
+    """Returns logits and, given labels, the mean loss."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def __init__(self, V: int, D: int, T: int, blocks: Iterable[Block], norm: Norms) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(T, D)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.blocks = nn.Sequential(*blocks)
+        self.norm, self.head = norm(D), nn.Linear(D, V, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         of_tokens = self.tokens(ids)
         of_positions = self.positions(torch.arange(ids.shape[1]))
         x = of_tokens + of_positions
         x = self.dropout(x)
         x = self.blocks(x)
         x = self.norm(x)
-        logits = self.head(x)
-        del of_tokens, of_positions  # in the source variables hold them until here
-        return logits
+        logits, loss = self.head(x), None
+        if labels is not None:
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        del of_tokens, of_positions  # in the sources variables hold them until here
+        return logits, loss
+
+
+def _build(variant: Variant) -> Model:
+    norm = nn.LayerNorm if variant.native_modules else Norm
+
+    def block() -> Block:
+        attention = FusedAttention() if variant.fused_attention else Attention(variant)
+        gelu = nn.GELU(approximate="tanh") if variant.native_modules else Gelu()
+        return Block(D, attention, gelu, norm)
+
+    return Model(variant.V, D, T, (block() for _ in range(LAYERS)), norm)
 
 
 def _loss(model: Model, B: int) -> Tensor:
     ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
-    logits = model(ids)
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    _, loss = model(ids, labels)
+    return loss
 
 
 def training(tape: Tape, *, steps: int, tokens: int, **changes: Any) -> None:
     """Build, train some steps with an evaluation after the first, and generate text."""
     variant = Variant(**changes)
     with torch.device("meta"):
-        model = Model(variant)
+        model = _build(variant)
     model.to_empty(device="cpu")
     if variant.bfloat16:
         model.to(torch.bfloat16)
@@ -178,7 +183,7 @@ def _generate(model: Model, tokens: int) -> None:
     with torch.no_grad():
         for _ in range(tokens):
             window = ids[:, -T:]
-            logits = model(window)
+            logits, _ = model(window)
             logits = logits[:, -1, :]
             chosen = torch.argmax(logits, dim=-1, keepdim=True)
             ids = torch.cat((ids, chosen), dim=1)

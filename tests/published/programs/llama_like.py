@@ -6,11 +6,11 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from published.programs.attention import softmax_of_steps
+from published.programs.operators import softmax_of_steps
 from published.recording import Tape
 from torch import Tensor, nn
 
@@ -38,18 +38,18 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, D: int, H: int) -> None:
+    def __init__(self, D: int, H: int, angles: Tensor) -> None:
         super().__init__()
-        self.H = H
+        self.H, self.angles = H, angles
         self.q, self.k, self.v, self.out = (Linear(D, D) for _ in range(4))
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (
             project(x).view(B, T, self.H, -1).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
-        q, k = _turn(q, angles), _turn(k, angles)
+        q, k = _turn(q, self.angles), _turn(k, self.angles)
         positions = torch.arange(T)
         mask = (positions[:, None] >= positions[None, :])[None]
         scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
@@ -80,34 +80,44 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, D: int, H: int, width: int) -> None:
+    def __init__(self, D: int, width: int, attention: nn.Module, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.attention, self.gated = Attention(D, H), Gated(D, width)
-        self.before_attention, self.before_gated = RmsNorm(D), RmsNorm(D)
+        self.attention, self.gated = attention, Gated(D, width)
+        self.before_attention, self.before_gated = norm(D), norm(D)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        attended = self.attention(self.before_attention(x), angles)
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attention(self.before_attention(x))
         x = x + attended
         gated = self.gated(self.before_gated(x))
         return x + gated
 
 
 class Model(nn.Module):
-    def __init__(self, *, V: int, T: int, D: int, H: int, layers: int, width: int) -> None:
+    def __init__(
+        self, V: int, D: int, blocks: Iterable[nn.Module], norm: type[nn.Module] = RmsNorm
+    ) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(V, D))
-        self.angles = torch.empty(2, T, D // H // 2)
-        self.blocks = nn.ModuleList(Block(D, H, width) for _ in range(layers))
-        self.norm, self.head = RmsNorm(D), Linear(D, V)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = norm(D), Linear(D, V)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = embedded = self.table[ids, :]
         for block in self.blocks:
-            x = block(x, self.angles)
+            x = block(x)
         x = self.norm(x)
         logits = self.head(x)
         del embedded  # in the source a variable holds it until here
         return logits
+
+
+def _build(*, V: int, T: int, D: int, H: int, layers: int, width: int) -> Model:
+    def blocks() -> Iterator[Block]:
+        angles = torch.empty(2, T, D // H // 2)
+        for _ in range(layers):
+            yield Block(D, width, Attention(D, H, angles), RmsNorm)
+
+    return Model(V, D, blocks())
 
 
 def _log_softmax(x: Tensor) -> Tensor:
@@ -150,7 +160,7 @@ def autocast(dtype: str) -> AbstractContextManager[object]:
 
 def training(tape: Tape, *, T: int, B: int, dtype: str, run_up: int, **sizes: int) -> None:
     """Train some steps, and another one, which is measured."""
-    model = Model(T=T, **sizes)
+    model = _build(T=T, **sizes)
     optimizer = AdamW(model.parameters())
     ids, last_ids, labels, last_labels = (
         torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1, _BATCHES, 1)
@@ -176,7 +186,7 @@ _BATCHES = 5
 
 def keeping_results(tape: Tape, *, T: int, B: int, **sizes: int) -> None:
     """Let gradients add up, and keep logits and loss until those of the next step are there."""
-    model = Model(T=T, **sizes)
+    model = _build(T=T, **sizes)
     ids, labels = (torch.empty(B, T, dtype=torch.int64) for _ in range(2))
     for _ in range(2):
         tape.mark("last step")
@@ -189,7 +199,7 @@ def keeping_results(tape: Tape, *, T: int, B: int, **sizes: int) -> None:
 
 def inference(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
     """Compute logits some times; the last one is measured."""
-    model = Model(T=T, **sizes)
+    model = _build(T=T, **sizes)
     ids, last_ids = (torch.empty(n, B, T, dtype=torch.int64) for n in (_BATCHES, 1))
     with torch.no_grad():
         for at in range(2):

@@ -9,7 +9,7 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import sys
 
 import torch
-from published.programs.llama_like import Linear, autocast
+from published.programs.llama_like import Block, Linear, Model, autocast
 from published.recording import Tape
 from torch import Tensor, nn
 
@@ -65,47 +65,9 @@ class Attention(nn.Module):
         return self.out(mixed)
 
 
-class Gated(nn.Module):
-    def __init__(self, D: int, width: int) -> None:
-        super().__init__()
-        self.gate, self.down, self.up = Linear(D, width), Linear(width, D), Linear(D, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        gated = gate * torch.sigmoid(gate)
-        up = self.up(x)
-        product = gated * up
-        return self.down(product)
-
-
-class Block(nn.Module):
-    def __init__(self, D: int, H: int, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(RmsNorm(D) for _ in range(2))
-        self.attention, self.gated = Attention(D, H), Gated(D, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normal = self.norms[0](x)
-        attended = self.attention(normal)
-        between = attended + x
-        normal_too = self.norms[1](between)
-        gated = self.gated(normal_too)
-        return gated + between
-
-
-class Model(nn.Module):
-    def __init__(self, V: int, D: int, H: int, layers: int, width: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(V, D))
-        self.blocks = nn.ModuleList(Block(D, H, width) for _ in range(layers))
-        self.norm, self.head = RmsNorm(D), Linear(D, V)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table[ids]
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        return self.head(x)
+def _build(*, V: int, D: int, H: int, layers: int, width: int) -> Model:
+    blocks = (Block(D, width, Attention(D, H), RmsNorm) for _ in range(layers))
+    return Model(V, D, blocks, RmsNorm)
 
 
 def _loss(x: Tensor, labels: Tensor) -> Tensor:
@@ -150,7 +112,7 @@ def _take_last(x: Tensor) -> Tensor:
 
 def forward(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
     """Build, and run forward some times."""
-    model = Model(**sizes)
+    model = _build(**sizes)
     ids = torch.empty(B, T, dtype=torch.int64)
     for _ in range(_STEPS):
         with autocast(dtype):
@@ -160,7 +122,7 @@ def forward(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
 
 def training(tape: Tape, *, T: int, B: int, dtype: str, **sizes: int) -> None:
     """Build, and train some steps."""
-    model = Model(**sizes)
+    model = _build(**sizes)
     optimizer = AdamW(model)
     ids, labels = torch.empty(B, T, dtype=torch.int64), torch.empty(B, dtype=torch.int64)
     with autocast(dtype):

@@ -6,12 +6,10 @@ Shape legend: B samples, T tokens, D width, H heads, V vocabulary.
 import math
 
 import torch
-from published.programs.gpt2 import Gelu
+from published.programs.gpt2 import DROPOUT, Gelu, Model
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
-
-_DROPOUT = 0.1
 
 
 class Block(nn.Module):
@@ -20,11 +18,11 @@ class Block(nn.Module):
         self.H = H
         self.before_attention = nn.LayerNorm(D)
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.dropouts = nn.ModuleList(nn.Dropout(_DROPOUT) for _ in range(2))
+        self.dropouts = nn.ModuleList(nn.Dropout(DROPOUT) for _ in range(2))
         self.register_buffer("mask", torch.empty(1, 1, T, T))
         self.before_mlp = nn.LayerNorm(D)
         self.mlp = nn.Sequential(
-            nn.Linear(D, 4 * D), Gelu(), nn.Linear(4 * D, D), nn.Dropout(_DROPOUT)
+            nn.Linear(D, 4 * D), Gelu(), nn.Linear(4 * D, D), nn.Dropout(DROPOUT)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,33 +41,12 @@ class Block(nn.Module):
         return self.dropouts[1](self.out(mixed))
 
 
-class Model(nn.Module):
-    def __init__(self, V: int, D: int, H: int, layers: int, T: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(V, D), nn.Embedding(T, D)
-        self.dropout = nn.Dropout(_DROPOUT)
-        self.blocks = nn.ModuleList(Block(D, H, T) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, V, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(ids.shape[1]).unsqueeze(0)
-        of_tokens, of_positions = self.tokens(ids), self.positions(positions)
-        x = self.dropout(of_tokens + of_positions)
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
-        logits = self.head(x)
-        loss = functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-        del of_tokens, of_positions, positions  # in the source variables hold them until here
-        return logits, loss
-
-
 def training(
     tape: Tape, *, V: int, D: int, H: int, layers: int, B: int, T: int, steps: int
 ) -> None:
     """Train; gradients of the step before are there during forward."""
     with torch.device("meta"):
-        model = Model(V, D, H, layers, T)
+        model = Model(V, D, T, (Block(D, H, T) for _ in range(layers)), nn.LayerNorm)
     model.to_empty(device="cpu")
     matrices = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
     known = {id(one) for one in matrices}

@@ -1,12 +1,17 @@
-"""Operators of language models in plain PyTorch, run some times, of which the last is measured.
+"""Operators of language models in plain PyTorch; most run some times, and the last is measured.
 
-Shape legend: B samples, T tokens, N rows, H width, V vocabulary.
+Attention is one forward pass, with backward passes before it as a benchmark has them.
+
+Shape legend: B samples, T tokens, N rows, D and H widths, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import torch
+import torch.utils.checkpoint
 from published.recording import Tape
 from torch import Tensor, nn
 from torch.nn import functional
@@ -138,3 +143,83 @@ def rope(tape: Tape, *, T: int, H: int, q_heads: int, kv_heads: int) -> None:
         turned = turn(q), turn(k)
         torch.autograd.grad(turned, (q, k), gradients, retain_graph=True)
         del turned
+
+
+def _scores(q_BTD: Tensor, k_BTD: Tensor) -> Tensor:
+    return q_BTD @ k_BTD.transpose(-2, -1) / math.sqrt(q_BTD.shape[-1])
+
+
+def softmax_of_steps(x: Tensor) -> Tensor:
+    """Compute softmax by single operators; keeps exponentials, sums and indices of maxima."""
+    shifted = x - x.max(dim=-1, keepdim=True)[0]
+    powers = shifted.exp()
+    return powers / powers.sum(dim=-1, keepdim=True)
+
+
+def attention_of_steps(tape: Tape, *, B: int, T: int, D: int) -> None:
+    """Keep the last result, and a gradient of the result, over the measured forward pass."""
+    q, k, v = (torch.empty(B, T, D, requires_grad=True) for _ in range(3))
+    gradient = torch.empty(B, T, D)
+    last = softmax_of_steps(_scores(q, k)) @ v
+    last.backward(gradient)
+    for leaf in (q, k, v):
+        leaf.grad = None
+    result = softmax_of_steps(_scores(q, k)) @ v
+    tape.mark("forward done")
+    del result
+
+
+def attention(tape: Tape, *, B: int, T: int, D: int) -> None:
+    """Use ``torch.softmax``; gradients of queries, keys and values go to the host."""
+    q, k, v = (torch.empty(B, T, D, requires_grad=True) for _ in range(3))
+    result = torch.softmax(_scores(q, k), dim=-1) @ v
+    torch.autograd.grad(result.sum(), (q, k, v))
+    result = torch.softmax(_scores(q, k), dim=-1) @ v
+    tape.mark("forward done")
+    del result
+
+
+def linear_steps(tape: Tape, *, batch: int, accumulate: int, steps: int) -> None:
+    """Train one matrix by SGD; the input of a step stays until the next one is there."""
+    weight = torch.empty(1024, 32, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(accumulate):
+            x = torch.empty(batch, 32, 1024)
+            y = x.matmul(weight)
+            loss = y.sum()
+            loss.backward()
+        with tape.phase("step"):
+            optimizer.step()
+    del x, y, loss
+
+
+def softmax_step(tape: Tape) -> None:
+    """Average the softmax of a tensor of 2,880 MiB."""
+    x = torch.empty(5120, 2, 384, 384, dtype=torch.bfloat16, requires_grad=True)
+    tape.mark("made")
+    x = functional.softmax(x, dim=-1)
+    loss = x.mean()
+    tape.mark("forward done")
+    loss.backward()
+    tape.mark("backward done")
+
+
+def wide_layers(tape: Tape) -> None:
+    """Run three linear layers checkpointed, copy the gradients, and run them again without."""
+    sizes = 1000, 40000, 1000, 5
+    model = nn.Sequential()
+    for wide, narrow in pairwise(sizes):
+        model += nn.Sequential(nn.Linear(wide, narrow), nn.ReLU())
+    x = torch.empty(10, 1000, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=True)
+    out.sum().backward()
+    tape.mark("checkpointed")
+    copies: list[Tensor] = [out.detach().clone()]
+    copies += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    y = x.clone().detach()
+    out = model(y)
+    copies.append(out.detach().clone())
+    model.zero_grad()
+    out.sum().backward()

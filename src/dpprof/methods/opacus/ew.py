@@ -6,12 +6,10 @@ the standard step's 6 B T d p FLOPs.
 
 from contextlib import AbstractContextManager
 
-from opacus.grad_sample import GradSampleModuleExpandedWeights
 from torch import nn
 
-from dpprof.methods.opacus.padded_lookups import has_trained_padding
-from dpprof.methods.opacus.path_watchers import watch_expanded_weights
 from dpprof.methods.opacus.per_sample import OpacusPerSample
+from dpprof.methods.opacus.samplers import has_trained_padding, watch_expanded_weights
 from dpprof.norms.code_paths import Watch
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -39,11 +37,6 @@ class OpacusEw(OpacusPerSample):
                 "which it does not have"
             )
         super().__init__(model, experiment)
-
-    @staticmethod
-    def wrap(model: nn.Module) -> GradSampleModuleExpandedWeights:
-        """Return the model with expanded weights."""
-        return GradSampleModuleExpandedWeights(model, batch_first=True, loss_reduction="mean")
 
     def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
         """Watch which layers have per-sample gradients."""

@@ -4,9 +4,6 @@ A hook runs each layer's forward and backward pass again under ``vmap``. Cost pe
 d x p: 4 B T d p FLOPs beyond the standard step's 6 B T d p.
 """
 
-from opacus.grad_sample import GradSampleModule
-from torch import nn
-
 from dpprof.methods.opacus.per_sample import OpacusPerSample
 
 
@@ -14,10 +11,3 @@ class OpacusFunctorch(OpacusPerSample):
     """``grad_sample_mode="functorch"``."""
 
     grad_sample_mode = "functorch"
-
-    @staticmethod
-    def wrap(model: nn.Module) -> GradSampleModule:
-        """Attach Opacus's hooks without its rules for layer types."""
-        return GradSampleModule(
-            model, batch_first=True, loss_reduction="mean", force_functorch=True
-        )

@@ -7,8 +7,10 @@ sample while a layer's norms are computed.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from dpprof.methods.opacus.two_pass import OpacusTwoPass
@@ -25,37 +27,35 @@ class OpacusGhost(OpacusTwoPass):
     parallel_kinds = ("ddp", "fsdp")
 
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        self._is_sharded = _shards(experiment)
-        if self._is_sharded:
+        self._fsdp = _sharding(experiment)
+        if self._fsdp:
             self.grad_sample_mode = "ghost_fsdp"
         super().__init__(model, experiment)
 
     @staticmethod
     def wrap_for_ranks(model: nn.Module, experiment: Experiment, device: torch.device) -> nn.Module:
         """Wrap a model in Opacus's replacement of DDP, or shard it as Opacus does."""
-        if _shards(experiment):
-            from dpprof.methods.opacus.fsdp import shard  # noqa: PLC0415 (older Opacus has none)
+        fsdp = _sharding(experiment)
+        wrap = fsdp.shard if fsdp else OpacusTwoPass.wrap_for_ranks
+        wrapped: nn.Module = wrap(model, experiment, device)
+        return wrapped
 
-            return shard(model, experiment, device)
-        return OpacusTwoPass.wrap_for_ranks(model, experiment, device)
-
-    def module_type(self) -> Callable[..., nn.Module]:
+    def module_type(self) -> Callable[..., AbstractGradSampleModule]:
         """Return the wrapper of the model, of Opacus's that compute norms."""
-        if self._is_sharded:
-            from dpprof.methods.opacus.fsdp import PhasedShards  # noqa: PLC0415
-
-            return PhasedShards
-        return super().module_type()
+        return self._fsdp.PhasedShards if self._fsdp else super().module_type()
 
     def add_noise(self) -> None:
         """Make ``.grad`` of the clipped sum, by the calls of the optimizer's ``step``."""
-        if self._is_sharded:
-            from dpprof.methods.opacus.fsdp import add_noise  # noqa: PLC0415
-
-            add_noise(self.optimizer)
+        if self._fsdp:
+            self._fsdp.add_noise(self.optimizer)
         else:
             super().add_noise()
 
 
-def _shards(experiment: Experiment) -> bool:
-    return experiment.parallel is not None and experiment.parallel.kind == "fsdp"
+def _sharding(experiment: Experiment) -> Any:
+    """Return the module on Opacus's FSDP, which older releases do not have; None without FSDP."""
+    if experiment.parallel is None or experiment.parallel.kind != "fsdp":
+        return None
+    from dpprof.methods.opacus import fsdp  # noqa: PLC0415
+
+    return fsdp

@@ -4,9 +4,6 @@ Cost per linear layer of d x p: 2 B T d p FLOPs beyond the standard step's 6 B T
 ordinary gradient is computed too.
 """
 
-from opacus.grad_sample import GradSampleModule
-from torch import nn
-
 from dpprof.methods.opacus.per_sample import OpacusPerSample
 
 
@@ -14,8 +11,3 @@ class OpacusHooks(OpacusPerSample):
     """``grad_sample_mode="hooks"``."""
 
     grad_sample_mode = "hooks"
-
-    @staticmethod
-    def wrap(model: nn.Module) -> GradSampleModule:
-        """Attach Opacus's hooks."""
-        return GradSampleModule(model, batch_first=True, loss_reduction="mean")

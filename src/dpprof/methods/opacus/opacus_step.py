@@ -1,17 +1,22 @@
 """The base of Opacus's methods: their optimizer, and where it keeps tensors."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from opacus.grad_sample import create_or_accumulate_grad_sample
+from opacus.grad_sample import AbstractGradSampleModule, create_or_accumulate_grad_sample
 from opacus.optimizers import DPOptimizer, get_optimizer_class
 from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
 from torch.optim import Optimizer
 
+from dpprof.methods.opacus.refusals import tell_refusals
+from dpprof.methods.opacus.samplers import leave_padding_out, watch_hooks
 from dpprof.methods.training_step import TrainingStep
+from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
 from dpprof.spec.experiment import Experiment
@@ -19,11 +24,15 @@ from dpprof.spec.registry import UnsupportedError
 
 
 class OpacusStep(TrainingStep):
-    """A step with one of Opacus's optimizers.
+    """A step with one of Opacus's optimizers, on a model that Opacus wraps.
+
+    Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
+    or removing one sample.
 
     Raises:
-        UnsupportedError: ``non-reentrant`` checkpointing: hooks count a layer's forward pass twice
-            when it is recomputed, and then assign gradients wrongly.
+        UnsupportedError: Opacus refuses the model, here or in its first step. ``non-reentrant``
+            checkpointing: hooks count a layer's forward pass twice when it is recomputed, and then
+            assign gradients wrongly.
     """
 
     grad_sample_mode: str
@@ -36,8 +45,7 @@ class OpacusStep(TrainingStep):
     unsupported_ranks: ClassVar[Mapping[str, str]] = {
         "fsdp": "Opacus trains under FSDP with ghost clipping alone, the method opacus-ghost"
     }
-    """Why a kind of ``parallel`` is not in ``parallel_kinds``."""
-
+    module: Any
     optimizer: DPOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {
         "grad_sample": "per_sample_gradients",
@@ -56,22 +64,13 @@ class OpacusStep(TrainingStep):
                 "Opacus's hooks do not work under non-reentrant checkpointing; use reentrant"
             )
         super().__init__(model, experiment)
+        with tell_refusals():
+            self.module = self.wrap(model)
+        leave_padding_out(self.module)
 
-    @classmethod
-    def distribute(
-        cls, model: nn.Module, experiment: Experiment, device: torch.device
-    ) -> nn.Module:
-        """Return a model for this rank, wrapped as Opacus wants it.
-
-        Raises:
-            UnsupportedError: Opacus does not train so on several ranks.
-        """
-        parallel = experiment.parallel
-        if parallel is None:
-            return model
-        if parallel.kind not in cls.parallel_kinds:
-            raise UnsupportedError(cls.unsupported_ranks[parallel.kind])
-        return cls.wrap_for_ranks(model, experiment, device)
+    @abstractmethod
+    def wrap(self, model: nn.Module) -> AbstractGradSampleModule:
+        """Wrap the model so that its backward pass leaves per-sample gradients or norms."""
 
     @staticmethod
     def wrap_for_ranks(
@@ -82,6 +81,10 @@ class OpacusStep(TrainingStep):
         """Wrap a model; by default in Opacus's replacement of DDP, which leaves gradients alone."""
         replica: nn.Module = DifferentiallyPrivateDistributedDataParallel(model)
         return replica
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Wrap the optimizer in Opacus's."""
+        self.wrap_optimizer(optimizer)
 
     def wrap_optimizer(self, optimizer: Optimizer, **others: Any) -> None:
         """Wrap an optimizer as ``PrivacyEngine.make_private`` does for a fixed batch size.
@@ -112,3 +115,7 @@ class OpacusStep(TrainingStep):
     def apply_gradient(self) -> None:
         """Step the wrapped optimizer."""
         self.optimizer.original_optimizer.step()
+
+    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
+        """Watch Opacus's hooks."""
+        return watch_hooks(self.module, watch)

@@ -5,29 +5,19 @@ weighted by its clip factor. The graph is kept between them.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.grad_sample import AbstractGradSampleModule, GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpprof.methods.opacus.opacus_step import OpacusStep
-from dpprof.methods.opacus.padded_lookups import leave_padding_out
-from dpprof.methods.opacus.path_watchers import watch_hooks
 from dpprof.methods.opacus.refusals import tell_refusals
 from dpprof.methods.training_step import Batch, Enter
-from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.terms import Component
-from dpprof.spec.experiment import Experiment
-
-_BIRTHS: Mapping[Function, Component] = {
-    **OpacusStep.births,
-    GradSampleModuleFastGradientClipping.get_norm_sample: "norm_samples",
-}
 
 
 class ReportsPhases:
@@ -55,14 +45,7 @@ class _PhasedModule(ReportsPhases, GradSampleModuleFastGradientClipping):
 
 
 class OpacusTwoPass(OpacusStep):
-    """Two passes of ``DPLossFastGradientClipping`` and a step of its optimizer.
-
-    Formal guarantees: as of Opacus's flat clipping, L2 sensitivity ``max_grad_norm`` under adding
-    or removing one sample.
-
-    Raises:
-        UnsupportedError: Opacus refuses the model, here or in its first step.
-    """
+    """Two passes of ``DPLossFastGradientClipping`` and a step of its optimizer."""
 
     use_ghost_clipping: bool
     """Whether norms of linear layers and embeddings need no per-sample gradients."""
@@ -71,23 +54,23 @@ class OpacusTwoPass(OpacusStep):
     """The wrapper of the loss, whose ``backward`` makes both passes."""
 
     grad_sample_mode = "ghost"
-    module: Any
     optimizer: DPOptimizerFastGradientClipping
-    births = _BIRTHS
+    births: ClassVar[Mapping[Function, Component]] = {
+        **OpacusStep.births,
+        GradSampleModuleFastGradientClipping.get_norm_sample: "norm_samples",
+    }
 
-    def __init__(self, model: nn.Module, experiment: Experiment) -> None:
-        super().__init__(model, experiment)
-        with tell_refusals():
-            self.module = self.module_type()(
-                model,
-                batch_first=True,
-                loss_reduction="mean",
-                max_grad_norm=experiment.max_grad_norm,
-                use_ghost_clipping=self.use_ghost_clipping,
-            )
-        leave_padding_out(self.module)
+    def wrap(self, model: nn.Module) -> AbstractGradSampleModule:
+        """Wrap the model so that its backward pass finds norms."""
+        return self.module_type()(
+            model,
+            batch_first=True,
+            loss_reduction="mean",
+            max_grad_norm=self.experiment.max_grad_norm,
+            use_ghost_clipping=self.use_ghost_clipping,
+        )
 
-    def module_type(self) -> Callable[..., nn.Module]:
+    def module_type(self) -> Callable[..., AbstractGradSampleModule]:
         """Return the wrapper of the model, of Opacus's that compute norms."""
         return _PhasedModule
 
@@ -120,7 +103,3 @@ class OpacusTwoPass(OpacusStep):
         """Return the norms of the first pass; (B,)."""
         norms_B: Tensor = self.module.per_sample_gradient_norms
         return norms_B
-
-    def watch_samplers(self, watch: Watch) -> AbstractContextManager[None]:
-        """Watch Opacus's hooks."""
-        return watch_hooks(self.module, watch)

@@ -6,6 +6,7 @@ Shape legend: B samples, T tokens.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,11 @@ from torch import Tensor, nn
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.graph import nodes_behind
 from dpprof.verification.training.gradients import (
-    Sample,
+    Samples,
     clip,
-    compare_each,
+    compare_losses,
     compare_norms,
     compare_unclipped,
-    compare_whole,
     diagnose,
     find_difference,
     find_shared_layer,
@@ -32,7 +32,6 @@ from dpprof.verification.training.gradients import (
     take_together,
 )
 from dpprof.verification.training.loop import (
-    Gradients,
     Loop,
     Mechanism,
     PrivateOptimizer,
@@ -41,12 +40,10 @@ from dpprof.verification.training.loop import (
     TrainingBatch,
     WrongTrainingError,
     completed,
-    ordinary_step,
     read_batch,
     refuse_settings,
-    refuse_unknown,
 )
-from dpprof.verification.training.padding import change_padding, find_padding
+from dpprof.verification.training.padding import change_padding
 
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-2}
 """The largest error that rounding may cause, by dtype."""
@@ -110,8 +107,8 @@ def check(
             by hand.
         step: One whole step on ``batch``: clear gradients, forward, backward, step, and no
             scheduler. By default the step of a loop with ``loss`` and ``private``.
-        padding: (B, T) bool, True at tokens that must not matter. By default read from a mask
-            of 0 and 1 in the batch, or from labels of -100 at the end of samples.
+        padding: (B, T) bool, True at tokens that must not matter. By default the zeros of a mask
+            of 0 and 1 in the batch.
         tolerance: Largest relative error of a gradient; by default 1e-6 in float64, 1e-2 in float32
             and 5e-2 where something computes in 16 bits.
 
@@ -141,7 +138,7 @@ def check(
         ...     return (model(inputs) - targets).square().mean(1)
         >>> found = check(model, loss, (torch.randn(4, 3), torch.randn(4, 2)), optimizer)
         >>> found.samples, found.parameters, found.unchecked
-        (4, 2, {'padding': 'the batch has no mask and no labels of -100'})
+        (4, 2, {'padding': 'the batch has no mask of 0 and 1; give the places as padding'})
     """
     clipping = getattr(private, "clipping", private)
     if isinstance(clipping, Clipping) and clipping.ranks.is_sharded:
@@ -154,41 +151,29 @@ def check(
         why = "a Clipping has none; give the optimizer that adds the noise"
         return found._replace(unchecked={"optimizer": why} | found.unchecked)
     samples = read_batch(batch)
-    refuse_unknown(private, step)
-    loop = Loop(model, private, step or ordinary_step(model, loss, private))
-    return _Check(loop, loss, samples, tolerance, by_hand=step is not None).run(padding)
+    return _Check(Loop(model, loss, private, step), samples, tolerance).run(padding)
 
 
+@dataclass
 class _Check:
     """One check and its results so far."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        loss: Callable[..., Any],
-        batch: TrainingBatch,
-        tolerance: float | None,
-        *,
-        by_hand: bool,
-    ) -> None:
-        self.loop = loop
-        self.loss = loss
-        self.batch = batch
-        self.tolerance = tolerance
-        self.by_hand = by_hand
-        self.limit = 0.0
-        self.worst = 0.0
-        self.is_random = False
-        self.hides_layers = False
-        self.checked: list[str] = []
-        self.unchecked: dict[str, str] = {}
+    loop: Loop
+    batch: TrainingBatch
+    tolerance: float | None
+    limit: float = 0.0
+    worst: float = 0.0
+    is_random: bool = False
+    hides_layers: bool = False
+    checked: list[str] = field(default_factory=list)
+    unchecked: dict[str, str] = field(default_factory=dict)
 
     def run(self, padding: Tensor | None) -> Checked:
         loop = self.loop
         refuse_settings(loop)
         self.checked.append("every trained parameter is in the optimizer")
         with loop.quiet(), ExitStack() as stack:
-            if self._is_random() and loop.clipping is not None and not self.by_hand:
+            if self._is_random() and loop.clipping is not None and not self.loop.by_hand:
                 stack.enter_context(loop.evaluation())
                 self.is_random = True
             if self._is_random():
@@ -196,7 +181,7 @@ class _Check:
                     "loss is random with dropout off: it gives the same batch another loss each "
                     "time"
                 )
-            self._compare_losses(samples := take_alone(loop, self.loss, self.batch))
+            self._compare_losses(samples := take_alone(loop, self.batch))
             taken = self._compare_gradients(samples)
             self._compare_with_dropout()
             self._find_untrained(samples, taken)
@@ -204,22 +189,22 @@ class _Check:
             self._compare_padding(taken, padding)
             self._try_empty()
         return Checked(
-            len(samples), len(loop.trained), self.worst, tuple(self.checked), self.unchecked
+            self.batch.samples, len(loop.trained), self.worst, tuple(self.checked), self.unchecked
         )
 
     def _is_random(self) -> bool:
         """Tell whether the loss is drawn anew each time."""
         with self.loop.plain() as model, torch.no_grad():
-            values = (self.batch.call(self.loss, model) for _ in range(2))
+            values = (self.batch.call(self.loop.loss, model) for _ in range(2))
             first, second = (read_losses(one, self.batch.samples).nan_to_num() for one in values)
         return not torch.equal(first, second)
 
-    def _compare_losses(self, samples: Sequence[Sample]) -> None:
+    def _compare_losses(self, samples: Samples) -> None:
         """Compare the batch's losses with those of its samples alone."""
-        count = len(samples)
+        count = self.batch.samples
         watch = StepWatcher(silent=False)
         with self.loop.plain() as model, watch:
-            value = self.batch.call(self.loss, model)
+            value = self.batch.call(self.loop.loss, model)
             losses = read_losses(value, count)
             names = [type(node).__name__ for node in nodes_behind(losses)]
             self.hides_layers = "CheckpointFunctionBackward" in names
@@ -227,15 +212,12 @@ class _Check:
         losses = losses.detach()
         self._refuse_other_loss(value)
         self.limit = self._limit(losses, in_16_bits=watch.in_16_bits)
-        alone = torch.tensor([sample.loss for sample in samples], dtype=torch.float64)
-        if not alone.isfinite().all():
+        if not samples.losses_B.isfinite().all():
             raise WrongTrainingError("the loss of a sample is not finite")
-        if losses.dim():
-            compare_each(losses.cpu().double(), alone, self.limit)
-        elif not self.by_hand:
-            compare_whole(losses.cpu().double(), alone, self.limit, averages=self.loop.averages)
-        if losses.dim() or not self.by_hand:
-            is_mean = not losses.dim() and self.loop.averages
+        if losses.dim() or not self.loop.by_hand:
+            averages = self.loop.averages
+            compare_losses(losses.cpu().double(), samples.losses_B, self.limit, averages=averages)
+            is_mean = not losses.dim() and averages
             compare_unclipped(self.loop, found, samples, count if is_mean else 1, self.limit)
         self.checked.append("each sample's loss is its own")
 
@@ -245,7 +227,7 @@ class _Check:
                 raise TypeError("adaptive clipping cannot be checked: its bound moves each step")
             return
         private = self.loop.private
-        if isinstance(private, DPOptimizerFastGradientClipping) and not self.by_hand:
+        if isinstance(private, DPOptimizerFastGradientClipping) and not self.loop.by_hand:
             raise WrongTrainingError(
                 "the loss is not that of the criterion that Opacus wrapped for ghost clipping, so "
                 "no sample's gradient is clipped"
@@ -258,40 +240,35 @@ class _Check:
         limit = max(_LIMITS.get(dtype, _LIMIT_OF_16_BITS) for dtype in dtypes)
         return _LIMIT_OF_16_BITS if in_16_bits else limit
 
-    def _shared(self) -> str | None:
-        """Tell which layer has no gradient of each sample; single samples by hand need none."""
-        if isinstance(self.loop.private, Mechanism):
-            return None
-        return find_shared_layer(self.loop, self.loss, self.batch)
-
     def _take(self, batch: TrainingBatch, *, silent: bool = True, times: int = 1) -> StepEffects:
         try:
             taken = self.loop.take(batch, silent=silent, times=times)
         except WrongTrainingError:
             raise
         except Exception as error:
-            reason = self._shared() or f"the step fails: {type(error).__name__}: {error}"
+            shared = find_shared_layer(self.loop, self.batch)
+            reason = shared or f"the step fails: {type(error).__name__}: {error}"
             raise WrongTrainingError(reason) from error
         if taken is None:
             raise WrongTrainingError("the step did not step the optimizer")
         return taken
 
-    def _compare_gradients(self, samples: Sequence[Sample]) -> StepEffects:
+    def _compare_gradients(self, samples: Samples) -> StepEffects:
         """Compare at the loop's own bound, and where some samples are clipped and some not."""
         loop = self.loop
         taken = self._take(self.batch)
         if taken.in_16_bits and self.tolerance is None:
             self.limit = _LIMIT_OF_16_BITS  # the loop may compute otherwise than loss
         self._compare(samples, taken)
-        norms = [sample.norm(loop.trained) for sample in samples]
+        norms_B = samples.norms(loop.trained)
         bound = math.hypot(*(one for _, one in loop.groups))
         if isinstance(loop.private, Mechanism):
-            if min(norms) >= bound:
+            if norms_B.min() >= bound:
                 self.unchecked["scale of the loss"] = "every sample of the batch is clipped"
-            if max(norms) <= bound:
+            if norms_B.max() <= bound:
                 self.unchecked["clipping"] = "no sample of the batch is clipped"
         else:
-            with loop.bounds_times(sum(sorted(norms)[-2:]) / 2 / bound):
+            with loop.bounds_times(float(norms_B.topk(2).values.mean()) / bound):
                 self._compare(samples, self._take(self.batch))
         again = self._take(self.batch, times=2)
         if find_difference(again.given, taken.given, self.limit)[0] is not None:
@@ -301,7 +278,7 @@ class _Check:
         self.checked.append("the gradient is that of single samples, clipped")
         return taken
 
-    def _compare(self, samples: Sequence[Sample], taken: StepEffects) -> None:
+    def _compare(self, samples: Samples, taken: StepEffects) -> None:
         loop = self.loop
         expected = clip(samples, loop.groups, loop.divisor)
         first, worst = find_difference(taken.given, expected, self.limit)
@@ -322,11 +299,11 @@ class _Check:
                 "step is random beyond Gaussian noise of torch, with dropout off, and cannot be "
                 "compared"
             )
-        name = loop.names[first]
-        found = taken.given.get(first)
-        if reason := self._shared() or diagnose(loop, samples, taken.given, self.limit):
+        name, found = loop.names[first], taken.given[first]
+        shared = find_shared_layer(loop, self.batch)
+        if reason := shared or diagnose(loop, samples, taken.given, self.limit):
             raise WrongTrainingError(reason)
-        if found is None or not found.any():
+        if not found.any():
             raise WrongTrainingError(
                 f"{name}: the optimizer is given no gradient, and it is trained"
             )
@@ -336,9 +313,9 @@ class _Check:
             f"the gradient's norm {float(expected[first].norm()):.2g}"
         )
 
-    def _compare_norms(self, samples: Sequence[Sample], taken: StepEffects, reason: str) -> None:
+    def _compare_norms(self, samples: Samples, taken: StepEffects, reason: str) -> None:
         """Compare the norms that a clipping found, unless a step by hand splits the batch."""
-        if self.loop.clipping is not None and not self.by_hand:
+        if self.loop.clipping is not None and not self.loop.by_hand:
             compare_norms(self.loop, samples, taken.squares, self.limit, reason)
 
     def _compare_with_dropout(self) -> None:
@@ -346,11 +323,11 @@ class _Check:
         loop = self.loop
         if not loop.dropout and not self.is_random:
             return
-        if self.by_hand:
+        if self.loop.by_hand:
             self.unchecked["dropout"] = "a step by hand may draw its numbers in another order"
             return
         with loop.dropout_on():
-            samples = take_together(loop, self.loss, self.batch)
+            samples = take_together(loop, self.batch)
         if samples is None:
             self.unchecked["dropout"] = "loss does not return one loss for each sample"
             return
@@ -367,7 +344,7 @@ class _Check:
         self.worst = max(self.worst, worst)
         self.checked.append("so it is with dropout on")
 
-    def _find_untrained(self, samples: Sequence[Sample], taken: StepEffects) -> None:
+    def _find_untrained(self, samples: Samples, taken: StepEffects) -> None:
         """Find parameters that do not move and should, and those that move and should not."""
         loop = self.loop
         for parameter, name in loop.names.items():
@@ -377,18 +354,15 @@ class _Check:
         rates = {p: group["lr"] for group in loop.optimizer.param_groups for p in group["params"]}
         for parameter in loop.trained:
             rate, name = float(rates[parameter]), loop.names[parameter]
-            gradient = taken.given.get(parameter)
             if rate == 0:
                 self.unchecked["weights change"] = f"the learning rate of {name} is 0"
-            if gradient is None or parameter in taken.moved:
-                continue
-            size = rate * float(gradient.abs().max())
-            largest = float(parameter.detach().abs().max())
-            if size > 4 * torch.finfo(parameter.dtype).eps * largest:
+            size = rate * float(taken.given[parameter].abs().max())
+            least = 4 * torch.finfo(parameter.dtype).eps * float(parameter.detach().abs().max())
+            if size > least and parameter not in taken.moved:
                 raise WrongTrainingError(f"{name}: a step does not change it")
         if "weights change" not in self.unchecked:
             self.checked.append("weights change")
-        still = [p for p in loop.trained if not any(p in one.gradients for one in samples)]
+        still = [parameter for parameter, one in samples.gradients.items() if not one.any()]
         if still:
             self.unchecked["some gradients"] = (
                 f"the loss of this batch does not depend on {loop.names[still[0]]}"
@@ -396,31 +370,39 @@ class _Check:
             )
 
     def _try_noise(self, silent: StepEffects) -> None:
+        """Compare the variance of each parameter's noise with its scale, by a chi-squared test."""
         if self.loop.noise == 0:
             self.unchecked["noise"] = "the noise multiplier is 0"
             return
         first, second = (self._take(self.batch, silent=False).given for _ in range(2))
-        drawn = _compare_noise(self.loop, silent.given, first, second)
+        loop, drawn = self.loop, 0
+        for parameter in loop.trained:
+            name, base = loop.names[parameter], silent.given[parameter]
+            noise = (first[parameter] - base).double()
+            if not noise.any():
+                raise WrongTrainingError(f"{name} gets no noise")
+            if torch.equal(first[parameter], second[parameter]):
+                raise WrongTrainingError(f"{name} gets the same noise in every step")
+            count = noise.numel()
+            low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
+            rounding = 2 * torch.finfo(parameter.dtype).eps * (float(base.abs().max()) + loop.noise)
+            found = math.sqrt(float(noise.square().mean()))
+            least, most = (math.sqrt(one) * loop.noise for one in (low, high))
+            if not least - rounding <= found <= most + rounding:
+                raise WrongTrainingError(
+                    f"{name}: the noise has a standard deviation of {found:.4g}, and noise "
+                    f"multiplier times bound over the expected batch size is {loop.noise:.4g}"
+                )
+            drawn += count
         self.checked.append(f"noise of the right scale, by {drawn} elements")
 
     def _compare_padding(self, silent: StepEffects, padding: Tensor | None) -> None:
         """Change padded tokens, and compare the gradients."""
-        found = find_padding(self.batch, padding)
-        if isinstance(found, str):
-            self.unchecked["padding"] = found
-            return
-        changed = change_padding(self.batch, found.places)
+        changed = change_padding(self.batch, padding)
         if isinstance(changed, str):
             self.unchecked["padding"] = changed
             return
-        other = self._take(changed)
-        first, _ = find_difference(other.given, silent.given, self.limit)
-        if first is not None and not found.is_certain:
-            self.unchecked["padding"] = (
-                "gradients depend on ids at the end of samples whose labels are -100; if these are "
-                "padding, that is wrong: give their places as padding"
-            )
-            return
+        first, _ = find_difference(self._take(changed).given, silent.given, self.limit)
         if first is not None:
             raise WrongTrainingError(
                 f"{self.loop.names[first]}: its gradient depends on padded tokens; give the model "
@@ -431,7 +413,7 @@ class _Check:
     def _try_empty(self) -> None:
         """Take a step on a batch without samples, which Poisson sampling draws at times."""
         try:
-            taken = self.loop.take(self.batch.pick(slice(0)), silent=True)
+            taken = self.loop.take(self.batch.map(lambda part: part[:0]), silent=True)
         except Exception as error:  # noqa: BLE001 (any model may fail in any way)
             self.unchecked["empty batch"] = f"not supported: {type(error).__name__}: {error}"
             return
@@ -446,38 +428,3 @@ class _Check:
                     f"{self.loop.names[parameter]}: a batch without samples has a gradient"
                 )
         self.checked.append("an empty batch contributes nothing")
-
-
-def _compare_noise(loop: Loop, silent: Gradients, first: Gradients, second: Gradients) -> int:
-    """Compare the variance of each parameter's noise with its scale, by a chi-squared test.
-
-    Args:
-        loop: The loop, with noise.
-        silent: The gradients that its optimizer is given without noise.
-        first: The same with noise.
-        second: The same once more.
-
-    Returns:
-        How many elements of noise were seen.
-    """
-    drawn = 0
-    for parameter in loop.trained:
-        name, zero = loop.names[parameter], torch.zeros_like(parameter)
-        base = silent.get(parameter, zero)
-        noise = (first.get(parameter, zero) - base).double()
-        if not noise.any():
-            raise WrongTrainingError(f"{name} gets no noise")
-        if torch.equal(first.get(parameter, zero), second.get(parameter, zero)):
-            raise WrongTrainingError(f"{name} gets the same noise in every step")
-        count = noise.numel()
-        low, high = chi2.ppf([_FALSE_ALARM / 2, 1 - _FALSE_ALARM / 2], count) / count
-        rounding = 2 * torch.finfo(parameter.dtype).eps * (float(base.abs().max()) + loop.noise)
-        found = math.sqrt(float(noise.square().mean()))
-        least, most = (math.sqrt(one) * loop.noise for one in (low, high))
-        if not least - rounding <= found <= most + rounding:
-            raise WrongTrainingError(
-                f"{name}: the noise has a standard deviation of {found:.4g}, and noise multiplier "
-                f"times bound over the expected batch size is {loop.noise:.4g}"
-            )
-        drawn += count
-    return drawn

@@ -4,7 +4,9 @@ Shape legend: B samples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from dpprof.verification.training.loop import (
     Gradients,
     Loop,
+    Mechanism,
     TrainingBatch,
     WrongTrainingError,
 )
@@ -27,16 +30,17 @@ _ALONE = 0.1
 Groups = Sequence[tuple[Sequence[nn.Parameter], float]]
 
 
-class Sample(NamedTuple):
-    """The loss and gradient of one sample in a batch of its own."""
+class Samples(NamedTuple):
+    """The losses of samples, (B,) float64, and their gradients, samples first."""
 
-    loss: float
+    losses_B: Tensor
     gradients: Gradients
 
-    def norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Compute the norm over some parameters."""
-        own = self.gradients
-        return math.hypot(*(float(own[p].norm()) for p in parameters if p in own))
+    def norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Compute the samples' norms over some parameters; (B,) float64."""
+        own = [self.gradients[p].reshape(len(self.losses_B), -1).norm(dim=1) for p in parameters]
+        norms_B: Tensor = torch.stack([one.cpu().double() for one in own]).norm(dim=0)
+        return norms_B
 
 
 def read_losses(value: Any, count: int) -> Tensor:
@@ -56,55 +60,57 @@ def read_losses(value: Any, count: int) -> Tensor:
     )
 
 
-def take_alone(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch) -> list[Sample]:
+def take_alone(loop: Loop, batch: TrainingBatch) -> Samples:
     """Compute the gradient of each sample in a batch of its own, by ordinary autograd."""
-    samples = []
-    with loop.plain() as model:
+
+    def losses() -> Iterator[Tensor]:
         for at in range(batch.samples):
             try:
-                one = read_losses(batch.pick(slice(at, at + 1)).call(loss, model), 1).sum()
+                alone = batch.map(itemgetter(slice(at, at + 1)))
+                yield read_losses(alone.call(loop.loss, model), 1).sum()
             except ValueError as error:  # which the whole batch does not raise
                 reason = f"sample {at} alone: {error}: the model or the loss mixes samples"
                 raise WrongTrainingError(reason) from error
-            if not one.requires_grad:
-                raise WrongTrainingError(
-                    "the loss depends on no trained parameter; a frozen model under reentrant "
-                    "checkpointing needs enable_input_require_grads()"
-                )
-            samples.append(Sample(float(one.detach()), loop.differentiate(one)))
-    return samples
+
+    with loop.plain() as model:
+        return _differentiate_each(loop, losses())
 
 
-def take_together(
-    loop: Loop, loss: Callable[..., Any], batch: TrainingBatch
-) -> list[Sample] | None:
+def take_together(loop: Loop, batch: TrainingBatch) -> Samples | None:
     """Compute the gradient of each sample's loss in the whole batch; None if losses are one."""
     with loop.plain() as model:
-        losses = read_losses(batch.call(loss, model), batch.samples)
-        if not losses.dim():
-            return None
-        return [
-            Sample(float(one.detach()), loop.differentiate(one, retain_graph=True))
-            for one in losses
-        ]
+        losses = read_losses(batch.call(loop.loss, model), batch.samples)
+        return _differentiate_each(loop, losses) if losses.dim() else None
 
 
-def clip(
-    samples: Sequence[Sample], groups: Groups, divisor: float, *, scale: float = 1.0
-) -> Gradients:
+def _differentiate_each(loop: Loop, losses: Iterator[Tensor] | Tensor) -> Samples:
+    values, gradients = [], []
+    for loss in losses:
+        if not loss.requires_grad:
+            raise WrongTrainingError(
+                "the loss depends on no trained parameter; a frozen model under reentrant "
+                "checkpointing needs enable_input_require_grads()"
+            )
+        values.append(float(loss.detach()))
+        # One graph may have the losses of all samples.
+        gradients.append(loop.differentiate(loss, retain_graph=isinstance(losses, Tensor)))
+    stacked = {p: torch.stack([own.pop(p) for own in gradients]) for p in loop.trained}
+    return Samples(torch.tensor(values, dtype=torch.float64), stacked)
+
+
+def clip(samples: Samples, groups: Groups, divisor: float, *, scale: float = 1.0) -> Gradients:
     """Compute the sum of clipped gradients over a divisor; ``scale`` multiplies each before."""
-    sums = {p: torch.zeros_like(p) for parameters, _ in groups for p in parameters}
-    for sample in samples:
-        for parameters, bound in groups:
-            norm = scale * sample.norm(parameters)
-            factor = scale * min(1.0, bound / (norm + _EPSILON)) / divisor
-            for parameter in parameters:
-                if parameter in sample.gradients:
-                    sums[parameter] += factor * sample.gradients[parameter]
+    sums = {}
+    for parameters, bound in groups:
+        norms_B = scale * samples.norms(parameters)
+        factors_B = scale * (bound / (norms_B + _EPSILON)).clamp(max=1.0) / divisor
+        for parameter in parameters:
+            own = samples.gradients[parameter]
+            sums[parameter] = torch.tensordot(factors_B.to(own), own, dims=1)
     return sums
 
 
-def norm_of(gradients: Mapping[nn.Parameter, Tensor]) -> float:
+def norm_of(gradients: Gradients) -> float:
     """Compute the norm of all gradients."""
     return math.hypot(*(float(one.norm()) for one in gradients.values()))
 
@@ -116,8 +122,7 @@ def find_difference(
     whole = norm_of(expected)
     worst, first = 0.0, None
     for parameter, one in expected.items():
-        found = given.get(parameter, torch.zeros_like(one))
-        own = float(one.norm())
+        found, own = given[parameter], float(one.norm())
         error = float((found - one).norm())
         is_lost = own > limit**2 * whole and not found.any()
         if is_lost or not error <= limit * max(own, _ALONE * whole):
@@ -127,21 +132,23 @@ def find_difference(
 
 
 def compare_norms(
-    loop: Loop, samples: Sequence[Sample], squares: Gradients, limit: float, reason: str
+    loop: Loop, samples: Samples, squares: Gradients, limit: float, reason: str
 ) -> None:
     """Compare each sample's norm of each parameter, relative to the sample's whole norm."""
+    whole_B = samples.norms(loop.trained)
     for parameter in loop.trained:
-        found_B = squares[parameter].clamp(min=0).sqrt() if parameter in squares else None
-        for at, sample in enumerate(samples):
-            own, found = sample.norm([parameter]), 0.0 if found_B is None else float(found_B[at])
-            if not abs(found - own) <= limit * sample.norm(loop.trained):
-                raise WrongTrainingError(
-                    f"{loop.names[parameter]}: the gradient of sample {at} has norm {own:.6g} by "
-                    f"definition and {found:.6g} as it is clipped: {reason}"
-                )
+        own_B = samples.norms([parameter])
+        found_B = squares.get(parameter, torch.zeros_like(own_B)).cpu().clamp(min=0).sqrt()
+        is_wrong_B = ~((found_B - own_B).abs() <= limit * whole_B)
+        if is_wrong_B.any():
+            at = int(is_wrong_B.long().argmax())
+            raise WrongTrainingError(
+                f"{loop.names[parameter]}: the gradient of sample {at} has norm {own_B[at]:.6g} "
+                f"by definition and {found_B[at]:.6g} as it is clipped: {reason}"
+            )
 
 
-def diagnose(loop: Loop, samples: Sequence[Sample], given: Gradients, limit: float) -> str | None:
+def diagnose(loop: Loop, samples: Samples, given: Gradients, limit: float) -> str | None:
     """Return the known mistake that explains a wrong gradient; None if there is none."""
     for wrong, reason in _mistakes(loop, samples):
         if norm_of(wrong) and find_difference(given, wrong, limit)[0] is None:
@@ -149,8 +156,8 @@ def diagnose(loop: Loop, samples: Sequence[Sample], given: Gradients, limit: flo
     return None
 
 
-def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients, str]]:
-    count, groups, divisor = len(samples), loop.groups, loop.divisor
+def _mistakes(loop: Loop, samples: Samples) -> Iterator[tuple[Gradients, str]]:
+    count, groups, divisor = len(samples.losses_B), loop.groups, loop.divisor
     unclipped = [(parameters, math.inf) for parameters, _ in groups]
     bound = math.hypot(*(one for _, one in groups))
     for scale, share, why in (
@@ -159,13 +166,13 @@ def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients
     ):
         reason = f"each sample's gradient is {share} its own before it is clipped: {why}"
         yield clip(samples, groups, divisor, scale=scale), reason
-    yield clip(samples, unclipped, divisor), "no sample's gradient is clipped"
-    yield clip(samples, unclipped, count), "no sample's gradient is clipped"
+    for by in (divisor, count):
+        yield clip(samples, unclipped, by), "no sample's gradient is clipped"
     for by in sorted({divisor, float(count), 1.0}):
-        whole = Sample(0.0, clip(samples, unclipped, by))
+        batch = {p: total[None] for p, total in clip(samples, unclipped, by).items()}
         for after in {1.0, divisor}:
             yield (
-                clip([whole], groups, after),
+                clip(Samples(samples.losses_B[:1], batch), groups, after),
                 "the gradient of the batch is clipped as a whole, and not that of each sample",
             )
     for factor in (2.0, 0.5, float(count), 1 / count):
@@ -180,80 +187,80 @@ def _mistakes(loop: Loop, samples: Sequence[Sample]) -> Iterator[tuple[Gradients
         yield clip(samples, groups, by), reason
 
 
-def find_shared_layer(loop: Loop, loss: Callable[..., Any], batch: TrainingBatch) -> str | None:
-    """Return the first trained layer whose output has not one entry for each sample, and why."""
+def find_shared_layer(loop: Loop, batch: TrainingBatch) -> str | None:
+    """Return the first trained layer whose output has not one entry for each sample, and why.
+
+    Single samples by hand need none.
+    """
+    if isinstance(loop.private, Mechanism):
+        return None
     count = batch.samples
-    seen: list[tuple[str, int]] = []
+    seen: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
         def look(_layer: nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.dim() and len(output) != count:
-                seen.append((name, len(output)))
+                seen.append(
+                    f"{name}: this layer sees {len(output)} in the place of {count} samples, so it "
+                    "has no gradient of each; give the model one entry a sample, such as position "
+                    "ids of shape (B, T)"
+                )
 
         return look
 
-    handles = [
-        layer.register_forward_hook(watch(name))
-        for name, layer in loop.model.named_modules()
-        if any(p.requires_grad for p in layer.parameters(recurse=False))
-    ]
-    try:
-        with loop.plain() as model, torch.no_grad():
-            batch.call(loss, model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not seen:
-        return None
-    name, entries = seen[0]
-    return (
-        f"{name}: this layer sees {entries} in the place of {count} samples, so it has no gradient "
-        "of each; give the model one entry a sample, such as position ids of shape (B, T)"
-    )
+    with ExitStack() as hooks, loop.plain() as model, torch.no_grad():
+        for name, layer in loop.model.named_modules():
+            if any(p.requires_grad for p in layer.parameters(recurse=False)):
+                hooks.enter_context(layer.register_forward_hook(watch(name)))
+        batch.call(loop.loss, model)
+    return seen[0] if seen else None
 
 
-def compare_each(together_B: Tensor, alone_B: Tensor, limit: float) -> None:
-    """Compare the samples' losses in the batch with their losses alone; float64."""
-    if _is_close(together_B, alone_B, limit):
-        return
-    count = len(alone_B)
-    for factor, reason in (
-        (1 / count, f"1/{count} of its loss alone: the mean over the batch is taken twice"),
-        (count, f"{count} times its loss alone: it depends on the size of the batch"),
-    ):
-        if _is_close(together_B, alone_B * factor, limit):
-            raise WrongTrainingError(f"each sample's loss in the batch is {reason}")
-    pairs = enumerate(zip(together_B, alone_B, strict=True))
-    at = next(at for at, (one, other) in pairs if not _is_close(one, other, limit))
-    raise WrongTrainingError(
-        f"the loss of sample {at} is {alone_B[at]:.6g} alone and {together_B[at]:.6g} in the "
-        "batch: the model or the loss mixes samples"
-    )
+def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bool) -> None:
+    """Compare the losses of a batch with those of its samples alone; float64.
 
-
-def compare_whole(together: Tensor, alone_B: Tensor, limit: float, *, averages: bool) -> None:
-    """Compare the batch's loss with the mean of its samples' losses, or their sum; float64."""
-    mean, total, count = alone_B.mean(), alone_B.sum(), len(alone_B)
-    if _is_close(together, mean if averages else total, limit):
-        return
-    if averages and _is_close(together, total, limit):
-        raise WrongTrainingError("the loss sums over the batch, and the optimizer expects a mean")
-    if not averages and _is_close(together, mean, limit):
-        raise WrongTrainingError(
-            "the loss is a mean over the batch, and the optimizer expects a sum"
+    Args:
+        found: Of each sample, (B,), or their mean or sum.
+        alone_B: Of each sample alone.
+        limit: The largest relative error.
+        averages: Whether one loss should be the mean.
+    """
+    count, mean, total = len(alone_B), alone_B.mean(), alone_B.sum()
+    twice = "the mean over the batch is taken twice"
+    if found.dim():
+        expected = alone_B
+        share = "each sample's loss in the batch is"
+        mistakes: tuple[tuple[Tensor, str], ...] = (
+            (alone_B / count, f"{share} 1/{count} of its loss alone: {twice}"),
+            (
+                alone_B * count,
+                f"{share} {count} times its loss alone: it depends on the size of the batch",
+            ),
         )
-    if _is_close(together, mean / count, limit):
-        raise WrongTrainingError(
-            f"the loss is 1/{count} of the samples' mean: the mean over the batch is taken twice"
+        at = int((~_is_close(found, alone_B, limit)).long().argmax())
+        otherwise = (
+            f"the loss of sample {at} is {alone_B[at]:.6g} alone and {found[at]:.6g} in the "
+            "batch: the model or the loss mixes samples"
         )
-    raise WrongTrainingError(
-        f"the batch's loss is {together:.6g}, and the mean over its samples alone is {mean:.6g}: "
-        "samples are mixed, or the mean is over all tokens of the batch"
-    )
+    else:
+        expected = mean if averages else total
+        mistakes = (
+            (total, "the loss sums over the batch, and the optimizer expects a mean"),
+            (mean, "the loss is a mean over the batch, and the optimizer expects a sum"),
+            (mean / count, f"the loss is 1/{count} of the samples' mean: {twice}"),
+        )
+        otherwise = (
+            f"the batch's loss is {found:.6g}, and the mean over its samples alone is {mean:.6g}: "
+            "samples are mixed, or the mean is over all tokens of the batch"
+        )
+    if _is_close(found, expected, limit).all():
+        return
+    reasons = (reason for wrong, reason in mistakes if _is_close(found, wrong, limit).all())
+    raise WrongTrainingError(next(reasons, otherwise))
 
 
 def compare_unclipped(
-    loop: Loop, found: Gradients, samples: Sequence[Sample], divisor: float, limit: float
+    loop: Loop, found: Gradients, samples: Samples, divisor: float, limit: float
 ) -> None:
     """Compare the gradient of the batch's loss with those of its samples, all unclipped."""
     expected = clip(samples, [(loop.trained, math.inf)], divisor)
@@ -265,5 +272,5 @@ def compare_unclipped(
         )
 
 
-def _is_close(found: Tensor, expected: Tensor, limit: float) -> bool:
-    return bool(((found - expected).abs() <= limit * expected.abs() + 1e-12).all())
+def _is_close(found: Tensor, expected: Tensor, limit: float) -> Tensor:
+    return (found - expected).abs() <= limit * expected.abs() + 1e-12

@@ -5,7 +5,7 @@ Shape legend: B samples.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,25 +40,29 @@ class Mechanism(NamedTuple):
 
 
 class TrainingBatch(NamedTuple):
-    """Tensors, samples first, and their names where a dictionary named them."""
+    """Tensors, samples first, by position or by name."""
 
-    names: tuple[str, ...] | None
-    parts: tuple[Tensor, ...]
+    given: tuple[Tensor, ...]
+    named: dict[str, Tensor]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return (*self.given, *self.named.values())
 
     @property
     def samples(self) -> int:
         """How many there are."""
         return len(self.parts[0])
 
-    def pick(self, samples: slice) -> "TrainingBatch":
-        """Return some of the samples."""
-        return self._replace(parts=tuple(part[samples] for part in self.parts))
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TrainingBatch":
+        """Return the batch with a function applied to each tensor."""
+        named = {name: function(part) for name, part in self.named.items()}
+        return TrainingBatch(tuple(map(function, self.given)), named)
 
     def call(self, function: Callable[..., Any], *first: Any) -> Any:
-        """Call a function with the tensors, by position or by name."""
-        if self.names is None:
-            return function(*first, *self.parts)
-        return function(*first, **dict(zip(self.names, self.parts, strict=True)))
+        """Call a function with the tensors."""
+        return function(*first, *self.given, **self.named)
 
 
 def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
@@ -67,28 +71,26 @@ def read_batch(given: Sequence[Tensor] | Mapping[str, Tensor]) -> TrainingBatch:
     Raises:
         ValueError: It is none.
     """
-    names: tuple[str, ...] | None = None
-    parts: tuple[Tensor, ...]
     if isinstance(given, Mapping):
-        names, parts = tuple(given), tuple(given.values())
+        batch = TrainingBatch((), dict(given))
     else:
-        parts = tuple(given)
-    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
+        batch = TrainingBatch(tuple(given), {})
+    if not all(isinstance(part, Tensor) and part.dim() for part in batch.parts):
         raise ValueError("batch must be tensors, samples first")
-    counts = {len(part) for part in parts}
+    counts = {len(part) for part in batch.parts}
     if len(counts) != 1 or min(counts) < 2:  # noqa: PLR2004 (one sample cannot be mixed)
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts) or "nothing"
+        shapes = ", ".join(str(tuple(part.shape)) for part in batch.parts) or "nothing"
         raise ValueError(
             f"batch must be tensors of at least two samples, samples first, and is {shapes}"
         )
-    return TrainingBatch(names, parts)
+    return batch
 
 
 class StepEffects(NamedTuple):
     """The effects of one step."""
 
     given: Gradients
-    """The gradients that the innermost optimizer was given."""
+    """The gradients that the innermost optimizer was given; zeros where it was given none."""
 
     moved: set[nn.Parameter]
     in_16_bits: bool
@@ -118,23 +120,28 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Loop:
-    """A user's model, optimizer and step; each step that it takes is undone.
+    """A user's model, loss, optimizer and step; each step that it takes is undone.
 
     Args:
         model: The model, wrapped or not.
+        loss: What the loop differentiates, from the model and a batch.
         private: Opacus's optimizer, dpprof's, or the settings of a loop by hand.
-        step: One whole step on a batch.
+        step: One whole step on a batch; None: that of an ordinary loop.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        loss: Callable[..., Any],
         private: PrivateOptimizer | Mechanism,
-        step: Callable[..., Any],
+        step: Callable[..., Any] | None,
     ) -> None:
+        _refuse_unknown(private, step)
         self.wrapped = model
+        self.loss = loss
         self.private = private
-        self.step = step
+        self.by_hand = step is not None
+        self.step = step or self._step
         while isinstance(model, AbstractGradSampleModule):
             model = model._module  # noqa: SLF001 (Opacus offers no other way that keeps its hooks)
         self.model: nn.Module = model
@@ -154,6 +161,19 @@ class Loop:
         while isinstance(optimizer, PrivateOptimizer):
             optimizer = optimizer.original_optimizer
         self.optimizer = optimizer
+
+    def _step(self, *batch: Tensor, **named: Tensor) -> None:
+        private = self.private
+        assert isinstance(private, PrivateOptimizer)
+        private.zero_grad()
+        value = self.loss(self.wrapped, *batch, **named)
+        if isinstance(private, NoisyOptimizer):
+            private.clipping.backward(value)
+        elif isinstance(value, Tensor) and value.dim():
+            torch.autograd.backward(value.mean() if self.averages else value.sum())
+        else:
+            value.backward()
+        private.step()
 
     @property
     def optimized(self) -> list[nn.Parameter]:
@@ -188,38 +208,28 @@ class Loop:
         private = self.private
         return float(private.noise_multiplier * private.max_grad_norm) / self.divisor
 
-    @contextmanager
-    def bounds_times(self, factor: float) -> Iterator[None]:
+    def bounds_times(self, factor: float) -> AbstractContextManager[None]:
         """Multiply every bound inside the context."""
-        holders = [self.private, *(one for one in self.hooks if hasattr(one, "max_grad_norm"))]
-        with ExitStack() as stack:
-            for holder in holders:
-                before = holder.max_grad_norm
-                stack.callback(setattr, holder, "max_grad_norm", before)
-                holder.max_grad_norm = before * factor
-            several = getattr(self.private, "max_grad_norms", None)
-            if several is not None:
-                scaled = [bound * factor for bound in several]
-                stack.enter_context(substitute(self.private, "max_grad_norms", scaled))
-            yield
+        holders = [one for one in (self.private, *self.hooks) if hasattr(one, "max_grad_norm")]
+        bounds = [(one, "max_grad_norm", one.max_grad_norm * factor) for one in holders]
+        several = getattr(self.private, "max_grad_norms", None)
+        if several is not None:
+            bounds.append((self.private, "max_grad_norms", [bound * factor for bound in several]))
+        return _setting(*bounds)
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """Run the model without hooks and clipping inside the context."""
-        with ExitStack() as stack:
-            for hooks in self.hooks:
-                stack.callback(setattr, hooks, "hooks_enabled", hooks.hooks_enabled)
-                hooks.hooks_enabled = False
-            if self.clipping is not None:
-                stack.enter_context(self.clipping.disabled())
+        disabled = nullcontext() if self.clipping is None else self.clipping.disabled()
+        with _setting(*((hooks, "hooks_enabled", False) for hooks in self.hooks)), disabled:
             yield self.model
 
     def differentiate(self, losses: Tensor, *, retain_graph: bool = False) -> Gradients:
-        """Compute the ordinary gradient of losses, for parameters on which they depend."""
+        """Compute the ordinary gradient of losses; zeros where they depend on no parameter."""
         found = torch.autograd.grad(
-            losses.sum(), self.trained, allow_unused=True, retain_graph=retain_graph
+            losses.sum(), self.trained, retain_graph=retain_graph, materialize_grads=True
         )
-        return {p: g for p, g in zip(self.trained, found, strict=True) if g is not None}
+        return dict(zip(self.trained, found, strict=True))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -232,13 +242,12 @@ class Loop:
         """
         sources = [getattr(self.private, "generator", None)]
         sources = getattr(self.private, "generators", sources)
-        with torch.random.fork_rng(), self._restored(), ExitStack() as stack:
+        off = _setting(*((module, "p", 0.0) for module in self.dropout))
+        with torch.random.fork_rng(), self._restored(), off, ExitStack() as stack:
             if self.clipping is not None:
                 stack.enter_context(self.clipping.first_batch_trusted())
             for source in filter(None, sources):
                 stack.callback(source.set_state, source.get_state())
-            for module in self.dropout:
-                stack.enter_context(substitute(module, "p", value=0.0))
             if isinstance(self.private, PrivateOptimizer):
                 self.private.step_hook = None
                 self.private._step_skip_queue = []  # noqa: SLF001 (Opacus has no other way)
@@ -250,23 +259,17 @@ class Loop:
                         parameter.copy_(0.02 * values)
             yield
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> AbstractContextManager[None]:
         """Evaluate the model inside the context, as ``eval()`` does."""
-        with ExitStack() as stack:
-            for module in self.training:
-                stack.enter_context(substitute(module, "training", value=False))
-            yield
+        return _setting(*((module, "training", False) for module in self.training))
 
     @contextmanager
     def dropout_on(self) -> Iterator[None]:
         """Train as usual inside the context, with the same random numbers each time."""
-        with torch.random.fork_rng(), ExitStack() as stack:
+        modes = ((module, "training", value) for module, value in self.training.items())
+        rates = ((module, "p", rate) for module, rate in self.dropout.items())
+        with torch.random.fork_rng(), _setting(*modes, *rates):
             torch.manual_seed(0)
-            for module, is_training in self.training.items():
-                stack.enter_context(substitute(module, "training", value=is_training))
-            for module, p in self.dropout.items():
-                stack.enter_context(substitute(module, "p", value=p))
             yield
 
     def take(self, batch: TrainingBatch, *, silent: bool, times: int = 1) -> StepEffects | None:
@@ -281,7 +284,8 @@ class Loop:
         given: list[Gradients] = []
 
         def look(*_: Any) -> None:
-            given.append({p: p.grad.clone() for p in self.names if p.grad is not None})
+            pairs = ((p, torch.zeros_like(p) if p.grad is None else p.grad) for p in self.trained)
+            given.append({p: gradient.clone() for p, gradient in pairs})
 
         mode, squares = StepWatcher(silent=silent), Gradients()
         with self._restored() as before:
@@ -291,16 +295,13 @@ class Loop:
                 parameter.grad = None
             optimizer = self.optimizer if isinstance(self.private, Mechanism) else self.private
             optimizer.zero_grad()
-            hook = self.optimizer.register_step_pre_hook(look)
-            try:
+            with self.optimizer.register_step_pre_hook(look):
                 for _ in range(times):
                     given.clear()
                     squares.clear()
                     self._write(before)
                     with mode:
                         batch.call(self.step)
-            finally:
-                hook.remove()
             moved = {p for p in self.names if not torch.equal(p.detach(), before[p])}
         if len(given) > 1:
             raise WrongTrainingError(
@@ -344,6 +345,16 @@ class Loop:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             self._write(values)
+
+
+@contextmanager
+def _setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes of objects, also properties, inside the context."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 def _copy(value: Any) -> Any:
@@ -403,7 +414,7 @@ def completed(clipping: Clipping, model: nn.Module) -> Iterator[NoisyOptimizer]:
             vars(parameter)["summed_grad"] = summed
 
 
-def refuse_unknown(private: Any, step: Any) -> None:
+def _refuse_unknown(private: Any, step: Any) -> None:
     """Refuse an argument that does not say how a loop is private.
 
     Raises:
@@ -419,25 +430,3 @@ def refuse_unknown(private: Any, step: Any) -> None:
         raise TypeError("private must clip to a fixed bound, and adapts it")
     if isinstance(private, Mechanism) and step is None:
         raise ValueError("a Mechanism describes a loop by hand; give the loop's step as step")
-
-
-def ordinary_step(
-    model: nn.Module, loss: Callable[..., Any], private: PrivateOptimizer | Mechanism
-) -> Callable[..., None]:
-    """Return the step of an ordinary loop with a loss and an optimizer, on a batch's tensors."""
-    assert isinstance(private, PrivateOptimizer)
-
-    def step(*batch: Tensor, **named: Tensor) -> None:
-        private.zero_grad()
-        value = loss(model, *batch, **named)
-        if isinstance(private, NoisyOptimizer):
-            private.clipping.backward(value)
-        elif isinstance(value, Tensor) and value.dim():
-            torch.autograd.backward(
-                value.mean() if private.loss_reduction == "mean" else value.sum()
-            )
-        else:
-            value.backward()
-        private.step()
-
-    return step

@@ -1,0 +1,56 @@
+"""What scripts here share: options, the place of a measurement, and where a text goes."""
+
+import argparse
+import datetime as dt
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpprof.records.provenance import package_versions
+from dpprof.records.terms import Phase
+from dpprof.system.hardware import available_cores, cpu_name
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Make a parser from a script's docstring, with the option ``--output``."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="a Markdown file for the text")
+    return parser
+
+
+def at_least(least: int, default: int) -> dict[str, Any]:
+    """Describe an option: a whole number, not below a limit."""
+
+    def read(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number} is not allowed; at least {least}")
+        return number
+
+    return {"type": read, "default": default, "help": f"at least {least} (default: {default})"}
+
+
+def describe_place(*packages: str, threads: int | None = None) -> str:
+    """Say when, where and with what something was measured."""
+    versions = ", ".join(f"{name} {found}" for name, found in package_versions(packages).items())
+    computing = "" if threads is None else f", {threads} compute thread(s)"
+    cpu = f"{cpu_name()}, {available_cores()} core(s){computing}"
+    return f"Measured on {dt.datetime.now(dt.UTC).date()}: {cpu}; {versions}"
+
+
+def publish(doc: str | None, text: str, output: Path | None, printed: str | None = None) -> None:
+    """Print a text, or a part of it, and write it under the script's docstring."""
+    sys.stdout.write(f"{text if printed is None else printed}\n")
+    if output is not None:
+        output.write_text(f"{doc}\n{text}\n", encoding="utf-8")
+
+
+def end(claim: str, missed: Sequence[str]) -> None:
+    """Exit with what misses a claim, if anything does."""
+    if missed:
+        sys.exit(f"{claim}: {', '.join(missed)}")
+
+
+def ignore(_phase: Phase) -> None:
+    """Do nothing as a phase begins."""
