@@ -41,7 +41,7 @@ def _flatten(x: Tensor) -> Tensor:
 
 def _cast_for_normalisation(x: Tensor) -> Tensor:
     """Cast a normalisation's input to float32 where autocast does: on CUDA."""
-    casts = placement.follows_cuda_autocast(x) and autocast_dtype(x) is not None
+    casts = placement.is_cuda(x) and autocast_dtype(x) is not None
     return x.float() if casts else x
 
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dpprof.norms.code_paths import Way
 from dpprof.norms.float32_products import name_precision
-from dpprof.norms.placement import simulates_kernels
+from dpprof.norms.placement import is_simulated
 
 KERNELS = {Way.TILED_GRAM: "gram_squares", Way.TILED_PRODUCT: "product_squares"}
 """The kernel of each way to a norm."""
@@ -63,7 +63,7 @@ def chosen_tiles(way: Way, T: int, d: int, p: int) -> dict[str, int] | None:
 
 def is_fused(x: Tensor) -> bool:
     """Tell whether a kernel can run on a tensor: on CUDA, with Triton, not in float64."""
-    can_run = simulates_kernels() or (x.is_cuda and why_no_kernels() is None)
+    can_run = is_simulated() or (x.is_cuda and why_no_kernels() is None)
     return can_run and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
