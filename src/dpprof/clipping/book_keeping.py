@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from dpprof.clipping.contributions import Contribution, Lookup, Product
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.shard_sums import ShardSums
 
 
 class BookKeeping(Clipping):
@@ -56,24 +55,24 @@ class BookKeeping(Clipping):
                 torch.autograd.backward(losses, make_weights(losses))
             enter("clip")
             factors_B = self._finish(norms)
-            if self._sums is not None:
-                self._reduce_kept(self._sums, factors_B)
+            if self.ranks.is_sharded:
+                self._reduce_kept(factors_B)
             while self._kept:
                 self._sum(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
             self._versions.clear()
 
-    def _reduce_kept(self, sums: ShardSums, factors_B: Tensor) -> None:
+    def _reduce_kept(self, factors_B: Tensor) -> None:
         """Compute and reduce sums in the order of backward, which all ranks share."""
         kept: dict[nn.Parameter, list[Contribution]] = defaultdict(list)
         while self._kept:
             parameter, contribution = self._kept.pop()
             kept[parameter].append(contribution)
-        for parameter in sums.order:
+        for parameter in self.shard_sums.order:
             for contribution in kept.pop(parameter, ()):
                 self._sum(parameter, contribution, factors_B)
-            sums.close(parameter)
+            self.shard_sums.close(parameter)
 
     def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         for tensor in _exposed(contribution):

@@ -30,7 +30,7 @@ from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import LayerRule, find_rules
 from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.shard_sums import ShardSums, WaitingSums
+from dpprof.clipping.shard_sums import ShardSums
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part, sum_clipped
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
@@ -139,12 +139,11 @@ class Clipping(ABC):
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
-        self._sums: ShardSums | None = None
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
 
-        self.waiting = WaitingSums(self.ranks)
-        """Sums of the parts of a batch that are not in ``.grad`` yet, under ``fully_shard``."""
+        self.shard_sums = ShardSums(self.ranks)
+        """Sums that are not in ``.grad`` yet, under ``fully_shard``."""
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         rules = find_rules(model, self.ranks.wrapper)
@@ -305,17 +304,16 @@ class Clipping(ABC):
             else:
                 self.sample_norms = losses.detach()
             self._refuse_changed_outputs()
-            if self._sums is not None:
-                self._sums.finish()
+            self.shard_sums.finish()
             self._refuse_unclipped_sums()
             self._released.verify()
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
-            self.waiting.totals.clear()
+            self.shard_sums.forget()
             raise
         finally:
-            self._losses = self._excluded = self._nonfinite = self._sums = None
+            self._losses = self._excluded = self._nonfinite = None
             self._changed.clear()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
@@ -328,9 +326,7 @@ class Clipping(ABC):
                 "part in running the model; for a batch without samples, run it on any sample and "
                 "pass losses[:0]"
             )
-        self.waiting.verify(self.max_grad_norm)
-        continues = self.continues()
-        self._sums = ShardSums(self.ranks, self.max_grad_norm, self.waiting, continues=continues)
+        self.shard_sums.start(self.max_grad_norm, continues=self.continues())
 
     @abstractmethod
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
@@ -369,9 +365,9 @@ class Clipping(ABC):
         owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
         # A parameter may have been frozen after forward.
         trained = [pair for pair in owned if pair[0].requires_grad]
-        if self._sums is not None and not self._sums.agreed:
+        if self.shard_sums.is_counting:
             for parameter, _ in trained:
-                self._sums.count(parameter)
+                self.shard_sums.count(parameter)
         if trained:
             self._handler(layer, trained)
 
@@ -442,8 +438,8 @@ class Clipping(ABC):
         self._refuse_changed_outputs()
         norms.add_reused()
         self.sample_norms = norms.compute()
-        if self._sums is not None:
-            self._sums.agree(self._coverage.names)
+        if self.ranks.is_sharded:
+            self.shard_sums.agree(self._coverage.names)
         return self._compute_factors(self.sample_norms, self.max_grad_norm)
 
     def _refuse_changed_outputs(self) -> None:
@@ -479,10 +475,10 @@ class Clipping(ABC):
         if not len(factors_B):  # it belongs to no sample
             return
         summed = sum_clipped(parameter, contribution, factors_B)
-        if self._sums is None:
-            add_to_grad(parameter, summed, self.max_grad_norm)
+        if self.ranks.is_sharded:
+            self.shard_sums.add(parameter, summed)
         else:
-            self._sums.add(parameter, summed)
+            add_to_grad(parameter, summed, self.max_grad_norm)
 
 
 def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:

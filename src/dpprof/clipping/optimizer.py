@@ -102,7 +102,7 @@ class NoisyOptimizer(OptimizerWrapper):
         super().__init__(optimizer)
         self.clipping = clipping
         clipping.continues = self._will_skip
-        clipping.waiting.totals.clear()
+        clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
@@ -178,7 +178,7 @@ class NoisyOptimizer(OptimizerWrapper):
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
         self._require_one_clipped_batch()
         if not self._will_skip():
-            self.clipping.waiting.reduce(self.max_grad_norm)
+            self.clipping.shard_sums.reduce(self.max_grad_norm)
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -226,7 +226,7 @@ class NoisyOptimizer(OptimizerWrapper):
         self._batches_before = self.clipping.batches
         if not self._is_last_step_skipped:
             self._bound = None
-            self.clipping.waiting.totals.clear()
+            self.clipping.shard_sums.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.

@@ -1,4 +1,4 @@
-"""Sums of one batch's clipped gradients, on their way from one rank to the shards of all."""
+"""Sums of clipped gradients, on their way from one rank to the shards of all."""
 
 from collections import Counter
 
@@ -7,8 +7,12 @@ from torch import Tensor, nn
 from dpprof.clipping.ranks import Ranks
 
 
-class WaitingSums:
-    """Whole sums of the earlier parts of a batch, until its last part comes.
+class ShardSums:
+    """The sums of one rank, until each is reduced.
+
+    A first pass counts the uses of each parameter. Once ranks agree on them, a sum is reduced as
+    soon as all its uses were added, in the same order on all ranks. The sums of the earlier parts
+    of a batch wait until its last part comes.
 
     Args:
         ranks: Reduces a sum.
@@ -17,53 +21,25 @@ class WaitingSums:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._bound = 0.0
-        self.totals: dict[nn.Parameter, Tensor | None] = {}
-        """By parameter; None for zeros."""
-
-    def verify(self, bound: float) -> None:
-        """Refuse another bound than that of the earlier parts."""
-        if self.totals and self._bound != bound:
-            raise RuntimeError("max_grad_norm changed between the parts of a batch")
-        self._bound = bound
-
-    def reduce(self, bound: float) -> None:
-        """Reduce all sums."""
-        self.verify(bound)
-        for parameter in list(self.totals):
-            self._ranks.add_to_shard(parameter, self.totals.pop(parameter), bound)
-
-
-class ShardSums:
-    """The sums of one batch on one rank, until each is reduced.
-
-    A first pass counts the uses of each parameter. Once ranks agree on them, a sum is reduced as
-    soon as all its uses were added, in the same order on all ranks.
-
-    Args:
-        ranks: Reduces a sum.
-        bound: To which the batch is clipped.
-        waiting: The sums of the parts of the batch that came before.
-        continues: Whether other parts come; then sums wait for these.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        bound: float,
-        waiting: WaitingSums,
-        *,
-        continues: bool,
-    ) -> None:
-        self._ranks, self._bound, self._waiting = ranks, bound, waiting
-        self._continues = continues
+        self._continues = False
         self._uses: Counter[nn.Parameter] = Counter()
         self._totals: dict[nn.Parameter, Tensor] = {}
-        self.agreed = False
+        self._waiting: dict[nn.Parameter, Tensor | None] = {}
+        """Of the earlier parts of a batch, by parameter; None for zeros."""
+
+        self.is_counting = False
+        """Whether a first pass counts uses."""
 
     @property
     def order(self) -> list[nn.Parameter]:
         """The parameters that were used and are not reduced yet."""
         return list(self._uses)
+
+    def start(self, bound: float, *, continues: bool) -> None:
+        """Start a part of a batch, clipped to a bound; where other parts come, its sums wait."""
+        self._verify(bound)
+        self._continues = continues
+        self.is_counting = True
 
     def count(self, parameter: nn.Parameter) -> None:
         """Count a use, in the first pass."""
@@ -79,7 +55,7 @@ class ShardSums:
                 "which layers ran, or their order,": "\n".join(used),
             }
         )
-        self.agreed = True
+        self.is_counting = False
 
     def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
         """Add the sum of one use over this rank's samples."""
@@ -96,12 +72,12 @@ class ShardSums:
         """Reduce a sum and free it; or let it wait for the other parts of the batch."""
         del self._uses[parameter]
         total = self._totals.pop(parameter, None)
-        before = self._waiting.totals.pop(parameter, None)
+        before = self._waiting.pop(parameter, None)
         if total is not None and before is not None:
             total.add_(before)
         total = before if total is None else total
         if self._continues:
-            self._waiting.totals[parameter] = total
+            self._waiting[parameter] = total
         else:
             self._ranks.add_to_shard(parameter, total, self._bound)
 
@@ -114,4 +90,22 @@ class ShardSums:
         if self._uses or self._totals:
             raise RuntimeError("the second backward pass used other parameters than the first")
         if not self._continues:
-            self._waiting.reduce(self._bound)
+            self.reduce(self._bound)
+
+    def reduce(self, bound: float) -> None:
+        """Reduce all sums that wait."""
+        self._verify(bound)
+        for parameter in list(self._waiting):
+            self._ranks.add_to_shard(parameter, self._waiting.pop(parameter), bound)
+
+    def forget(self) -> None:
+        """Free the sums of a batch that is not applied."""
+        for one in (self._uses, self._totals, self._waiting):
+            one.clear()
+        self.is_counting = False
+
+    def _verify(self, bound: float) -> None:
+        """Refuse another bound than that of the earlier parts."""
+        if self._waiting and self._bound != bound:
+            raise RuntimeError("max_grad_norm changed between the parts of a batch")
+        self._bound = bound

@@ -88,8 +88,8 @@ class FlashClipping(Clipping):
             if self._projections is not None:
                 self._projections.note_summed(parameter, contribution)
             self._add_to_grad(parameter, contribution, factors_B)
-            if self._sums is not None:
-                self._sums.end_use(parameter)
+            if self.ranks.is_sharded:
+                self.shard_sums.end_use(parameter)
 
     def _refuse_difference(self) -> None:
         """Refuse a batch in which other gradients were summed than measured."""
