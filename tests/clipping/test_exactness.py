@@ -9,7 +9,7 @@ from small_models import KINDS, Small, draw, one_by_one
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.two_pass import FlashClipping
-from dpprof.norms import linear, scale, table, tied, tiles
+from dpprof.norms import linear, scale, table, tiles
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 D, P = 19, 37
@@ -20,7 +20,7 @@ def small_tiles(monkeypatch) -> None:
     """Tiles so small that every shape has several, and none is a multiple of one."""
     monkeypatch.setattr(linear, "PRODUCT_TILE", (8, 16))
     monkeypatch.setattr(linear, "gram_tile_size", lambda _: 48)
-    monkeypatch.setattr(tied, "TILE", 48)
+    monkeypatch.setattr(table, "TILE", 48)
     monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)
     monkeypatch.setattr(scale, "TOKEN_PARTS", 7)
     for module in (tiles, table):

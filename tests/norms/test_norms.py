@@ -12,8 +12,7 @@ from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import WAYS, gram_tile_size
 from dpprof.norms.plan import choose_way, price_gram, price_product
 from dpprof.norms.scale import scale_gradients
-from dpprof.norms.table import number_ids, square_lookup
-from dpprof.norms.tied import inner_product
+from dpprof.norms.table import inner_product, number_ids, square_lookup
 from dpprof.norms.tiles import WORKSPACE_BYTES
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-5}

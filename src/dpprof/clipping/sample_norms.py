@@ -26,8 +26,7 @@ from dpprof.norms.float32_products import exact_products
 from dpprof.norms.linear import WAYS
 from dpprof.norms.plan import WayChoice, choose_way
 from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
-from dpprof.norms.table import square_lookup
-from dpprof.norms.tied import inner_product
+from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
