@@ -104,7 +104,7 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    squares: Tensor = getattr(triton_launch, f"launch_{kernel}")(x_BTd, g_BTp)
+    squares: Tensor = triton_launch.launch_squares(kernel, x_BTd, g_BTp)
     if len(x_BTd):
         _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = triton_launch.read_config(kernel)
     return squares
