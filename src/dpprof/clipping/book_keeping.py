@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Contribution, Lookup, Product
+from dpprof.clipping.contributions import Lookup, Product, Summable
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.sample_norms import SampleNorms
 
@@ -45,7 +45,7 @@ class BookKeeping(Clipping):
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
-        self._kept: list[tuple[nn.Parameter, Contribution]] = []
+        self._kept: list[tuple[nn.Parameter, Summable]] = []
         self._versions: dict[int, int] = {}
 
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
@@ -65,7 +65,7 @@ class BookKeeping(Clipping):
 
     def _reduce_kept(self, factors_B: Tensor) -> None:
         """Compute and reduce sums in the order of backward, which all ranks share."""
-        kept: dict[nn.Parameter, list[Contribution]] = defaultdict(list)
+        kept: dict[nn.Parameter, list[Summable]] = defaultdict(list)
         while self._kept:
             parameter, contribution = self._kept.pop()
             kept[parameter].append(contribution)
@@ -74,12 +74,12 @@ class BookKeeping(Clipping):
                 self._sum(parameter, contribution, factors_B)
             self.shard_sums.close(parameter)
 
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         for tensor in _exposed(contribution):
             self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
         self._kept.append((parameter, contribution))
 
-    def _sum(self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> None:
+    def _sum(self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor) -> None:
         """Add a kept contribution to the sum, unless a hook wrote it since its norm was found."""
         for tensor in _exposed(contribution):
             if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
@@ -90,7 +90,7 @@ class BookKeeping(Clipping):
         self._add_to_grad(parameter, contribution, factors_B)
 
 
-def _exposed(contribution: Contribution) -> list[Tensor]:
+def _exposed(contribution: Summable) -> list[Tensor]:
     """List the tensors of a contribution that other code has too."""
     if not isinstance(contribution, Product | Lookup):
         return []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.calls import LayerCall
-from dpprof.clipping.contributions import Contribution, zero_samples
+from dpprof.clipping.contributions import Summable, zero_samples
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
@@ -333,7 +333,7 @@ class Clipping(ABC):
         """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
 
     @abstractmethod
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         """Keep a contribution for the clipped sum, unless another pass computes it again."""
 
     def _find_reused(self, losses: Tensor) -> Collection[nn.Parameter]:
@@ -468,7 +468,7 @@ class Clipping(ABC):
         return factors_B
 
     def _add_to_grad(
-        self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor
+        self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor
     ) -> None:
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)

@@ -18,6 +18,7 @@ from dpprof.clipping.contributions import (
     Lookup,
     Product,
     SampleGradients,
+    Summable,
     merge_uses,
 )
 from dpprof.clipping.layers import Contributions
@@ -31,7 +32,7 @@ from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
-Keep = Callable[[nn.Parameter, Contribution], None]
+Keep = Callable[[nn.Parameter, Summable], None]
 
 
 class BatchAxisError(UnsupportedError, ValueError):

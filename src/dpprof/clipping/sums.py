@@ -7,7 +7,7 @@ so each sum is marked with its version counter and the bound that it was clipped
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Contribution
+from dpprof.clipping.contributions import Summable
 
 _MARK = "_clipped"
 
@@ -37,7 +37,7 @@ def bound_of(gradient: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def sum_clipped(parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> Tensor:
+def sum_clipped(parameter: nn.Parameter, contribution: Summable, factors_B: Tensor) -> Tensor:
     """Sum a contribution over samples, scaled by clipping factors."""
     return contribution.sum(factors_B.to(contribution[0].device)).view(parameter.shape)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import Contribution, SampleGradients, Scale, Shift
+from dpprof.clipping.contributions import Summable, materialise_vector
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.projections import Projections
@@ -75,7 +75,7 @@ class FlashClipping(Clipping):
         with self.handling(partial(self._add_layer, factors_B)):
             torch.autograd.backward(losses, make_weights(losses))
 
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         assert self._projections is not None
         self._projections.note_measured(parameter, contribution)
 
@@ -84,7 +84,7 @@ class FlashClipping(Clipping):
     ) -> None:
         """Add what a layer contributes in the second pass to ``.grad``."""
         for parameter, found in contributions:
-            contribution = _materialise_vector(found)
+            contribution = materialise_vector(found)
             if self._projections is not None:
                 self._projections.note_summed(parameter, contribution)
             self._add_to_grad(parameter, contribution, factors_B)
@@ -116,10 +116,3 @@ class FlashClipping(Clipping):
             self._generators[losses.device] = generator = torch.Generator(losses.device)
             generator.seed()
         return self._generators[losses.device]
-
-
-def _materialise_vector(contribution: Contribution) -> Contribution:
-    """Compute the per-sample gradients of a vector; leave other contributions as they are."""
-    if isinstance(contribution, Shift | Scale):
-        return SampleGradients(contribution.materialise(*contribution))
-    return contribution
