@@ -9,8 +9,8 @@ import importlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
-from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
+from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import LayerRule, find_rules
@@ -159,7 +159,7 @@ class Clipping(ABC):
             run = partial(
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
-            patch_layer(layer, run, replaced)
+            patch_layer(layer, run, replaced, lambda: not self._disabled)
         self._hooks: dict[nn.Parameter, Any] = {}
         self._hook_leaves()
         self.ranks.take_over()
@@ -422,11 +422,9 @@ class Clipping(ABC):
         """Let ``handler`` take the contributions of all layers inside the context."""
         return substitute(self, "_handler", handler)
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Run the model and autograd without clipping inside the context."""
-        with substitute(self, "_disabled", value=True), original_forward(self._layers):
-            yield
+        return substitute(self, "_disabled", value=True)
 
     def first_batch_trusted(self) -> AbstractContextManager[None]:
         """Verify no first batch inside the context."""
