@@ -149,8 +149,8 @@ def _map_over_samples(function: Callable[..., Any], call: _Call, *tensors: Tenso
         if "randomness" not in str(error):
             raise
         raise UnsupportedError(
-            f"{type(call.layer).__name__} has no rule and draws random numbers, which differ when its "
-            "per-sample gradients are computed; move them to a layer without parameters"
+            f"{type(call.layer).__name__} has no rule and draws random numbers, which differ when "
+            "its per-sample gradients are computed; move them to a layer without parameters"
         ) from error
 
 

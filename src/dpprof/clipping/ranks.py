@@ -3,9 +3,9 @@
 Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
 clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
 FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, undivided and in
-float32 at least. ``replicas`` does it in the optimizer's step, where every rank adds the noise of
-its own part of the elements before the all-reduce; ``shards`` in backward, parameter by parameter,
-onto the shards to which each rank adds noise.
+float32 at least. ``Replicas`` do it in the optimizer's step, where every rank adds the noise of its
+own part of the elements before the all-reduce; ``Shards`` in backward, parameter by parameter, onto
+the shards to which each rank adds noise.
 
 The guarantee rests on this: every rank clips to one bound, each element gets noise from one rank,
 and ranks' random numbers are independent. Before anything is applied, ranks compare what they are

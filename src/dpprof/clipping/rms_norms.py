@@ -12,13 +12,14 @@ Shape legend: B samples, T tokens, d width.
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpprof.clipping.layers import RmsFormula, normalise_and_scale
+from dpprof.clipping.calls import read_settings
+from dpprof.clipping.layers import Receive, RmsFormula, RmsNorm, apply, normalise_and_scale
 
 _PROBES = (
     (torch.float32, torch.float32, 0.0),
@@ -32,8 +33,6 @@ _PROBES = (
 Many layers compute in float32 even for float64; the rule does not.
 """
 
-_PLAIN = (bool, int, float, str, type(None))
-
 _recognised: dict[tuple[object, ...], "Recognised | None"] = {}
 """By class, width, and the plain attributes of a layer."""
 
@@ -45,6 +44,11 @@ class Recognised(NamedTuple):
     eps: str
     is_shifted: bool
     casts_first: bool
+
+    def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
+        """Run the layer by the rule of RMS norms, in the dtypes of its formula."""
+        (x,) = (*inputs, *named.values())
+        return apply(RmsNorm, x, getattr(layer, self.scale), self.read(layer), receive)
 
     def read(self, layer: nn.Module) -> RmsFormula:
         """Return the formula with the layer's present epsilon."""
@@ -72,7 +76,7 @@ def recognise(layer: nn.Module) -> Recognised | None:
     ]
     if not formulas:
         return None
-    key = (type(layer), len(weight), *((n, v) for n, v in vars(layer).items() if type(v) in _PLAIN))
+    key = (type(layer), len(weight), *read_settings(layer).items())
     if key not in _recognised:
         with _unwatched():
             fits = (one for one in formulas if _computes(layer, one, len(weight)))
