@@ -290,10 +290,9 @@ def compare(gradients, measured, summed, *, norms=1.0, bound=1.0, excluded=None)
     parameter = nn.Parameter(torch.zeros(gradients.shape[1:], dtype=torch.float64))
     losses = torch.zeros(len(gradients), dtype=torch.float64)
     comparison = Projections([parameter], losses, None)
-    for contribution in measured:
-        comparison.note_measured(parameter, contribution)
-    for contribution in summed:
-        comparison.note_summed(parameter, contribution)
+    for contributions in (measured, summed):
+        for contribution in contributions:
+            comparison.note(parameter, contribution, is_measured=contributions is measured)
     norms_B = torch.full((len(gradients),), norms, dtype=torch.float64)
     return comparison.find_difference(norms_B, bound, excluded) is not None
 

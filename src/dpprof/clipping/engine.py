@@ -31,7 +31,7 @@ from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import LayerRule, find_rules
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.shard_sums import ShardSums
-from dpprof.clipping.sums import add_to_grad, bound_of, own_part, sum_clipped
+from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
@@ -465,18 +465,21 @@ class Clipping(ABC):
             )
         return factors_B
 
+    @torch.no_grad()
     def _add_to_grad(
         self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor
     ) -> None:
+        """Sum a contribution over samples, scaled by clipping factors, and add that."""
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
         if not len(factors_B):  # it belongs to no sample
             return
-        summed = sum_clipped(parameter, contribution, factors_B)
+        factors_B = factors_B.to(contribution[0].device)
+        summed = contribution.sum(factors_B).view(parameter.shape)
         if self.ranks.is_sharded:
             self.shard_sums.add(parameter, summed)
         else:
-            add_to_grad(parameter, summed, self.max_grad_norm)
+            add_to_grad(parameter, summed.to(parameter.dtype), self.max_grad_norm)
 
 
 def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:

@@ -19,17 +19,18 @@ from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
+_INNER = "original_optimizer"
 _INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
 
 
-def _of_the_original(name: str, doc: str) -> property:
-    """Return a property that is an attribute of the original optimizer."""
+def _attribute_of(owner: str, name: str, doc: str) -> property:
+    """Return a property that is an attribute of another object, which ``owner`` names."""
 
     def read(wrapper: "NoisyOptimizer") -> Any:
-        return getattr(wrapper.original_optimizer, name)
+        return getattr(getattr(wrapper, owner), name)
 
     def write(wrapper: "NoisyOptimizer", value: Any) -> None:
-        setattr(wrapper.original_optimizer, name, value)
+        setattr(getattr(wrapper, owner), name, value)
 
     return property(read, write, doc=doc)
 
@@ -144,14 +145,12 @@ class NoisyOptimizer(Optimizer):
             getattr(optimizer, _HOOK).remove()
         setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(self._require_noise))
 
-    @property
-    def max_grad_norm(self) -> float:
-        """The bound of the clipping; setting it changes the clipping too."""
-        return self.clipping.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, bound: float) -> None:
-        self.clipping.max_grad_norm = bound
+    param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
+    state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
+    defaults: Any = _attribute_of(_INNER, "defaults", "The original optimizer's defaults.")
+    max_grad_norm: Any = _attribute_of(
+        "clipping", "max_grad_norm", "The bound of the clipping; setting it changes that too."
+    )
 
     @property
     def noise_multiplier(self) -> float:
@@ -196,10 +195,6 @@ class NoisyOptimizer(Optimizer):
             "GradScaler does not work with clipping: it scales losses, and every norm with them; "
             "use bfloat16, which needs no scaling"
         )
-
-    param_groups: Any = _of_the_original("param_groups", "The original optimizer's groups.")
-    state: Any = _of_the_original("state", "The original optimizer's state.")
-    defaults: Any = _of_the_original("defaults", "The original optimizer's defaults.")
 
     @property
     def params(self) -> list[Any]:

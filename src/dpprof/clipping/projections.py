@@ -62,14 +62,18 @@ class Projections:
         self._differences: dict[nn.Parameter, Tensor] = {}
         self._limit = 0.0
 
-    def note_measured(self, parameter: nn.Parameter, contribution: Summable) -> None:
-        """Project a contribution whose norm was found; that of a vector must be materialised."""
-        self._limit = max(self._limit, _limit_of(contribution))
-        self._add(parameter, contribution, 1)
-
-    def note_summed(self, parameter: nn.Parameter, contribution: Summable) -> None:
-        """Project a contribution that is summed; that of a vector must be materialised."""
-        self._add(parameter, contribution, -1)
+    @allocates("norm_samples")
+    def note(self, parameter: nn.Parameter, contribution: Summable, *, is_measured: bool) -> None:
+        """Project a contribution whose norm was found, or that is summed."""
+        if is_measured:
+            self._limit = max(self._limit, _limit_of(contribution))
+        projected_BN = _project(contribution, self._direction.to(contribution[0].device))
+        before_BN = self._differences.get(parameter)
+        if before_BN is None:
+            self._differences[parameter] = projected_BN if is_measured else -projected_BN
+        else:
+            sign = 1 if is_measured else -1
+            self._differences[parameter] = before_BN.add(projected_BN, alpha=sign)
 
     @torch.no_grad()
     @allocates("norm_samples")
@@ -97,15 +101,6 @@ class Projections:
         sample = differs.index(True)
         squares = {p: float(one[sample].square().sum()) for p, one in self._differences.items()}
         return max(squares, key=lambda p: math.inf if math.isnan(squares[p]) else squares[p])
-
-    @allocates("norm_samples")
-    def _add(self, parameter: nn.Parameter, contribution: Summable, sign: int) -> None:
-        projected_BN = _project(contribution, self._direction.to(contribution[0].device))
-        before_BN = self._differences.get(parameter)
-        if before_BN is None:
-            self._differences[parameter] = projected_BN if sign > 0 else -projected_BN
-        else:
-            self._differences[parameter] = before_BN.add(projected_BN, alpha=sign)
 
 
 def _limit_of(contribution: Summable) -> float:

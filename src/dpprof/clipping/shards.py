@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from dpprof.clipping.ranks import AddNoise, SeveralRanks
-from dpprof.clipping.sums import UNCLIPPED, bound_of, mark, own_part
+from dpprof.clipping.sums import add_to_grad, own_part
 from dpprof.spec.registry import UnsupportedError
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
@@ -110,21 +110,15 @@ class Shards(SeveralRanks):
         """Reduce a sum over all ranks' samples, and add this rank's shard of it to ``.grad``."""
         assert isinstance(parameter, DTensor)
         shard = self._reduce(parameter, total).to(parameter.dtype)
-        gradient = parameter.grad
-        if gradient is None:
-            parameter.grad = gradient = DTensor.from_local(
-                shard,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        elif bound_of(gradient) != bound:
-            raise RuntimeError(UNCLIPPED)
-        else:
-            own_part(gradient).add_(shard)
-        mark(gradient, bound)
+        summed = DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        add_to_grad(parameter, summed, bound)
 
     def _reduce(self, parameter: DTensor, total: Tensor | None) -> Tensor:
         """Reduce-scatter a sum, (whole shape), in float32 at least; None is zeros."""

@@ -77,7 +77,7 @@ class FlashClipping(Clipping):
 
     def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         assert self._projections is not None
-        self._projections.note_measured(parameter, contribution)
+        self._projections.note(parameter, contribution, is_measured=True)
 
     def _add_layer(
         self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
@@ -86,7 +86,7 @@ class FlashClipping(Clipping):
         for parameter, found in contributions:
             contribution = materialise_vector(found)
             if self._projections is not None:
-                self._projections.note_summed(parameter, contribution)
+                self._projections.note(parameter, contribution, is_measured=False)
             self._add_to_grad(parameter, contribution, factors_B)
             if self.ranks.is_sharded:
                 self.shard_sums.end_use(parameter)
