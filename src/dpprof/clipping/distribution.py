@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpprof.clipping.ranks import AddNoise, Ranks, SeveralRanks, is_distributed
+from dpprof.clipping.ranks import AddNoise, Ranks, is_distributed
 from dpprof.spec.registry import UnsupportedError
 
 _SYNCHRONISES = ("require_backward_grad_sync", "require_forward_param_sync")
@@ -60,7 +60,7 @@ def _refuse_replicate(model: nn.Module) -> None:
             )
 
 
-class Replicas(SeveralRanks):
+class Replicas(Ranks):
     """The ranks of a ``DistributedDataParallel``.
 
     Raises:
@@ -68,6 +68,7 @@ class Replicas(SeveralRanks):
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
+        assert wrapper.process_group is not None
         super().__init__(wrapper.process_group, next(wrapper.parameters()).device)
         self.wrapper: Any = wrapper
         self._refuse_settings()

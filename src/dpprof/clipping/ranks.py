@@ -31,7 +31,12 @@ _GOLDEN = 0x9E3779B9
 
 
 class Ranks:
-    """The ranks that train one model; here the one process alone."""
+    """The ranks that train one model; without a process group the one process alone.
+
+    Args:
+        group: Their process group.
+        device: Of the parameters.
+    """
 
     wrapper: nn.Module | None = None
     """The ``DistributedDataParallel`` that may run the model."""
@@ -39,7 +44,11 @@ class Ranks:
     is_sharded = False
     """Whether sums are reduced onto shards in backward."""
 
-    rank, size = 0, 1
+    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
+        self.group, self.device = group, device or torch.device("cpu")
+        self.rank, self.size = 0, 1
+        if group is not None:
+            self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer trains, of one that a layer has at present.
@@ -76,39 +85,8 @@ class Ranks:
         Raises:
             RuntimeError: They differ; every rank raises it.
         """
-
-    def any(self, holds: bool) -> bool:
-        """Tell whether something holds on this rank; where it is sharded, on any, and all ask."""
-        return holds
-
-    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
-        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
-        raise NotImplementedError
-
-    def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
-        """Make the source of this rank's noise; None for one that the operating system seeds."""
-        return source
-
-    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
-        """Return the noised average over all ranks, of this rank's sum."""
-        add_noise(summed)
-        return summed
-
-
-class SeveralRanks(Ranks):
-    """The ranks of a process group.
-
-    Args:
-        group: Their process group.
-        device: Of the parameters.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-
-    def agree(self, settings: Mapping[str, float | str], seed: int | None = None) -> None:
-        """Verify that all ranks have the same settings, and that no two have one seed."""
+        if self.group is None:
+            return
         own = [_number(setting) for setting in settings.values()] + [float(seed or 0)]
         mine = torch.tensor(own, dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
@@ -127,6 +105,14 @@ class SeveralRanks(Ranks):
                 "optimizer's generator as it is"
             )
 
+    def any(self, holds: bool) -> bool:
+        """Tell whether something holds on this rank; where it is sharded, on any, and all ask."""
+        return holds
+
+    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
+        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
+        raise NotImplementedError
+
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
         """Make a generator whose seed no other rank has, from the next number of rank 0's.
 
@@ -144,6 +130,11 @@ class SeveralRanks(Ranks):
             return torch.Generator(self.device)
         seed = seed_of_rank(int(base), self.rank)
         return torch.Generator(self.device).manual_seed(seed)
+
+    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
+        """Return the noised average over all ranks, of this rank's sum."""
+        add_noise(summed)
+        return summed
 
 
 def seed_of_rank(base: int, rank: int) -> int:

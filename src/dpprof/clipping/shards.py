@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
-from dpprof.clipping.ranks import AddNoise, SeveralRanks
+from dpprof.clipping.ranks import AddNoise, Ranks
 from dpprof.clipping.sums import add_to_grad, own_part
 from dpprof.spec.registry import UnsupportedError
 
@@ -28,7 +28,7 @@ _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.redu
 """The name is new in PyTorch 2.13, which warns of the old one."""
 
 
-class Shards(SeveralRanks):
+class Shards(Ranks):
     """The ranks over which ``fully_shard`` shards a model.
 
     Raises:
@@ -53,6 +53,7 @@ class Shards(SeveralRanks):
         if len(meshes) > 1:
             raise UnsupportedError("fully_shard over several groups of ranks does not work yet")
         first = next(self._groups())
+        assert first.mesh_info.shard_process_group is not None
         super().__init__(first.mesh_info.shard_process_group, first.device)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
