@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from small_models import FLAT
+from small_models import FLAT, assert_exact, is_clear
 from torch import nn
 from transformers import OPTForCausalLM
 
@@ -22,7 +22,7 @@ from dpprof.clipping.rules import find_rule
 from dpprof.clipping.two_pass import FlashClipping
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.setup import make_batch
-from dpprof.methods.training_step import sample_losses
+from dpprof.methods.training_step import Batch, sample_losses
 from dpprof.models.build import apply_dtype, build_model
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.architecture import Architecture
@@ -79,33 +79,14 @@ def losses_of(model, batch):
     return sample_losses(model(*batch.inputs), batch.labels_BT)
 
 
-def one_at_a_time(model, batch, bound: float) -> dict[str, torch.Tensor]:
-    """Sum the clipped gradients of samples in batches of their own, by ordinary autograd."""
-    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
-    for at in range(len(batch.labels_BT)):
-        model.zero_grad()
-        one = type(batch)(*(None if part is None else part[at : at + 1] for part in batch))
-        losses_of(model, one).sum().backward()
-        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        norm = torch.stack([g.norm() for g in found.values()]).norm()
-        for name, gradient in found.items():
-            sums[name] += gradient * min(1.0, bound / (float(norm) + 1e-6))
-    model.zero_grad()
-    return sums
-
-
-def compare(model, batch, way=BookKeeping, bound: float = 0.5, tolerance: float = 1e-6) -> None:
-    expected = one_at_a_time(model, batch, bound)
-    clipping = way(model, bound)
-    clipping.backward(losses_of(model, batch))
-    whole = torch.stack([one.norm() for one in expected.values()]).norm()
-    for name, parameter in model.named_parameters():
-        assert (name in expected) == parameter.requires_grad
-        if name in expected and parameter.grad is not None:
-            assert parameter.grad.dtype == parameter.dtype
-            assert (parameter.grad - expected[name]).norm() <= tolerance * whole, name
-        elif name in expected:
-            assert not expected[name].any()
+def compare(model, batch, way=BookKeeping, tolerance: float = 1e-6) -> None:
+    assert_exact(
+        way, model, tuple(batch), lambda *parts: losses_of(model, Batch(*parts)),
+        bound=0.5, tolerance=tolerance,
+    )  # fmt: skip
+    for parameter in model.parameters():
+        assert parameter.requires_grad or parameter.grad is None
+        assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -147,7 +128,7 @@ def test_samples_and_tokens_in_one_axis_are_refused(way) -> None:
 
     with pytest.raises(UnsupportedError, match=r"fc2.* saw 21 samples, and there are 3 losses"):
         clipping.backward(losses_of(model, batch))
-    assert all(p.grad is None for p in library.parameters())
+    assert is_clear(library)
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -220,7 +201,7 @@ def test_disabled_or_merged_adapters_leave_nothing_to_train(way) -> None:
 
     with pytest.raises(RuntimeError):
         clipping.backward(losses_of(model, batch))
-    assert all(p.grad is None for p in model.parameters())
+    assert is_clear(model)
 
 
 @pytest.mark.parametrize("way", FLAT)
