@@ -130,6 +130,7 @@ def test_a_state_is_that_of_the_optimizer_inside_with_privacy_added() -> None:
     inner = run.optimizer.original_optimizer.state_dict()
     assert state.keys() == {*inner, "privacy"}
     assert same({key: state[key] for key in inner}, inner)
+    assert run.optimizer.state is run.optimizer.original_optimizer.state
 
 
 def test_a_state_in_the_optimizer_inside_leaves_noise_fresh() -> None:

@@ -95,7 +95,7 @@ def cases(draw) -> Case:
         tied=draw(st.booleans()),
         spread=draw(st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 1.0])),
         cancels=draw(st.booleans()),
-        scale=draw(st.sampled_from([1e-3, 1.0, 1e3, 1e6])),
+        scale=draw(st.sampled_from([0.0, 1e-8, 1e-3, 1.0, -1.0, 1e3, 1e6])),
         bound=draw(st.sampled_from([1e-2, 1.0, 50.0])),
     )
 
