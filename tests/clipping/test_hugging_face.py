@@ -166,29 +166,24 @@ def add_second(model) -> None:
 
 
 @pytest.mark.parametrize("way", FLAT)
-def test_an_adapter_that_is_added_later_is_refused(way) -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_adapter_that_is_added_or_chosen_later_is_refused(is_there, way) -> None:
     model, batch = wrap()
+    if is_there:
+        add_second(model)
+        model.model.set_adapter("default")
     clipping = way(model, 1.0)
-    add_second(model)
+    clipping.backward(losses_of(model, batch))
+    model.zero_grad()
+    if is_there:
+        model.model.set_adapter("second")
+    else:
+        add_second(model)
 
     with pytest.raises(RuntimeError, match=r"second.*is trained and not clipped"):
         clipping.backward(losses_of(model, batch))
     clipping.remove()
     compare(model, batch, way)
-
-
-@pytest.mark.parametrize("way", FLAT)
-def test_an_adapter_that_is_chosen_later_is_refused(way) -> None:
-    model, batch = wrap()
-    add_second(model)
-    model.model.set_adapter("default")
-    clipping = way(model, 1.0)
-    clipping.backward(losses_of(model, batch))
-    model.zero_grad()
-    model.model.set_adapter("second")
-
-    with pytest.raises(RuntimeError, match=r"second.*is trained and not clipped"):
-        clipping.backward(losses_of(model, batch))
 
 
 @pytest.mark.parametrize("way", FLAT)
@@ -275,30 +270,11 @@ def test_a_table_that_its_layer_uses_in_another_way_too_is_refused(way) -> None:
     assert layer.weight.grad is None
 
 
-class Heads(nn.Module):
-    """Queries are normalised by heads, as in Qwen3; the norm sees (B, H, T, K)."""
-
-    def __init__(self, norm) -> None:
-        super().__init__()
-        self.project, self.norm = nn.Linear(8, 8), norm
-
-    def forward(self, x):
-        B, T, _ = x.shape
-        return self.norm(self.project(x).view(B, T, 2, 4).transpose(1, 2)).flatten(1).tanh().sum(1)
-
-
-@pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma3", "Olmo2"])
-def test_norms_of_heads(kind, way) -> None:
+def test_norms_of_heads_have_a_fast_rule(kind) -> None:
     module = pytest.importorskip(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
-    torch.manual_seed(0)
     norm = getattr(module, f"{kind}RMSNorm")(4)
-    nn.init.normal_(norm.weight)
-    model = Heads(norm)
-
     assert find_rule(norm).rule is not run_any_layer
-    checked = way(model, 0.5).check(model, torch.randn(3, 5, 8))
-    assert checked.max_relative_error < 1e-5
 
 
 ARCHITECTURES = re.findall(
