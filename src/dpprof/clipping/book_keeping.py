@@ -3,7 +3,7 @@
 Source: Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost".
 Autograd's own gradients of weights, which DP-SGD does not use, are never computed. For each matrix
 it keeps the activations and output gradients, or the per-sample gradients, whichever have fewer
-elements (``norms.plan``); for each vector its per-sample gradients. Then it computes the clipped
+elements (``norms.linear``); for each vector its per-sample gradients. Then it computes the clipped
 sum layer by layer, and frees what it kept.
 
 Cost for a linear layer of d x p over T tokens: 6 B T d p FLOPs and the norm; where per-sample

@@ -37,7 +37,7 @@ from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
-    from dpprof.norms.plan import WayChoice
+    from dpprof.norms.linear import WayChoice
 
 Enter = Callable[[Any], None]
 

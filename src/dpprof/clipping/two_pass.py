@@ -9,7 +9,7 @@ the second pass sums the gradients whose norms the first pass found, and can exc
 are not finite. ``projections`` verifies that they are the same.
 
 Cost for a linear layer of d x p over T tokens: 2 B T d p FLOPs each for forward, inputs'
-gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.plan``).
+gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.linear``).
 Memory beyond an ordinary step: the graph, kept for the second pass; B norms, and what
 ``projections`` keeps; at most ``norms.tiles.WORKSPACE_BYTES`` while a norm is computed; one layer's
 weighted activations or output gradients, whichever are narrower.
