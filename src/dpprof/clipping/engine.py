@@ -26,11 +26,10 @@ from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import patch_layer, unpatch_layer
-from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
+from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import LayerRule, find_rules
 from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.shard_sums import ShardSums
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
