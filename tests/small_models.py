@@ -49,49 +49,42 @@ class Scale(nn.Module):
         return (x * self.weight).tanh()
 
 
-class FourAxes(nn.Module):
-    """A linear layer that sees (B, T, 1, d)."""
+class Around(nn.Module):
+    """A layer, and how it is called."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, call) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.call = layer, call
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[:, :, None])[:, :, 0]
+        return self.call(self.layer, x)
 
 
-class TwoAxes(nn.Module):
-    """A linear layer that sees (B, d)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean(1))[:, None]
+def four_axes(layer: nn.Module) -> Around:
+    """Let a layer see (B, T, 1, d)."""
+    return Around(layer, lambda layer, x: layer(x[:, :, None])[:, :, 0])
 
 
-class Twice(nn.Module):
-    """One layer, used twice."""
+def two_axes(layer: nn.Module) -> Around:
+    """Let a layer see (B, d)."""
+    return Around(layer, lambda layer, x: layer(x.mean(1))[:, None])
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).tanh())
+def twice(layer: nn.Module) -> Around:
+    """Use a layer twice."""
+    return Around(layer, lambda layer, x: layer(layer(x).tanh()))
 
 
 BODIES = {
     "linear": lambda d, p, bias: nn.Linear(d, p, bias=bias),
-    "linear of 2 axes": lambda d, p, bias: TwoAxes(nn.Linear(d, p, bias=bias)),
-    "linear of 4 axes": lambda d, p, bias: FourAxes(nn.Linear(d, p, bias=bias)),
+    "linear of 2 axes": lambda d, p, bias: two_axes(nn.Linear(d, p, bias=bias)),
+    "linear of 4 axes": lambda d, p, bias: four_axes(nn.Linear(d, p, bias=bias)),
     "conv1d": lambda d, p, _: Conv1D(p, d),
     "layer norm": lambda d, _, bias: nn.LayerNorm(d, bias=bias),
     "rms norm": lambda d, *_: nn.RMSNorm(d),
     "no rule": lambda d, *_: Scale(d),
-    "used twice": lambda d, _, bias: Twice(nn.Linear(d, d, bias=bias)),
-    "norm used twice": lambda d, _, bias: Twice(nn.LayerNorm(d, bias=bias)),
+    "used twice": lambda d, _, bias: twice(nn.Linear(d, d, bias=bias)),
+    "norm used twice": lambda d, _, bias: twice(nn.LayerNorm(d, bias=bias)),
 }
 WITHOUT_BIAS = [kind for kind in BODIES if kind not in ("conv1d", "rms norm", "no rule")]
 KINDS = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from small_models import Conv1D, FourAxes, Scale, Twice, TwoAxes
+from small_models import Around, Conv1D, Scale, four_axes, twice, two_axes
 from torch import nn
 
 from dpprof.clipping.book_keeping import BookKeeping
@@ -24,31 +24,25 @@ since a sum rounds the other samples' shares anew too."""
 V = 5
 
 
-class OverChannels(nn.Module):
-    """A layer that wants (B, d, T)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x.transpose(1, 2)).transpose(1, 2).contiguous()
+def over_channels(layer: nn.Module) -> Around:
+    """Let a layer see (B, d, T)."""
+    return Around(layer, lambda layer, x: layer(x.transpose(1, 2)).transpose(1, 2).contiguous())
 
 
 LAYERS = {
     "linear": nn.Linear,
     "linear without bias": lambda d, p: nn.Linear(d, p, bias=False),
-    "linear of 2 axes": lambda d, p: TwoAxes(nn.Linear(d, p)),
-    "linear of 4 axes": lambda d, p: FourAxes(nn.Linear(d, p)),
+    "linear of 2 axes": lambda d, p: two_axes(nn.Linear(d, p)),
+    "linear of 4 axes": lambda d, p: four_axes(nn.Linear(d, p)),
     "conv1d of gpt-2": lambda d, p: Conv1D(p, d),
-    "convolution": lambda d, p: OverChannels(nn.Conv1d(d, p, 3, padding=1)),
+    "convolution": lambda d, p: over_channels(nn.Conv1d(d, p, 3, padding=1)),
     "layer norm": lambda d, _: nn.LayerNorm(d),
     "rms norm": lambda d, _: nn.RMSNorm(d),
-    "group norm": lambda d, _: OverChannels(nn.GroupNorm(1, d)),
+    "group norm": lambda d, _: over_channels(nn.GroupNorm(1, d)),
     "prelu": lambda *_: nn.PReLU(),
     "no rule": lambda d, _: Scale(d),
-    "used twice": lambda d, _: Twice(nn.Linear(d, d)),
-    "norm used twice": lambda d, _: Twice(nn.LayerNorm(d)),
+    "used twice": lambda d, _: twice(nn.Linear(d, d)),
+    "norm used twice": lambda d, _: twice(nn.LayerNorm(d)),
 }
 KEEP_WIDTH = {"layer norm", "rms norm", "group norm", "prelu", "no rule", "used twice"}
 KEEP_WIDTH |= {"norm used twice"}
