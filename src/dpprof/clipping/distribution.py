@@ -28,7 +28,8 @@ def find_ranks(model: nn.Module) -> Ranks:
         UnsupportedError: It is distributed in a way that is not exact with clipping.
     """
     _refuse_replicate(model)
-    states = _find_states(model)
+    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    states = list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
     if isinstance(model, DistributedDataParallel):
         if states or any(is_distributed(parameter) for parameter in model.parameters()):
             raise UnsupportedError("DistributedDataParallel of sharded parameters does not work")
@@ -39,12 +40,6 @@ def find_ranks(model: nn.Module) -> Ranks:
     from dpprof.clipping.shards import Shards  # noqa: PLC0415
 
     return Shards(model, states)
-
-
-def _find_states(model: nn.Module) -> list[Any]:
-    """List the states of FSDP2 in a model."""
-    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
-    return list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
 
 
 def _refuse_replicate(model: nn.Module) -> None:

@@ -453,16 +453,18 @@ class Clipping(ABC):
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
         """Compute clipping factors; samples that are not finite get 0, and are excluded."""
         assert self._losses is not None
-        self._excluded = _find_nonfinite(self._losses, norms_B)
         factors_B = clip_factor(norms_B, bound)
-        if self._excluded is not None:
-            factors_B = factors_B.masked_fill(self._excluded, 0)
-            before_B = self._nonfinite
-            after_B = self._excluded
-            self._nonfinite = (
-                after_B if before_B is None else before_B | after_B.to(before_B.device)
-            )
-        return factors_B
+        nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
+        # A fake tensor has no values; otherwise this waits for the device.
+        if isinstance(nonfinite_B, FakeTensor) or not any(nonfinite_B.tolist()):
+            self._excluded = None
+            return factors_B
+        self._excluded = nonfinite_B
+        before_B = self._nonfinite
+        self._nonfinite = (
+            nonfinite_B if before_B is None else before_B | nonfinite_B.to(before_B.device)
+        )
+        return factors_B.masked_fill(nonfinite_B, 0)
 
     @torch.no_grad()
     def _add_to_grad(
@@ -479,14 +481,6 @@ class Clipping(ABC):
             self.shard_sums.add(parameter, summed)
         else:
             add_to_grad(parameter, summed.to(parameter.dtype), self.max_grad_norm)
-
-
-def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
-    """Find samples that are not finite; None if all are. This waits for the device."""
-    nonfinite_B = ~(norms_B.isfinite() & losses_B.to(norms_B.device).isfinite())
-    if isinstance(nonfinite_B, FakeTensor):  # it has no values
-        return None
-    return nonfinite_B if any(nonfinite_B.tolist()) else None
 
 
 def _run(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
-from dpprof.clipping.ranks import Ranks, distinct_part
+from dpprof.clipping.ranks import distinct_part
 from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
@@ -254,7 +254,16 @@ class NoisyOptimizer(Optimizer):
         """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``."""
         ranks = self.clipping.ranks
         if ranks.size > 1:
-            self._agree(ranks)
+            assert self.generator is not None
+            trained = (
+                f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
+            )
+            settings: dict[str, float | str] = {
+                **{name: value or 0 for name, value in self._settings.items()},
+                "the number of steps": self.steps,
+                "the trained parameters": "\n".join(trained),
+            }
+            ranks.agree(settings, distinct_part(self.generator))
         for parameter in self.params:
             summed, parameter.summed_grad = parameter.summed_grad, None
             parameter.grad = ranks.release_sum(summed, self._add_noise_to)
@@ -403,18 +412,6 @@ class NoisyOptimizer(Optimizer):
 
     def _will_skip(self) -> bool:
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
-
-    def _agree(self, ranks: Ranks) -> None:
-        """Compare the settings of the noise with those of other ranks."""
-        assert self.generator is not None
-        settings: dict[str, float | str] = {
-            **{name: value or 0 for name, value in self._settings.items()},
-            "the number of steps": self.steps,
-            "the trained parameters": "\n".join(
-                f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
-            ),
-        }
-        ranks.agree(settings, distinct_part(self.generator))
 
     def _require_one_clipped_batch(self) -> None:
         batches = self.clipping.batches - self._batches_before

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -144,8 +144,11 @@ def _find_by_class(layer: nn.Module) -> Found | None:
             )
         if not inherits and (rule is not run_embedding or unknown):
             return None
-        if rule is run_embedding:
-            _refuse_options(layer)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if rule is run_embedding and getattr(layer, option):
+                raise UnsupportedError(
+                    f"an embedding with {option} has no exact per-sample gradient"
+                )
         return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
     return None
 
@@ -159,9 +162,3 @@ def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
     written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
     codes = [getattr(one, "__code__", None) for one in written]
     return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)
-
-
-def _refuse_options(embedding: Any) -> None:
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(embedding, option):
-            raise UnsupportedError(f"an embedding with {option} has no exact per-sample gradient")

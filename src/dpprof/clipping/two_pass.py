@@ -60,20 +60,17 @@ class FlashClipping(Clipping):
             generator = self._find_generator(losses)
             self._projections = Projections(self._coverage, losses, generator)
         try:
-            self._run_passes(losses, norms, enter)
+            enter("backward")
+            with self.handling(norms.add):
+                torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
+            enter("clip")
+            factors_B = self._finish(norms)
+            enter("second_backward")
+            with self.handling(partial(self._add_layer, factors_B)):
+                torch.autograd.backward(losses, make_weights(losses))
             self._refuse_difference()
         finally:
             self._projections = None
-
-    def _run_passes(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        enter("backward")
-        with self.handling(norms.add):
-            torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
-        enter("clip")
-        factors_B = self._finish(norms)
-        enter("second_backward")
-        with self.handling(partial(self._add_layer, factors_B)):
-            torch.autograd.backward(losses, make_weights(losses))
 
     def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         assert self._projections is not None
