@@ -10,6 +10,7 @@ Shape legend: B samples, T tokens, d width.
 """
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -79,29 +80,21 @@ def recognise(layer: nn.Module) -> Recognised | None:
     key = (type(layer), len(weight), *read_settings(layer).items())
     if key not in _recognised:
         with _unwatched():
-            fits = (one for one in formulas if _computes(layer, one, len(weight)))
+            cases = list(itertools.product(_PROBES, (False, True)))  # in evaluation, in training
+            fits = (one for one in formulas if all(_computes(layer, one, *case) for case in cases))
             _recognised[key] = next(fits, None)
     return _recognised[key]
 
 
-def _computes(layer: nn.Module, formula: Recognised, d: int) -> bool:
-    """Tell whether a layer computes a formula, in training and in evaluation."""
-    return all(
-        _computes_in(layer, formula, d, probe, training=training)
-        for training in (False, True)
-        for probe in _PROBES
-    )
-
-
-def _computes_in(
+def _computes(
     layer: nn.Module,
     formula: Recognised,
-    d: int,
     probe: tuple[torch.dtype, torch.dtype, float],
-    *,
     training: bool,
 ) -> bool:
+    """Tell whether a layer computes a formula."""
     of_input, of_scale, tolerance = probe
+    d = len(getattr(layer, formula.scale))
     generator = torch.Generator().manual_seed(0)
     sizes_T1 = 10.0 ** torch.arange(-4.0, 3.0)[:, None]  # epsilon counts in the small ones
     x_BTd = torch.randn(2, len(sizes_T1), d, generator=generator) * sizes_T1

@@ -73,7 +73,14 @@ class Shards(Ranks):
         for group in self._groups():
             _refuse_policies(group)
             for one in group.fsdp_params:
-                _refuse_parameter(one)
+                if one.is_dtensor:
+                    raise UnsupportedError(
+                        "tensor-parallel parameters do not work with clipping yet"
+                    )
+                if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter, FakeTensor):
+                    raise UnsupportedError(
+                        "fully_shard of a tensor subclass does not work with clipping yet"
+                    )
                 self._owners[one.sharded_param] = one.sharded_param
                 gathered = getattr(one, "_unsharded_param", None)
                 if gathered is not None:
@@ -165,10 +172,3 @@ def _refuse_policies(group: Any) -> None:
     for what, is_set in refused.items():
         if is_set:
             raise UnsupportedError(f"{name} with {what} does not work with clipping yet")
-
-
-def _refuse_parameter(one: Any) -> None:
-    if one.is_dtensor:
-        raise UnsupportedError("tensor-parallel parameters do not work with clipping yet")
-    if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter, FakeTensor):
-        raise UnsupportedError("fully_shard of a tensor subclass does not work with clipping yet")
