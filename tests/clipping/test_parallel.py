@@ -37,7 +37,6 @@ QUICK = [
     (2, Case("ours", "flash", "fsdp", tied=True), IN_PARTS),
     (2, Case("ours", "flash-bk", "ddp", tied=True), IN_PARTS),
     (2, Case("llama", "flash", "fsdp", tied=True, checkpointing=True, reshard=False), UNEVEN),
-    (4, Case("ours", "flash-bk", "fsdp", tied=True), IN_PARTS),
 ]
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
@@ -109,7 +108,7 @@ def test_parameters_may_be_sharded_by_another_axis(pools, way) -> None:
     assert_same(ranks, train_alone(case, steps))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS_OF_RANKS)
 def test_each_element_gets_noise_once_and_no_two_ranks_draw_the_same(pools, kind, size) -> None:
     ranks = pools[size].compute(parallel_cases.draw_noise, kind, seeded=size == 2)
@@ -221,7 +220,10 @@ def test_samples_that_are_mixed_on_one_rank_are_refused(pools, kind, way, counts
         (2, "skip_a_layer", ("flash",), "which layers ran, or their order, differs"),
         (2, "skip_a_layer", ("flash-bk",), "which layers ran, or their order, differs"),
         (2, "make_secure", (Case(),), "secure_mode does not work with several ranks"),
-        (4, "reshard_onto_fewer", (), "with a number for reshard_after_forward does not work"),
+        pytest.param(
+            *(4, "reshard_onto_fewer", (), "with a number for reshard_after_forward does not work"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_is_refused_on_all_ranks(pools, size, function, arguments, told) -> None:

@@ -10,6 +10,7 @@ from torch.distributed import destroy_process_group
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
@@ -115,6 +116,13 @@ def test_models_that_are_distributed_otherwise(what) -> None:
     build, told = MODELS[what]
     with pytest.raises((UnsupportedError, ValueError), match=told):
         BookKeeping(build(), 1.0)
+
+
+def test_resharding_onto_fewer_ranks(monkeypatch) -> None:
+    """As on four ranks, which the slow tests have."""
+    monkeypatch.setattr(FSDPParamGroup, "_use_post_forward_mesh", True)
+    with pytest.raises(UnsupportedError, match="with a number for reshard_after_forward does not"):
+        BookKeeping(sharded(), 1.0)
 
 
 def test_distributed_data_parallel_that_the_clipping_does_not_know() -> None:
