@@ -41,7 +41,7 @@ CASES += [
 @pytest.mark.parametrize(("T", "variant", "kind"), CASES)
 def test_every_layer_at_every_shape(T, variant, kind) -> None:
     kind, bias = kind
-    for B in (1, 3, 8):
+    for B in (1, 4):
         ids, labels, weights = draw(B, T)
         exact = build(kind, bias, variant, torch.float64)
         norms, expected, bound = one_by_one(exact.losses, exact, (ids, labels, weights.double()))

@@ -36,7 +36,7 @@ QUICK = [
     (2, Case("ours", "flash-bk", "fsdp", checkpointing=True), UNEVEN),
     (2, Case("ours", "flash", "fsdp", tied=True), IN_PARTS),
     (2, Case("ours", "flash-bk", "ddp", tied=True), IN_PARTS),
-    (2, Case("llama", "flash", "fsdp", tied=True, checkpointing=True, reshard=False), UNEVEN),
+    (2, Case("ours", "flash", "fsdp", tied=True, checkpointing=True, reshard=False), UNEVEN),
 ]
 EVERY = [
     (size, Case(model, way, kind, tied, checkpointing, reshard), steps)
