@@ -15,8 +15,9 @@ from torch.nn import functional
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.optimizer import NoisyOptimizer
 from dpprof.clipping.two_pass import FlashClipping
-from dpprof.models.transformer import Transformer
-from dpprof.spec.experiment import Dimensions
+from dpprof.models.build import build_model
+from dpprof.models.distribute import find_blocks
+from dpprof.spec.experiment import Experiment
 
 T, V, D = 5, 13, 8
 """Neither 2 nor 4 divides V: shards of the table are uneven."""
@@ -44,75 +45,23 @@ class Case(NamedTuple):
 def build(case: Case) -> nn.Module:
     """Build a model in float64, the same on every rank."""
     torch.manual_seed(0)
-    builders = {"ours": _build_ours, "gpt2": _build_gpt2}
-    model = builders.get(case.model, _build_llama)(case)
+    model: dict[str, Any] = {"vocab_size": V, "d_model": D, "layers": 2, "heads": 2}
+    if case.model != "ours":
+        name = "tiny-llama" if case.model == "adapters" else f"tiny-{case.model}"
+        model = {"hf": name, "vocab_size": V, "tie_word_embeddings": case.tied}
+    settings = {"method": "flash", "device": "cpu", "batch_size": 1, "seq_len": T, "model": model}
+    settings["checkpointing"] = "non-reentrant" if case.checkpointing else "none"
     if case.model == "adapters":
-        model = _add_adapters(model)
-    for parameter in model.parameters():
+        settings["lora"] = "rank=2,target_modules=all-linear"
+    built: Any = build_model(Experiment.model_validate(settings))
+    if case.model == "ours" and case.tied:
+        built.head.weight = built.token_embedding.weight
+    for module in built.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for parameter in built.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return model.double().train()
-
-
-def _build_ours(case: Case) -> nn.Module:
-    dimensions = Dimensions(vocab_size=V, d_model=D, layers=2, heads=2)
-    checkpointing = "non-reentrant" if case.checkpointing else "none"
-    model = Transformer(dimensions, T, checkpointing=checkpointing)
-    if case.tied:
-        model.head.weight = model.token_embedding.weight
-    return model
-
-
-def _build_gpt2(case: Case) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
-
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(
-        vocab_size=V,
-        n_positions=T,
-        n_embd=D,
-        n_layer=2,
-        n_head=2,
-        tie_word_embeddings=case.tied,
-        use_cache=False,
-        **off,
-    )
-    return _checkpoint(GPT2LMHeadModel(config), case)
-
-
-def _build_llama(case: Case) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=T,
-        tie_word_embeddings=case.tied,
-        use_cache=False,
-    )
-    return _checkpoint(LlamaForCausalLM(config), case)
-
-
-def _add_adapters(model: Any) -> nn.Module:
-    import peft  # noqa: PLC0415
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
-
-
-def _checkpoint(model: Any, case: Case) -> nn.Module:
-    if case.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def blocks_of(model: Any) -> Any:
-    """Return the blocks of a model."""
-    if isinstance(model, Transformer):
-        return model.blocks
-    model = model.base_model.model if hasattr(model, "peft_config") else model
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    return built.double().train()
 
 
 def distribute(model: nn.Module, case: Case, **options: Any) -> nn.Module:
@@ -120,7 +69,7 @@ def distribute(model: nn.Module, case: Case, **options: Any) -> nn.Module:
     if case.kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for block in blocks_of(model):
+    for block in find_blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=case.reshard, **options)
     return fully_shard(model, mesh=mesh, reshard_after_forward=case.reshard, **options)
 
@@ -137,11 +86,8 @@ def losses_of(model: nn.Module, case: Case, samples: list[int], *, alone: bool =
     if not samples and (alone or case.kind == "ddp"):
         return torch.zeros(0)
     ids_BT, labels_BT = (part[samples or [0]] for part in draw_data())
-    if case.model == "ours":
-        logits_BTV = model(ids_BT)
-    else:
-        positions_BT = torch.arange(T).repeat(len(ids_BT), 1)
-        logits_BTV = model(input_ids=ids_BT, position_ids=positions_BT).logits
+    masks = [] if case.model == "ours" else [torch.ones_like(ids_BT)]
+    logits_BTV = model(ids_BT, *masks)
     if logits_BTV.dtype == torch.bfloat16:
         logits_BTV = logits_BTV.float()
     losses_BT = functional.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")

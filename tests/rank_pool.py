@@ -14,7 +14,7 @@ SECONDS = 120
 """How long a rank waits for another."""
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed.fsdp", "opacus.accountants"])
+FORKS.set_forkserver_preload(["torch.distributed.fsdp", "opacus.accountants", "parallel_cases"])
 """Starts processes that share what a first one imported."""
 
 

@@ -49,49 +49,42 @@ class Scale(nn.Module):
         return (x * self.weight).tanh()
 
 
-class FourAxes(nn.Module):
-    """A linear layer that sees (B, T, 1, d)."""
+class Around(nn.Module):
+    """A layer, and how it is called."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, call) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.call = layer, call
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[:, :, None])[:, :, 0]
+        return self.call(self.layer, x)
 
 
-class TwoAxes(nn.Module):
-    """A linear layer that sees (B, d)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean(1))[:, None]
+def four_axes(layer: nn.Module) -> Around:
+    """Let a layer see (B, T, 1, d)."""
+    return Around(layer, lambda layer, x: layer(x[:, :, None])[:, :, 0])
 
 
-class Twice(nn.Module):
-    """One layer, used twice."""
+def two_axes(layer: nn.Module) -> Around:
+    """Let a layer see (B, d)."""
+    return Around(layer, lambda layer, x: layer(x.mean(1))[:, None])
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(x).tanh())
+def twice(layer: nn.Module) -> Around:
+    """Use a layer twice."""
+    return Around(layer, lambda layer, x: layer(layer(x).tanh()))
 
 
 BODIES = {
     "linear": lambda d, p, bias: nn.Linear(d, p, bias=bias),
-    "linear of 2 axes": lambda d, p, bias: TwoAxes(nn.Linear(d, p, bias=bias)),
-    "linear of 4 axes": lambda d, p, bias: FourAxes(nn.Linear(d, p, bias=bias)),
+    "linear of 2 axes": lambda d, p, bias: two_axes(nn.Linear(d, p, bias=bias)),
+    "linear of 4 axes": lambda d, p, bias: four_axes(nn.Linear(d, p, bias=bias)),
     "conv1d": lambda d, p, _: Conv1D(p, d),
     "layer norm": lambda d, _, bias: nn.LayerNorm(d, bias=bias),
     "rms norm": lambda d, *_: nn.RMSNorm(d),
     "no rule": lambda d, *_: Scale(d),
-    "used twice": lambda d, _, bias: Twice(nn.Linear(d, d, bias=bias)),
-    "norm used twice": lambda d, _, bias: Twice(nn.LayerNorm(d, bias=bias)),
+    "used twice": lambda d, _, bias: twice(nn.Linear(d, d, bias=bias)),
+    "norm used twice": lambda d, _, bias: twice(nn.LayerNorm(d, bias=bias)),
 }
 WITHOUT_BIAS = [kind for kind in BODIES if kind not in ("conv1d", "rms norm", "no rule")]
 KINDS = [
@@ -153,24 +146,43 @@ def draw(B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, weights
 
 
-def one_by_one(model: Small, batch: tuple[Tensor, ...], bound: float | None):
-    """Norms and the clipped sum by ordinary autograd, a sample at a time.
+def gradients(model: nn.Module) -> Tensor:
+    """Join the gradients of a model's trained parameters, zero where there is none, in float64."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    return torch.cat([part.flatten().double() for part in parts])
+
+
+def is_clear(model: nn.Module) -> bool:
+    """Tell whether no parameter has a gradient."""
+    return all(p.grad is None for p in model.parameters())
+
+
+def one_by_one(losses_of, model: nn.Module, batch: tuple[Tensor, ...], bound: float | None = None):
+    """Norms and the clipped sum in float64, by ordinary autograd, a sample at a time.
 
     The bound is the median norm where it is None.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
     samples = []
     for sample in zip(*batch, strict=True):
-        losses = model.losses(*(part[None] for part in sample))
-        samples.append(torch.autograd.grad(losses.sum(), parameters))
-    norms = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in samples])
+        losses_of(*(part[None] for part in sample)).sum().backward()
+        samples.append(gradients(model))
+        model.zero_grad()
+    norms = torch.stack([one.norm() for one in samples])
     bound = float(norms.median()) if bound is None else bound
-    factors = [min(1.0, bound / (float(norm) + 1e-6)) for norm in norms]
-    clipped = [
-        [factor * gradient for gradient in one]
-        for factor, one in zip(factors, samples, strict=True)
-    ]
-    return norms, [sum(parts) for parts in zip(*clipped, strict=True)], bound
+    factors = (bound / (norms + 1e-6)).clamp(max=1)
+    return norms, factors @ torch.stack(samples), bound
+
+
+def assert_exact(way, model: nn.Module, batch, losses_of=None, *, bound=None, tolerance=1e-9):
+    """Clip a batch as samples one at a time are clipped; returns the clipping."""
+    losses_of = losses_of or model.losses
+    norms, total, bound = one_by_one(losses_of, model, batch, bound)
+    clipping = way(model, bound)
+    clipping.backward(losses_of(*batch))
+    assert (gradients(model) - total).norm() <= tolerance * total.norm()
+    assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
+    return clipping
 
 
 def build(kind: str = "layer norm", *, bias: bool = True, variant: str = "plain") -> Small:
@@ -185,11 +197,7 @@ def batch(B: int = 4, T: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, weights.double()
 
 
-def private(clipping, model, lr: float = 1.0, noise_multiplier: float = 0.0) -> NoisyOptimizer:
-    """Wrap SGD for noise."""
-    return NoisyOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr),
-        clipping,
-        noise_multiplier=noise_multiplier,
-        expected_batch_size=1,
-    )
+def private(clipping, model, **options) -> NoisyOptimizer:
+    """Wrap SGD for noise; by default there is none."""
+    options = {"noise_multiplier": 0.0, "expected_batch_size": 1} | options
+    return NoisyOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), clipping, **options)

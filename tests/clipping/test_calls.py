@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from products import one_in
-from small_models import EVERY, FLAT, Conv1D, Scale
+from small_models import EVERY, FLAT, Conv1D, Scale, gradients, is_clear, one_by_one
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,7 +113,7 @@ def test_a_change_between_forward_and_backward_is_refused_by_name(change, way, c
 
     with pytest.raises(RuntimeError, match=message):
         clipping.backward(losses)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert is_clear(model)
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -184,25 +184,6 @@ def losses_of(model, change, x):
     return last(h).square().flatten(1).sum(1)
 
 
-def expected_sum(model, change, x, bound):
-    """By definition: out of place where autograd refuses what changes a leaf's view."""
-    total = [torch.zeros_like(p) for p in model.parameters()]
-    for one in x:
-        gradients = torch.autograd.grad(
-            losses_of(model, lambda h, x: change(h.clone(), x), one[None])[0],
-            list(model.parameters()),
-            allow_unused=True,
-        )
-        found = [
-            torch.zeros_like(one) if gradient is None else gradient
-            for one, gradient in zip(total, gradients, strict=True)
-        ]
-        norm = torch.cat([gradient.flatten() for gradient in found]).norm()
-        factor = min(1.0, bound / (float(norm) + 1e-6))
-        total = [one + factor * gradient for one, gradient in zip(total, found, strict=True)]
-    return total
-
-
 def is_leaf(_, axes, layer, *__) -> bool:
     return layer == PARAMETER and axes != 3
 
@@ -214,14 +195,16 @@ def test_code_may_change_a_layers_output_in_place(change, axes, layer, way) -> N
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(D, D), LAYERS[layer](), nn.Linear(D, D)]).double()
     x = torch.randn(B, *[T, 2][: axes - 2], D, dtype=torch.float64)
-    expected = expected_sum(model, IN_PLACE[change], x, 0.5)
+
+    def out_of_place(x):  # autograd refuses what changes a leaf's view
+        return losses_of(model, lambda h, x: IN_PLACE[change](h.clone(), x), x)
+
+    _, expected, _ = one_by_one(out_of_place, model, (x,), 0.5)
     weights = copy.deepcopy(model.state_dict())
     clipping = way(model, 0.5)
     clipping.backward(losses_of(model, IN_PLACE[change], x))
 
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        found = torch.zeros_like(gradient) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
     assert all(torch.equal(weights[name], one) for name, one in model.state_dict().items())
 
 

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import FLAT, private
+from small_models import FLAT, is_clear, private
 from torch import nn
 from torch.distributed import destroy_process_group
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
@@ -117,6 +118,23 @@ def test_models_that_are_distributed_otherwise(what) -> None:
         BookKeeping(build(), 1.0)
 
 
+def test_resharding_onto_fewer_ranks(monkeypatch) -> None:
+    """As on four ranks, which the slow tests have."""
+    monkeypatch.setattr(FSDPParamGroup, "_use_post_forward_mesh", True)
+    with pytest.raises(UnsupportedError, match="with a number for reshard_after_forward does not"):
+        BookKeeping(sharded(), 1.0)
+
+
+def test_distributed_data_parallel_that_the_clipping_does_not_know() -> None:
+    model = Small()
+    BookKeeping(model, 1.0)
+    later = DistributedDataParallel(model)
+    with pytest.raises(UnsupportedError, match="make the Clipping of the DistributedDataParallel"):
+        later(torch.ones(2, 3))
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel does not work"):
+        BookKeeping(nn.Sequential(DistributedDataParallel(Small())), 1.0)
+
+
 def losses_of(model) -> torch.Tensor:
     return model(torch.ones(2, 3)).square().sum(1)
 
@@ -130,7 +148,7 @@ def test_a_parameter_that_is_used_outside_of_its_layer(way, wrap) -> None:
     model_inside.outside = True
     with pytest.raises(RuntimeError, match=r"last\.weight was used outside of its layer"):
         clipping.backward(losses_of(model))
-    assert all(p.grad is None for p in model.parameters())
+    assert is_clear(model)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
@@ -139,7 +157,7 @@ def test_a_backward_that_is_not_the_clipping_s(wrap) -> None:
     BookKeeping(model, 1.0)
     with pytest.raises(RuntimeError, match=r"call backward\(losses\) of its Clipping"):
         losses_of(model).sum().backward()
-    assert all(p.grad is None for p in model.parameters())
+    assert is_clear(model)
 
 
 @pytest.mark.parametrize("way", FLAT)

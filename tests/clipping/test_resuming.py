@@ -130,6 +130,7 @@ def test_a_state_is_that_of_the_optimizer_inside_with_privacy_added() -> None:
     inner = run.optimizer.original_optimizer.state_dict()
     assert state.keys() == {*inner, "privacy"}
     assert same({key: state[key] for key in inner}, inner)
+    assert run.optimizer.state is run.optimizer.original_optimizer.state
 
 
 def test_a_state_in_the_optimizer_inside_leaves_noise_fresh() -> None:
@@ -168,14 +169,6 @@ def test_a_state_of_other_settings_is_refused(option, other, told) -> None:
     refuse(Run(**{option: other}).train(2), state, told)
 
 
-def shorten(states) -> None:
-    states["cpu"] = states["cpu"][:16]
-
-
-def move_to_a_gpu(states) -> None:
-    states["cuda:0"] = states.pop("cpu")[:16]  # as a generator of CUDA gives it
-
-
 REFUSED = {
     "without privacy": (lambda s: s.pop("privacy"), r"load it into optimizer\.original_optimizer"),
     "another rank": (
@@ -187,11 +180,11 @@ REFUSED = {
         "made with number of ranks 2, and this one with 1;",
     ),
     "another size of generator": (
-        lambda s: shorten(s["privacy"]["generators"]),
+        lambda s: s["privacy"].update(generators={"cpu": s["privacy"]["generators"]["cpu"][:16]}),
         "does not take this state .*size",
     ),
     "another kind of generator": (
-        lambda s: move_to_a_gpu(s["privacy"]["generators"]),
+        lambda s: s["privacy"].update(generators={"cuda:0": torch.zeros(16, dtype=torch.uint8)}),
         "was drawn on cuda, and this optimizer draws on cpu;",
     ),
     "other groups of parameters": (

@@ -15,6 +15,10 @@ from dpprof.memory.recorder import Recorder
 D = 6
 
 
+def normalise(x, eps: float):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
 class Llama(nn.Module):
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
@@ -22,22 +26,19 @@ class Llama(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states):
-        x = hidden_states.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        x = normalise(hidden_states.to(torch.float32), self.variance_epsilon)
         return self.weight * x.to(hidden_states.dtype)
 
 
 class Olmo(Llama):
     def forward(self, hidden_states):
-        x = hidden_states.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        x = normalise(hidden_states.to(torch.float32), self.variance_epsilon)
         return (self.weight * x).to(hidden_states.dtype)
 
 
 class Gemma(Llama):
     def forward(self, x):
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        y = normalise(x.float(), self.variance_epsilon)
         return (y * (1.0 + self.weight.float())).type_as(x)
 
 
@@ -45,16 +46,14 @@ class OfFloat64(Llama):
     """It casts nothing, so float64 stays float64."""
 
     def forward(self, x):
-        return (
-            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
-        )
+        return normalise(x, self.variance_epsilon) * self.weight
 
 
 class Fixed(Llama):
     """Its epsilon is not the attribute."""
 
     def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
+        return self.weight * normalise(x, 1e-3)
 
 
 class Centred(Llama):

@@ -4,16 +4,15 @@ A sample is taken out of the batch in float64. In fewer bits its gradient is mad
 a batch of the same shape: libraries round the other samples otherwise in a batch of another shape.
 """
 
-from dataclasses import dataclass
+from collections import namedtuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from small_models import Conv1D, FourAxes, Scale, Twice, TwoAxes
+from small_models import EVERY, Around, Conv1D, Scale, four_axes, twice, two_axes
 from torch import nn
 
-from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.two_pass import FlashClipping
 
@@ -24,80 +23,49 @@ since a sum rounds the other samples' shares anew too."""
 V = 5
 
 
-class OverChannels(nn.Module):
-    """A layer that wants (B, d, T)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x.transpose(1, 2)).transpose(1, 2).contiguous()
+def over_channels(layer: nn.Module) -> Around:
+    """Let a layer see (B, d, T)."""
+    return Around(layer, lambda layer, x: layer(x.transpose(1, 2)).transpose(1, 2).contiguous())
 
 
 LAYERS = {
     "linear": nn.Linear,
     "linear without bias": lambda d, p: nn.Linear(d, p, bias=False),
-    "linear of 2 axes": lambda d, p: TwoAxes(nn.Linear(d, p)),
-    "linear of 4 axes": lambda d, p: FourAxes(nn.Linear(d, p)),
+    "linear of 2 axes": lambda d, p: two_axes(nn.Linear(d, p)),
+    "linear of 4 axes": lambda d, p: four_axes(nn.Linear(d, p)),
     "conv1d of gpt-2": lambda d, p: Conv1D(p, d),
-    "convolution": lambda d, p: OverChannels(nn.Conv1d(d, p, 3, padding=1)),
+    "convolution": lambda d, p: over_channels(nn.Conv1d(d, p, 3, padding=1)),
     "layer norm": lambda d, _: nn.LayerNorm(d),
     "rms norm": lambda d, _: nn.RMSNorm(d),
-    "group norm": lambda d, _: OverChannels(nn.GroupNorm(1, d)),
+    "group norm": lambda d, _: over_channels(nn.GroupNorm(1, d)),
     "prelu": lambda *_: nn.PReLU(),
     "no rule": lambda d, _: Scale(d),
-    "used twice": lambda d, _: Twice(nn.Linear(d, d)),
-    "norm used twice": lambda d, _: Twice(nn.LayerNorm(d)),
+    "used twice": lambda d, _: twice(nn.Linear(d, d)),
+    "norm used twice": lambda d, _: twice(nn.LayerNorm(d)),
 }
 KEEP_WIDTH = {"layer norm", "rms norm", "group norm", "prelu", "no rule", "used twice"}
 KEEP_WIDTH |= {"norm used twice"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One draw."""
-
-    seed: int
-    way: type
-    dtype: torch.dtype
-    B: int
-    T: int
-    widths: tuple[int, ...]
-    layers: tuple[str, ...]
-    frozen: int
-    table: bool
-    padding: int | None
-    tied: bool
-    spread: float
-    cancels: bool
-    scale: float
-    bound: float
-
-
-@st.composite
-def cases(draw) -> Case:
-    way = draw(st.sampled_from([FlashClipping, BookKeeping, PerLayerClipping]))
-    # Per-layer clipping refuses a layer that is used twice.
-    kinds = sorted(k for k in LAYERS if way is not PerLayerClipping or "twice" not in k)
-    layers = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4)))
-    return Case(
-        seed=draw(st.integers(0, 2**16)),
-        way=way,
-        dtype=draw(st.sampled_from(sorted(BOUND, key=str))),
-        B=draw(st.integers(0, 5)),
-        T=draw(st.sampled_from([1, 2, 5, 16])),
-        widths=tuple(draw(st.integers(2, 12)) for _ in range(len(layers) + 1)),
-        layers=layers,
-        frozen=draw(st.integers(0, 2**8)),
-        table=draw(st.booleans()),
-        padding=draw(st.sampled_from([None, 0, -1])),
-        tied=draw(st.booleans()),
-        spread=draw(st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 1.0])),
-        cancels=draw(st.booleans()),
-        scale=draw(st.sampled_from([1e-3, 1.0, 1e3, 1e6])),
-        bound=draw(st.sampled_from([1e-2, 1.0, 50.0])),
-    )
+FIELDS = {
+    "seed": st.integers(0, 2**16),
+    "way": st.sampled_from(EVERY),
+    "dtype": st.sampled_from(sorted(BOUND, key=str)),
+    "B": st.integers(0, 5),
+    "T": st.sampled_from([1, 2, 5, 16]),
+    "widths": st.tuples(*[st.integers(2, 12)] * 5),
+    "layers": st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=4),
+    "frozen": st.integers(0, 2**8),
+    "table": st.booleans(),
+    "padding": st.sampled_from([None, 0, -1]),
+    "tied": st.booleans(),
+    "spread": st.sampled_from([0.0, 1e-6, 1e-4, 1e-2, 1.0]),
+    "cancels": st.booleans(),
+    "scale": st.sampled_from([0.0, 1e-8, 1e-3, 1.0, -1.0, 1e3, 1e6]),
+    "bound": st.sampled_from([1e-2, 1.0, 50.0]),
+}
+Case = namedtuple("Case", FIELDS)  # noqa: PYI024 (the strategies say the types)
+CASES = st.builds(Case, **FIELDS)
 
 
 class Model(nn.Module):
@@ -108,7 +76,9 @@ class Model(nn.Module):
         width = case.widths[0]
         self.table = nn.Embedding(V, width, padding_idx=case.padding) if case.table else None
         body = []
-        for kind, p in zip(case.layers, case.widths[1:], strict=True):
+        for kind, p in zip(case.layers, case.widths[1:], strict=False):
+            if case.way is PerLayerClipping and "twice" in kind:
+                continue  # which it refuses
             body.append(LAYERS[kind](width, p))
             width = width if kind in KEEP_WIDTH else p
         self.body = nn.Sequential(*body)
@@ -212,15 +182,15 @@ DEPENDS_ON_THE_OTHERS = Case(
 """Gradients that are mostly rounding: their norms must not depend on the size of the batch."""
 
 
-@settings(max_examples=40, **COMMON)
+@settings(max_examples=30, **COMMON)
 @example(DEPENDS_ON_THE_OTHERS)
-@given(cases())
+@given(CASES)
 def test_no_sample_moves_the_sum_by_more_than_the_bound(case) -> None:
     assert_bounded(case)
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, **COMMON)
-@given(cases())
+@given(CASES)
 def test_no_sample_does_in_two_thousand_cases(case) -> None:
     assert_bounded(case)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from opacus.layers import DPMultiheadAttention
-from small_models import Conv1D, Scale, Twice
+from small_models import Conv1D, Scale, twice
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.checkpoint import checkpoint
@@ -122,7 +122,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "`GroupNorm`": lambda: Between(nn.GroupNorm(2, D), over_channels),
     "`PReLU`": lambda: Between(nn.PReLU()),
     "`Bilinear`": lambda: Between(nn.Bilinear(D, D, D), lambda inside, x: inside(x, x)),
-    "layer that is used twice": lambda: Between(Twice(nn.Linear(D, D))),
+    "layer that is used twice": lambda: Between(twice(nn.Linear(D, D))),
     "tied embedding and head": Tied,
     "non-reentrant checkpointing": lambda: Between(
         nn.Linear(D, D), lambda inside, x: checkpoint(inside, x, use_reentrant=False)

@@ -9,11 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpprof.memory.events import Allocated
 from dpprof.memory.recorder import Recorder
 from dpprof.norms.code_paths import Way
-from dpprof.norms.linear import WAYS, gram_tile_size
-from dpprof.norms.plan import choose_way, price_gram, price_product
+from dpprof.norms.linear import WAYS, choose_way, gram_tile_size, price_gram, price_product
 from dpprof.norms.scale import scale_gradients
-from dpprof.norms.table import number_ids, square_lookup
-from dpprof.norms.tied import inner_product
+from dpprof.norms.table import inner_product, number_ids, square_lookup
 from dpprof.norms.tiles import WORKSPACE_BYTES
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-5}

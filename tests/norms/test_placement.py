@@ -8,12 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpprof.clipping.contributions import Product
-from dpprof.norms.placement import (
-    as_if_on_cuda,
-    follows_cuda_autocast,
-    is_cuda,
-    simulates_kernels,
-)
+from dpprof.norms import triton_ops
+from dpprof.norms.placement import as_if_on_cuda, is_cuda, is_simulated
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import SQUARED_AT_ONCE, multiply, square
 
@@ -30,74 +26,54 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(run, *, on_cuda: bool) -> list[str]:
-    with (
-        as_if_on_cuda(kernels=False) if on_cuda else nullcontext(),
-        FakeTensorMode(),
-        Names() as names,
-    ):
+def count(operator: str, run, *, on_cuda: bool) -> int:
+    with as_if_on_cuda() if on_cuda else nullcontext(), FakeTensorMode(), Names() as names:
         run()
-    return names.seen
+    return sum(operator in name for name in names.seen)
 
 
 def factors(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("on_cuda", [True, False])
-def test_16_bits_are_multiplied_into_float32_by_one_product_on_a_gpu(on_cuda) -> None:
-    kept = operators(lambda: multiply(factors(2, 8, 2048), factors(2, 2048, 9)), on_cuda=on_cuda)
-    summed = operators(
-        lambda: Product(factors(2, 2048, 8), factors(2, 2048, 9)).sum(torch.empty(2)),
-        on_cuda=on_cuda,
-    )
-
-    assert ("aten.bmm.dtype" in kept, "aten.mm.dtype" in summed) == (on_cuda, on_cuda)
-    assert (sum("baddbmm" in name for name in kept) == 4) == (not on_cuda)
-    assert (sum("addmm_" in name for name in summed) == 8) == (not on_cuda)
-
-
-@pytest.mark.parametrize(("on_cuda", "norms"), [(True, 1), (False, 5)])
-def test_a_squared_norm_is_one_launch_on_a_gpu(on_cuda, norms) -> None:
-    a = operators(lambda: square(factors(2, 5, SQUARED_AT_ONCE)), on_cuda=on_cuda)
-
-    assert sum("vector_norm" in name for name in a) == norms
-
-
-@pytest.mark.parametrize(("on_cuda", "sums"), [(True, 1), (False, 4)])
-def test_a_scales_gradient_takes_all_tokens_at_once_on_a_gpu(on_cuda, sums) -> None:
-    names = operators(
-        lambda: scale_gradients(factors(2, 64, 8), factors(2, 64, 8), None, factors(2, 64, 1)),
-        on_cuda=on_cuda,
-    )
-
-    assert sum("aten.sum" in name for name in names) == sums
-
-
-def answers() -> tuple[bool, bool, bool]:
-    x = torch.ones(1)
-    return follows_cuda_autocast(x), is_cuda(x), simulates_kernels()
+@pytest.mark.parametrize(
+    ("run", "operator", "gpu", "cpu"),
+    [
+        (lambda: multiply(factors(2, 8, 2048), factors(2, 2048, 9)), "aten.bmm.dtype", 1, 0),
+        (lambda: multiply(factors(2, 8, 2048), factors(2, 2048, 9)), "baddbmm", 0, 4),
+        (
+            lambda: Product(factors(2, 2048, 8), factors(2, 2048, 9)).sum(torch.empty(2)),
+            "aten.mm.dtype",
+            1,
+            0,
+        ),
+        (
+            lambda: Product(factors(2, 2048, 8), factors(2, 2048, 9)).sum(torch.empty(2)),
+            "addmm_",
+            0,
+            8,
+        ),
+        (lambda: square(factors(2, 5, SQUARED_AT_ONCE)), "vector_norm", 1, 5),
+        (
+            lambda: scale_gradients(factors(2, 64, 8), factors(2, 64, 8), None, factors(2, 64, 1)),
+            "aten.sum",
+            1,
+            4,
+        ),
+    ],
+)
+def test_a_gpu_takes_few_launches_and_16_bit_products(run, operator, gpu, cpu, monkeypatch) -> None:
+    monkeypatch.setattr(triton_ops, "is_fused", lambda _: False)
+    assert (count(operator, run, on_cuda=True), count(operator, run, on_cuda=False)) == (gpu, cpu)
 
 
-def test_the_innermost_switch_counts_and_is_taken_back() -> None:
-    assert answers() == (False, False, False)
+def answers() -> tuple[bool, bool]:
+    return is_cuda(torch.ones(1)), is_simulated()
+
+
+def test_an_exception_takes_the_simulation_back() -> None:
     with as_if_on_cuda():
-        assert answers() == (True, True, True)
-        with as_if_on_cuda(autocast=False, kernels=False):
-            assert answers() == (False, True, False)
-        assert answers() == (True, True, True)
-    assert answers() == (False, False, False)
-
-
-def fail_on_cuda() -> None:
-    with as_if_on_cuda():
-        raise KeyError
-
-
-def test_an_exception_takes_the_switch_back() -> None:
-    with as_if_on_cuda(products=False):
-        with pytest.raises(KeyError):
-            fail_on_cuda()
-        assert answers() == (True, False, True)
-
-    assert answers() == (False, False, False)
+        with pytest.raises(KeyError), as_if_on_cuda():
+            raise KeyError
+        assert answers() == (True, True)
+    assert answers() == (False, False)

@@ -60,8 +60,8 @@ def compute(device, kernel, x_BTd, g_BTp, *, views=("as it is", "as it is"), pro
 
     x_view, g_view = (VIEWS[name] for name in views)
     with mock.patch.object(triton_launch, "PROGRAMS", programs or triton_launch.PROGRAMS):
-        norms = getattr(triton_launch, f"launch_{kernel}")
-        found = norms(x_view(x_BTd.to(device)), g_view(g_BTp.to(device))).cpu()
+        operands = x_view(x_BTd.to(device)), g_view(g_BTp.to(device))
+        found = triton_launch.launch_squares(kernel, *operands).cpu()
         return found[0] if kernel == "gram_squares" else found
 
 
@@ -177,7 +177,7 @@ def test_sums_that_16_bits_could_not_hold_are_norms(place, scale, dtype, kernel)
 def sum_gram(device, x_BTd, g_BTp):
     from dpprof.norms import triton_launch  # noqa: PLC0415
 
-    return triton_launch.launch_gram_squares(x_BTd.to(device), g_BTp.to(device)).cpu()
+    return triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device)).cpu()
 
 
 def test_the_squares_of_both_gram_matrices_come_with_them(interpreter) -> None:

@@ -3,7 +3,7 @@
 Source: Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost".
 Autograd's own gradients of weights, which DP-SGD does not use, are never computed. For each matrix
 it keeps the activations and output gradients, or the per-sample gradients, whichever have fewer
-elements (``norms.plan``); for each vector its per-sample gradients. Then it computes the clipped
+elements (``norms.linear``); for each vector its per-sample gradients. Then it computes the clipped
 sum layer by layer, and frees what it kept.
 
 Cost for a linear layer of d x p over T tokens: 6 B T d p FLOPs and the norm; where per-sample
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Contribution, Lookup, Product
+from dpprof.clipping.contributions import Lookup, Product, Summable
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.shard_sums import ShardSums
 
 
 class BookKeeping(Clipping):
@@ -46,7 +45,7 @@ class BookKeeping(Clipping):
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **options: Any) -> None:
         super().__init__(model, max_grad_norm, **options)
-        self._kept: list[tuple[nn.Parameter, Contribution]] = []
+        self._kept: list[tuple[nn.Parameter, Summable]] = []
         self._versions: dict[int, int] = {}
 
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
@@ -56,31 +55,31 @@ class BookKeeping(Clipping):
                 torch.autograd.backward(losses, make_weights(losses))
             enter("clip")
             factors_B = self._finish(norms)
-            if self._sums is not None:
-                self._reduce_kept(self._sums, factors_B)
+            if self.ranks.is_sharded:
+                self._reduce_kept(factors_B)
             while self._kept:
                 self._sum(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
             self._versions.clear()
 
-    def _reduce_kept(self, sums: ShardSums, factors_B: Tensor) -> None:
+    def _reduce_kept(self, factors_B: Tensor) -> None:
         """Compute and reduce sums in the order of backward, which all ranks share."""
-        kept: dict[nn.Parameter, list[Contribution]] = defaultdict(list)
+        kept: dict[nn.Parameter, list[Summable]] = defaultdict(list)
         while self._kept:
             parameter, contribution = self._kept.pop()
             kept[parameter].append(contribution)
-        for parameter in sums.order:
+        for parameter in self.shard_sums.order:
             for contribution in kept.pop(parameter, ()):
                 self._sum(parameter, contribution, factors_B)
-            sums.close(parameter)
+            self.shard_sums.close(parameter)
 
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         for tensor in _exposed(contribution):
             self._versions[id(tensor)] = tensor._version  # noqa: SLF001 (it has no public name)
         self._kept.append((parameter, contribution))
 
-    def _sum(self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> None:
+    def _sum(self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor) -> None:
         """Add a kept contribution to the sum, unless a hook wrote it since its norm was found."""
         for tensor in _exposed(contribution):
             if tensor._version != self._versions[id(tensor)]:  # noqa: SLF001
@@ -91,7 +90,7 @@ class BookKeeping(Clipping):
         self._add_to_grad(parameter, contribution, factors_B)
 
 
-def _exposed(contribution: Contribution) -> list[Tensor]:
+def _exposed(contribution: Summable) -> list[Tensor]:
     """List the tensors of a contribution that other code has too."""
     if not isinstance(contribution, Product | Lookup):
         return []

@@ -26,14 +26,14 @@ class LayerCall:
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
-        self._settings = _read_settings(layer)
+        self._settings = read_settings(layer)
         own = layer._parameters.values()  # noqa: SLF001 (named_parameters lists no parameter twice)
         # By storage too: layer.to(dtype) gives a parameter other data, in the same version.
         self._versions = [(p, p._version, _storage_of(p)) for p in own if p is not None]  # noqa: SLF001
 
     def end(self) -> None:
         """Forget the settings that the call changed."""
-        after = _read_settings(self._layer)
+        after = read_settings(self._layer)
         if after != self._settings:
             self._settings = {k: v for k, v in self._settings.items() if after.get(k) == v}
 
@@ -63,7 +63,8 @@ class LayerCall:
         )
 
 
-def _read_settings(layer: nn.Module) -> dict[str, object]:
+def read_settings(layer: nn.Module) -> dict[str, object]:
+    """Return the plain attributes of a layer."""
     return {name: value for name, value in vars(layer).items() if type(value) in _PLAIN}
 
 

@@ -1,9 +1,10 @@
 """What one use of a parameter contributes to the per-sample gradients, without computing them.
 
 A contribution holds the tensors that determine the per-sample gradients, such as activations and
-output gradients, and computes their weighted sum over samples. Weights and sums are at least
-float32: a weight rounded to 16 bits could let a sample exceed its bound, and a sum rounded to 16
-bits could move by more than one sample contributes.
+output gradients. Those of matrices and tables compute their weighted sum over samples; vectors are
+materialised first. Weights and sums are at least float32: a weight rounded to 16 bits could let a
+sample exceed its bound, and a sum rounded to 16 bits could move by more than one sample
+contributes.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -97,10 +98,6 @@ class Shift(NamedTuple):
         """Compute the per-sample gradients; (B, p)."""
         return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
 
-    def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples."""
-        return SampleGradients(self.materialise(*self)).sum(weights_B)
-
 
 class Scale(NamedTuple):
     """Of a vector that scales every normalised token, (d,)."""
@@ -115,10 +112,6 @@ class Scale(NamedTuple):
     ) -> Tensor:
         """Compute the per-sample gradients; (B, d)."""
         return scale_gradients(x_BTd, g_BTd, mean_BT1, rstd_BT1)
-
-    def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples."""
-        return SampleGradients(self.materialise(*self)).sum(weights_B)
 
 
 class SampleGradients(NamedTuple):
@@ -147,10 +140,20 @@ class SampleGradients(NamedTuple):
 Direct = Shift | Scale | SampleGradients
 """Their per-sample gradients are always materialised: they are small, or known no other way."""
 
-Contribution = Product | Lookup | Direct
+Summable = Product | Lookup | SampleGradients
+"""Their weighted sum can be computed."""
+
+Contribution = Summable | Direct
 
 
-def zero_samples(contribution: Contribution, excluded_B: Tensor) -> Contribution:
+def materialise_vector(contribution: Contribution) -> Summable:
+    """Compute the per-sample gradients of a vector; leave other contributions as they are."""
+    if isinstance(contribution, Shift | Scale):
+        return SampleGradients(contribution.materialise(*contribution))
+    return contribution
+
+
+def zero_samples(contribution: Summable, excluded_B: Tensor) -> Summable:
     """Set some samples to zero. A weight of zero is not enough: 0 times NaN is NaN."""
 
     def fill(part: Tensor) -> Tensor:

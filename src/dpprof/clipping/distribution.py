@@ -1,14 +1,24 @@
-"""Finds how a model is distributed: not at all, by DDP, or by FSDP2."""
+"""Finds how a model is distributed: not at all, by DDP, or by FSDP2; and the ranks of DDP.
+
+Under DDP each rank has a replica of the model. ``DistributedDataParallel`` keeps its part of making
+replicas equal at the start. Its gradients are switched off, as ``no_sync`` does: each rank keeps
+the sum over its own samples, batch after batch, until the step. There each rank adds noise to its
+own part of the elements, and one all-reduce per parameter adds sums and noise. So the noise of the
+total has standard deviation sigma C exactly, no rank sees the total without it, and replicas get
+the same bits. A rank whose batch is empty has nothing to run.
+"""
 
 import sys
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpprof.clipping.ranks import Ranks, is_distributed
-from dpprof.clipping.replicas import Replicas
+from dpprof.clipping.ranks import AddNoise, Ranks, is_distributed
 from dpprof.spec.registry import UnsupportedError
+
+_SYNCHRONISES = ("require_backward_grad_sync", "require_forward_param_sync")
 
 
 def find_ranks(model: nn.Module) -> Ranks:
@@ -18,7 +28,8 @@ def find_ranks(model: nn.Module) -> Ranks:
         UnsupportedError: It is distributed in a way that is not exact with clipping.
     """
     _refuse_replicate(model)
-    states = _find_states(model)
+    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    states = list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
     if isinstance(model, DistributedDataParallel):
         if states or any(is_distributed(parameter) for parameter in model.parameters()):
             raise UnsupportedError("DistributedDataParallel of sharded parameters does not work")
@@ -29,12 +40,6 @@ def find_ranks(model: nn.Module) -> Ranks:
     from dpprof.clipping.shards import Shards  # noqa: PLC0415
 
     return Shards(model, states)
-
-
-def _find_states(model: nn.Module) -> list[Any]:
-    """List the states of FSDP2 in a model."""
-    found = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
-    return list(dict.fromkeys(get_state() for get_state in found if get_state is not None))
 
 
 def _refuse_replicate(model: nn.Module) -> None:
@@ -48,3 +53,69 @@ def _refuse_replicate(model: nn.Module) -> None:
             raise UnsupportedError(
                 "replicate() does not work with clipping; use DistributedDataParallel"
             )
+
+
+class Replicas(Ranks):
+    """The ranks of a ``DistributedDataParallel``.
+
+    Raises:
+        UnsupportedError: It is set to communicate elsewhere than in its backward.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        assert wrapper.process_group is not None
+        super().__init__(wrapper.process_group, next(wrapper.parameters()).device)
+        self.wrapper: Any = wrapper
+        self._refuse_settings()
+        self._before: dict[str, bool] = {}
+
+    def take_over(self) -> None:
+        """Turn the wrapper's own communication off, until ``release``."""
+        self._before = {name: getattr(self.wrapper, name) for name in _SYNCHRONISES}
+        vars(self.wrapper).update(dict.fromkeys(_SYNCHRONISES, False))
+        # If that is due, a rank's next forward would wait for the others'.
+        self.wrapper.reducer._rebuild_buckets()  # noqa: SLF001
+        self._disarm()
+
+    def verify(self) -> None:
+        """Refuse a wrapper whose own communication was turned on again."""
+        self._refuse_settings()
+        if self.wrapper.require_backward_grad_sync:
+            raise RuntimeError(
+                "require_backward_grad_sync of DistributedDataParallel was turned on after this "
+                "clipping was made; leave it off until remove()"
+            )
+        self._disarm()
+
+    def release(self) -> None:
+        """Let the wrapper communicate again."""
+        vars(self.wrapper).update(self._before)
+
+    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
+        """Return the noised average over all ranks, of this rank's sum; the same bits on all."""
+        dtype = torch.promote_types(summed.dtype, torch.float32)
+        total = summed.to(dtype).contiguous()
+        flat = total.view(-1)
+        start, end = (len(flat) * at // self.size for at in (self.rank, self.rank + 1))
+        add_noise(flat[start:end], flat[:start], flat[end:])
+        distributed.all_reduce(total, group=self.group)
+        return total.to(summed.dtype)
+
+    def _disarm(self) -> None:
+        """Let the wrapper expect no gradients, also after a forward without a backward."""
+        self.wrapper.reducer._reset_state()  # noqa: SLF001
+
+    def _refuse_settings(self) -> None:
+        wrapper = self.wrapper
+        refused = {
+            "static_graph": wrapper.static_graph,
+            "mixed_precision": wrapper.mixed_precision is not None,
+            "the Python reducer": wrapper._use_python_reducer,  # noqa: SLF001
+            "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),  # noqa: SLF001
+            "join()": wrapper._join_config.enable,  # noqa: SLF001
+        }
+        for name, is_set in refused.items():
+            if is_set:
+                raise UnsupportedError(
+                    f"DistributedDataParallel with {name} does not work with clipping"
+                )

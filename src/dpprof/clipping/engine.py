@@ -9,8 +9,8 @@ import importlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +19,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.calls import LayerCall
-from dpprof.clipping.contributions import Contribution, zero_samples
+from dpprof.clipping.contributions import Summable, zero_samples
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.first_batch import FirstBatches, Handler
 from dpprof.clipping.layers import Contributions, count_uses
-from dpprof.clipping.patching import original_forward, patch_layer, unpatch_layer
-from dpprof.clipping.ranks import Ranks, refuse_other_wrapper
+from dpprof.clipping.patching import patch_layer, unpatch_layer
+from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
 from dpprof.clipping.rules import LayerRule, find_rules
 from dpprof.clipping.sample_norms import SampleNorms
-from dpprof.clipping.shard_sums import ShardSums, WaitingSums
-from dpprof.clipping.sums import add_to_grad, bound_of, own_part, sum_clipped
+from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
-    from dpprof.norms.plan import WayChoice
+    from dpprof.norms.linear import WayChoice
 
 Enter = Callable[[Any], None]
 
@@ -139,12 +138,11 @@ class Clipping(ABC):
         self._losses: Tensor | None = None
         self._excluded: Tensor | None = None
         self._nonfinite: Tensor | None = None
-        self._sums: ShardSums | None = None
         self.ranks = find_ranks(model)
         """The ranks that train the model."""
 
-        self.waiting = WaitingSums(self.ranks)
-        """Sums of the parts of a batch that are not in ``.grad`` yet, under ``fully_shard``."""
+        self.shard_sums = ShardSums(self.ranks)
+        """Sums that are not in ``.grad`` yet, under ``fully_shard``."""
 
         self._first_batches = FirstBatches(first_batch, self.ranks, self._name_of_layer)
         rules = find_rules(model, self.ranks.wrapper)
@@ -160,7 +158,7 @@ class Clipping(ABC):
             run = partial(
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
-            patch_layer(layer, run, replaced)
+            patch_layer(layer, run, replaced, lambda: not self._disabled)
         self._hooks: dict[nn.Parameter, Any] = {}
         self._hook_leaves()
         self.ranks.take_over()
@@ -305,17 +303,16 @@ class Clipping(ABC):
             else:
                 self.sample_norms = losses.detach()
             self._refuse_changed_outputs()
-            if self._sums is not None:
-                self._sums.finish()
+            self.shard_sums.finish()
             self._refuse_unclipped_sums()
             self._released.verify()
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
-            self.waiting.totals.clear()
+            self.shard_sums.forget()
             raise
         finally:
-            self._losses = self._excluded = self._nonfinite = self._sums = None
+            self._losses = self._excluded = self._nonfinite = None
             self._changed.clear()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
@@ -328,16 +325,14 @@ class Clipping(ABC):
                 "part in running the model; for a batch without samples, run it on any sample and "
                 "pass losses[:0]"
             )
-        self.waiting.verify(self.max_grad_norm)
-        continues = self.continues()
-        self._sums = ShardSums(self.ranks, self.max_grad_norm, self.waiting, continues=continues)
+        self.shard_sums.start(self.max_grad_norm, continues=self.continues())
 
     @abstractmethod
     def _clip(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
         """Add the sum of clipped gradients to ``.grad``, and set ``sample_norms``."""
 
     @abstractmethod
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         """Keep a contribution for the clipped sum, unless another pass computes it again."""
 
     def _find_reused(self, losses: Tensor) -> Collection[nn.Parameter]:
@@ -369,9 +364,9 @@ class Clipping(ABC):
         owned = [(self.ranks.own(parameter), one) for parameter, one in contributions]
         # A parameter may have been frozen after forward.
         trained = [pair for pair in owned if pair[0].requires_grad]
-        if self._sums is not None and not self._sums.agreed:
+        if self.shard_sums.is_counting:
             for parameter, _ in trained:
-                self._sums.count(parameter)
+                self.shard_sums.count(parameter)
         if trained:
             self._handler(layer, trained)
 
@@ -426,11 +421,9 @@ class Clipping(ABC):
         """Let ``handler`` take the contributions of all layers inside the context."""
         return substitute(self, "_handler", handler)
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Run the model and autograd without clipping inside the context."""
-        with substitute(self, "_disabled", value=True), original_forward(self._layers):
-            yield
+        return substitute(self, "_disabled", value=True)
 
     def first_batch_trusted(self) -> AbstractContextManager[None]:
         """Verify no first batch inside the context."""
@@ -442,8 +435,8 @@ class Clipping(ABC):
         self._refuse_changed_outputs()
         norms.add_reused()
         self.sample_norms = norms.compute()
-        if self._sums is not None:
-            self._sums.agree(self._coverage.names)
+        if self.ranks.is_sharded:
+            self.shard_sums.agree(self._coverage.names)
         return self._compute_factors(self.sample_norms, self.max_grad_norm)
 
     def _refuse_changed_outputs(self) -> None:
@@ -460,37 +453,34 @@ class Clipping(ABC):
     def _compute_factors(self, norms_B: Tensor, bound: float) -> Tensor:
         """Compute clipping factors; samples that are not finite get 0, and are excluded."""
         assert self._losses is not None
-        self._excluded = _find_nonfinite(self._losses, norms_B)
         factors_B = clip_factor(norms_B, bound)
-        if self._excluded is not None:
-            factors_B = factors_B.masked_fill(self._excluded, 0)
-            before_B = self._nonfinite
-            after_B = self._excluded
-            self._nonfinite = (
-                after_B if before_B is None else before_B | after_B.to(before_B.device)
-            )
-        return factors_B
+        nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
+        # A fake tensor has no values; otherwise this waits for the device.
+        if isinstance(nonfinite_B, FakeTensor) or not any(nonfinite_B.tolist()):
+            self._excluded = None
+            return factors_B
+        self._excluded = nonfinite_B
+        before_B = self._nonfinite
+        self._nonfinite = (
+            nonfinite_B if before_B is None else before_B | nonfinite_B.to(before_B.device)
+        )
+        return factors_B.masked_fill(nonfinite_B, 0)
 
+    @torch.no_grad()
     def _add_to_grad(
-        self, parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor
+        self, parameter: nn.Parameter, contribution: Summable, factors_B: Tensor
     ) -> None:
+        """Sum a contribution over samples, scaled by clipping factors, and add that."""
         if self._excluded is not None:
             contribution = zero_samples(contribution, self._excluded)
         if not len(factors_B):  # it belongs to no sample
             return
-        summed = sum_clipped(parameter, contribution, factors_B)
-        if self._sums is None:
-            add_to_grad(parameter, summed, self.max_grad_norm)
+        factors_B = factors_B.to(contribution[0].device)
+        summed = contribution.sum(factors_B).view(parameter.shape)
+        if self.ranks.is_sharded:
+            self.shard_sums.add(parameter, summed)
         else:
-            self._sums.add(parameter, summed)
-
-
-def _find_nonfinite(losses_B: Tensor, norms_B: Tensor) -> Tensor | None:
-    """Find samples that are not finite; None if all are. This waits for the device."""
-    nonfinite_B = ~(norms_B.isfinite() & losses_B.to(norms_B.device).isfinite())
-    if isinstance(nonfinite_B, FakeTensor):  # it has no values
-        return None
-    return nonfinite_B if any(nonfinite_B.tolist()) else None
+            add_to_grad(parameter, summed.to(parameter.dtype), self.max_grad_norm)
 
 
 def _run(

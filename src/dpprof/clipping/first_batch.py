@@ -85,7 +85,7 @@ class FirstBatches:
         if batch.sample is None and not ranks.is_sharded:
             return
         with _random_state_kept(parameters), handling(batch.look):
-            torch.autograd.backward(losses, batch.weigh(losses), retain_graph=True)
+            torch.autograd.backward(losses, batch.weights, retain_graph=True)
         if ranks.any(batch.problem is not None):
             raise UnsupportedError(batch.problem or "another rank found that samples are mixed")
         self._looked_at += 1
@@ -102,18 +102,16 @@ class _Batch:
         self.sample = finite[len(finite) // 2] if finite and self._samples > 1 else None
         """Whose loss is differentiated: the middle one of those that are finite; None for none."""
 
+        self.weights = torch.zeros_like(losses)
+        """The gradient with which the losses are differentiated; (B,)."""
+
+        if self.sample is not None:
+            self.weights[self.sample] = 1
         self.problem: str | None = None
         """What is wrong with the first layer, in the order of backward, where something is."""
 
         self.is_complete = self.sample is not None
         """Whether the sample has a gradient in each layer that ran."""
-
-    def weigh(self, losses: Tensor) -> Tensor:
-        """Return the gradient with which the losses are differentiated; (B,)."""
-        weights_B = torch.zeros_like(losses)
-        if self.sample is not None:
-            weights_B[self.sample] = 1
-        return weights_B
 
     def look(self, layer: nn.Module, contributions: Contributions) -> None:
         """Look at the gradients of a layer's outputs."""
@@ -148,7 +146,6 @@ def _gradients_of(contribution: Contribution) -> Tensor:
             return gradients.reshape(len(gradients), -1)
         case Shift(g) | Product(_, g) | Lookup(_, g) | Scale(_, _, _, g):
             return g
-    raise AssertionError(contribution)
 
 
 def _find_nonzero(gradients: Tensor, axis: int) -> list[int]:

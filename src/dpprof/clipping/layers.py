@@ -41,7 +41,7 @@ def _flatten(x: Tensor) -> Tensor:
 
 def _cast_for_normalisation(x: Tensor) -> Tensor:
     """Cast a normalisation's input to float32 where autocast does: on CUDA."""
-    casts = placement.follows_cuda_autocast(x) and autocast_dtype(x) is not None
+    casts = placement.is_cuda(x) and autocast_dtype(x) is not None
     return x.float() if casts else x
 
 
@@ -201,13 +201,14 @@ def normalise_and_scale(x: Tensor, weight: Tensor, formula: RmsFormula) -> tuple
     return (y if formula.casts_first else y.to(x.dtype)), rstd
 
 
-class _RMSNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     """Divide the last axes by their root mean square, and scale."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, formula: RmsFormula, receive: Receive
     ) -> Tensor:
+        """Run it."""
         y, rstd = normalise_and_scale(x, weight, formula)
         ctx.save_for_backward(x, rstd)
         ctx.weight, ctx.formula, ctx.receive, ctx.clipped = weight, formula, receive, [weight]
@@ -215,6 +216,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        """Differentiate it, and pass on what the scale contributes."""
         x, rstd = ctx.saved_tensors
         formula: RmsFormula = ctx.formula
         input_gradient = None
@@ -271,11 +273,4 @@ def run_rms_norm(layer: nn.RMSNorm, receive: Receive, x: Tensor) -> Tensor:
     x = _cast_for_normalisation(x)
     axes = tuple(range(-len(layer.normalized_shape), 0))
     eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
-    return apply(_RMSNorm, x, layer.weight, RmsFormula(eps, axes), receive)
-
-
-def run_rms_formula(
-    weight: nn.Parameter, formula: RmsFormula, receive: Receive, x: Tensor
-) -> Tensor:
-    """Run an RMS norm of another class, in the dtypes of its formula."""
-    return apply(_RMSNorm, x, weight, formula, receive)
+    return apply(RmsNorm, x, layer.weight, RmsFormula(eps, axes), receive)

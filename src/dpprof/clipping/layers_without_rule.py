@@ -1,7 +1,7 @@
 """Layers without a rule: ``torch.func`` computes their per-sample gradients, as in Opacus."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,50 +19,37 @@ _SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
 _SAME_IN_16_BITS = 2.0**-5
 
 
-class _Call(NamedTuple):
-    """One call of a layer, to be repeated with other tensors."""
+class _Call(nn.Module):
+    """One call of a layer's original ``forward``, to be repeated with other tensors.
 
-    layer: nn.Module
-    forward: Callable[..., Any]
-    """The layer's original ``forward``, as a function of the layer and its arguments."""
+    It is a module because ``functional_call`` needs one.
 
-    names: Sequence[str]
-    """Of its parameters."""
+    Args:
+        layer: The layer.
+        arguments: Positional and keyword arguments, flattened.
+        structure: How to unflatten them.
+    """
 
-    arguments: Sequence[Any]
-    """Positional and keyword arguments, flattened; None in place of each tensor."""
+    def __init__(self, layer: PatchedLayer, arguments: Sequence[Any], structure: Any) -> None:
+        super().__init__()
+        self.layer, self._structure = layer, structure
+        self._places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
+        self._arguments = [None if isinstance(one, Tensor) else one for one in arguments]
+        self.autocast = autocast_dtype(arguments[self._places[0]])
+        self.names = [name for name, _ in self.named_parameters()]
 
-    structure: Any
-    """How to unflatten ``arguments``."""
-
-    places: Sequence[int]
-    """Indices of the tensors in ``arguments``."""
-
-    autocast: torch.dtype | None
-
-    def run(self, tensors: Sequence[Tensor]) -> Any:
+    def forward(self, tensors: Sequence[Tensor]) -> Any:
         """Run the layer on other tensors."""
-        flat = list(self.arguments)
-        for place, tensor in zip(self.places, tensors, strict=True):
+        flat = list(self._arguments)
+        for place, tensor in zip(self._places, tensors, strict=True):
             flat[place] = tensor
-        inputs, named = pytree.tree_unflatten(flat, self.structure)
-        return self.forward(self.layer, *inputs, **named)
+        inputs, named = pytree.tree_unflatten(flat, self._structure)
+        return self.layer.original.forward(self.layer, *inputs, **named)
 
     def run_with(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """Run it with other parameters too."""
-        state = {f"layer.{name}": one for name, one in zip(self.names, parameters, strict=True)}
-        return torch.func.functional_call(_Caller(self), state, (tensors,))
-
-
-class _Caller(nn.Module):
-    """A call as a module, which ``functional_call`` needs."""
-
-    def __init__(self, call: _Call) -> None:
-        super().__init__()
-        self.layer, self._call = call.layer, call
-
-    def forward(self, tensors: Sequence[Tensor]) -> Any:
-        return self._call.run(tensors)
+        state = dict(zip(self.names, parameters, strict=True))
+        return torch.func.functional_call(self, state, (tensors,))
 
 
 class _AnyLayer(torch.autograd.Function):
@@ -73,7 +60,7 @@ class _AnyLayer(torch.autograd.Function):
         count = len(call.names)
         ctx.save_for_backward(*tensors[count:])
         ctx.clipped, ctx.call, ctx.receive = tensors[:count], call, receive
-        y = call.run(tensors[count:])
+        y = call.forward(tensors[count:])
         name = type(call.layer).__name__
         if not isinstance(y, Tensor):
             raise UnsupportedError(f"{name} has no rule and does not return a tensor")
@@ -114,7 +101,7 @@ class _AnyLayer(torch.autograd.Function):
             if call.autocast is not None:
                 # vmap of a group norm's backward with float32 weights accepts no other inputs.
                 parts = [part.float() if part.dtype == call.autocast else part for part in parts]
-            of_parameters, of_inputs, y = _map_over_samples(differentiate, call.layer, *parts)
+            of_parameters, of_inputs, y = _map_over_samples(differentiate, call, *parts)
         changed_B = _differs(y, ctx.projected_B, g.dtype)
         del y
         contributions = [
@@ -155,15 +142,15 @@ def _make_contiguous(x: Tensor) -> Tensor:
     return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
 
 
-def _map_over_samples(function: Callable[..., Any], layer: nn.Module, *tensors: Tensor) -> Any:
+def _map_over_samples(function: Callable[..., Any], call: _Call, *tensors: Tensor) -> Any:
     try:
         return torch.func.vmap(function)(*tensors)
     except RuntimeError as error:
         if "randomness" not in str(error):
             raise
         raise UnsupportedError(
-            f"{type(layer).__name__} has no rule and draws random numbers, which differ when its "
-            "per-sample gradients are computed; move them to a layer without parameters"
+            f"{type(call.layer).__name__} has no rule and draws random numbers, which differ when "
+            "its per-sample gradients are computed; move them to a layer without parameters"
         ) from error
 
 
@@ -175,8 +162,7 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
         ValueError: Its tensors disagree in the length of their first axis.
     """
     arguments, structure = pytree.tree_flatten((inputs, named))
-    places = [at for at, one in enumerate(arguments) if isinstance(one, Tensor)]
-    tensors = [arguments[at] for at in places]
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
     name = type(layer).__name__
     if any(isinstance(one, nn.Module) for one in arguments):
         raise UnsupportedError(
@@ -191,10 +177,6 @@ def run_any_layer(layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
             f"{name} has no rule, so the first axis of each tensor that it gets must be the batch; "
             f"it got {shapes}"
         )
-    parameters = dict(layer.named_parameters())
-    rest = [None if isinstance(one, Tensor) else one for one in arguments]
     assert isinstance(layer, PatchedLayer)
-    forward = layer.original.forward
-    autocast = autocast_dtype(tensors[0])
-    call = _Call(layer, forward, list(parameters), rest, structure, places, autocast)
-    return apply(_AnyLayer, call, receive, *parameters.values(), *tensors)
+    call = _Call(layer, arguments, structure)
+    return apply(_AnyLayer, call, receive, *call.parameters(), *tensors)

@@ -1,6 +1,12 @@
-"""Noise, averaging and accounting for gradients that are already clipped."""
+"""Noise, averaging and accounting for gradients that are already clipped.
+
+The optimizer has the interface of Opacus's optimizers: Opacus's accountants, noise schedulers and
+``BatchMemoryManager`` work with it, and PyTorch's learning rate schedulers. It needs no Opacus,
+which takes as long to import as PyTorch.
+"""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,23 +14,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
-from dpprof.clipping.optimizer_wrapper import OptimizerWrapper
-from dpprof.clipping.ranks import Ranks, distinct_part
+from dpprof.clipping.ranks import distinct_part
 from dpprof.clipping.sums import bound_of
 from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
+_INNER = "original_optimizer"
 _INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
 
 
-class NoisyOptimizer(OptimizerWrapper):
+def _attribute_of(owner: str, name: str, doc: str) -> property:
+    """Return a property that is an attribute of another object, which ``owner`` names."""
+
+    def read(wrapper: "NoisyOptimizer") -> Any:
+        return getattr(getattr(wrapper, owner), name)
+
+    def write(wrapper: "NoisyOptimizer", value: Any) -> None:
+        setattr(getattr(wrapper, owner), name, value)
+
+    return property(read, write, doc=doc)
+
+
+class NoisyOptimizer(Optimizer):
     """Adds noise to the sums that a ``Clipping`` left in ``.grad``, then steps.
 
     It does what Opacus's optimizer does: noise of standard deviation
     ``noise_multiplier * max_grad_norm`` from its generator, division by ``expected_batch_size``,
     step hooks for accountants, and skipped steps for a batch in parts (``BatchMemoryManager``).
     Only memory differs: noise and division turn each sum into the gradient in place. Opacus keeps
-    a copy each for ``.grad``, ``.summed_grad`` and their sum. Opacus itself is not imported.
+    a copy each for ``.grad``, ``.summed_grad`` and their sum.
 
     Args:
         optimizer: Any PyTorch optimizer; from now on it refuses to step without this noise.
@@ -99,10 +117,16 @@ class NoisyOptimizer(OptimizerWrapper):
             raise ValueError("expected_batch_size must be given where loss_reduction is 'mean'")
         if secure_mode and clipping.ranks.size > 1:
             raise ValueError("secure_mode does not work with several ranks: seeds derive from one")
-        super().__init__(optimizer)
+        # Optimizer's own __init__ is not called: groups, state and defaults are the original's.
+        self.original_optimizer = optimizer
+        self.step_hook: Callable[[Any], None] | None = None
+        self._step_skip_queue: list[bool] = []
+        self._is_last_step_skipped = False
+        for parameter in self.params:
+            parameter.summed_grad = None
         self.clipping = clipping
         clipping.continues = self._will_skip
-        clipping.waiting.totals.clear()
+        clipping.shard_sums.forget()
         self.noise_multiplier = noise_multiplier
         self.expected_batch_size = expected_batch_size
         self.loss_reduction = loss_reduction
@@ -112,8 +136,8 @@ class NoisyOptimizer(OptimizerWrapper):
         self.steps = 0
         """How many batches got noise."""
 
-        self._made_with = self._settings | {"rank": clipping.ranks.rank}
-        self._made_with["number of ranks"] = clipping.ranks.size
+        ranks = clipping.ranks
+        self._made_with = self._settings | {"rank": ranks.rank, "number of ranks": ranks.size}
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
@@ -121,14 +145,12 @@ class NoisyOptimizer(OptimizerWrapper):
             getattr(optimizer, _HOOK).remove()
         setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(self._require_noise))
 
-    @property
-    def max_grad_norm(self) -> float:
-        """The bound of the clipping; setting it changes the clipping too."""
-        return self.clipping.max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, bound: float) -> None:
-        self.clipping.max_grad_norm = bound
+    param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
+    state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
+    defaults: Any = _attribute_of(_INNER, "defaults", "The original optimizer's defaults.")
+    max_grad_norm: Any = _attribute_of(
+        "clipping", "max_grad_norm", "The bound of the clipping; setting it changes that too."
+    )
 
     @property
     def noise_multiplier(self) -> float:
@@ -174,11 +196,48 @@ class NoisyOptimizer(OptimizerWrapper):
             "use bfloat16, which needs no scaling"
         )
 
+    @property
+    def params(self) -> list[Any]:
+        """The parameters that are trained, each with an attribute ``summed_grad``."""
+        return [p for p in self.every_parameter if p.requires_grad]
+
+    @property
+    def every_parameter(self) -> list[Any]:
+        """The parameters of the original optimizer, with those that are frozen."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """How many batches a step counts as, for accountants."""
+        return 1
+
+    def attach_step_hook(self, fn: Callable[[Any], None]) -> None:
+        """Call a function with this optimizer before each step, as accountants ask for."""
+        self.step_hook = fn
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Queue whether a coming step only accumulates: all but the last of a batch in parts."""
+        self._step_skip_queue.append(do_skip)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the gradient private and step, unless this step is to be skipped."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        self.accumulate()
+        self._is_last_step_skipped = bool(self._step_skip_queue) and self._step_skip_queue.pop(0)
+        if self._is_last_step_skipped:
+            return None
+        self.add_noise()
+        if self.step_hook is not None:
+            self.step_hook(self)
+        return self.original_optimizer.step()
+
     def accumulate(self) -> None:
         """Move clipped sums from ``.grad`` to ``.summed_grad``, which also sums skipped steps."""
         self._require_one_clipped_batch()
         if not self._will_skip():
-            self.clipping.waiting.reduce(self.max_grad_norm)
+            self.clipping.shard_sums.reduce(self.max_grad_norm)
         for parameter in self.params:
             if parameter.grad is None:
                 if parameter.summed_grad is None:  # a batch without samples
@@ -195,7 +254,16 @@ class NoisyOptimizer(OptimizerWrapper):
         """Add noise to the sums, divide by the expected batch size, and move them to ``.grad``."""
         ranks = self.clipping.ranks
         if ranks.size > 1:
-            self._agree(ranks)
+            assert self.generator is not None
+            trained = (
+                f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
+            )
+            settings: dict[str, float | str] = {
+                **{name: value or 0 for name, value in self._settings.items()},
+                "the number of steps": self.steps,
+                "the trained parameters": "\n".join(trained),
+            }
+            ranks.agree(settings, distinct_part(self.generator))
         for parameter in self.params:
             summed, parameter.summed_grad = parameter.summed_grad, None
             parameter.grad = ranks.release_sum(summed, self._add_noise_to)
@@ -222,11 +290,13 @@ class NoisyOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients as PyTorch does; sums survive only a skipped step."""
-        super().zero_grad(set_to_none)
-        self._batches_before = self.clipping.batches
         if not self._is_last_step_skipped:
+            for parameter in self.params:
+                parameter.summed_grad = None
             self._bound = None
-            self.clipping.waiting.totals.clear()
+            self.clipping.shard_sums.forget()
+        self.original_optimizer.zero_grad(set_to_none)
+        self._batches_before = self.clipping.batches
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
@@ -254,7 +324,7 @@ class NoisyOptimizer(OptimizerWrapper):
             "batches": self.clipping.batches,
             "nonfinite_samples": self.clipping.nonfinite_samples_total,
         }
-        return super().state_dict() | {"privacy": privacy}
+        return self.original_optimizer.state_dict() | {"privacy": privacy}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was called, or raise and change nothing.
@@ -290,7 +360,7 @@ class NoisyOptimizer(OptimizerWrapper):
         before = self._settings
         try:
             self._set(privacy["settings"])
-            super().load_state_dict(inner)
+            self.original_optimizer.load_state_dict(inner)
         except BaseException:
             self._set(before)
             raise
@@ -299,6 +369,9 @@ class NoisyOptimizer(OptimizerWrapper):
         self.steps = steps
         self.clipping.batches = self._batches_before = batches
         self.clipping.nonfinite_samples_total = nonfinite
+
+    def __repr__(self) -> str:
+        return repr(self.original_optimizer)
 
     def _match(self, saved: dict[str, Tensor]) -> list[tuple[torch.Generator, Tensor]]:
         """Pair generators with states that they take, in the order of the parameters."""
@@ -339,18 +412,6 @@ class NoisyOptimizer(OptimizerWrapper):
 
     def _will_skip(self) -> bool:
         return bool(self._step_skip_queue) and self._step_skip_queue[0]
-
-    def _agree(self, ranks: Ranks) -> None:
-        """Compare the settings of the noise with those of other ranks."""
-        assert self.generator is not None
-        settings: dict[str, float | str] = {
-            **{name: value or 0 for name, value in self._settings.items()},
-            "the number of steps": self.steps,
-            "the trained parameters": "\n".join(
-                f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
-            ),
-        }
-        ranks.agree(settings, distinct_part(self.generator))
 
     def _require_one_clipped_batch(self) -> None:
         batches = self.clipping.batches - self._batches_before

@@ -9,13 +9,10 @@ parameters are new, so no clipping knows them.
 
 import copyreg
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-
-from dpprof.system.substitutes import substitute
 
 _PATCH = "_clipping_patch"
 
@@ -23,10 +20,10 @@ _PATCH = "_clipping_patch"
 class _Patch:
     """The function that runs one layer; a copy of the layer gets None instead."""
 
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        self.layer = layer
-        self.forward = forward
-        self.enabled = True
+    def __init__(
+        self, layer: nn.Module, forward: Callable[..., Any], is_on: Callable[[], bool]
+    ) -> None:
+        self.layer, self.forward, self.is_on = layer, forward, is_on
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -38,7 +35,7 @@ class _Replacing:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the patch, or the original ``forward`` where there is none."""
         patch = vars(self).get(_PATCH)
-        if patch is None or not patch.enabled or patch.layer is not self:
+        if patch is None or patch.layer is not self or not patch.is_on():
             return super().forward(*inputs, **named)  # type: ignore[misc]
         return patch.forward(*inputs, **named)
 
@@ -72,13 +69,18 @@ def _derive_class(original: Any, replaced: Any) -> Any:
 
 
 def patch_layer(
-    layer: nn.Module, forward: Callable[..., Any], replaced: type[nn.Module] | None = None
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    replaced: type[nn.Module],
+    is_on: Callable[[], bool],
 ) -> None:
-    """Let ``forward`` run a layer, or what its own ``forward`` calls of a base class."""
-    original: Any = type(layer)
-    base: Any = original if replaced is None else replaced
-    layer.__class__ = _derive_class(original, base)
-    vars(layer)[_PATCH] = _Patch(layer, forward)
+    """Let ``forward`` run a layer in place of a class's while ``is_on`` tells so.
+
+    ``replaced`` is the layer's own class, or a base whose ``forward`` its own calls.
+    """
+    classes: tuple[Any, Any] = (type(layer), replaced)
+    layer.__class__ = _derive_class(*classes)
+    vars(layer)[_PATCH] = _Patch(layer, forward, is_on)
 
 
 def is_patched(layer: nn.Module) -> bool:
@@ -92,12 +94,3 @@ def unpatch_layer(layer: nn.Module) -> None:
     # A class derived from the patched one since then runs the original forward without a patch.
     if isinstance(layer, PatchedLayer) and PatchedLayer in type(layer).__bases__:
         layer.__class__ = layer.original  # type: ignore[assignment]
-
-
-@contextmanager
-def original_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Run the original ``forward`` of patched layers inside the context."""
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(substitute(vars(layer)[_PATCH], "enabled", value=False))
-        yield

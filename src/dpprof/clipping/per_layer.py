@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Contribution
+from dpprof.clipping.contributions import Summable
 from dpprof.clipping.coverage import trained_in
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
@@ -66,7 +66,7 @@ class PerLayerClipping(Clipping):
             self.remove()
             raise UnsupportedError("per-layer clipping does not work with several ranks yet")
         self._layer_count = len(self._layers)
-        self._kept: dict[nn.Parameter, Contribution] = {}
+        self._kept: dict[nn.Parameter, Summable] = {}
         self._norms: list[Tensor] = []
 
     @property
@@ -92,7 +92,7 @@ class PerLayerClipping(Clipping):
             self._norms.clear()
             self._kept.clear()
 
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         self._kept[parameter] = contribution
 
     def _find_reused(self, _losses: Tensor) -> Collection[nn.Parameter]:

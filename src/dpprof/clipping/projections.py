@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import Contribution, Lookup, Product, SampleGradients
+from dpprof.clipping.contributions import Lookup, Product, SampleGradients, Summable
 from dpprof.norms import placement
 from dpprof.norms.tiles import accumulator_of, multiply
 from dpprof.records.births import allocates, allocates_for_its_caller
@@ -62,14 +62,18 @@ class Projections:
         self._differences: dict[nn.Parameter, Tensor] = {}
         self._limit = 0.0
 
-    def note_measured(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Project a contribution whose norm was found; that of a vector must be materialised."""
-        self._limit = max(self._limit, _limit_of(contribution))
-        self._add(parameter, contribution, 1)
-
-    def note_summed(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """Project a contribution that is summed; that of a vector must be materialised."""
-        self._add(parameter, contribution, -1)
+    @allocates("norm_samples")
+    def note(self, parameter: nn.Parameter, contribution: Summable, *, is_measured: bool) -> None:
+        """Project a contribution whose norm was found, or that is summed."""
+        if is_measured:
+            self._limit = max(self._limit, _limit_of(contribution))
+        projected_BN = _project(contribution, self._direction.to(contribution[0].device))
+        before_BN = self._differences.get(parameter)
+        if before_BN is None:
+            self._differences[parameter] = projected_BN if is_measured else -projected_BN
+        else:
+            sign = 1 if is_measured else -1
+            self._differences[parameter] = before_BN.add(projected_BN, alpha=sign)
 
     @torch.no_grad()
     @allocates("norm_samples")
@@ -98,23 +102,13 @@ class Projections:
         squares = {p: float(one[sample].square().sum()) for p, one in self._differences.items()}
         return max(squares, key=lambda p: math.inf if math.isnan(squares[p]) else squares[p])
 
-    @allocates("norm_samples")
-    def _add(self, parameter: nn.Parameter, contribution: Contribution, sign: int) -> None:
-        projected_BN = _project(contribution, self._direction.to(contribution[0].device))
-        before_BN = self._differences.get(parameter)
-        if before_BN is None:
-            self._differences[parameter] = projected_BN if sign > 0 else -projected_BN
-        else:
-            self._differences[parameter] = before_BN.add(projected_BN, alpha=sign)
 
-
-def _limit_of(contribution: Contribution) -> float:
+def _limit_of(contribution: Summable) -> float:
     match contribution:
         case Product() if contribution.is_rounded:
             return MAX_DIFFERENCE_WHEN_ROUNDED
         case Product(_, gradients) | Lookup(_, gradients) | SampleGradients(gradients):
             return MAX_DIFFERENCE[accumulator_of(gradients.dtype)]
-    raise AssertionError(contribution)
 
 
 @allocates("norm_samples")
@@ -123,7 +117,7 @@ def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | N
     return torch.randn(longest, generator=generator, dtype=losses.dtype, device=losses.device)
 
 
-def _project(contribution: Contribution, u: Tensor) -> Tensor:
+def _project(contribution: Summable, u: Tensor) -> Tensor:
     """Project the gradients of samples; (B, N). The longer side of a matrix meets ``u``."""
     match contribution:
         case Product(x_BTd, g_BTp, transposed):
@@ -143,7 +137,6 @@ def _project(contribution: Contribution, u: Tensor) -> Tensor:
             if matrices_Bmn.shape[2] < matrices_Bmn.shape[1]:
                 matrices_Bmn = matrices_Bmn.transpose(1, 2)
             return _meet(matrices_Bmn, u)
-    raise AssertionError(contribution)
 
 
 def _sides(shape: torch.Size) -> tuple[int, int]:

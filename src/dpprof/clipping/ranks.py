@@ -3,9 +3,9 @@
 Each rank computes the whole gradient of its own samples, so no other rank needs their norms and
 clipping factors. No gradient of a parameter passes through autograd, so neither DDP's buckets nor
 FSDP's reduce-scatter carry one: the sums of clipped gradients are added here, undivided and in
-float32 at least. ``replicas`` does it in the optimizer's step, where every rank adds the noise of
-its own part of the elements before the all-reduce; ``shards`` in backward, parameter by parameter,
-onto the shards to which each rank adds noise.
+float32 at least. ``Replicas`` do it in the optimizer's step, where every rank adds the noise of its
+own part of the elements before the all-reduce; ``Shards`` in backward, parameter by parameter, onto
+the shards to which each rank adds noise, as soon as ``ShardSums`` says.
 
 The guarantee rests on this: every rank clips to one bound, each element gets noise from one rank,
 and ranks' random numbers are independent. Before anything is applied, ranks compare what they are
@@ -13,6 +13,7 @@ set to (``agree``), and seeds come from rank 0 (``make_generator``).
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,12 @@ _GOLDEN = 0x9E3779B9
 
 
 class Ranks:
-    """The ranks that train one model; here the one process alone."""
+    """The ranks that train one model; without a process group the one process alone.
+
+    Args:
+        group: Their process group.
+        device: Of the parameters.
+    """
 
     wrapper: nn.Module | None = None
     """The ``DistributedDataParallel`` that may run the model."""
@@ -39,7 +45,11 @@ class Ranks:
     is_sharded = False
     """Whether sums are reduced onto shards in backward."""
 
-    rank, size = 0, 1
+    def __init__(self, group: Any = None, device: torch.device | None = None) -> None:
+        self.group, self.device = group, device or torch.device("cpu")
+        self.rank, self.size = 0, 1
+        if group is not None:
+            self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that an optimizer trains, of one that a layer has at present.
@@ -76,39 +86,8 @@ class Ranks:
         Raises:
             RuntimeError: They differ; every rank raises it.
         """
-
-    def any(self, holds: bool) -> bool:
-        """Tell whether something holds on this rank; where it is sharded, on any, and all ask."""
-        return holds
-
-    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
-        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
-        raise NotImplementedError
-
-    def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
-        """Make the source of this rank's noise; None for one that the operating system seeds."""
-        return source
-
-    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
-        """Return the noised average over all ranks, of this rank's sum."""
-        add_noise(summed)
-        return summed
-
-
-class SeveralRanks(Ranks):
-    """The ranks of a process group.
-
-    Args:
-        group: Their process group.
-        device: Of the parameters.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-
-    def agree(self, settings: Mapping[str, float | str], seed: int | None = None) -> None:
-        """Verify that all ranks have the same settings, and that no two have one seed."""
+        if self.group is None:
+            return
         own = [_number(setting) for setting in settings.values()] + [float(seed or 0)]
         mine = torch.tensor(own, dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
@@ -127,6 +106,14 @@ class SeveralRanks(Ranks):
                 "optimizer's generator as it is"
             )
 
+    def any(self, holds: bool) -> bool:
+        """Tell whether something holds on this rank; where it is sharded, on any, and all ask."""
+        return holds
+
+    def add_to_shard(self, parameter: nn.Parameter, total: Tensor | None, bound: float) -> None:
+        """Reduce a sum onto the shards of all ranks, of those that are sharded."""
+        raise NotImplementedError
+
     def make_generator(self, source: torch.Generator | None) -> torch.Generator | None:
         """Make a generator whose seed no other rank has, from the next number of rank 0's.
 
@@ -144,6 +131,115 @@ class SeveralRanks(Ranks):
             return torch.Generator(self.device)
         seed = seed_of_rank(int(base), self.rank)
         return torch.Generator(self.device).manual_seed(seed)
+
+    def release_sum(self, summed: Tensor, add_noise: AddNoise) -> Tensor:
+        """Return the noised average over all ranks, of this rank's sum."""
+        add_noise(summed)
+        return summed
+
+
+class ShardSums:
+    """The sums of one rank, until each is reduced.
+
+    A first pass counts the uses of each parameter. Once ranks agree on them, a sum is reduced as
+    soon as all its uses were added, in the same order on all ranks. The sums of the earlier parts
+    of a batch wait until its last part comes.
+
+    Args:
+        ranks: Reduces a sum.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._bound = 0.0
+        self._continues = False
+        self._uses: Counter[nn.Parameter] = Counter()
+        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._waiting: dict[nn.Parameter, Tensor | None] = {}
+        """Of the earlier parts of a batch, by parameter; None for zeros."""
+
+        self.is_counting = False
+        """Whether a first pass counts uses."""
+
+    @property
+    def order(self) -> list[nn.Parameter]:
+        """The parameters that were used and are not reduced yet."""
+        return list(self._uses)
+
+    def start(self, bound: float, *, continues: bool) -> None:
+        """Start a part of a batch, clipped to a bound; where other parts come, its sums wait."""
+        self._verify(bound)
+        self._continues = continues
+        self.is_counting = True
+
+    def count(self, parameter: nn.Parameter) -> None:
+        """Count a use, in the first pass."""
+        self._uses[parameter] += 1
+
+    def agree(self, names: dict[nn.Parameter, str]) -> None:
+        """Compare with other ranks what was used, and how it is clipped."""
+        used = [f"{names[p]} {count}" for p, count in self._uses.items()]
+        self._ranks.agree(
+            {
+                "max_grad_norm": self._bound,
+                "whether this part of a batch is the last": float(self._continues),
+                "which layers ran, or their order,": "\n".join(used),
+            }
+        )
+        self.is_counting = False
+
+    def add(self, parameter: nn.Parameter, summed: Tensor) -> None:
+        """Add the sum of one use over this rank's samples."""
+        total = self._totals.get(parameter)
+        self._totals[parameter] = summed if total is None else total.add_(summed)
+
+    def end_use(self, parameter: nn.Parameter) -> None:
+        """Count a use in the second pass; the last closes the sum."""
+        self._uses[parameter] -= 1
+        if self._uses[parameter] == 0:
+            self.close(parameter)
+
+    def close(self, parameter: nn.Parameter) -> None:
+        """Reduce a sum and free it; or let it wait for the other parts of the batch."""
+        del self._uses[parameter]
+        total = self._totals.pop(parameter, None)
+        before = self._waiting.pop(parameter, None)
+        if total is not None and before is not None:
+            total.add_(before)
+        total = before if total is None else total
+        if self._continues:
+            self._waiting[parameter] = total
+        else:
+            self._ranks.add_to_shard(parameter, total, self._bound)
+
+    def finish(self) -> None:
+        """Verify that all sums are closed, and reduce those of other parts of the batch.
+
+        Raises:
+            RuntimeError: The two passes differ.
+        """
+        if self._uses or self._totals:
+            raise RuntimeError("the second backward pass used other parameters than the first")
+        if not self._continues:
+            self.reduce(self._bound)
+
+    def reduce(self, bound: float) -> None:
+        """Reduce all sums that wait."""
+        self._verify(bound)
+        for parameter in list(self._waiting):
+            self._ranks.add_to_shard(parameter, self._waiting.pop(parameter), bound)
+
+    def forget(self) -> None:
+        """Free the sums of a batch that is not applied."""
+        for one in (self._uses, self._totals, self._waiting):
+            one.clear()
+        self.is_counting = False
+
+    def _verify(self, bound: float) -> None:
+        """Refuse another bound than that of the earlier parts."""
+        if self._waiting and self._bound != bound:
+            raise RuntimeError("max_grad_norm changed between the parts of a batch")
+        self._bound = bound
 
 
 def seed_of_rank(base: int, rank: int) -> int:

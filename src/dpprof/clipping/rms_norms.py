@@ -10,29 +10,29 @@ Shape legend: B samples, T tokens, d width.
 """
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpprof.clipping.layers import RmsFormula, normalise_and_scale
+from dpprof.clipping.calls import read_settings
+from dpprof.clipping.layers import Receive, RmsFormula, RmsNorm, apply, normalise_and_scale
 
 _PROBES = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
+    (torch.float32, torch.float32, 0.0),
+    (torch.bfloat16, torch.bfloat16, 0.0),
+    (torch.bfloat16, torch.float32, 0.0),
+    (torch.float16, torch.float32, 0.0),
+    (torch.float64, torch.float64, 1e-6),
 )
-"""The dtypes of input and scale on which values must be equal."""
+"""The dtypes of input and scale on which values must be equal, to a relative tolerance.
 
-_FLOAT64_TOLERANCE = 1e-6
-"""Relative, as many layers compute in float32 even for float64; the rule does not."""
-
-
-_PLAIN = (bool, int, float, str, type(None))
+Many layers compute in float32 even for float64; the rule does not.
+"""
 
 _recognised: dict[tuple[object, ...], "Recognised | None"] = {}
 """By class, width, and the plain attributes of a layer."""
@@ -45,6 +45,11 @@ class Recognised(NamedTuple):
     eps: str
     is_shifted: bool
     casts_first: bool
+
+    def run(self, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any) -> Tensor:
+        """Run the layer by the rule of RMS norms, in the dtypes of its formula."""
+        (x,) = (*inputs, *named.values())
+        return apply(RmsNorm, x, getattr(layer, self.scale), self.read(layer), receive)
 
     def read(self, layer: nn.Module) -> RmsFormula:
         """Return the formula with the layer's present epsilon."""
@@ -72,44 +77,29 @@ def recognise(layer: nn.Module) -> Recognised | None:
     ]
     if not formulas:
         return None
-    key = (type(layer), len(weight), *((n, v) for n, v in vars(layer).items() if type(v) in _PLAIN))
+    key = (type(layer), len(weight), *read_settings(layer).items())
     if key not in _recognised:
         with _unwatched():
-            fits = (one for one in formulas if _computes(layer, one, len(weight)))
+            cases = list(itertools.product(_PROBES, (False, True)))  # in evaluation, in training
+            fits = (one for one in formulas if all(_computes(layer, one, *case) for case in cases))
             _recognised[key] = next(fits, None)
     return _recognised[key]
 
 
-def _computes(layer: nn.Module, formula: Recognised, d: int) -> bool:
-    """Tell whether a layer computes a formula, in training and in evaluation."""
-    for training in (False, True):
-        for dtypes in _PROBES:
-            expected, found = _compute_both(layer, formula, d, dtypes, training=training)
-            if found is None or found.dtype != expected.dtype or not torch.equal(found, expected):
-                return False
-        exact = (torch.float64, torch.float64)
-        expected, found = _compute_both(layer, formula, d, exact, training=training)
-        if found is None or found.dtype != expected.dtype:
-            return False
-        if not torch.allclose(found, expected, rtol=_FLOAT64_TOLERANCE, atol=0):
-            return False
-    return True
-
-
-def _compute_both(
+def _computes(
     layer: nn.Module,
     formula: Recognised,
-    d: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    *,
+    probe: tuple[torch.dtype, torch.dtype, float],
     training: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the values of a formula and of a layer; None if the layer returns no such tensor."""
+) -> bool:
+    """Tell whether a layer computes a formula."""
+    of_input, of_scale, tolerance = probe
+    d = len(getattr(layer, formula.scale))
     generator = torch.Generator().manual_seed(0)
     sizes_T1 = 10.0 ** torch.arange(-4.0, 3.0)[:, None]  # epsilon counts in the small ones
     x_BTd = torch.randn(2, len(sizes_T1), d, generator=generator) * sizes_T1
     scale_d = torch.randn(d, generator=generator)
-    x_BTd, scale_d = x_BTd.to(dtypes[0]), scale_d.to(dtypes[1])
+    x_BTd, scale_d = x_BTd.to(of_input), scale_d.to(of_scale)
     expected, _ = normalise_and_scale(x_BTd, scale_d, formula.read(layer))
     # A double runs the layer's code without its hooks, and leaves no trace in the layer.
     double = object.__new__(type(layer))
@@ -118,9 +108,13 @@ def _compute_both(
     try:
         found = double.forward(x_BTd)
     except Exception:  # noqa: BLE001 (any code may run here)
-        return expected, None
+        return False
     is_like = isinstance(found, Tensor) and found.shape == expected.shape
-    return expected, found if is_like else None
+    return (
+        is_like
+        and found.dtype == expected.dtype
+        and torch.allclose(found, expected, rtol=tolerance, atol=0)
+    )
 
 
 @contextmanager

@@ -2,25 +2,22 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
 from dpprof.clipping.layers import (
-    Receive,
     run_conv1d,
     run_embedding,
     run_layer_norm,
     run_linear,
-    run_rms_formula,
     run_rms_norm,
 )
 from dpprof.clipping.layers_without_rule import run_any_layer
 from dpprof.clipping.patching import is_patched
-from dpprof.clipping.rms_norms import Recognised, recognise
+from dpprof.clipping.rms_norms import recognise
 from dpprof.spec.registry import UnsupportedError
 
 LayerRule = Callable[..., Tensor]
@@ -107,7 +104,7 @@ def find_rule(layer: nn.Module) -> Found:
             "move them to a layer that contains no others, or freeze them"
         )
     formula = recognise(layer)
-    rule = run_any_layer if formula is None else partial(_run_recognised, formula)
+    rule = run_any_layer if formula is None else formula.run
     return Found(rule, type(layer))
 
 
@@ -147,8 +144,11 @@ def _find_by_class(layer: nn.Module) -> Found | None:
             )
         if not inherits and (rule is not run_embedding or unknown):
             return None
-        if rule is run_embedding:
-            _refuse_options(layer)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if rule is run_embedding and getattr(layer, option):
+                raise UnsupportedError(
+                    f"an embedding with {option} has no exact per-sample gradient"
+                )
         return Found(rule, own if inherits else base) if _calls_forward_of(own, base) else None
     return None
 
@@ -162,16 +162,3 @@ def _calls_forward_of(own: type[nn.Module], base: type[nn.Module]) -> bool:
     written = [inspect.unwrap(vars(one)["forward"]) for one in between if "forward" in vars(one)]
     codes = [getattr(one, "__code__", None) for one in written]
     return all(code and {"super", "forward"} <= set(code.co_names) for code in codes)
-
-
-def _run_recognised(
-    formula: Recognised, layer: nn.Module, receive: Receive, *inputs: Any, **named: Any
-) -> Tensor:
-    (x,) = (*inputs, *named.values())
-    return run_rms_formula(getattr(layer, formula.scale), formula.read(layer), receive, x)
-
-
-def _refuse_options(embedding: Any) -> None:
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(embedding, option):
-            raise UnsupportedError(f"an embedding with {option} has no exact per-sample gradient")

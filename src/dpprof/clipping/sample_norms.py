@@ -18,21 +18,20 @@ from dpprof.clipping.contributions import (
     Lookup,
     Product,
     SampleGradients,
+    Summable,
     merge_uses,
 )
 from dpprof.clipping.layers import Contributions
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
-from dpprof.norms.linear import WAYS
-from dpprof.norms.plan import WayChoice, choose_way
+from dpprof.norms.linear import WAYS, WayChoice, choose_way
 from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
-from dpprof.norms.table import square_lookup
-from dpprof.norms.tied import inner_product
+from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
 from dpprof.records.births import allocates
 from dpprof.spec.registry import UnsupportedError
 
-Keep = Callable[[nn.Parameter, Contribution], None]
+Keep = Callable[[nn.Parameter, Summable], None]
 
 
 class BatchAxisError(UnsupportedError, ValueError):

@@ -20,15 +20,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
-from dpprof.clipping.ranks import AddNoise, SeveralRanks
-from dpprof.clipping.sums import UNCLIPPED, bound_of, mark, own_part
+from dpprof.clipping.ranks import AddNoise, Ranks
+from dpprof.clipping.sums import add_to_grad, own_part
 from dpprof.spec.registry import UnsupportedError
 
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
 """The name is new in PyTorch 2.13, which warns of the old one."""
 
 
-class Shards(SeveralRanks):
+class Shards(Ranks):
     """The ranks over which ``fully_shard`` shards a model.
 
     Raises:
@@ -53,6 +53,7 @@ class Shards(SeveralRanks):
         if len(meshes) > 1:
             raise UnsupportedError("fully_shard over several groups of ranks does not work yet")
         first = next(self._groups())
+        assert first.mesh_info.shard_process_group is not None
         super().__init__(first.mesh_info.shard_process_group, first.device)
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -72,7 +73,14 @@ class Shards(SeveralRanks):
         for group in self._groups():
             _refuse_policies(group)
             for one in group.fsdp_params:
-                _refuse_parameter(one)
+                if one.is_dtensor:
+                    raise UnsupportedError(
+                        "tensor-parallel parameters do not work with clipping yet"
+                    )
+                if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter, FakeTensor):
+                    raise UnsupportedError(
+                        "fully_shard of a tensor subclass does not work with clipping yet"
+                    )
                 self._owners[one.sharded_param] = one.sharded_param
                 gathered = getattr(one, "_unsharded_param", None)
                 if gathered is not None:
@@ -110,21 +118,15 @@ class Shards(SeveralRanks):
         """Reduce a sum over all ranks' samples, and add this rank's shard of it to ``.grad``."""
         assert isinstance(parameter, DTensor)
         shard = self._reduce(parameter, total).to(parameter.dtype)
-        gradient = parameter.grad
-        if gradient is None:
-            parameter.grad = gradient = DTensor.from_local(
-                shard,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        elif bound_of(gradient) != bound:
-            raise RuntimeError(UNCLIPPED)
-        else:
-            own_part(gradient).add_(shard)
-        mark(gradient, bound)
+        summed = DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        add_to_grad(parameter, summed, bound)
 
     def _reduce(self, parameter: DTensor, total: Tensor | None) -> Tensor:
         """Reduce-scatter a sum, (whole shape), in float32 at least; None is zeros."""
@@ -170,10 +172,3 @@ def _refuse_policies(group: Any) -> None:
     for what, is_set in refused.items():
         if is_set:
             raise UnsupportedError(f"{name} with {what} does not work with clipping yet")
-
-
-def _refuse_parameter(one: Any) -> None:
-    if one.is_dtensor:
-        raise UnsupportedError("tensor-parallel parameters do not work with clipping yet")
-    if type(own_part(one.sharded_param)) not in (Tensor, nn.Parameter, FakeTensor):
-        raise UnsupportedError("fully_shard of a tensor subclass does not work with clipping yet")

@@ -7,11 +7,7 @@ so each sum is marked with its version counter and the bound that it was clipped
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Contribution
-
 _MARK = "_clipped"
-
-UNCLIPPED = "a gradient that is not clipped was found where the clipped sum goes; clear gradients"
 
 
 def _version(gradient: Tensor) -> tuple[int, int]:
@@ -25,7 +21,7 @@ def own_part(gradient: Tensor) -> Tensor:
     return shard
 
 
-def mark(gradient: Tensor, bound: float) -> None:
+def _mark(gradient: Tensor, bound: float) -> None:
     """Mark a gradient, in its present version, as a sum that was clipped to a bound."""
     setattr(gradient, _MARK, (_version(gradient), bound))
 
@@ -37,19 +33,14 @@ def bound_of(gradient: Tensor) -> float | None:
 
 
 @torch.no_grad()
-def sum_clipped(parameter: nn.Parameter, contribution: Contribution, factors_B: Tensor) -> Tensor:
-    """Sum a contribution over samples, scaled by clipping factors."""
-    return contribution.sum(factors_B.to(contribution[0].device)).view(parameter.shape)
-
-
-@torch.no_grad()
 def add_to_grad(parameter: nn.Parameter, summed: Tensor, bound: float) -> None:
-    """Add a clipped sum to ``.grad``, and mark that."""
-    gradient = summed.to(parameter.dtype)
+    """Add a clipped sum of the parameter's dtype to ``.grad``, and mark that."""
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = summed
     elif bound_of(parameter.grad) != bound:
-        raise RuntimeError(UNCLIPPED)
+        raise RuntimeError(
+            "a gradient that is not clipped was found where the clipped sum goes; clear gradients"
+        )
     else:
-        parameter.grad += gradient
-    mark(parameter.grad, bound)
+        own_part(parameter.grad).add_(own_part(summed))
+    _mark(parameter.grad, bound)

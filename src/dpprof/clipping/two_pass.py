@@ -9,7 +9,7 @@ the second pass sums the gradients whose norms the first pass found, and can exc
 are not finite. ``projections`` verifies that they are the same.
 
 Cost for a linear layer of d x p over T tokens: 2 B T d p FLOPs each for forward, inputs'
-gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.plan``).
+gradients twice and weights' gradients, 8 B T d p, and the norm (``norms.linear``).
 Memory beyond an ordinary step: the graph, kept for the second pass; B norms, and what
 ``projections`` keeps; at most ``norms.tiles.WORKSPACE_BYTES`` while a norm is computed; one layer's
 weighted activations or output gradients, whichever are narrower.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import Contribution, SampleGradients, Scale, Shift
+from dpprof.clipping.contributions import Summable, materialise_vector
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.layers import Contributions
 from dpprof.clipping.projections import Projections
@@ -60,36 +60,33 @@ class FlashClipping(Clipping):
             generator = self._find_generator(losses)
             self._projections = Projections(self._coverage, losses, generator)
         try:
-            self._run_passes(losses, norms, enter)
+            enter("backward")
+            with self.handling(norms.add):
+                torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
+            enter("clip")
+            factors_B = self._finish(norms)
+            enter("second_backward")
+            with self.handling(partial(self._add_layer, factors_B)):
+                torch.autograd.backward(losses, make_weights(losses))
             self._refuse_difference()
         finally:
             self._projections = None
 
-    def _run_passes(self, losses: Tensor, norms: SampleNorms, enter: Enter) -> None:
-        enter("backward")
-        with self.handling(norms.add):
-            torch.autograd.backward(losses, make_weights(losses), retain_graph=True)
-        enter("clip")
-        factors_B = self._finish(norms)
-        enter("second_backward")
-        with self.handling(partial(self._add_layer, factors_B)):
-            torch.autograd.backward(losses, make_weights(losses))
-
-    def _keep(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         assert self._projections is not None
-        self._projections.note_measured(parameter, contribution)
+        self._projections.note(parameter, contribution, is_measured=True)
 
     def _add_layer(
         self, factors_B: Tensor, _layer: nn.Module, contributions: Contributions
     ) -> None:
         """Add what a layer contributes in the second pass to ``.grad``."""
         for parameter, found in contributions:
-            contribution = _materialise_vector(found)
+            contribution = materialise_vector(found)
             if self._projections is not None:
-                self._projections.note_summed(parameter, contribution)
+                self._projections.note(parameter, contribution, is_measured=False)
             self._add_to_grad(parameter, contribution, factors_B)
-            if self._sums is not None:
-                self._sums.end_use(parameter)
+            if self.ranks.is_sharded:
+                self.shard_sums.end_use(parameter)
 
     def _refuse_difference(self) -> None:
         """Refuse a batch in which other gradients were summed than measured."""
@@ -116,10 +113,3 @@ class FlashClipping(Clipping):
             self._generators[losses.device] = generator = torch.Generator(losses.device)
             generator.seed()
         return self._generators[losses.device]
-
-
-def _materialise_vector(contribution: Contribution) -> Contribution:
-    """Compute the per-sample gradients of a vector; leave other contributions as they are."""
-    if isinstance(contribution, Shift | Scale):
-        return SampleGradients(contribution.materialise(*contribution))
-    return contribution

@@ -69,4 +69,4 @@ class Way(CodePath):
     """The norm of a lookup table's gradient, from ``norms.table``."""
 
     CROSSED = "cross terms", "norms"
-    """The inner product of a matrix's two uses, also as a table, from ``norms.tied``."""
+    """The inner product of a matrix's two uses, also as a table, from ``norms.table``."""

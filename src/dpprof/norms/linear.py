@@ -1,19 +1,31 @@
-"""Squared norms of the per-sample gradients of a linear layer's weight.
+"""Squared norms of the per-sample gradients of a linear layer's weight, by the cheapest way.
 
 The gradient of sample b is ``g_b^T x_b``: the sum over tokens of the outer product of output
-gradient and input. Four ways compute its squared norm:
+gradient and input. Two ways compute its squared norm:
 
-* ``materialised``: from the gradient itself. Goodfellow 2015, "Efficient per-example gradient
-  computations", is the case of one token, where the norm is a product of two norms.
-* ``gram``: the sum over pairs of tokens of ``(x_t . x_s)(g_t . g_s)`` from two T x T Gram matrices
-  (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private Learners",
-  section 4).
-* ``tiled gram``: the same in tiles on and below the diagonal, as both matrices are symmetric.
+* ``tiled gram``: the sum over pairs of tokens of ``(x_t . x_s)(g_t . g_s)`` from two T x T Gram
+  matrices (Li et al. 2022, "Large Language Models Can Be Strong Differentially Private Learners",
+  section 4), in tiles on and below the diagonal, as both matrices are symmetric. Goodfellow 2015,
+  "Efficient per-example gradient computations", is the case of one token.
 * ``tiled product``: the gradient in tiles of d x p, one at a time.
 
 The tiled ways need at most ``WORKSPACE_BYTES`` for any T, d and p. On CUDA with Triton they are
 kernels that keep tiles in registers (``norms.triton_launch``), unless PyTorch's products are
 faster, as they may be in exact float32.
+
+The cost of a tiled way is ``flops + FLOPS_PER_BYTE * bytes``:
+
+* tiled Gram: for each pair of tiles of a and b tokens on or below the diagonal
+  ``2 a b (d + p)`` FLOPs, and ``(a + b)(d + p) + 4 a b`` elements moved: operands read,
+  two products written and read;
+* tiled product: ``2 T d p`` FLOPs, and for each tile of r rows and c columns
+  ``T (r + c) + 2 r c`` elements moved.
+
+A per-sample gradient has d p elements, its activations and output gradients T (d + p). Where d p is
+not more, book-keeping materialises the gradients and keeps them instead (``kept product``): that
+needs less memory, and the weighted sum costs ``2 d p`` FLOPs in place of another ``2 T d p``.
+Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost", keep gradients
+where ``2 T^2 > d p``; comparing what is kept gives T (d + p).
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. Both take
 ``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64).
@@ -21,6 +33,7 @@ Shape legend: B samples, T tokens, d width of the input, p width of the output. 
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,10 +55,11 @@ from dpprof.records.births import allocates
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a product's tile."""
 
-FindSquares = Callable[[Tensor, Tensor], Squares]
-
 GRAM_TILE = 256
 """Tokens on each side of a Gram matrix's tile; half of it where T would fit in one tile."""
+
+FLOPS_PER_BYTE = 10
+"""A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
 
 
 def gram_tile_size(T: int) -> int:
@@ -128,7 +142,67 @@ def _square_product_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return squares_B
 
 
-WAYS: dict[Way, FindSquares] = {
+WAYS: dict[Way, Callable[[Tensor, Tensor], Squares]] = {
     Way.TILED_GRAM: tiled_gram,
     Way.TILED_PRODUCT: tiled_product,
 }
+
+
+class Price(NamedTuple):
+    """The cost of the norm of one per-sample gradient."""
+
+    flops: int
+    elements: int
+    """Read and written: the operands of every tile, and its products."""
+
+    def weigh(self, itemsize: int) -> int:
+        """Return the whole cost in FLOPs."""
+        return self.flops + FLOPS_PER_BYTE * self.elements * itemsize
+
+
+class WayChoice(NamedTuple):
+    """The way to a layer's norms, and why."""
+
+    way: Way
+    T: int
+    d: int
+    p: int
+    flops: int
+    """Of the matrix products for the norm of one sample."""
+
+    prices: dict[Way, int]
+    """``Price.weigh`` of each way; the cheapest is taken, unless gradients are kept."""
+
+
+def price_gram(T: int, d: int, p: int) -> Price:
+    """Price the tiled Gram way for one sample."""
+    flops = elements = 0
+    tile = gram_tile_size(T)
+    for rows in spans(T, tile):
+        for columns in spans(rows.stop, tile):
+            a, b = rows.stop - rows.start, columns.stop - columns.start
+            flops += 2 * a * b * (d + p)
+            elements += (a + b) * (d + p) + 4 * a * b
+    return Price(flops, elements)
+
+
+def price_product(T: int, d: int, p: int) -> Price:
+    """Price the tiled product way for one sample."""
+    high, wide = PRODUCT_TILE
+    bands, stripes = -(-d // high), -(-p // wide)
+    return Price(2 * T * d * p, T * (d * stripes + p * bands) + 2 * d * p)
+
+
+def choose_way(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> WayChoice:
+    """Choose the way to a layer's norms.
+
+    T is the tokens of a sample, d and p the widths of input and output, ``itemsize`` the bytes of
+    an element; ``keeps`` says whether contributions are kept for the weighted sum.
+    """
+    gram, product = price_gram(T, d, p), price_product(T, d, p)
+    prices = {Way.TILED_GRAM: gram.weigh(itemsize), Way.TILED_PRODUCT: product.weigh(itemsize)}
+    if keeps and d * p <= T * (d + p):
+        return WayChoice(Way.KEPT, T, d, p, product.flops, prices)
+    way = min(prices, key=lambda name: prices[name])
+    flops = gram.flops if way is Way.TILED_GRAM else product.flops
+    return WayChoice(way, T, d, p, flops, prices)

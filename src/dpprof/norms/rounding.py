@@ -22,7 +22,7 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
 
 So a sample contributes at most ``C (1 + TOLERATED)`` to the computed sum, rounding included. For
 inputs that do not cancel, this changes a norm by at most about 1e-3 in float32. Per-sample
-gradients that are kept (``norms.plan``) need no correction, because they themselves are summed.
+gradients that are kept (``norms.linear``) need no correction, because they themselves are summed.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import cdiv, next_power_of_2
+from triton import Config, cdiv, next_power_of_2
 
 from dpprof.norms.float32_products import name_precision
 from dpprof.norms.triton_kernels import sum_gram_squares, sum_product_squares, sum_scaled
@@ -28,42 +28,40 @@ _AXES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def launch_gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Compute the squared norms of per-sample weight gradients from Gram matrices.
+def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+    """Compute the squared norms of per-sample weight gradients.
 
-    Terms of both signs may cancel, so the rounding error is relative to (sum_t |x_t| |g_t|)^2, and
-    a result may be below zero. The squares of both Gram matrices bound the error
-    (``norms.rounding``).
+    In ``gram_squares`` terms of both signs may cancel, so the rounding error is relative to
+    (sum_t |x_t| |g_t|)^2, and a result may be below zero. The squares of both Gram matrices bound
+    the error (``norms.rounding``).
 
     Args:
+        kernel: ``gram_squares`` or ``product_squares``.
         x_BTd: Inputs of the layer, (B, T, d), with any strides; bfloat16, float16 or float32.
         g_BTp: Output gradients, (B, T, p), with any strides and the same dtype.
 
     Returns:
-        (3, B) in float32, inf at overflow: the squared norms, the sums of (x_t . x_s)^2, and of
-        (g_t . g_s)^2. ``norms.float32_products`` says how float32 is multiplied.
+        In float32, inf at overflow: of ``product_squares`` the squared norms, (B,); of
+        ``gram_squares`` also the sums of (x_t . x_s)^2, and of (g_t . g_s)^2, (3, B).
+        ``norms.float32_products`` says how float32 is multiplied.
 
     Raises:
         TypeError: The dtypes differ or are not supported, such as float64.
         ValueError: Shapes or devices do not fit.
     """
     _check(x_BTd, g_BTp)
-    side = cdiv(x_BTd.shape[1], min(config.kwargs["TILE_T"] for config in GRAM))
+    if kernel == "product_squares":
+        tiles = _count(x_BTd.shape[2], "TILE_D", PRODUCT) * _count(
+            g_BTp.shape[2], "TILE_P", PRODUCT
+        )
+        return _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)[0]
+    side = _count(x_BTd.shape[1], "TILE_T", GRAM)
     return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2, sums=3)
 
 
-def launch_product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Compute the squared norms of per-sample weight gradients from their tiles.
-
-    Arguments and errors: ``launch_gram_squares``.
-
-    Returns:
-        (B,) in float32, inf at overflow.
-    """
-    _check(x_BTd, g_BTp)
-    height = cdiv(x_BTd.shape[2], min(config.kwargs["TILE_D"] for config in PRODUCT))
-    width = cdiv(g_BTp.shape[2], min(config.kwargs["TILE_P"] for config in PRODUCT))
-    return _launch(sum_product_squares, x_BTd, g_BTp, height * width, sums=1)[0]
+def _count(length: int, side: str, configs: list[Config]) -> int:
+    """Return the most tiles along an axis."""
+    return int(cdiv(length, min(config.kwargs[side] for config in configs)))
 
 
 def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
@@ -117,8 +115,8 @@ def launch_scale_gradients(
     B, T, d = x_BTd.shape
     if B == 0:
         return x_BTd.new_zeros((0, d), dtype=torch.float32)
-    stripes = cdiv(d, SCALED.TILE_D)
-    slots = min(cdiv(T, SCALED.TILE_T), cdiv(PROGRAMS, B * stripes))
+    stripes = cdiv(d, SCALED["TILE_D"])
+    slots = min(cdiv(T, SCALED["TILE_T"]), cdiv(PROGRAMS, B * stripes))
     partials_BSd = x_BTd.new_empty(B, slots, d, dtype=torch.float32)
     rstd_BT = rstd_BT.float().contiguous()
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
@@ -132,7 +130,7 @@ def launch_scale_gradients(
             *x_BTd.stride(),
             *g_BTd.stride(),
             CENTRED=mean_BT is not None,
-            **SCALED._asdict(),
+            **SCALED,
             num_warps=8,
         )
     return partials_BSd.sum(dim=1)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dpprof.norms.code_paths import Way
 from dpprof.norms.float32_products import name_precision
-from dpprof.norms.placement import simulates_kernels
+from dpprof.norms.placement import is_simulated
 
 KERNELS = {Way.TILED_GRAM: "gram_squares", Way.TILED_PRODUCT: "product_squares"}
 """The kernel of each way to a norm."""
@@ -63,7 +63,7 @@ def chosen_tiles(way: Way, T: int, d: int, p: int) -> dict[str, int] | None:
 
 def is_fused(x: Tensor) -> bool:
     """Tell whether a kernel can run on a tensor: on CUDA, with Triton, not in float64."""
-    can_run = simulates_kernels() or (x.is_cuda and why_no_kernels() is None)
+    can_run = is_simulated() or (x.is_cuda and why_no_kernels() is None)
     return can_run and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -104,7 +104,7 @@ def product_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    squares: Tensor = getattr(triton_launch, f"launch_{kernel}")(x_BTd, g_BTp)
+    squares: Tensor = triton_launch.launch_squares(kernel, x_BTd, g_BTp)
     if len(x_BTd):
         _tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = triton_launch.read_config(kernel)
     return squares

@@ -12,7 +12,7 @@ Shapes: T tokens, d in, p out; K what a product sums over.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton import Config, knobs
@@ -25,53 +25,40 @@ _PRODUCTS = 1024
 _TIMES = 5
 
 
-def _gram(tile_T: int, tile_K: int, warps: int, stages: int) -> Config:
-    return Config({"TILE_T": tile_T, "TILE_K": tile_K}, num_warps=warps, num_stages=stages)
-
-
-def _product(tile_d: int, tile_p: int, tile_K: int, warps: int, stages: int) -> Config:
-    sizes = {"TILE_D": tile_d, "TILE_P": tile_p, "TILE_K": tile_K}
+def _config(warps: int, stages: int, **sizes: int) -> Config:
     return Config(sizes, num_warps=warps, num_stages=stages)
 
 
 # Compiled for an H200 these need at most 144 of the 227 KiB of shared memory of a block.
 # Two float32 tiles of 128 x 128, or one of 128 x 256, are 128 registers for each of 8 warps.
 GRAM: list[Config] = [
-    _gram(128, 64, 8, 3),
-    _gram(128, 128, 8, 2),
-    _gram(64, 64, 4, 4),
-    _gram(64, 128, 4, 3),
-    _gram(128, 32, 8, 3),
-    _gram(64, 32, 8, 3),
-    _gram(64, 32, 4, 3),
-    _gram(64, 16, 4, 3),
+    _config(8, 3, TILE_T=128, TILE_K=64),
+    _config(8, 2, TILE_T=128, TILE_K=128),
+    _config(4, 4, TILE_T=64, TILE_K=64),
+    _config(4, 3, TILE_T=64, TILE_K=128),
+    _config(8, 3, TILE_T=128, TILE_K=32),
+    _config(8, 3, TILE_T=64, TILE_K=32),
+    _config(4, 3, TILE_T=64, TILE_K=32),
+    _config(4, 3, TILE_T=64, TILE_K=16),
 ]
 PRODUCT: list[Config] = [
-    _product(128, 256, 64, 8, 3),
-    _product(128, 128, 64, 8, 3),
-    _product(64, 128, 64, 4, 4),
-    _product(64, 64, 64, 4, 4),
-    _product(128, 128, 32, 8, 3),
-    _product(64, 128, 32, 4, 3),
-    _product(128, 64, 16, 8, 3),
-    _product(64, 64, 32, 4, 3),
+    _config(8, 3, TILE_D=128, TILE_P=256, TILE_K=64),
+    _config(8, 3, TILE_D=128, TILE_P=128, TILE_K=64),
+    _config(4, 4, TILE_D=64, TILE_P=128, TILE_K=64),
+    _config(4, 4, TILE_D=64, TILE_P=64, TILE_K=64),
+    _config(8, 3, TILE_D=128, TILE_P=128, TILE_K=32),
+    _config(4, 3, TILE_D=64, TILE_P=128, TILE_K=32),
+    _config(8, 3, TILE_D=128, TILE_P=64, TILE_K=16),
+    _config(4, 3, TILE_D=64, TILE_P=64, TILE_K=32),
 ]
-
-
-class Tile(NamedTuple):
-    """Tokens and columns of a tile without matrix products."""
-
-    TILE_T: int
-    TILE_D: int
-
-
-SCALED = Tile(32, 128)
-"""Reads at the speed of memory at any size that fills registers: 16 float32 for each thread."""
+SCALED = {"TILE_T": 32, "TILE_D": 128}
+"""Tokens and columns of a tile without matrix products, which is read at the speed of memory at any
+size that fills registers: 16 float32 for each thread."""
 
 if INTERPRETED:
-    SCALED = Tile(8, 16)
-    GRAM = [_gram(32, 32, 1, 1)]
-    PRODUCT = [_product(16, 32, 16, 1, 1)]
+    SCALED = {"TILE_T": 8, "TILE_D": 16}
+    GRAM = [_config(1, 1, TILE_T=32, TILE_K=32)]
+    PRODUCT = [_config(1, 1, TILE_D=16, TILE_P=32, TILE_K=16)]
 
 
 def keep_suitable(configs: list[Config], arguments: dict[str, Any], **more: Any) -> list[Config]:
@@ -91,8 +78,7 @@ def keep_suitable(configs: list[Config], arguments: dict[str, Any], **more: Any)
 def _products_of_a_thread(config: Config) -> int:
     sizes = config.kwargs
     area = sizes["TILE_D"] * sizes["TILE_P"] if "TILE_D" in sizes else sizes["TILE_T"] ** 2
-    products: int = area * sizes["TILE_K"] // (32 * config.num_warps)
-    return products
+    return int(area * sizes["TILE_K"] // (32 * config.num_warps))
 
 
 def time_launch(launch: Callable[[], object], quantiles: Sequence[float]) -> list[float]:
