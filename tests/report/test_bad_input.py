@@ -17,9 +17,9 @@ from reading import table_of
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
-from dpprof.report.document import Drawing
-from dpprof.report.latex import has_latex
-from dpprof.report.render import ROUTES, write_report
+from dpprof.report.rendering.document import Drawing
+from dpprof.report.rendering.latex import has_latex
+from dpprof.report.rendering.write import ROUTES, write_report
 
 HOSTILE = r"a_b % c & d # e $ f { g } ~ ^ \input{/etc/passwd} < k > $(touch pwned) `id`"
 

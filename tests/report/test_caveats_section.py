@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from dpprof.report.caveats_section import tell_caveats
-from dpprof.report.cells import MAX_ROWS
+from dpprof.report.sections.caveats import tell_caveats
+from dpprof.report.sections.tables import MAX_ROWS
 
 
 def findings_of(*kinds: tuple[str, int]) -> pd.DataFrame:

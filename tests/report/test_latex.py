@@ -15,9 +15,15 @@ from dpprof.figures.outcomes import draw
 from dpprof.planning.planner import Manifest
 from dpprof.records.terms import COMPONENTS
 from dpprof.report.content import build_document
-from dpprof.report.document import Bullets, Document, Drawing, Paragraph, Section, Table
-from dpprof.report.latex import LatexError, compile_latex, escape_latex, has_latex, render_latex
-from dpprof.report.render import write_report
+from dpprof.report.rendering.document import Bullets, Document, Drawing, Paragraph, Section, Table
+from dpprof.report.rendering.latex import (
+    LatexError,
+    compile_latex,
+    escape_latex,
+    has_latex,
+    render_latex,
+)
+from dpprof.report.rendering.write import write_report
 
 needs_latex = pytest.mark.skipif(not has_latex(), reason="no latexmk and pdflatex here")
 EVIL = (

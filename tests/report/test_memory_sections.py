@@ -6,7 +6,7 @@ from reading import section_of, sentences_of, table_of, titles_of
 
 from dpprof.records.terms import COMPONENTS
 from dpprof.report.content import build_document
-from dpprof.report.document import Document, Drawing
+from dpprof.report.rendering.document import Document, Drawing
 from dpprof.spec.datasheets import L4
 
 MIB = 2**20

@@ -21,7 +21,7 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.planner import Manifest
 from dpprof.report.content import build_document
-from dpprof.report.document import Bullets, Drawing, Picture, Table
+from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")
 GIB = 2**30

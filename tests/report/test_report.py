@@ -9,9 +9,9 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
-from dpprof.report.document import Document, Drawing, Paragraph, Section
-from dpprof.report.markdown import escape_markdown
-from dpprof.report.render import render_markdown, write_report
+from dpprof.report.rendering.document import Document, Drawing, Paragraph, Section
+from dpprof.report.rendering.markdown import escape_markdown
+from dpprof.report.rendering.write import render_markdown, write_report
 
 EVIL = (
     "<script>alert(1)</script> \\input{/etc/passwd} $(touch pwned) `id` |x| _a_ #set [l](u)\x1b[2J"

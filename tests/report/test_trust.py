@@ -5,7 +5,7 @@ from factory import make_experiment, make_manifest, make_memory, write_synthetic
 from html_pages import tables_of
 
 from dpprof.planning.planner import Manifest
-from dpprof.report.trust import build_trust_section
+from dpprof.report.answer.trust import build_trust_section
 
 PEAK = 2**20
 

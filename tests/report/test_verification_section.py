@@ -6,9 +6,9 @@ from pypdf import PdfReader
 from reading import section_of, trust_of
 
 from dpprof.report.content import build_document
-from dpprof.report.latex import render_latex
-from dpprof.report.render import render_markdown, write_report
-from dpprof.report.verification_section import TITLE
+from dpprof.report.rendering.latex import render_latex
+from dpprof.report.rendering.write import render_markdown, write_report
+from dpprof.report.sections.verification import TITLE
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
 STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)

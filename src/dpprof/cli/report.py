@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dpprof.analysis.tables.frames import TableFolder
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.report.content import build_document
-from dpprof.report.document import read_drawing
-from dpprof.report.latex import LatexError
 from dpprof.report.page.write import write_page
-from dpprof.report.render import ROUTES, write_report
+from dpprof.report.rendering.document import read_drawing
+from dpprof.report.rendering.latex import LatexError
+from dpprof.report.rendering.write import ROUTES, write_report
 from dpprof.spec import registry
 from dpprof.system.console import fail, keep_log
 

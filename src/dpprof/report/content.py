@@ -6,13 +6,13 @@ import pandas as pd
 
 from dpprof.analysis.selection import choose_runs, compose_peaks
 from dpprof.analysis.standings import find_marks
-from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
-from dpprof.report.advice_section import tell_capacity
-from dpprof.report.answer import tell_answer
-from dpprof.report.budget_section import TITLE as BUDGET
-from dpprof.report.budget_section import tell_budget
-from dpprof.report.caveats_section import tell_caveats
-from dpprof.report.document import (
+from dpprof.report.answer.methods import build_first_section
+from dpprof.report.answer.question import ask
+from dpprof.report.answer.sentences import tell_answer
+from dpprof.report.answer.trust import TITLE as TRUST
+from dpprof.report.answer.trust import build_trust_section
+from dpprof.report.leads import tell_fits, tell_growth, tell_kernels, tell_memory, tell_price
+from dpprof.report.rendering.document import (
     Blocks,
     Bullets,
     Document,
@@ -21,14 +21,14 @@ from dpprof.report.document import (
     Picture,
     Section,
 )
-from dpprof.report.leads import tell_fits, tell_growth, tell_kernels, tell_memory, tell_price
-from dpprof.report.page_one import build_first_section
-from dpprof.report.question import ask
-from dpprof.report.rank_section import tell_exchange
-from dpprof.report.trust import TITLE as TRUST
-from dpprof.report.trust import build_trust_section
-from dpprof.report.verification_section import TITLE as VERIFICATION
-from dpprof.report.verification_section import mark_methods, tell_verification
+from dpprof.report.sections import kernels, memory, outcomes, step_time
+from dpprof.report.sections.budget import TITLE as BUDGET
+from dpprof.report.sections.budget import tell_budget
+from dpprof.report.sections.capacity import tell_capacity
+from dpprof.report.sections.caveats import tell_caveats
+from dpprof.report.sections.communication import tell_exchange
+from dpprof.report.sections.verification import TITLE as VERIFICATION
+from dpprof.report.sections.verification import mark_methods, tell_verification
 
 Tables = Mapping[str, pd.DataFrame]
 
@@ -111,36 +111,32 @@ def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
     experiments, costs = tables["experiments"], choose_runs(tables["costs"])
     return {
         "Caveats": [*tell_caveats(tables["findings"])],
-        "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
-        "Missing results": outcome_section.tell_missing(tables["missing"]),
+        "Outcomes": outcomes.tell_outcomes(tables["outcomes"], tables["runs"]),
+        "Missing results": outcomes.tell_missing(tables["missing"]),
         "Comparison": [
-            *time_sections.by_method(tables["methods"]),
-            *time_sections.compare(experiments),
+            *step_time.by_method(tables["methods"]),
+            *step_time.compare(experiments),
         ],
-        "How far the figures repeat": [*time_sections.repeat(experiments)],
+        "How far the figures repeat": [*step_time.repeat(experiments)],
         "Capacity": [*tell_capacity(tables["advice"])],
-        "Predicted peaks": [*memory_sections.predictions(composition, costs)],
+        "Predicted peaks": [*memory.predictions(composition, costs)],
         "Privacy budget": [*tell_budget(tables["noise"], tables["budget"])],
-        "Owners of memory": [*memory_sections.owners(composition)],
-        "Reconciled with the allocator": [
-            *memory_sections.reconciliation(composition, tables["peaks"])
-        ],
+        "Owners of memory": [*memory.owners(composition)],
+        "Reconciled with the allocator": [*memory.reconciliation(composition, tables["peaks"])],
         "Phases": [
-            *time_sections.phases(tables["phases"], experiments),
-            *kernel_sections.host_io(tables["runs"]),
+            *step_time.phases(tables["phases"], experiments),
+            *kernels.host_io(tables["runs"]),
         ],
-        "Kernels": [*kernel_sections.by_op_kind(tables["kernels"], tables["traces"])],
+        "Kernels": [*kernels.by_op_kind(tables["kernels"], tables["traces"])],
         "Ceilings": [
-            *kernel_sections.bound(tables["traces"], tables["kernels"]),
-            *kernel_sections.ceilings(tables["ceilings"]),
+            *kernels.bound(tables["traces"], tables["kernels"]),
+            *kernels.ceilings(tables["ceilings"]),
         ],
-        "Cost": [*memory_sections.costs(costs)],
+        "Cost": [*memory.costs(costs)],
         "Communication": [*tell_exchange(experiments)],
         VERIFICATION: [*tell_verification(tables["verification"])],
-        "What measuring costs": [
-            *kernel_sections.instrument_overhead(tables["instrument_overhead"])
-        ],
-        "Code paths": [*time_sections.code_paths(tables["samplers"])],
+        "What measuring costs": [*kernels.instrument_overhead(tables["instrument_overhead"])],
+        "Code paths": [*step_time.code_paths(tables["samplers"])],
         "How this was measured": _how(tables["runs"]),
     }
 

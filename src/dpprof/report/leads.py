@@ -6,9 +6,17 @@ from dpprof.analysis.selection import find_fitting, group_by
 from dpprof.analysis.tables.axes import BASELINE, SETTING, WITHOUT_BATCH
 from dpprof.analysis.tables.frames import least_of
 from dpprof.records.terms import COMPONENTS
-from dpprof.report.cells import listed, number, percent, significant
-from dpprof.report.document import Bullets
-from dpprof.report.wording import THIS_MACHINE, name_setting, span_of_ratios, times
+from dpprof.report.rendering.document import Bullets
+from dpprof.report.wording import (
+    THIS_MACHINE,
+    listed,
+    name_setting,
+    number,
+    percent,
+    significant,
+    span_of_ratios,
+    times,
+)
 
 
 def tell_memory(composition: pd.DataFrame) -> list[Bullets]:

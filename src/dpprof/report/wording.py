@@ -1,11 +1,12 @@
-"""How sentences name settings and figures."""
+"""How sentences and tables write numbers and names."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
 from dpprof.analysis.tables.axes import name_model
-from dpprof.report.cells import number, significant, text_of
 
 ALIKE = 0.005
 """A ratio this near to 1 is 1.00 in two digits."""
@@ -48,3 +49,43 @@ def rounded(value: float | None) -> str:
     if value is None or pd.isna(value):
         return "-"
     return significant(float(f"{value:.3g}"))
+
+
+def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
+    """Return a figure in a unit; a dash where it is unknown."""
+    return "-" if value is None or pd.isna(value) else f"{value / unit:,.{digits}f}"
+
+
+def significant(value: float | None, unit: float = 1.0) -> str:
+    """Return a figure in a unit with three significant digits; a dash where it is unknown."""
+    if value is None or pd.isna(value) or not value:
+        return number(value, unit, 0)
+    return number(value, unit, max(0, 2 - math.floor(math.log10(abs(value) / unit))))
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Return a share in percent; a dash where it is unknown."""
+    return "-" if value is None or pd.isna(value) else f"{value:.{digits}%}"
+
+
+def span(low: float | None, high: float | None, unit: float = 1.0, digits: int = 1) -> str:
+    """Return an interval in a unit; a dash where it is unknown."""
+    if pd.isna(low) or pd.isna(high):
+        return "-"
+    return f"{number(low, unit, digits)} to {number(high, unit, digits)}"
+
+
+def text_of(value: Any) -> str:
+    """Return a text; a dash where there is none."""
+    return "-" if value is None or pd.isna(value) else str(value)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names as words: a, b and c."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """Return the form of a word that goes with a count."""
+    return one if count == 1 else many or f"{one}s"

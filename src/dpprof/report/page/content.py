@@ -8,7 +8,6 @@ import pandas as pd
 
 from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.frames import rows_of
-from dpprof.report.document import Document
 from dpprof.report.page.columns import pack_frame
 from dpprof.report.page.data import (
     Tables,
@@ -22,6 +21,7 @@ from dpprof.report.page.detail import DETAILS, Runs
 from dpprof.report.page.holdings import pack_holdings, read_holdings
 from dpprof.report.page.logs import read_ends
 from dpprof.report.page.timelines import Timelines
+from dpprof.report.rendering.document import Document
 
 
 def tell_contents(

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jinja2
 import vl_convert
 
-from dpprof.report.document import Document
 from dpprof.report.page.content import tell_contents
 from dpprof.report.page.data import Tables
+from dpprof.report.rendering.document import Document
 from dpprof.system.console import printable, say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES

@@ -4,8 +4,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.report.cells import Cell, column, number, significant, tabulate, text_of
-from dpprof.report.document import Bullets, Paragraph, Table
+from dpprof.report.rendering.document import Bullets, Paragraph, Table
+from dpprof.report.sections.tables import Cell, column, tabulate
+from dpprof.report.wording import number, significant, text_of
 
 TITLE = "What a privacy budget costs"
 _NOISE, _COSTS = "results/tables/noise.csv", "results/tables/budget.csv"

@@ -5,20 +5,18 @@ from typing import Any
 import pandas as pd
 
 from dpprof.records.terms import OP_KINDS
-from dpprof.report.cells import (
+from dpprof.report.rendering.document import Paragraph
+from dpprof.report.sections.tables import (
     ORDER,
     Cell,
     Told,
     amount,
     column,
     name_experiments,
-    number,
-    percent,
-    significant,
     tabulate,
     texts,
 )
-from dpprof.report.document import Paragraph
+from dpprof.report.wording import number, percent, significant
 
 _MS = 1e-3
 _MIB = 2**20

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from dpprof.report.document import Document, Table
+from dpprof.report.rendering.document import Document, Table
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 

@@ -7,9 +7,17 @@ import pandas as pd
 
 from dpprof.analysis.selection import Tables, find_here, find_on_targets, find_predicted
 from dpprof.analysis.tables.axes import BASELINE, SETTING
-from dpprof.report.cells import number, significant, span, text_of
-from dpprof.report.document import Blocks, Drawing, Picture, Section, Table
-from dpprof.report.wording import THIS_MACHINE, name_setting, name_training, rounded
+from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section, Table
+from dpprof.report.wording import (
+    THIS_MACHINE,
+    name_setting,
+    name_training,
+    number,
+    rounded,
+    significant,
+    span,
+    text_of,
+)
 
 TITLE = "The methods side by side"
 

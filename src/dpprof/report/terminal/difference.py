@@ -14,8 +14,8 @@ from dpprof.analysis.difference.waterfall import (
     format_size,
     name_component,
 )
-from dpprof.report.difference_sentence import OUTSIDE, say
-from dpprof.report.markdown import escape_markdown, on_one_line
+from dpprof.report.rendering.markdown import escape_markdown, on_one_line
+from dpprof.report.terminal.difference_sentence import OUTSIDE, say
 
 _WIDTH = 24
 """Columns of a terminal for the bars."""

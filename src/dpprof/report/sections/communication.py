@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.cells import ORDER, Told, amount, name_experiments, tabulate, texts
+from dpprof.report.sections.tables import ORDER, Told, amount, name_experiments, tabulate, texts
 
 _MIB = 2**20
 

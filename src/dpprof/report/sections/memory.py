@@ -8,21 +8,18 @@ import pandas as pd
 from dpprof.analysis.selection import find_fitting, needed_bytes
 from dpprof.analysis.tables.axes import BASELINE, SETTING, count_tokens
 from dpprof.records.terms import COMPONENTS, EVIDENCE
-from dpprof.report.cells import (
+from dpprof.report.rendering.document import Paragraph, Table
+from dpprof.report.sections.tables import (
     ORDER,
     Cell,
     Told,
     amount,
     column,
     name_experiments,
-    number,
-    percent,
-    significant,
     tabulate,
-    text_of,
     texts,
 )
-from dpprof.report.document import Paragraph, Table
+from dpprof.report.wording import number, percent, significant, text_of
 
 _MIB = 2**20
 _GIB = 2**30

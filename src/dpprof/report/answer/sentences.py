@@ -17,14 +17,18 @@ from dpprof.analysis.statistics import NO_DIFFERENCE
 from dpprof.analysis.tables.axes import BASELINE, SETTING
 from dpprof.analysis.tables.frames import least_of
 from dpprof.records.terms import OUTCOMES
-from dpprof.report.cells import listed, number, plural, significant, span
 from dpprof.report.wording import (
     ALIKE,
     THIS_MACHINE,
     is_alike,
+    listed,
     name_setting,
     name_training,
+    number,
+    plural,
     rounded,
+    significant,
+    span,
     span_of_ratios,
     times,
 )

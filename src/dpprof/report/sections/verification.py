@@ -16,8 +16,9 @@ from dpprof.analysis.standings import (
     sign,
 )
 from dpprof.records.verdict import TOLERANCE
-from dpprof.report.cells import Cell, column, plural, tabulate, text_of
-from dpprof.report.document import Bullets, Document, Paragraph, Picture, Section, Table
+from dpprof.report.rendering.document import Bullets, Document, Paragraph, Picture, Section, Table
+from dpprof.report.sections.tables import Cell, column, tabulate
+from dpprof.report.wording import plural, text_of
 
 TITLE = "Do the methods compute the same gradient?"
 

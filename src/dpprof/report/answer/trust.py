@@ -6,10 +6,10 @@ from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.selection import Tables, compose_peaks
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
 from dpprof.records.terms import OUTCOMES
-from dpprof.report.caveats_section import MEANINGS
-from dpprof.report.cells import listed, plural
-from dpprof.report.document import Bullets, Section
-from dpprof.report.verification_section import count_verified
+from dpprof.report.rendering.document import Bullets, Section
+from dpprof.report.sections.caveats import MEANINGS
+from dpprof.report.sections.verification import count_verified
+from dpprof.report.wording import listed, plural
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"

@@ -10,7 +10,7 @@ from dpprof.analysis.difference.waterfall import (
     format_size,
     name_component,
 )
-from dpprof.report.cells import listed
+from dpprof.report.wording import listed
 
 OUTSIDE = "outside the model"
 _SINGULAR = {"optimizer_state", "noise", "workspace", "allocator_rounding", "unattributed"}

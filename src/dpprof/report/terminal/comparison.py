@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from dpprof.analysis.difference.waterfall import format_size, name_component
 from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement, Run, Unlike
-from dpprof.report.cells import plural
-from dpprof.report.markdown import escape_markdown, on_one_line
+from dpprof.report.rendering.markdown import escape_markdown, on_one_line
+from dpprof.report.wording import plural
 
 _MOST_ROWS = 20
 """The most rows of a table, experiments in a list, and commands; JSON has all of them."""

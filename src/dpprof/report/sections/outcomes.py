@@ -3,8 +3,9 @@
 import pandas as pd
 
 from dpprof.records.terms import OUTCOMES
-from dpprof.report.cells import MAX_ROWS, Cell, column, tabulate, text_of
-from dpprof.report.document import Blocks, Bullets, Paragraph, Table
+from dpprof.report.rendering.document import Blocks, Bullets, Paragraph, Table
+from dpprof.report.sections.tables import MAX_ROWS, Cell, column, tabulate
+from dpprof.report.wording import text_of
 
 _FAILURE = ["method", "outcome", "error_kind", "error_phase"]
 

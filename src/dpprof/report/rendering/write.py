@@ -5,9 +5,9 @@ from pathlib import Path
 import jinja2
 import typst
 
-from dpprof.report.document import Document
-from dpprof.report.latex import LatexError, compile_latex, has_latex, render_latex
-from dpprof.report.markdown import escape_markdown
+from dpprof.report.rendering.document import Document
+from dpprof.report.rendering.latex import LatexError, compile_latex, has_latex, render_latex
+from dpprof.report.rendering.markdown import escape_markdown
 from dpprof.system.console import say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES

@@ -4,9 +4,9 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.report.cells import Cell, column, number, tabulate
-from dpprof.report.document import Paragraph, Table
-from dpprof.report.wording import THIS_MACHINE, name_training
+from dpprof.report.rendering.document import Paragraph, Table
+from dpprof.report.sections.tables import Cell, column, tabulate
+from dpprof.report.wording import THIS_MACHINE, name_training, number
 
 _GIB = 2**30
 _SETTING = ["model", "lora", "trainable", "parallel", "seq_len", "dtype", "target"]

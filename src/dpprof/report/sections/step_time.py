@@ -6,19 +6,18 @@ import pandas as pd
 
 from dpprof.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
 from dpprof.records.terms import PHASES
-from dpprof.report.cells import (
+from dpprof.report.rendering.document import Paragraph
+from dpprof.report.sections.tables import (
     ORDER,
     Cell,
     Told,
     amount,
     column,
     name_experiments,
-    number,
-    span,
     tabulate,
     texts,
 )
-from dpprof.report.document import Paragraph
+from dpprof.report.wording import number, span
 
 _MIB = 2**20
 _MS = 1e-3

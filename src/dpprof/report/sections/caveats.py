@@ -2,8 +2,9 @@
 
 import pandas as pd
 
-from dpprof.report.cells import MAX_ROWS, Cell, amount, column, listed, tabulate
-from dpprof.report.document import Paragraph, Table
+from dpprof.report.rendering.document import Paragraph, Table
+from dpprof.report.sections.tables import MAX_ROWS, Cell, amount, column, tabulate
+from dpprof.report.wording import listed
 
 MEANINGS = {
     "contended": "other processes kept cores busy, so times are too long",
