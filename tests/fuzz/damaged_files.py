@@ -89,7 +89,7 @@ def follow() -> int:
 Reader = Callable[[random.Random, str], tuple[Step, ...]]
 """Draws steps that read a file of the sweep."""
 
-REPORT = ["report", "--tables=results/tables", "--output-dir=results", "--pdf=typst"]
+REPORT = ["report", "--tables=results/tables", "--output-dir=results"]
 
 
 def _tables(draw: random.Random, _file: str) -> tuple[Step, ...]:

@@ -334,7 +334,6 @@ def _bad_option(draw: random.Random) -> list[str]:
             ["explain", "cut", "binary", f"--format={text}"],
             ["explain", "cut", "binary", f"--output={text}.xyz"],
             ["watch", f"--results={text}"],
-            ["report", "--tables=folder", "--output-dir=r", f"--pdf={text}"],
             ["ceilings", "--device=cpu", "--output=x.json", f"--operators-s={text}"],
             ["estimate", *FIELDS, f"--target={text}"],
             [text, *FIELDS],

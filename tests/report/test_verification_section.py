@@ -107,7 +107,7 @@ def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
 
 
 def test_every_format_has_the_dagger(document, tmp_path) -> None:
-    write_report(document, tmp_path, "typst")
+    write_report(document, tmp_path)
     pages = [page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages]
 
     assert DAGGER in "".join(pages)
@@ -172,7 +172,7 @@ def test_without_holes_nothing_is_said_of_them(document) -> None:
 
 
 def test_the_pdf_has_both_signs(mixed, tmp_path) -> None:
-    write_report(mixed, tmp_path, "typst")
+    write_report(mixed, tmp_path)
     text = "".join(page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages)
 
     assert DAGGER in text

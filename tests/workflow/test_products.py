@@ -32,7 +32,7 @@ def test_scripts_run_alone_on_existing_tables(finished: Checkout) -> None:
     tables, output = finished.path / "results" / "tables", finished.path / "alone"
     files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
     finished.script("figure.py", "--figure=tradeoff", f"--tables={tables}", *files)
-    finished.script("report.py", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst")
+    finished.script("report.py", f"--tables={tables}", f"--output-dir={output}")
 
     assert (output / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "figures/tradeoff.png" in (output / "report.md").read_text()
