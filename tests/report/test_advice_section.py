@@ -53,6 +53,4 @@ def test_the_table_has_a_row_an_option() -> None:
 
 
 def test_nothing_is_said_where_nobody_asked() -> None:
-    nothing = make().reindex(columns=[*SETTING])
-
-    assert tell_capacity(nothing) == []
+    assert tell_capacity(make({"method": "a"}).iloc[:0]) == []

@@ -77,7 +77,7 @@ CASES = {
     "no times": (without_times, "no time was measured"),
     "nothing but recorded memory": (
         with_memory,
-        "in every setting opacus-ghost; in no setting opacus-hooks",
+        "opacus-hooks does not fit",
     ),
     "memory of failures": (
         lambda root: with_memory(root, outcome="oom"),

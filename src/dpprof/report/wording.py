@@ -40,8 +40,7 @@ def is_alike(ratio: float) -> bool:
 
 def span_of_ratios(ratios: "pd.Series[float]") -> str:
     """Return the range of ratios in words: ``1.36 to 2.84 times``."""
-    low, high = (number(ratios.agg(end), digits=2) for end in ("min", "max"))
-    return f"{low} times" if low == high else f"{low} to {high} times"
+    return f"{reach(*(number(ratios.agg(end), digits=2) for end in ('min', 'max')))} times"
 
 
 def rounded(value: float | None) -> str:
@@ -73,6 +72,18 @@ def span(low: float | None, high: float | None, unit: float = 1.0, digits: int =
     if pd.isna(low) or pd.isna(high):
         return "-"
     return f"{number(low, unit, digits)} to {number(high, unit, digits)}"
+
+
+def reach(low: str, high: str) -> str:
+    """Return a range of figures, or one figure where both ends are the same."""
+    return low if low == high else f"{low} to {high}"
+
+
+def ratio_with_interval(row: Any) -> str:
+    """Return the ratio of a step to standard's, with its interval where it has one."""
+    ratio = number(row["step_ratio"], digits=2)
+    interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
+    return ratio if interval == "-" else f"{ratio} ({interval})"
 
 
 def text_of(value: Any) -> str:

@@ -13,9 +13,9 @@ from dpprof.report.wording import (
     name_setting,
     name_training,
     number,
+    ratio_with_interval,
     rounded,
     significant,
-    span,
     text_of,
 )
 
@@ -112,7 +112,7 @@ def _here(tables: Tables) -> list[_Place]:
     over = rows["step_ratio"].notna().any() or rows["peak_ratio"].notna().any()
     if over:
         columns = {
-            "time over standard": rows.apply(_time_ratio, axis=1),
+            "time over standard": rows.apply(ratio_with_interval, axis=1),
             "peak over standard": rows["peak_ratio"].map(lambda ratio: number(ratio, digits=2)),
         }
     else:
@@ -137,12 +137,6 @@ def _here(tables: Tables) -> list[_Place]:
 
 
 _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
-
-
-def _time_ratio(row: Any) -> str:
-    ratio = number(row["step_ratio"], digits=2)
-    interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
-    return ratio if interval == "-" else f"{ratio} ({interval})"
 
 
 def _failures(setting: Any, runs: pd.DataFrame) -> "pd.Series[str]":

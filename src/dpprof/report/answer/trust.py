@@ -7,9 +7,9 @@ from dpprof.analysis.selection import Tables, compose_peaks
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
 from dpprof.records.terms import OUTCOMES
 from dpprof.report.rendering.document import Bullets, Section
-from dpprof.report.sections.caveats import MEANINGS
+from dpprof.report.sections.outcomes import MEANINGS
 from dpprof.report.sections.verification import count_verified
-from dpprof.report.wording import listed, plural
+from dpprof.report.wording import listed, plural, reach
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
@@ -35,10 +35,9 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
         return "Nothing was replicated, so how far times differ by noise alone is unknown."
     if floors.empty:
         return "How far times differ by noise alone is unknown: too few processes tell it."
-    low, high = f"{floors.min():.0%}", f"{floors.max():.0%}"
-    floor = low if low == high else f"{low} to {high}"
+    floor = reach(f"{floors.min():.0%}", f"{floors.max():.0%}")
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
-    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    count = reach(f"{fewest}", f"{most}")
     said = (
         f"Noise: 95 % of comparisons of equal experiments stay within {floor}; what differs less "
         f"is called no difference. {len(replicated):,} of {len(timed):,} "

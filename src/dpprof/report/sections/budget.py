@@ -4,43 +4,47 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.report.rendering.document import Bullets, Paragraph, Table
-from dpprof.report.sections.tables import Cell, column, tabulate
-from dpprof.report.wording import number, significant, text_of
+from dpprof.report.rendering.document import Blocks, Bullets
+from dpprof.report.sections.tables import (
+    Column,
+    amount,
+    tabulate,
+    text,
+    three_digits,
+    whole,
+    words,
+)
+from dpprof.report.wording import THIS_MACHINE, reach, significant
 
 TITLE = "What a privacy budget costs"
-_NOISE, _COSTS = "results/tables/noise.csv", "results/tables/budget.csv"
 
 
-def tell_budget(noise: pd.DataFrame, budget: pd.DataFrame) -> list[Paragraph | Bullets | Table]:
+def tell_budget(noise: pd.DataFrame, budget: pd.DataFrame) -> Blocks:
     """Return noise over batch sizes and hours by method; nothing without a privacy budget."""
     if budget.empty:
         return []
-    said: list[Paragraph | Bullets | Table] = []
+    blocks: Blocks = []
     for _, rows in noise.groupby("tokens_per_sample"):
-        said += [_tell_noise(rows)]
-    priced = budget.dropna(subset=["method"])
-    if len(priced):
-        said.append(_tell_hours(priced))
-    messages = budget.dropna(subset=["message"])
-    told = []
-    for message, rows in messages.groupby("message", sort=False):
+        blocks += _tell_noise(rows)
+    blocks += _tell_hours(budget.dropna(subset=["method"]))
+    messages = []
+    for message, rows in budget.dropna(subset=["message"]).groupby("message", sort=False):
         methods = ", ".join(dict.fromkeys(rows["method"].dropna()))
-        told.append(f"{methods}: {message}." if methods else f"{message}.")
-    return [*said, Bullets(items=tuple(told))] if told else said
+        messages.append(f"{methods}: {message}." if methods else f"{message}.")
+    return [*blocks, Bullets(items=tuple(messages))] if messages else blocks
 
 
-def _tell_noise(rows: pd.DataFrame) -> Table | Paragraph:
+def _tell_noise(rows: pd.DataFrame) -> Blocks:
     one = rows.iloc[0]
     epochs = one["tokens"] / one["tokens_per_sample"] / one["samples"]
-    columns: dict[str, Cell] = {
-        "batch": lambda row: number(row["batch_size"], digits=0),
-        "used": lambda row: "yes" if row["chosen"] else "",
-        "sample rate": lambda row: _scientific(row["sample_rate"]),
-        "steps": lambda row: number(row["steps"], digits=0),
-        "noise multiplier": lambda row: number(row["noise_multiplier"], digits=3),
-        "of a step": lambda row: _scientific(row["step_noise"]),
-        "of the training": lambda row: _scientific(row["training_noise"]),
+    columns = {
+        "batch": amount("batch_size", digits=0),
+        "used": words(lambda row: "yes" if row["chosen"] else ""),
+        "sample rate": _scientific("sample_rate"),
+        "steps": amount("steps", digits=0),
+        "noise multiplier": amount("noise_multiplier", digits=3),
+        "of a step": _scientific("step_noise"),
+        "of the training": _scientific("training_noise"),
     }
     budget = f"({one['epsilon']:g}, {one['delta']:g})-differential privacy"
     caption = (
@@ -51,24 +55,25 @@ def _tell_noise(rows: pd.DataFrame) -> Table | Paragraph:
         "noise multiplier over the batch; that of the average over the training is less by the "
         "root of the steps; both in units of the clipping bound."
     )
-    return tabulate(caption, columns, rows, ("used",), _NOISE)
+    return tabulate(caption, columns, rows, "noise.csv")
 
 
-def _tell_hours(rows: pd.DataFrame) -> Table | Paragraph:
-    columns: dict[str, Cell] = {
-        "model": column("model"),
-        "T": column("seq_len"),
-        "target": lambda row: "this machine" if pd.isna(row["target"]) else text_of(row["target"]),
-        "method": column("method"),
-        "epsilon": lambda row: "none" if pd.isna(row["epsilon"]) else f"{row['epsilon']:g}",
-        "batch": lambda row: number(row["batch_size"], digits=0),
-        "noise multiplier": lambda row: number(row["noise_multiplier"], digits=3),
-        "same batch": lambda row: number(row["same_batch_noise_multiplier"], digits=3),
-        "micro-batches": _micro_batches,
-        "GPU hours": lambda row: significant(row["gpu_hours"]),
-        "90 % interval": _interval,
-        "price": lambda row: significant(row["price"]),
-        "x standard": lambda row: number(row["hours_ratio"], digits=2),
+def _tell_hours(rows: pd.DataFrame) -> Blocks:
+    rows = rows.assign(target=rows["target"].fillna(THIS_MACHINE))
+    columns = {
+        "model": text("model"),
+        "T": whole("seq_len"),
+        "target": text("target"),
+        "method": text("method"),
+        "epsilon": Column(lambda row: "none" if pd.isna(row["epsilon"]) else f"{row['epsilon']:g}"),
+        "batch": amount("batch_size", digits=0),
+        "noise multiplier": amount("noise_multiplier", digits=3),
+        "same batch": amount("same_batch_noise_multiplier", digits=3),
+        "micro-batches": Column(_micro_batches),
+        "GPU hours": three_digits("gpu_hours"),
+        "90 % interval": Column(_interval),
+        "price": three_digits("price"),
+        "x standard": amount("hours_ratio", digits=2),
     }
     if rows["price"].isna().all():
         del columns["price"]
@@ -80,11 +85,11 @@ def _tell_hours(rows: pd.DataFrame) -> Table | Paragraph:
         "so many samples, as many as safely fit, then noise and optimizer once. Batches vary by "
         "Poisson sampling; hours are those of the expected number of samples."
     )
-    return tabulate(caption, columns, rows, ("model", "target", "method"), _COSTS)
+    return tabulate(caption, columns, rows, "budget.csv")
 
 
-def _scientific(value: float) -> str:
-    return "-" if pd.isna(value) else f"{value:.3g}"
+def _scientific(name: str) -> Column:
+    return Column(lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.3g}")
 
 
 def _micro_batches(row: Any) -> str:
@@ -94,5 +99,4 @@ def _micro_batches(row: Any) -> str:
 
 
 def _interval(row: Any) -> str:
-    low, high = (significant(row[f"gpu_hours_{end}"]) for end in ("low", "high"))
-    return low if low == high else f"{low} to {high}"
+    return reach(*(significant(row[f"gpu_hours_{end}"]) for end in ("low", "high")))

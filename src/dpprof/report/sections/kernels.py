@@ -1,22 +1,22 @@
-"""The sections on traces: kernels, what binds them, and the overhead of instruments."""
+"""The sections on traces: kernels, what binds them, and the device's ceilings."""
 
 from typing import Any
 
 import pandas as pd
 
 from dpprof.records.terms import OP_KINDS
-from dpprof.report.rendering.document import Paragraph
+from dpprof.report.rendering.document import Blocks, Paragraph
 from dpprof.report.sections.tables import (
-    ORDER,
-    Cell,
-    Told,
+    Column,
     amount,
-    column,
-    name_experiments,
+    share,
     tabulate,
-    texts,
+    tabulate_experiments,
+    text,
+    three_digits,
+    words,
 )
-from dpprof.report.wording import number, percent, significant
+from dpprof.report.wording import percent, significant
 
 _MS = 1e-3
 _MIB = 2**20
@@ -24,7 +24,7 @@ _MOST_OP_KINDS = 8
 """More columns do not fit a page."""
 
 
-def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
+def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Blocks:
     """Return the time of a step by op kind; nothing where no run was traced."""
     if traces.empty:
         return []
@@ -38,11 +38,10 @@ def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
     shown = [name for name in OP_KINDS if name in most]
     left = [str(name) for name in spread if name not in shown]
     rows = rows.assign(rest_s=rows[[f"{name}_s" for name in left]].sum(axis=1))
-    naming = name_experiments(rows)
-    columns = naming | {name: amount(f"{name}_s", _MS) for name in shown}
+    columns = {str(name): amount(f"{name}_s", _MS) for name in shown}
     columns |= {"rest": amount("rest_s", _MS)} if left else {}
     columns |= {"idle": amount("idle_s", _MS), "step": amount("step_s", _MS)}
-    columns |= {"other": lambda row: percent(row["other_share"], 1)}
+    columns["other"] = share("other_share", 1)
     if rows["waiting_s"].notna().any():
         columns["waiting"] = amount("waiting_s", _MS)
     caption = (
@@ -54,14 +53,11 @@ def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Told:
         + (" Waiting is the part of idle in which nothing was launched." * ("waiting" in columns))
         + (f" Rest sums {', '.join(left)}." if left else "")
     )
-    text = (*texts(naming), "other")
-    return [
-        tabulate(caption, columns, rows, text, "results/tables/kernels.csv and traces.csv"),
-        *_tell_files(traces),
-    ]
+    source = "kernels.csv and traces.csv"
+    return tabulate_experiments(caption, columns, rows, source) + _tell_files(traces)
 
 
-def _tell_files(traces: pd.DataFrame) -> list[Paragraph]:
+def _tell_files(traces: pd.DataFrame) -> Blocks:
     kept = traces.dropna(subset=["trace"])
     if kept.empty:
         return []
@@ -78,26 +74,23 @@ def _over_processes(traces: pd.DataFrame) -> pd.DataFrame:
     figures = [name for name in map(str, traces) if name.endswith("_s") or name == "other_share"]
     medians = traces.groupby("experiment_id")[figures].median()
     facts = traces.drop(columns=figures).drop_duplicates("experiment_id")
-    rows = facts.merge(medians, left_on="experiment_id", right_index=True)
-    return rows.sort_values([*ORDER, "method"])
+    return facts.merge(medians, left_on="experiment_id", right_index=True)
 
 
-def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
+def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Blocks:
     """Return what binds a step, and how fast bytes move; nothing where ceilings are unknown."""
     rows = _over_processes(traces)
     rows = rows[rows["compute_bound_s"] + rows["memory_bound_s"] > 0]
     if rows.empty:
         return []
-    rates = _rates(kernels)
-    rows = rows.merge(rates, left_on="experiment_id", right_index=True)
-    naming = name_experiments(rows)
-    columns = naming | {
+    rows = rows.merge(_rates(kernels), left_on="experiment_id", right_index=True)
+    columns = {
         "compute bound": _share_of_step("compute_bound_s"),
         "memory bound": _share_of_step("memory_bound_s"),
         "idle": _share_of_step("idle_s"),
-        "of peak FLOP/s": lambda row: percent(row["of_peak"]),
-        "of bandwidth": lambda row: percent(row["of_bandwidth"]),
-        "GB/s": lambda row: significant(row["memory_bytes_per_s"], 1e9),
+        "of peak FLOP/s": share("of_peak"),
+        "of bandwidth": share("of_bandwidth"),
+        "GB/s": three_digits("memory_bytes_per_s", 1e9),
     }
     caption = (
         "Shares of a traced step that are compute bound, memory bound and idle. Kernels of one op "
@@ -106,8 +99,7 @@ def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Told:
         "compute-bound kernels, of bandwidth and GB/s that of memory-bound ones. Caches can lift "
         "these above the memory's bandwidth."
     )
-    text = (*texts(naming), *list(columns)[len(naming) : -1])
-    return [tabulate(caption, columns, rows, text, "results/tables/kernels.csv")]
+    return tabulate_experiments(caption, columns, rows, "kernels.csv")
 
 
 def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
@@ -134,8 +126,8 @@ def _of_bound(total: pd.DataFrame, bound: str) -> pd.DataFrame:
     return total[total.index.get_level_values("bound") == bound].droplevel("bound")
 
 
-def _share_of_step(name: str) -> Cell:
-    return lambda row: percent(row[name] / row["step_s"])
+def _share_of_step(name: str) -> Column:
+    return Column(lambda row: percent(row[name] / row["step_s"]))
 
 
 _CEILINGS = {
@@ -145,24 +137,23 @@ _CEILINGS = {
 }
 
 
-def ceilings(table: pd.DataFrame) -> Told:
+def ceilings(table: pd.DataFrame) -> Blocks:
     """Return the ceilings of the devices; nothing where none were measured."""
-    if table.empty:
-        return []
-    columns: dict[str, Cell] = {
-        "device": column("device"),
-        "figure": _name_figure,
-        "measured": lambda row: significant(row["measured"], _CEILINGS[row["figure"]][1]),
-        "data sheet": lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][1]),
-        "unit": lambda row: _CEILINGS[row["figure"]][0],
+    columns = {
+        "device": text("device"),
+        "figure": words(_name_figure),
+        "measured": Column(lambda row: significant(row["measured"], _CEILINGS[row["figure"]][1])),
+        "data sheet": Column(
+            lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][1])
+        ),
+        "unit": words(lambda row: _CEILINGS[row["figure"]][0]),
     }
     caption = (
         "The measured ceilings of each device: the fastest matrix product of any size for each "
         "dtype, the fastest copy (bytes read and written), and the time of an operator on one "
         "element (launch)."
     )
-    text = ("device", "figure", "unit")
-    return [tabulate(caption, columns, table, text, "results/tables/ceilings.csv")]
+    return tabulate(caption, columns, table, "ceilings.csv")
 
 
 _FIGURES = {"bytes_per_s": "copy bandwidth", "launch_s": "launch"}
@@ -170,80 +161,3 @@ _FIGURES = {"bytes_per_s": "copy bandwidth", "launch_s": "launch"}
 
 def _name_figure(row: Any) -> str:
     return _FIGURES.get(row["figure"]) or f"{row['dtype']} products"
-
-
-def instrument_overhead(table: pd.DataFrame) -> Told:
-    """Return the overhead of each instrument; nothing where no experiment has one besides clean."""
-    if table.empty:
-        return []
-    rows = table.sort_values(["instrument", *ORDER, "method"])
-    summed = rows.groupby("instrument", sort=False).agg(
-        experiments=("experiment_id", "count"),
-        **{
-            f"{figure}_{name}": (figure, name)
-            for figure in ("step_ratio", "rss_ratio", "allocated_ratio")
-            for name in ("median", "min", "max")
-        },
-    )
-    columns: dict[str, Cell] = {"instrument": column("instrument")}
-    columns |= {"experiments": column("experiments")}
-    for heading, figure in (
-        ("step", "step_ratio"),
-        ("peak RSS", "rss_ratio"),
-        ("peak allocated", "allocated_ratio"),
-    ):
-        if summed[f"{figure}_median"].notna().any():
-            columns[heading] = _ratio(figure)
-    caption = (
-        "Overhead of measuring: ratios of a process with the instrument to one under clean, for "
-        "the same experiments; the median and, in brackets, the range. Clean numbers come from "
-        "processes without any instrument. Phases waits for the device at the end of each phase, "
-        "memory records every operator, and kernels runs torch.profiler. Resident memory includes "
-        "what an instrument records, and differs between equal processes too."
-    )
-    return [
-        tabulate(
-            caption,
-            columns,
-            summed.reset_index(),
-            tuple(columns),
-            "results/tables/instrument_overhead.csv",
-        )
-    ]
-
-
-def _ratio(figure: str) -> Cell:
-    def write(row: Any) -> str:
-        middle = number(row[f"{figure}_median"], digits=2)
-        if row["experiments"] == 1 or middle == "-":
-            return middle
-        low, high = (number(row[f"{figure}_{end}"], digits=2) for end in ("min", "max"))
-        return f"{middle} ({low} to {high})"
-
-    return write
-
-
-def host_io(runs: pd.DataFrame) -> Told:
-    """Return the bytes that processes read and wrote in timed steps, and the energy of a step."""
-    told: Told = []
-    known = runs.dropna(subset=["host_read_bytes", "host_written_bytes"])
-    if len(known):
-        steps = known["timed_steps"]
-        read = (known["host_read_bytes"] / steps).max()
-        written = (known["host_written_bytes"] / steps).max()
-        told.append(
-            Paragraph(
-                text="Step times include no file access: the batch stays on the device. In the "
-                f"timed steps no process read more than {read:,.0f} bytes per step or wrote more "
-                f"than {written:,.0f}, including the page cache."
-            )
-        )
-    joules = runs.dropna(subset=["joules_per_step"])
-    if len(joules):
-        rows = joules.sort_values([*ORDER, "method"])
-        naming = name_experiments(rows)
-        columns = naming | {"J per step": lambda row: significant(row["joules_per_step"])}
-        caption = "Energy of a step from the driver's counter, including idle power."
-        source = "results/tables/runs.csv"
-        told.append(tabulate(caption, columns, rows, texts(naming), source))
-    return told

@@ -1,4 +1,4 @@
-"""The sections on memory: owners at the peak, reconciliation, and the cost of a step."""
+"""The sections on memory: owners at the peak, predictions, and reconciliation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,18 +8,16 @@ import pandas as pd
 from dpprof.analysis.selection import find_fitting, needed_bytes
 from dpprof.analysis.tables.axes import BASELINE, SETTING, count_tokens
 from dpprof.records.terms import COMPONENTS, EVIDENCE
-from dpprof.report.rendering.document import Paragraph, Table
+from dpprof.report.rendering.document import Blocks
 from dpprof.report.sections.tables import (
-    ORDER,
-    Cell,
-    Told,
+    Column,
     amount,
-    column,
-    name_experiments,
-    tabulate,
-    texts,
+    tabulate_experiments,
+    text,
+    three_digits,
+    words,
 )
-from dpprof.report.wording import number, percent, significant, text_of
+from dpprof.report.wording import percent, significant
 
 _MIB = 2**20
 _GIB = 2**30
@@ -30,44 +28,35 @@ _MOST_OWNERS = 8
 """More columns do not fit on a page."""
 
 
-def owners(composition: pd.DataFrame) -> Told:
+def owners(composition: pd.DataFrame) -> Blocks:
     """Return the owners at the peak, and what causes it; nothing where no memory was recorded."""
-    rows = _here(composition)
-    if rows.empty:
-        return []
-    shares = rows[list(COMPONENTS)].div(rows["peak_bytes"], axis=0).max()
+    rows = composition[composition["target"].isna()]
+    shares = rows[list(COMPONENTS)].div(rows["peak_bytes"], axis=0).astype(float).max()
     largest = shares[shares >= _LEAST_SHARE].nlargest(_MOST_OWNERS)
     shown = [name for name in COMPONENTS if name in largest]
     rows = rows.assign(other=rows["peak_bytes"] - rows[shown].sum(axis=1))
-    naming = name_experiments(rows)
-    columns = naming | {"peak": amount("peak_bytes", _MIB)}
+    columns = {"peak": amount("peak_bytes", _MIB)}
     columns |= {name.replace("_", " "): amount(name, _MIB) for name in [*shown, "other"]}
     caption = (
         "MiB by owner at the peak of a steady-state step, from the instrument memory where it ran, "
         "else from estimate. Other sums up the owners below 1 % of every peak, and those beyond "
         "the eight largest."
     )
-    causes = naming | {
+    causes = {
         "peak (MiB)": amount("peak_bytes", _MIB),
-        "phase": lambda row: text_of(row["phase"]).replace("_", " "),
-        "operator": column("op"),
-        "module": column("module"),
-        "from": column("instrument"),
+        "phase": text("phase", spaced=True),
+        "operator": text("op"),
+        "module": text("module"),
+        "from": text("instrument"),
     }
-    text = (*texts(naming), "phase", "operator", "module", "from")
     explained = "What causes the peak: the last operator that allocates, in its phase and module."
     return [
-        tabulate(caption, columns, rows, texts(naming), "results/tables/owners.csv"),
-        tabulate(explained, causes, rows, text, "results/tables/peaks.csv"),
+        *tabulate_experiments(caption, columns, rows, "owners.csv"),
+        *tabulate_experiments(explained, causes, rows, "peaks.csv"),
     ]
 
 
-def _here(composition: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows without a target."""
-    return composition[composition["target"].isna()].sort_values([*ORDER, "method"])
-
-
-def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
+def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Blocks:
     """Return the predictions for targets; nothing where there are none."""
     rows = composition[composition["target"].notna()]
     if rows.empty:
@@ -79,16 +68,14 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
     base = standard.groupby(setting, dropna=False).transform("median")
     share = needed_bytes(rows) / rows["target_memory_bytes"].astype(float)
     rows = rows.assign(ratio=rows["peak_bytes"] / base, share=share, fitting=find_fitting(rows))
-    rows = rows.sort_values(["target", *ORDER, "method"])
-    naming = name_experiments(rows)
-    columns = naming | {
+    columns = {
         "peak (GiB)": amount("peak_bytes", _GIB, 2),
         "ratio": amount("ratio", digits=2),
         "reserved (GiB)": amount("reserved_bytes", _GIB, 2),
-        "of the memory": _share,
+        "of the memory": words(_share),
         "FLOP multiplier": amount("dp_flop_multiplier", digits=2),
-        "least step (ms)": lambda row: significant(row["roofline_step_s"], 1e-3),
-        "tokens/s at most": _most_tokens,
+        "least step (ms)": three_digits("roofline_step_s", 1e-3),
+        "tokens/s at most": Column(_most_tokens),
     }
     caption = (
         "Predictions; nothing here ran. The peak is that of a steady-state step, its ratio is to "
@@ -98,8 +85,8 @@ def predictions(composition: pd.DataFrame, costs: pd.DataFrame) -> Told:
         "model FLOPs. The least step time is a bound from the target's data sheet, not a "
         "prediction: each operator at its ceiling, one after another. The tokens follow from it."
     )
-    text = (*texts(naming), "of the memory")
-    return [tabulate(caption, columns, rows, text, "results/tables/peaks.csv and costs.csv")]
+    source = "peaks.csv and costs.csv"
+    return tabulate_experiments(caption, columns, rows, source, first=["target"])
 
 
 def _share(row: Any) -> str:
@@ -114,23 +101,20 @@ def _most_tokens(row: Any) -> str:
     return significant(count_tokens(row) / least_s) if least_s else "-"
 
 
-def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
+def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Blocks:
     """Return the gaps between recorded and allocator's peaks, and how owners were identified."""
     here = composition["target"].isna() | composition["allocator_peak_bytes"].notna()
-    rows = composition[here].sort_values([*ORDER, "method"])
-    if rows.empty:
-        return []
+    rows = composition[here]
     estimated = peaks[peaks["instrument"] == "estimate"].groupby("experiment_id")["peak_bytes"]
     rows = rows.assign(estimated=rows["experiment_id"].map(estimated.first()))
-    naming = name_experiments(rows)
-    columns = naming | {
+    columns = {
         "recorded (MiB)": amount("peak_bytes", _MIB, 2),
-        "from": column("instrument"),
+        "from": text("instrument"),
         "allocator (MiB)": amount("allocator_peak_bytes", _MIB, 2),
         "gap": amount("gap_bytes", digits=0),
         "bound": amount("bound_bytes", digits=0),
-        "reconciled": lambda row: _VERDICTS.get(row["valid"], "-"),
-        "estimate": _estimate_against_memory,
+        "reconciled": words(lambda row: _VERDICTS.get(row["valid"], "-")),
+        "estimate": Column(_estimate_against_memory),
     }
     caption = (
         "Recorded peaks and the allocator's peaks from another process. The gap is the allocator's "
@@ -140,26 +124,20 @@ def reconciliation(composition: pd.DataFrame, peaks: pd.DataFrame) -> Told:
     )
     grades = [*(f"by_{kind}_bytes" for kind in EVIDENCE), "unattributed_bytes"]
     shares = rows.assign(**{name: rows[name] / rows["peak_bytes"] for name in grades})
-    evidence = naming | {
-        name.removeprefix("by_").removesuffix("_bytes"): _percent_of(name) for name in grades
+    evidence = {
+        name.removeprefix("by_").removesuffix("_bytes"): amount(name, 0.01, 2) for name in grades
     }
     graded = (
         "How owners at the peak were identified, in percent of the peak: by an attribute that "
         "refers to the tensor, by the operator and module that created it, or only by the phase."
     )
-    text = (*texts(naming), "from", "reconciled")
-    source = "results/tables/peaks.csv"
     return [
-        tabulate(caption, columns, rows, text, source),
-        tabulate(graded, evidence, shares, texts(naming), source),
+        *tabulate_experiments(caption, columns, rows, "peaks.csv"),
+        *tabulate_experiments(graded, evidence, shares, "peaks.csv"),
     ]
 
 
 _VERDICTS: Mapping[Any, str] = {True: "yes", False: "no"}
-
-
-def _percent_of(name: str) -> Cell:
-    return lambda row: number(row[name], 0.01, 2)
 
 
 def _estimate_against_memory(row: Any) -> str:
@@ -167,63 +145,3 @@ def _estimate_against_memory(row: Any) -> str:
         return "-"
     more = int(row["estimated"] - row["peak_bytes"])
     return f"{more:+,}" if more else "equal"
-
-
-_COSTS = {
-    "model GFLOP": ("model_flops", 1e9),
-    "executed": ("executed_flops", 1e9),
-    "multiplier": ("dp_flop_multiplier", 1.0),
-    "GiB read": ("bytes_read", _GIB),
-    "written": ("bytes_written", _GIB),
-    "FLOP/byte": ("arithmetic_intensity", 1.0),
-    "MFU (%)": ("mfu", 0.01),
-    "HFU (%)": ("hfu", 0.01),
-    "least step (ms)": ("roofline_step_s", 1e-3),
-}
-
-
-def costs(costs: pd.DataFrame) -> Told:
-    """Return what a step computes and moves, here and on targets; nothing without records."""
-    caption = (
-        "What a step computes and moves. FLOPs count matrix products and attention. Model FLOPs "
-        "are what the non-private step needs; the multiplier is executed FLOPs over model FLOPs. "
-        "Bytes count each read and write of an operator once. MFU and HFU are model and executed "
-        "FLOPs over what the device could compute in the measured step. The least step time is a "
-        "bound from its data sheet. Unknown figures have no column."
-    )
-    elsewhere = costs["target"].notna()
-    told = {caption: costs[~elsewhere], "The same for targets, predicted.": costs[elsewhere]}
-    tables = [_tell_costs(text, rows) for text, rows in told.items() if len(rows)]
-    return [*tables, *_tell_peaks(costs)]
-
-
-def _tell_peaks(costs: pd.DataFrame) -> list[Paragraph]:
-    """Return the peaks that MFU and HFU are shares of, or why there are none."""
-    used = costs[costs["hfu"].notna()]
-    said = [
-        f"The peak of {dtype} is {significant(peak, 1e12)} TFLOP/s: {source}."
-        for dtype, peak, source in sorted(
-            set(used[["dtype", "peak_flops_per_s", "peak_source"]].itertuples(index=False))
-        )
-    ]
-    missing = costs[costs["mfu"].isna() & costs["target"].isna()]
-    said += [
-        f"MFU is unknown where {why}."
-        for why in sorted(set(missing["utilisation_reason"].dropna()))
-    ]
-    return [Paragraph(text=" ".join(said))] if said else []
-
-
-def _tell_costs(caption: str, rows: pd.DataFrame) -> Table | Paragraph:
-    rows = rows.sort_values([*ORDER, "method"])
-    naming = name_experiments(rows)
-    columns = naming | {
-        heading: _significant(name, unit)
-        for heading, (name, unit) in _COSTS.items()
-        if rows[name].notna().any()
-    }
-    return tabulate(caption, columns, rows, texts(naming), "results/tables/costs.csv")
-
-
-def _significant(name: str, unit: float) -> Cell:
-    return lambda row: significant(row[name], unit)

@@ -1,66 +1,103 @@
-"""Text for the cells of a table, and the columns that name its experiments."""
+"""Tables of texts, and the columns that name their experiments."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from dpprof.analysis.tables.axes import name_model
 from dpprof.analysis.tables.frames import naming_axes
-from dpprof.report.rendering.document import Paragraph, Table
-from dpprof.report.wording import number, text_of
-
-Cell = Callable[[Any], str]
-Told = list[Table | Paragraph]
+from dpprof.report.rendering.document import Blocks, Paragraph, Table
+from dpprof.report.wording import number, percent, significant, span, text_of
 
 MAX_ROWS = 60
 """For a longer table the report names the CSV instead."""
 
-ORDER = ["model", "seq_len", "batch_size"]
-"""The columns by which rows are sorted."""
+_ORDER = ("model", "seq_len", "batch_size")
+"""The columns by which rows are sorted first."""
 
 
-def column(name: str) -> Cell:
-    """Return a cell writer that writes a column as it is; a dash where it is unknown."""
-    return lambda row: text_of(row[name])
+class Column(NamedTuple):
+    """How a column writes a row, and whether it is set flush right."""
+
+    write: Callable[[Any], str]
+    numeric: bool = True
 
 
-def amount(name: str, unit: float = 1.0, digits: int = 1) -> Cell:
-    """Return a cell writer that writes a column's figures in a unit."""
-    return lambda row: number(row[name], unit, digits)
+def text(name: str, spaced: bool = False) -> Column:
+    """Return a column of texts; a dash where there is none, ``spaced`` without underscores."""
+    change = (lambda value: value.replace("_", " ")) if spaced else str
+    return Column(lambda row: change(text_of(row[name])), numeric=False)
 
 
-def name_experiments(rows: pd.DataFrame) -> dict[str, Cell]:
-    """Return the columns that name an experiment: the model, and the axes that tell rows apart."""
-    axes = naming_axes(rows, but=("model", "method", "batch_size", "seq_len"))
-    named = {name: name for name in axes}
-    named |= {"T": "seq_len", "B": "batch_size", "method": "method"}
-    cells = {heading: column(name) for heading, name in named.items()}
-    return {"model": name_model, **cells}
+def words(write: Callable[[Any], str]) -> Column:
+    """Return a column of texts that are made of a row."""
+    return Column(write, numeric=False)
 
 
-def texts(naming: Mapping[str, Cell]) -> tuple[str, ...]:
-    """Return the naming columns that are not numbers."""
-    return tuple(name for name in naming if name not in ("T", "B"))
+def amount(name: str, unit: float = 1.0, digits: int = 1) -> Column:
+    """Return a column of figures in a unit; a dash where one is unknown."""
+    return Column(lambda row: number(row[name], unit, digits))
+
+
+def whole(name: str) -> Column:
+    """Return a column of figures as they are."""
+    return Column(lambda row: text_of(row[name]))
+
+
+def three_digits(name: str, unit: float = 1.0) -> Column:
+    """Return a column of figures in a unit with three significant digits."""
+    return Column(lambda row: significant(row[name], unit))
+
+
+def share(name: str, digits: int = 0) -> Column:
+    """Return a column of shares in percent."""
+    return Column(lambda row: percent(row[name], digits))
+
+
+def between(low: str, high: str, unit: float = 1.0, digits: int = 1) -> Column:
+    """Return a column of intervals whose ends are two columns."""
+    return Column(lambda row: span(row[low], row[high], unit, digits))
+
+
+def tabulate_experiments(
+    caption: str,
+    columns: dict[str, Column],
+    frame: pd.DataFrame,
+    source: str,
+    *,
+    by: Iterable[str] = ("method",),
+    first: Iterable[str] = (),
+) -> Blocks:
+    """Return a table of experiments, beginning with the columns that name them.
+
+    Rows are sorted by ``first``, then by model, length and batch, then by ``by``; otherwise as
+    ``tabulate``.
+    """
+    axes = naming_axes(frame, but=("model", "method", "batch_size", "seq_len"))
+    naming = {
+        "model": words(name_model),
+        **{axis: text(axis) for axis in axes},
+        "T": whole("seq_len"),
+        "B": whole("batch_size"),
+        "method": text("method"),
+    }
+    rows = frame.sort_values([*first, *_ORDER, *by])
+    return tabulate(caption, naming | columns, rows, source)
 
 
 def tabulate(
-    caption: str,
-    columns: Mapping[str, Cell],
-    frame: pd.DataFrame,
-    text: tuple[str, ...],
-    source: str,
-) -> Table | Paragraph:
-    """Return a frame as a table of texts; columns not named in ``text`` are set flush right.
+    caption: str, columns: Mapping[str, Column], frame: pd.DataFrame, source: str
+) -> Blocks:
+    """Return a frame as a table of texts; nothing without rows.
 
     Beyond ``MAX_ROWS`` rows the result only names ``source``, the CSV that holds the rows.
     """
+    if frame.empty:
+        return []
     if len(frame) > MAX_ROWS:
-        return Paragraph(text=f"{caption} These are {len(frame):,} rows: see {source}.")
-    rows = [tuple(cell(row) for cell in columns.values()) for _, row in frame.iterrows()]
-    return Table(
-        caption=caption,
-        header=tuple(columns),
-        rows=tuple(rows),
-        numeric=tuple(name not in text for name in columns),
-    )
+        where = f"see results/tables/{source}"
+        return [Paragraph(text=f"{caption} These are {len(frame):,} rows: {where}.")]
+    rows = [tuple(one.write(row) for one in columns.values()) for _, row in frame.iterrows()]
+    numeric = tuple(one.numeric for one in columns.values())
+    return [Table(caption=caption, header=tuple(columns), rows=tuple(rows), numeric=numeric)]
