@@ -1,7 +1,12 @@
 """Synthetic result sets for the HTML report, and a browser to open it in."""
 
+import base64
+import gzip
+import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factory import (
@@ -102,6 +107,12 @@ def write_html(root: Path, tables) -> Path:
     """Write the page and return its path."""
     write_page(build_document(tables, []), tables, root / "results")
     return root / "results" / "report.html"
+
+
+def read_content(page: Path) -> Any:
+    """Return what a page holds."""
+    (packed,) = re.findall(r'id="content">(.*?)</script>', page.read_text(encoding="utf-8"))
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 def find_chromium() -> str:

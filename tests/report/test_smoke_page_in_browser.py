@@ -11,22 +11,13 @@ from pathlib import Path
 
 import pytest
 from browsing import Opened
+from html_pages import read_content
 
 RESULTS = Path(os.environ.get("DPPROF_SWEEP", "nowhere"))
 
 pytestmark = pytest.mark.skipif(
     not (RESULTS / "report.html").is_file(), reason="DPPROF_SWEEP names no results with a page"
 )
-
-LIST_RUNS = """() => {
-    const content = [...document.scripts].map((script) => script.textContent)
-        .filter((text) => text.startsWith("{")).map((text) => JSON.parse(text))[0];
-    const unpack = (column) =>
-        column.codes ? column.codes.map((code) => column.values[code]) : column;
-    const columns = content.peaks.columns;
-    const [ids, instruments] = [unpack(columns.experiment_id), unpack(columns.instrument)];
-    return ids.map((id, at) => [id, instruments[at], unpack(columns.replicate)[at]]);
-}"""
 
 CHOOSE = """(pairs) => pairs.map((pair) => {
     for (const [side, number] of pair.entries()) {
@@ -101,8 +92,10 @@ def test_pointing_at_a_point_tells_its_time(opened, medians) -> None:
 
 
 def test_any_two_runs_differ_by_what_their_files_say(opened) -> None:
-    runs = opened.page.evaluate(LIST_RUNS)[:12]
-    peaks = [read(*(run[1], run[0], run[2]))["memory"]["peak_allocated_bytes"] for run in runs]
+    columns = read_content(RESULTS / "report.html")["peaks"]["columns"]
+    names = ("instrument", "experiment_id", "replicate")
+    runs = [*zip(*(columns[name] for name in names), strict=True)][:12]
+    peaks = [read(*run)["memory"]["peak_allocated_bytes"] for run in runs]
     pairs = [(a, b) for a in range(len(runs)) for b in range(len(runs)) if a != b]
     told = opened.page.evaluate(CHOOSE, pairs)
 

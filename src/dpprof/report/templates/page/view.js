@@ -1,7 +1,5 @@
 // A view: a title, what it shows, its controls, a chart, its rows as a table, and as CSV.
 
-const later = []; // what is drawn after the first view, one view at a time
-
 function addView(id, title, about) {
   const heading = make("h2", { id: `${id}-title`, tabindex: "-1" }, title);
   const view = make("section", { id, "aria-labelledby": `${id}-title` }, heading, about ? make("p", { class: "about" }, about) : null);
