@@ -5,8 +5,7 @@ import re
 import pytest
 from differences import make_difference
 
-from dpprof.report.terminal.difference import Detail, list_rows, render_markdown, render_text
-from dpprof.report.terminal.difference_sentence import say
+from dpprof.report.terminal.difference import Detail, list_rows, render_markdown, render_text, say
 
 MIB = 2**20
 WEIGHTS = ("parameters", "head", "empty", 100 * MIB)
