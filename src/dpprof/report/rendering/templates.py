@@ -1,5 +1,6 @@
 """How templates are read."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jinja2
 from dpprof.system.paths import TEMPLATES
 
 
+@functools.cache
 def make_environment(escape: Callable[[Any], Any], **options: Any) -> jinja2.Environment:
     """Return an environment that escapes every value and fails on an unknown name.
 

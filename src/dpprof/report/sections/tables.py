@@ -74,6 +74,8 @@ def tabulate_experiments(
     Rows are sorted by ``first``, then by model, length and batch, then by ``by``; otherwise as
     ``tabulate``.
     """
+    if frame.empty:
+        return []
     axes = naming_axes(frame, but=("model", "method", "batch_size", "seq_len"))
     naming = {
         "model": words(name_model),
