@@ -33,13 +33,8 @@ def test_owners_at_the_peak_are_told_in_mib(tmp_path) -> None:
     document = document_of(tmp_path, kept(STANDARD), kept(HOOKS, "estimate", private))
     hooks, standard = table_of(document, "Owners of memory")
 
-    assert hooks["peak"] == "99.5"
-    assert [hooks[name] for name in ("parameters", "gradients", "noise", "other")] == [
-        "10.0",
-        "30.0",
-        "59.0",
-        "0.5",
-    ]
+    told = [hooks[name] for name in ("peak", "parameters", "gradients", "noise", "other")]
+    assert told == ["99.5", "10.0", "30.0", "59.0", "0.5"]
     assert [standard[name] for name in ("peak", "noise", "other")] == ["40.0", "0.0", "0.0"]
     # Half a MiB is less than 1 % of the only peak that it is in.
     assert "norm samples" not in hooks
@@ -104,16 +99,10 @@ def test_what_the_allocator_would_reserve_decides_what_fits(
     tmp_path, reserved, fits, share
 ) -> None:
     recorded = make_memory({"parameters": GIB})
-    recorded["memory"]["allocator"] = {
-        "requested_bytes": GIB,
-        "allocated_bytes": GIB,
-        "reserved_bytes": reserved,
-        "expandable_reserved_bytes": GIB,
-        "limit_bytes": L4.memory_bytes,
-        "fits": fits,
-        "retries": 3 if fits else None,
-        "settled": True,
-    }
+    names = ("requested_bytes", "allocated_bytes", "expandable_reserved_bytes")
+    simulated = dict.fromkeys(names, GIB) | {"reserved_bytes": reserved, "settled": True}
+    simulated |= {"limit_bytes": L4.memory_bytes, "fits": fits, "retries": 3 if fits else None}
+    recorded["memory"]["allocator"] = simulated
     document = document_of(tmp_path, (on("l4", "standard"), "estimate", {"recorded": recorded}))
     (row,) = table_of(document, "Predicted peaks")
 
