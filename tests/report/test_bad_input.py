@@ -6,16 +6,12 @@ import pandas as pd
 import pytest
 from factory import (
     make_experiment,
-    make_manifest,
     make_memory,
     tables_of_runs,
-    write_synthetic,
 )
 from pypdf import PdfReader
 from reading import table_of
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
 from dpprof.report.rendering.document import Drawing
 from dpprof.report.rendering.write import write_report
@@ -24,11 +20,11 @@ HOSTILE = r"a_b % c & d # e $ f { g } ~ ^ \input{/etc/passwd} < k > $(touch pwne
 
 
 def tables_of(root, methods=("standard", "opacus-ghost"), replicates=2, **fields):
-    experiments = [make_experiment(method=method) for method in methods]
-    runs = list(itertools.product(experiments, range(replicates)))
-    for experiment, number in runs:
-        write_synthetic(root, experiment, replicate=number, **fields)
-    return build_tables(collect(make_manifest(*runs), root, partial=False))
+    runs = [
+        (make_experiment(method=method), "clean", fields | {"replicate": number})
+        for method, number in itertools.product(methods, range(replicates))
+    ]
+    return tables_of_runs(root, *runs)
 
 
 def with_memory(root, **fields):

@@ -13,13 +13,11 @@ from factory import (
     make_manifest,
     make_memory,
     tables_of_runs,
-    write_synthetic,
     write_synthetic_verdict,
 )
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
-from dpprof.planning.planner import Manifest
 from dpprof.report.content import build_document
 from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
 
@@ -35,21 +33,14 @@ def write_sweep(root):
     """Times and peaks of four methods here, capacities on an H200, peaks on an H100."""
     draw = np.random.default_rng(7)
     runs = []
-
-    def write(experiment, instrument, **fields):
-        write_synthetic(root, experiment, instrument=instrument, **fields)
-        number = fields.get("replicate", 0)
-        runs.extend(make_manifest((experiment, number), instrument=instrument).runs)
-
     for rank, method in enumerate(METHODS):
         for batch, number in itertools.product((2, 3), range(3)):
-            write(
-                make_experiment(method=method, batch_size=batch),
-                "clean",
-                replicate=number,
-                step_s=tuple(draw.normal(0.01 * batch * (1 + rank), 1e-4, 5)),
-                peak_allocated_bytes=2**20 * batch * (5 - rank if rank else 4),
-            )
+            known = {
+                "replicate": number,
+                "step_s": tuple(draw.normal(0.01 * batch * (1 + rank), 1e-4, 5)),
+                "peak_allocated_bytes": 2**20 * batch * (5 - rank if rank else 4),
+            }
+            runs.append((make_experiment(method=method, batch_size=batch), "clean", known))
     for method, step_s in STEP_S.items():
         on_h200 = make_experiment(
             method=method, model="1b", seq_len=1024, batch_size=1, device="cuda", target="h200"
@@ -57,20 +48,19 @@ def write_sweep(root):
         sizes = {"safe_batch_size": SAFE[method], "stated_batch_size": SAFE[method]}
         found = make_capacity(step_s, **sizes)
         found["compute"] |= {"dp_flop_multiplier": 1 + step_s / 10}
-        write(on_h200, "capacity", recorded=found)
+        runs.append((on_h200, "capacity", {"recorded": found}))
         on_h100 = make_experiment(
             method=method, model="tiny", seq_len=32, batch_size=8, device="cuda", target="h100"
         )
         memory = make_memory({"parameters": NEEDS[method] * GIB})
-        write(on_h100, "estimate", recorded=memory)
-    return runs
+        runs.append((on_h100, "estimate", {"recorded": memory}))
+    return tables_of_runs(root, *runs)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("sweep")
-    runs = write_sweep(root)
-    tables = build_tables(collect(Manifest(runs=tuple(runs)), root, partial=False))
+    tables = write_sweep(root)
     documents = [json.loads(path.read_text()) for path in root.glob("results/*/*.json")]
     return build_document(tables, DRAWN), [one for one in documents if "instrument" in one]
 

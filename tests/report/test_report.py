@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic
 from pydantic import BaseModel
 from pypdf import PdfReader
 from reading import table_of, titles_of, trust_of
@@ -106,16 +106,15 @@ def test_a_second_attempt_is_told(written) -> None:
 
 def measured_document(root, standard, ghost, **fields) -> Document:
     """Two replicated experiments with these step times, and what ``fields`` add to ghost."""
-    runs = [(GOOD, n) for n in range(len(standard))] + [(SLOW, n) for n in range(len(ghost))]
-    for number, seconds in enumerate(standard):
-        write_synthetic(root, GOOD, replicate=number, step_s=(seconds,), peak_allocated_bytes=2**20)
+    runs = [
+        (GOOD, "clean", {"replicate": n, "step_s": (seconds,), "peak_allocated_bytes": 2**20})
+        for n, seconds in enumerate(standard)
+    ]
     for number, seconds in enumerate(ghost):
-        known = {"peak_allocated_bytes": 2**21} | {
-            name: values[number] for name, values in fields.items()
-        }
-        write_synthetic(root, SLOW, replicate=number, step_s=(seconds,), **known)
-    tables = build_tables(collect(make_manifest(*runs), root, partial=False))
-    return build_document(tables, [])
+        known = {"replicate": number, "step_s": (seconds,), "peak_allocated_bytes": 2**21}
+        known |= {name: values[number] for name, values in fields.items()}
+        runs.append((SLOW, "clean", known))
+    return build_document(tables_of_runs(root, *runs), [])
 
 
 def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:
