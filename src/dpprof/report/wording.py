@@ -6,12 +6,15 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.tables.axes import name_model
+from dpprof.analysis.tables.axes import SETTING, name_model
+from dpprof.records.terms import OUTCOMES
 
 ALIKE = 0.005
 """A ratio this near to 1 is 1.00 in two digits."""
 
 THIS_MACHINE = "this machine"
+
+ENDS = ("min", "max")
 
 
 def name_training(row: Any) -> str:
@@ -28,6 +31,20 @@ def name_setting(row: Any) -> str:
     return f"{name_model(row)} (T = {row['seq_len']:,}, B = {row['batch_size']:,})"
 
 
+def rows_in(setting: Any, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the same setting as one row."""
+    same = pd.Series(True, index=rows.index)
+    for name in SETTING:
+        same &= rows[name].map(str) == str(setting[name])
+    return rows[same]
+
+
+def count_failures(runs: pd.DataFrame) -> str:
+    """Return how many runs had each outcome but ok; nothing where all were ok."""
+    counts = {name: int((runs["outcome"] == name).sum()) for name in OUTCOMES[1:]}
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
 def times(ratio: float) -> str:
     """Return a ratio as a factor in words: ``1.55 times``."""
     return f"{number(ratio, digits=2)} times"
@@ -40,7 +57,7 @@ def is_alike(ratio: float) -> bool:
 
 def span_of_ratios(ratios: "pd.Series[float]") -> str:
     """Return the range of ratios in words: ``1.36 to 2.84 times``."""
-    return f"{reach(*(number(ratios.agg(end), digits=2) for end in ('min', 'max')))} times"
+    return f"{reach(*(number(ratios.agg(end), digits=2) for end in ENDS))} times"
 
 
 def rounded(value: float | None) -> str:

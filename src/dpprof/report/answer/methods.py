@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpprof.analysis.selection import Tables, find_here, find_on_targets, find_predicted
-from dpprof.analysis.tables.axes import BASELINE, SETTING
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section, Table
 from dpprof.report.wording import (
     THIS_MACHINE,
@@ -15,6 +15,7 @@ from dpprof.report.wording import (
     number,
     ratio_with_interval,
     rounded,
+    rows_in,
     significant,
     text_of,
 )
@@ -141,10 +142,8 @@ _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
 
 def _failures(setting: Any, runs: pd.DataFrame) -> "pd.Series[str]":
     """Return how methods ended that did not succeed in a setting."""
-    same = runs["outcome"] != "ok"
-    for name in SETTING:
-        same &= runs[name].map(str) == str(setting[name])
-    return runs[same].drop_duplicates("method").set_index("method")["outcome"].astype(str)
+    failed = rows_in(setting, runs[runs["outcome"] != "ok"])
+    return failed.drop_duplicates("method").set_index("method")["outcome"].astype(str)
 
 
 def _tabulate(places: Sequence[_Place], verification: pd.DataFrame) -> Table:

@@ -5,11 +5,10 @@ import pandas as pd
 from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.selection import Tables, compose_peaks
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
-from dpprof.records.terms import OUTCOMES
 from dpprof.report.rendering.document import Bullets, Section
 from dpprof.report.sections.outcomes import MEANINGS
 from dpprof.report.sections.verification import count_verified
-from dpprof.report.wording import listed, plural, reach
+from dpprof.report.wording import count_failures, listed, plural, reach
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
@@ -80,13 +79,8 @@ def _tell_runs(tables: Tables) -> list[str]:
     counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
     success = f"{ok:,} ok ({ok / len(runs):.0%})" if len(runs) else "none has a result"
     said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
-    failures = [
-        f"{count:,} {outcome}"
-        for outcome in OUTCOMES[1:]
-        if (count := int((runs["outcome"] == outcome).sum()))
-    ]
-    if failures:
-        said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
+    if failures := count_failures(runs):
+        said.append(f"Not ok: {failures}; see Outcomes.")
     damaged = int((missing["reason"] != NO_RESULT).sum())
     if absent := len(missing) - damaged:
         said.append(
