@@ -2,6 +2,15 @@
 
 import csv
 
+_COMPARE = """(pairs) => pairs.map((pair) => {
+    for (const [side, number] of pair.entries()) {
+        const select = document.querySelectorAll("#compare select")[side];
+        select.value = String(number);
+        select.dispatchEvent(new Event("change"));
+    }
+    return document.querySelector("#compare .sum").textContent;
+})"""
+
 SIZE = {"width": 1280, "height": 900}
 
 
@@ -30,6 +39,10 @@ class Opened:
 
     def choose(self, view, label, text) -> None:
         self.page.locator(f"#{view}").get_by_label(label, exact=True).select_option(text)
+
+    def subtract(self, pairs) -> list[str]:
+        """Compare pairs of steps, given by their numbers; returns what the page says of each."""
+        return self.page.evaluate(_COMPARE, pairs)
 
     def save(self, name) -> list[dict[str, str]]:
         """Press the button that saves a view's data; returns the rows of the file."""

@@ -1,7 +1,12 @@
 """Synthetic result sets for the HTML report, and a browser to open it in."""
 
+import base64
+import gzip
+import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factory import (
@@ -15,6 +20,7 @@ from factory import (
 from factory import write_synthetic_ceilings as write_ceilings
 
 from dpprof.analysis.collection import collect
+from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.planner import Manifest
 from dpprof.records.ceilings import ceilings_path, device_name
@@ -102,6 +108,21 @@ def write_html(root: Path, tables) -> Path:
     """Write the page and return its path."""
     write_page(build_document(tables, []), tables, root / "results")
     return root / "results" / "report.html"
+
+
+def read_content(page: Path) -> Any:
+    """Return what a page holds."""
+    (packed,) = re.findall(r'id="content">(.*?)</script>', page.read_text(encoding="utf-8"))
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def list_steps(page: Path) -> list[tuple[str, str, int]]:
+    """Return the recorded and predicted steps of a page, as (experiment id, instrument, replicate).
+
+    In the page a step's number is its place.
+    """
+    columns = read_content(page)["peaks"]["columns"]
+    return [*zip(*(columns[name] for name in RUN_KEY), strict=True)]
 
 
 def find_chromium() -> str:

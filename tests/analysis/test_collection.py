@@ -12,7 +12,7 @@ from dpprof.records.record import ResultError
 from dpprof.records.result import result_path
 from dpprof.records.verdict import verdict_path
 from dpprof.report.content import build_document
-from dpprof.report.render import render_markdown
+from dpprof.report.rendering.write import render_markdown
 
 EXPERIMENTS = [make_experiment(batch_size=size) for size in range(1, 15)]
 MANIFEST = make_manifest(*((experiment, 0) for experiment in EXPERIMENTS))

@@ -17,7 +17,7 @@ from dpprof.analysis.difference.waterfall import (
 )
 from dpprof.instruments import memory
 from dpprof.records.result import read_result, result_path
-from dpprof.report.difference_text import Detail, list_rows, render_text
+from dpprof.report.terminal.difference import Detail, list_rows, render_text
 from dpprof.spec.validation import InputError
 
 METHODS = ["standard", "opacus-hooks", "flash-bk"]

@@ -11,25 +11,27 @@ DAGGERED = "opacus-ghost \N{DAGGER}"
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_the_method_is_marked_and_no_other(name, full) -> None:
-    figure = draw(name, full)
-    found = mark_methods(figure, {DAGGER: {"opacus-ghost": "x", "opacus": "y"}})
-    assert found == {DAGGER: ["opacus-ghost"]}
+def test_the_method_is_marked_and_no_other_and_a_hostile_name_is_drawn_as_it_is(name, full) -> None:
+    evil = r"a_b%c&d#e$f{g}~h^i\j<k>l$x$"
+    tables = {stem: table.replace({"opacus-ghost": evil}) for stem, table in full.items()}
+    figure = draw(name, tables)
+    found = mark_methods(figure, {DAGGER: {evil: "x", "a_b": "y"}})
+    assert found == {DAGGER: [evil]}
 
     texts = texts_of(figure)
-    assert DAGGERED in texts
-    assert "opacus-ghost" not in texts
+    assert f"{evil} {DAGGER}" in texts
+    assert evil not in texts
     assert "standard" in texts
     assert figure.get_suptitle().endswith("\N{DAGGER} not verified to compute the right gradient")
 
 
 @pytest.mark.parametrize("name", typical_first())
-def test_where_all_are_verified_nothing_changes(name, full) -> None:
-    figure, untouched = draw(name, full), draw(name, full)
+def test_where_all_are_verified_nothing_changes(name, drawn) -> None:
+    figure = drawn(name)
+    before = texts_of(figure), figure.get_suptitle()
 
     assert mark_methods(figure, {DAGGER: {}, DOUBLE_DAGGER: {}}) == {}
-    assert texts_of(figure) == texts_of(untouched)
-    assert figure.get_suptitle() == untouched.get_suptitle()
+    assert (texts_of(figure), figure.get_suptitle()) == before
 
 
 def test_a_legend_within_the_axes_is_marked_too() -> None:

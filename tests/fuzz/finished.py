@@ -21,7 +21,7 @@ from dpprof.planning.artifacts import PLAN, RUN, code_of_verdict, spec_path, sta
 from dpprof.planning.code_digest import verified_as
 from dpprof.planning.planner import Manifest
 from dpprof.planning.stand_ins import StandIn
-from dpprof.report.document import Drawing
+from dpprof.report.rendering.document import Drawing
 from dpprof.spec import registry
 from dpprof.system.files import canonical_json
 

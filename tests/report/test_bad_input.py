@@ -6,30 +6,25 @@ import pandas as pd
 import pytest
 from factory import (
     make_experiment,
-    make_manifest,
     make_memory,
     tables_of_runs,
-    write_synthetic,
 )
 from pypdf import PdfReader
 from reading import table_of
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
-from dpprof.report.document import Drawing
-from dpprof.report.latex import has_latex
-from dpprof.report.render import ROUTES, write_report
+from dpprof.report.rendering.document import Drawing
+from dpprof.report.rendering.write import write_report
 
 HOSTILE = r"a_b % c & d # e $ f { g } ~ ^ \input{/etc/passwd} < k > $(touch pwned) `id`"
 
 
 def tables_of(root, methods=("standard", "opacus-ghost"), replicates=2, **fields):
-    experiments = [make_experiment(method=method) for method in methods]
-    runs = list(itertools.product(experiments, range(replicates)))
-    for experiment, number in runs:
-        write_synthetic(root, experiment, replicate=number, **fields)
-    return build_tables(collect(make_manifest(*runs), root, partial=False))
+    runs = [
+        (make_experiment(method=method), "clean", fields | {"replicate": number})
+        for method, number in itertools.product(methods, range(replicates))
+    ]
+    return tables_of_runs(root, *runs)
 
 
 def with_memory(root, **fields):
@@ -78,7 +73,7 @@ CASES = {
     "no times": (without_times, "no time was measured"),
     "nothing but recorded memory": (
         with_memory,
-        "in every setting opacus-ghost; in no setting opacus-hooks",
+        "opacus-hooks does not fit",
     ),
     "memory of failures": (
         lambda root: with_memory(root, outcome="oom"),
@@ -105,15 +100,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("case", CASES)
-def test_a_report_is_built_and_says_what_is_missing(case, route, tmp_path) -> None:
-    if route == "latex" and not has_latex():
-        pytest.skip("no latexmk and pdflatex here")
+def test_a_report_is_built_and_says_what_is_missing(case, tmp_path) -> None:
     make, sentence = CASES[case]
     missing = Drawing(name="tradeoff", caption="x", missing="no experiment has a time")
     document = build_document(make(tmp_path), [missing])
-    write_report(document, tmp_path, route)
+    write_report(document, tmp_path)
 
     pages = [page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages]
     text = "".join("".join(pages).replace("\u200b", "").split())

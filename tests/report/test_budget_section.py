@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from dpprof.report.budget_section import tell_budget
+from dpprof.report.sections.budget import tell_budget
 
 NOISE = {
     "samples": 1_000_000,
@@ -79,7 +79,8 @@ def test_a_price_has_its_column() -> None:
 
 
 def test_hours_that_nobody_could_tell_have_their_reason() -> None:
-    budget = pd.DataFrame([{"method": None, "message": "no noise is known: it took too long"}])
+    known = {"method": None, "message": "no noise is known: it took too long"}
+    budget = pd.DataFrame([dict.fromkeys(COST) | known])
     nothing = noise().iloc[:0]
 
     [care] = tell_budget(nothing, budget)

@@ -4,7 +4,7 @@ import pytest
 
 from dpprof.records.comparison import ComparedFigure, FolderComparison, Run, Unlike
 from dpprof.records.thresholds import Thresholds
-from dpprof.report.comparison_text import render_markdown, render_text, summarise
+from dpprof.report.terminal.comparison import render_markdown, render_text, summarise
 
 HOSTILE = "x|y<b>`\x1b[31m\n# title \u202e$(rm -rf ~)"
 

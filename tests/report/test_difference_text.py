@@ -3,8 +3,7 @@
 import pytest
 from differences import make_difference
 
-from dpprof.report.difference_sentence import say
-from dpprof.report.difference_text import Detail, list_rows, render_text
+from dpprof.report.terminal.difference import Detail, list_rows, render_text, say
 
 MIB = 2**20
 WEIGHTS = ("parameters", "head", "empty", 100 * MIB)

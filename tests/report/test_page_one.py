@@ -13,15 +13,13 @@ from factory import (
     make_manifest,
     make_memory,
     tables_of_runs,
-    write_synthetic,
     write_synthetic_verdict,
 )
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
-from dpprof.planning.planner import Manifest
 from dpprof.report.content import build_document
-from dpprof.report.document import Bullets, Drawing, Picture, Table
+from dpprof.report.rendering.document import Bullets, Drawing, Picture, Table
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "flash-bk")
 GIB = 2**30
@@ -35,21 +33,14 @@ def write_sweep(root):
     """Times and peaks of four methods here, capacities on an H200, peaks on an H100."""
     draw = np.random.default_rng(7)
     runs = []
-
-    def write(experiment, instrument, **fields):
-        write_synthetic(root, experiment, instrument=instrument, **fields)
-        number = fields.get("replicate", 0)
-        runs.extend(make_manifest((experiment, number), instrument=instrument).runs)
-
     for rank, method in enumerate(METHODS):
         for batch, number in itertools.product((2, 3), range(3)):
-            write(
-                make_experiment(method=method, batch_size=batch),
-                "clean",
-                replicate=number,
-                step_s=tuple(draw.normal(0.01 * batch * (1 + rank), 1e-4, 5)),
-                peak_allocated_bytes=2**20 * batch * (5 - rank if rank else 4),
-            )
+            known = {
+                "replicate": number,
+                "step_s": tuple(draw.normal(0.01 * batch * (1 + rank), 1e-4, 5)),
+                "peak_allocated_bytes": 2**20 * batch * (5 - rank if rank else 4),
+            }
+            runs.append((make_experiment(method=method, batch_size=batch), "clean", known))
     for method, step_s in STEP_S.items():
         on_h200 = make_experiment(
             method=method, model="1b", seq_len=1024, batch_size=1, device="cuda", target="h200"
@@ -57,20 +48,19 @@ def write_sweep(root):
         sizes = {"safe_batch_size": SAFE[method], "stated_batch_size": SAFE[method]}
         found = make_capacity(step_s, **sizes)
         found["compute"] |= {"dp_flop_multiplier": 1 + step_s / 10}
-        write(on_h200, "capacity", recorded=found)
+        runs.append((on_h200, "capacity", {"recorded": found}))
         on_h100 = make_experiment(
             method=method, model="tiny", seq_len=32, batch_size=8, device="cuda", target="h100"
         )
         memory = make_memory({"parameters": NEEDS[method] * GIB})
-        write(on_h100, "estimate", recorded=memory)
-    return runs
+        runs.append((on_h100, "estimate", {"recorded": memory}))
+    return tables_of_runs(root, *runs)
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("sweep")
-    runs = write_sweep(root)
-    tables = build_tables(collect(Manifest(runs=tuple(runs)), root, partial=False))
+    tables = write_sweep(root)
     documents = [json.loads(path.read_text()) for path in root.glob("results/*/*.json")]
     return build_document(tables, DRAWN), [one for one in documents if "instrument" in one]
 
@@ -242,87 +232,101 @@ def page_of(root, *runs):
     return build_document(tables_of_runs(root, *runs), [])
 
 
-def test_predictions_alone_are_answered(tmp_path) -> None:
-    on_h200 = {"seq_len": 8, "batch_size": 1, "device": "cuda", "target": "h200"}
-    runs = [
-        (make_experiment(method=m, **on_h200), "capacity", {"recorded": make_capacity(s)})
-        for m, s in (("standard", 1.0), ("flash-bk", 1.05))
-    ]
+def fits(method, step_s, **axes):
+    """A capacity result on an H200 with a predicted step time."""
+    experiment = make_experiment(method=method, device="cuda", target="h200", **axes)
+    return experiment, "capacity", {"recorded": make_capacity(step_s)}
+
+
+def takes(method, step_s, **fields):
+    """A step time that was measured here."""
+    return make_experiment(method=method), "clean", {"step_s": (step_s,), **fields}
+
+
+TINY = "V16-d8-L1-H2 at T = 4"
+EVIL = "<b>no</b> \\input{x} $(y)"
+ANSWERS = {
+    "predictions alone": (
+        [fits(m, s, seq_len=8, batch_size=1) for m, s in (("standard", 1.0), ("flash-bk", 1.05))],
+        "What does flash-bk cost where it trains V16-d8-L1-H2 at T = 8 on h200?",
+        (
+            "On h200, flash-bk trains V16-d8-L1-H2 at T = 8 with batches of 8 (as in plain "
+            "training) "
+            "at a predicted 61.0 tokens/s, 0.95 times the speed of plain training and 1.00 "
+            "times its "
+            "FLOPs."
+        ),
+    ),
+    "close methods": (
+        [fits("opacus-ghost", 1.01), fits("flash-bk", 1.0)],
+        f"Which of opacus-ghost and flash-bk should train {TINY} on h200, and at what cost?",
+        "tokens/s; no difference is predicted between it and opacus-ghost.",
+    ),
+    "no predicted time": (
+        [fits("flash-bk", None)],
+        "What does flash-bk cost where it trains V16-d8-L1-H2 at T = 4 on h200?",
+        f"On h200, flash-bk trains {TINY} with batches of 8, but no time is predicted there.",
+    ),
+    "only failures": (
+        [
+            (make_experiment(method="flash-bk"), "clean", {"outcome": "crashed", "message": EVIL}),
+            (make_experiment(method="opacus-ghost"), "clean", {"outcome": "oom"}),
+        ],
+        (
+            f"Which of flash-bk and opacus-ghost should train {TINY} on this machine, and at "
+            f"what cost?"
+        ),
+        (
+            "Nothing can be told: none of 2 runs succeeded (1 oom, 1 crashed). The first, "
+            "flash-bk, "
+            f"said: {EVIL}"
+        ),
+    ),
+    "one experiment": (
+        [takes("flash-bk", 0.0123, peak_allocated_bytes=3 * 2**20)],
+        "What does flash-bk cost where it trains V16-d8-L1-H2 at T = 4 on this machine?",
+        (
+            "On this machine, a step of V16-d8-L1-H2 (T = 4, B = 2) takes 12.3 ms and peaks "
+            "at 3.0 MiB "
+            "allocated with flash-bk."
+        ),
+    ),
+    "plain training alone": (
+        [takes("standard", 0.01)],
+        "What does it take to train V16-d8-L1-H2 at T = 4 on this machine without privacy?",
+        "without privacy; no private method succeeded.",
+    ),
+}
+"""The runs of a sweep, its question, and how its only sentence ends."""
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_a_small_sweep_is_asked_and_answered(case, tmp_path) -> None:
+    runs, question, ending = ANSWERS[case]
     page = page_of(tmp_path, *runs)
 
-    assert page.question == "What does flash-bk cost where it trains V16-d8-L1-H2 at T = 8 on h200?"
+    assert page.question == question
     (sentence,) = page.headline
-    assert sentence == (
-        "On h200, flash-bk trains V16-d8-L1-H2 at T = 8 with batches of 8 (as in plain training) "
-        "at a predicted 61.0 tokens/s, 0.95 times the speed of plain training and 1.00 times its "
-        "FLOPs."
-    )
-    assert page.sections[1].blocks[0].items[0] == (
-        "No time was measured: what is said of times is predicted."
-    )
-
-
-def test_methods_that_are_close_are_said_to_be(tmp_path) -> None:
-    on_h200 = {"device": "cuda", "target": "h200"}
-    runs = [
-        (make_experiment(method=m, **on_h200), "capacity", {"recorded": make_capacity(s)})
-        for m, s in (("opacus-ghost", 1.01), ("flash-bk", 1.0))
-    ]
-
-    assert (
-        page_of(tmp_path, *runs)
-        .headline[0]
-        .endswith("tokens/s; no difference is predicted between it and opacus-ghost.")
-    )
-
-
-def test_without_a_time_the_batch_is_the_answer(tmp_path) -> None:
-    on_h200 = {"device": "cuda", "target": "h200"}
-    found = {"recorded": make_capacity(None)}
-    page = page_of(tmp_path, (make_experiment(method="flash-bk", **on_h200), "capacity", found))
-
-    (sentence,) = page.headline
-    assert sentence == (
-        "On h200, flash-bk trains V16-d8-L1-H2 at T = 4 with batches of 8, but no time is "
-        "predicted there."
-    )
+    assert sentence.endswith(ending)
+    titles = [section.title for section in page.sections]
+    # There is no table without numbers.
+    assert ("The methods side by side" in titles) == (case != "only failures")
+    unmeasured = "No time was measured: what is said of times is predicted."
+    trust = page.sections[-2].blocks[0].items
+    assert (unmeasured in trust) == ("this machine" not in question or case == "only failures")
 
 
 def test_a_method_that_failed_verification_is_not_recommended(tmp_path) -> None:
-    methods = {"opacus-ghost": 1.0, "flash-bk": 2.0}
-    on_h200 = {m: make_experiment(method=m, device="cuda", target="h200") for m in methods}
-    write_synthetic_verdict(tmp_path, on_h200["opacus-ghost"], passed=False, reason="wrong")
-    runs = [
-        (one, "capacity", {"recorded": make_capacity(methods[m])}) for m, one in on_h200.items()
-    ]
+    ghost, flash = fits("opacus-ghost", 1.0), fits("flash-bk", 2.0)
+    write_synthetic_verdict(tmp_path, ghost[0], passed=False, reason="wrong")
+    sentence = page_of(tmp_path, ghost, flash).headline[0]
 
-    assert page_of(tmp_path, *runs).headline[0].startswith("On h200, flash-bk trains")
-    assert (
-        page_of(tmp_path, *runs)
-        .headline[0]
-        .endswith("tokens/s; opacus-ghost\N{DAGGER} failed verification.")
-    )
-    assert page_of(tmp_path, runs[0]).headline[0] == (
+    assert sentence.startswith("On h200, flash-bk trains")
+    assert sentence.endswith("tokens/s; opacus-ghost\N{DAGGER} failed verification.")
+    assert page_of(tmp_path, ghost).headline[0] == (
         "On h200, no private method of the sweep safely fits V16-d8-L1-H2 at T = 4; "
         "opacus-ghost\N{DAGGER} failed verification."
     )
-
-
-def test_only_failures_say_how_they_failed_and_one_reason(tmp_path) -> None:
-    evil = "<b>no</b> \\input{x} $(y)"
-    failed = {"outcome": "crashed", "message": evil}
-    page = page_of(
-        tmp_path,
-        (make_experiment(method="flash-bk"), "clean", failed),
-        (make_experiment(method="opacus-ghost"), "clean", {"outcome": "oom"}),
-    )
-
-    (sentence,) = page.headline
-    assert sentence == (
-        f"Nothing can be told: none of 2 runs succeeded (1 oom, 1 crashed). The first, flash-bk, "
-        f"said: {evil}"
-    )
-    assert page.sections[0].title == "Can I believe this?"  # there is no table without numbers
 
 
 def test_no_result_at_all_is_said(tmp_path) -> None:
@@ -334,50 +338,22 @@ def test_no_result_at_all_is_said(tmp_path) -> None:
     assert page.headline == ("Nothing can be told yet: no planned run has a result.",)
 
 
-def test_one_experiment_is_told_in_its_own_units(tmp_path) -> None:
-    fields = {"step_s": (0.0123,), "peak_allocated_bytes": 3 * 2**20}
-    page = page_of(tmp_path, (make_experiment(method="flash-bk"), "clean", fields))
-
-    (sentence,) = page.headline
-    assert sentence == (
-        "On this machine, a step of V16-d8-L1-H2 (T = 4, B = 2) takes 12.3 ms and peaks at 3.0 MiB "
-        "allocated with flash-bk."
-    )
-    [row] = page.sections[0].blocks[0].rows
-    assert row == ("flash-bk", "12.3", "3.0", "yes")
-
-
-def test_plain_training_alone_has_nothing_to_be_compared_with(tmp_path) -> None:
-    page = page_of(tmp_path, (make_experiment(), "clean", {"step_s": (0.01,)}))
-
-    assert (
-        page.question
-        == "What does it take to train V16-d8-L1-H2 at T = 4 on this machine without privacy?"
-    )
-    assert page.headline[0].endswith("without privacy; no private method succeeded.")
-
-
 def test_without_standard_there_are_milliseconds_and_no_ratios(tmp_path) -> None:
     times = {"flash-bk": 0.010, "opacus-ghost": 0.030, "opacus-hooks": 0.020}
-    runs = [
-        (make_experiment(method=m), "clean", {"step_s": (s,), "peak_allocated_bytes": int(s * 1e8)})
-        for m, s in times.items()
-    ]
+    runs = [takes(m, s, peak_allocated_bytes=int(s * 1e8)) for m, s in times.items()]
     page = page_of(tmp_path, *runs)
 
     assert "takes 10.0 ms and peaks at 1.0 MiB allocated with flash-bk" in page.headline[0]
     assert "the other 2 take 20.0 to 30.0 ms" in page.headline[0]
-    assert page.sections[0].blocks[0].header == ("method", "step (ms)", "peak (MiB)", "verified")
+    table = page.sections[0].blocks[0]
+    assert table.header == ("method", "step (ms)", "peak (MiB)", "verified")
+    assert table.rows[0] == ("flash-bk", "10.0", "1.0", "yes")
     assert "times standard" not in " ".join(page.headline)
 
 
 def test_a_failure_beside_successes_stands_in_the_table(tmp_path) -> None:
-    runs = [
-        (make_experiment(method=m), "clean", {"step_s": (s,)})
-        for m, s in (("standard", 0.01), ("flash-bk", 0.02))
-    ]
-    runs.append((make_experiment(method="opacus-hooks"), "clean", {"outcome": "oom"}))
-    page = page_of(tmp_path, *runs)
+    failed = make_experiment(method="opacus-hooks"), "clean", {"outcome": "oom"}
+    page = page_of(tmp_path, takes("standard", 0.01), takes("flash-bk", 0.02), failed)
     rows = {row[0]: row for row in page.sections[0].blocks[0].rows}
 
     assert rows["opacus-hooks"][1:3] == ("oom", "oom")
@@ -402,7 +378,7 @@ def test_the_largest_model_is_the_one_that_is_told(tmp_path) -> None:
 def test_an_unverified_method_bears_its_dagger_in_the_answer(tmp_path) -> None:
     experiment = make_experiment(method="opacus-ghost")
     write_synthetic_verdict(tmp_path, experiment, passed=None, reason="nobody looked")
-    page = page_of(tmp_path, (experiment, "clean", {"step_s": (0.01,)}))
+    page = page_of(tmp_path, takes("opacus-ghost", 0.01))
 
     assert "with opacus-ghost\N{DAGGER}" in page.headline[0]
     assert page.sections[0].blocks[0].rows[0][-1] == "not known"

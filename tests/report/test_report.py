@@ -1,7 +1,11 @@
+"""What the report says of times, failures and caveats, and that every format says it."""
+
 import re
+from collections.abc import Iterator
 
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic
+from pydantic import BaseModel
 from pypdf import PdfReader
 from reading import table_of, titles_of, trust_of
 
@@ -9,9 +13,9 @@ from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
-from dpprof.report.document import Document, Drawing, Paragraph, Section
-from dpprof.report.markdown import escape_markdown
-from dpprof.report.render import render_markdown, write_report
+from dpprof.report.rendering.document import Document, Drawing, Paragraph, Section
+from dpprof.report.rendering.markdown import escape_markdown
+from dpprof.report.rendering.write import render_markdown, write_report
 
 EVIL = (
     "<script>alert(1)</script> \\input{/etc/passwd} $(touch pwned) `id` |x| _a_ #set [l](u)\x1b[2J"
@@ -21,17 +25,14 @@ SLOW = make_experiment(method="opacus-ghost")
 BAD = make_experiment(method="opacus-hooks")
 
 
-def document_of(tmp_path, *, partial: bool = False, only_failures: bool = False) -> Document:
-    if not only_failures:
-        write_synthetic(tmp_path, GOOD, step_s=(0.010,), peak_rss_bytes=100 * 2**20)
-        write_synthetic(tmp_path, SLOW, step_s=(0.025,), peak_rss_bytes=150 * 2**20, attempts=2)
-    write_synthetic(tmp_path, BAD, outcome="crashed", message=EVIL)
-    runs = [(BAD, 0)] if only_failures else [(GOOD, 0), (SLOW, 0), (BAD, 0)]
-    if partial:
-        runs.append((BAD, 1))
-    tables = build_tables(collect(make_manifest(*runs), tmp_path, partial=partial))
-    (tmp_path / "figures").mkdir(exist_ok=True)
-    draw(tables).savefig(tmp_path / "figures" / "outcomes.pdf")
+def document_of(root, *, partial: bool = False) -> Document:
+    write_synthetic(root, GOOD, step_s=(0.010,), peak_rss_bytes=100 * 2**20)
+    write_synthetic(root, SLOW, step_s=(0.025,), peak_rss_bytes=150 * 2**20, attempts=2)
+    write_synthetic(root, BAD, outcome="crashed", message=EVIL)
+    runs = [(GOOD, 0), (SLOW, 0), (BAD, 0), *([(BAD, 1)] if partial else [])]
+    tables = build_tables(collect(make_manifest(*runs), root, partial=partial))
+    (root / "figures").mkdir(exist_ok=True)
+    draw(tables).savefig(root / "figures" / "outcomes.pdf")
     drawings = [
         Drawing(name="outcomes", caption="How runs ended.", missing=None),
         Drawing(name="seq-len", caption="Growth.", missing="no two lengths"),
@@ -39,49 +40,56 @@ def document_of(tmp_path, *, partial: bool = False, only_failures: bool = False)
     return build_document(tables, drawings)
 
 
-def pdf_text(path) -> str:
-    text = "".join(page.extract_text() for page in PdfReader(path).pages)
-    return text.replace("\u200b", "")
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A report, its Markdown without backslashes, and the text of its PDF without white space."""
+    folder = tmp_path_factory.mktemp("report")
+    document = document_of(folder)
+    write_report(document, folder)
+    pdf = "".join(page.extract_text() for page in PdfReader(folder / "report.pdf").pages)
+    markdown = (folder / "report.md").read_text()
+    return document, markdown, re.sub(r"[\s\u200b]", "", pdf)
 
 
-def test_all_formats_say_the_same(tmp_path) -> None:
-    write_report(document_of(tmp_path), tmp_path)
-    markdown = (tmp_path / "report.md").read_text()
-    squeezed = re.sub(r"\s", "", pdf_text(tmp_path / "report.pdf"))
+def find_texts(value) -> Iterator[str]:
+    """Yield the texts that a part of a document shows."""
+    if isinstance(value, BaseModel):
+        for name in set(type(value).model_fields) - {"kind", "name"}:
+            yield from find_texts(getattr(value, name))
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from find_texts(one)
+    elif isinstance(value, str):
+        yield value
 
-    for text in ("3 runs of 3 experiments: 2 ok (67%).", "opacus-ghost", "25.0", "2.50", "150"):
-        assert text in markdown.replace("\\", "")
-        assert re.sub(r"\s", "", text) in squeezed
+
+def test_the_pdf_and_markdown_have_every_text(written) -> None:
+    document, markdown, pdf = written
+    texts = list(find_texts(document))
+
+    assert len(texts) > 50
+    for text in texts:
+        assert escape_markdown(text) in markdown
+        assert re.sub(r"\s", "", text) in pdf, text
+    assert {"opacus-ghost", "25.0", "2.50", "150.0"} <= set(texts)
 
 
-def test_failures_are_listed_with_kind_phase_and_log(tmp_path) -> None:
-    markdown = render_markdown(document_of(tmp_path)).replace("\\", "")
+def test_failures_are_listed_with_kind_phase_and_log(written) -> None:
+    lines = written[1].replace("\\", "").splitlines()
 
-    row = next(line for line in markdown.splitlines() if line.startswith(f"| {BAD.id} clean r0"))
+    row = next(line for line in lines if line.startswith(f"| {BAD.id} clean r0"))
     for text in ("crashed", "SyntheticError", "backward", "x.log"):
         assert text in row
 
 
-def test_a_message_injects_nothing(tmp_path) -> None:
-    write_report(document_of(tmp_path), tmp_path)
-    markdown = (tmp_path / "report.md").read_text()
-    text = pdf_text(tmp_path / "report.pdf")
+def test_a_message_injects_nothing(written) -> None:
+    document, markdown, pdf = written
 
     assert "<script>" not in markdown
     assert not re.search(r"(?<!\\)[`$|*_]\b(id|\(touch|x)", markdown)
-    assert "\x1b" not in markdown + (tmp_path / "report.json").read_text()
-    assert "<script>alert(1)</script>" in re.sub(r"\s", "", text)  # shown, as text
-    assert "#set" in text
-    assert not (tmp_path / "pwned").exists()
-
-
-def test_only_failures_still_make_a_report(tmp_path) -> None:
-    write_report(document_of(tmp_path, only_failures=True), tmp_path)
-
-    assert "No experiment succeeded" in pdf_text(tmp_path / "report.pdf")
-    assert "1 run of 1 experiment: 0 ok (0%)." in (tmp_path / "report.md").read_text().replace(
-        "\\", ""
-    )
+    assert "\x1b" not in markdown + document.model_dump_json()
+    assert "<script>alert(1)</script>" in pdf  # shown, as text
+    assert "#set" in pdf
 
 
 def test_a_partial_report_says_so_and_lists_the_missing(tmp_path) -> None:
@@ -91,24 +99,22 @@ def test_a_partial_report_says_so_and_lists_the_missing(tmp_path) -> None:
     assert f"- {BAD.id} clean r1" in markdown
 
 
-def test_a_second_attempt_is_told(tmp_path) -> None:
-    assert f"These succeeded only at the second attempt: {SLOW.id}." in render_markdown(
-        document_of(tmp_path)
-    ).replace("\\", "")
+def test_a_second_attempt_is_told(written) -> None:
+    said = f"These succeeded only at the second attempt: {SLOW.id}."
+    assert said in written[1].replace("\\", "")
 
 
 def measured_document(root, standard, ghost, **fields) -> Document:
     """Two replicated experiments with these step times, and what ``fields`` add to ghost."""
-    runs = [(GOOD, n) for n in range(len(standard))] + [(SLOW, n) for n in range(len(ghost))]
-    for number, seconds in enumerate(standard):
-        write_synthetic(root, GOOD, replicate=number, step_s=(seconds,), peak_allocated_bytes=2**20)
+    runs = [
+        (GOOD, "clean", {"replicate": n, "step_s": (seconds,), "peak_allocated_bytes": 2**20})
+        for n, seconds in enumerate(standard)
+    ]
     for number, seconds in enumerate(ghost):
-        known = {"peak_allocated_bytes": 2**21} | {
-            name: values[number] for name, values in fields.items()
-        }
-        write_synthetic(root, SLOW, replicate=number, step_s=(seconds,), **known)
-    tables = build_tables(collect(make_manifest(*runs), root, partial=False))
-    return build_document(tables, [])
+        known = {"replicate": number, "step_s": (seconds,), "peak_allocated_bytes": 2**21}
+        known |= {name: values[number] for name, values in fields.items()}
+        runs.append((SLOW, "clean", known))
+    return build_document(tables_of_runs(root, *runs), [])
 
 
 def test_a_ratio_has_its_interval_and_the_floor_is_stated(tmp_path) -> None:

@@ -3,6 +3,7 @@
 ``.ci/run`` runs the smoke sweep and says in DPPROF_SWEEP where its results are.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -11,31 +12,13 @@ from pathlib import Path
 
 import pytest
 from browsing import Opened
+from html_pages import list_steps
 
 RESULTS = Path(os.environ.get("DPPROF_SWEEP", "nowhere"))
 
 pytestmark = pytest.mark.skipif(
     not (RESULTS / "report.html").is_file(), reason="DPPROF_SWEEP names no results with a page"
 )
-
-LIST_RUNS = """() => {
-    const content = [...document.scripts].map((script) => script.textContent)
-        .filter((text) => text.startsWith("{")).map((text) => JSON.parse(text))[0];
-    const unpack = (column) =>
-        column.codes ? column.codes.map((code) => column.values[code]) : column;
-    const columns = content.peaks.columns;
-    const [ids, instruments] = [unpack(columns.experiment_id), unpack(columns.instrument)];
-    return ids.map((id, at) => [id, instruments[at], unpack(columns.replicate)[at]]);
-}"""
-
-CHOOSE = """(pairs) => pairs.map((pair) => {
-    for (const [side, number] of pair.entries()) {
-        const select = document.querySelectorAll("#compare select")[side];
-        select.value = String(number);
-        select.dispatchEvent(new Event("change"));
-    }
-    return document.querySelector("#compare .sum").textContent;
-})"""
 
 
 @pytest.fixture(scope="module")
@@ -45,69 +28,29 @@ def opened(browser):
     one.context.close()
 
 
-def read(instrument: str, name: str, replicate: int = 0) -> dict:
-    return json.loads((RESULTS / instrument / f"{name}.r{replicate}.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def medians() -> dict[str, float]:
-    """The median step time of each experiment over its processes."""
+def test_its_step_times_are_those_of_the_files(opened) -> None:
+    assert opened.told == []
     found = defaultdict(list)
     for path in (RESULTS / "clean").glob("*.json"):
         document = json.loads(path.read_text())
         if document["outcome"] == "ok":
             found[path.name.rpartition(".r")[0]].append(document["time"]["median_s"])
-    return {name: statistics.median(some) for name, some in found.items()}
-
-
-def test_it_opens_from_disk_without_a_network_or_an_error(opened) -> None:
-    assert opened.told == []
-    assert opened.asked == [(RESULTS / "report.html").as_uri()]
-
-
-def test_its_step_times_are_those_of_the_files_and_sort(opened, medians) -> None:
+    medians = {name: statistics.median(some) for name, some in found.items()}
     rows = opened.save("experiments")
-    told = {
-        row["experiment_id"]: float(row["median_step_s"]) for row in rows if row["median_step_s"]
-    }
+    timed = [row for row in rows if row["median_step_s"]]
+
+    told = {row["experiment_id"]: float(row["median_step_s"]) for row in timed}
     assert told == pytest.approx(medians, rel=1e-8)
-
-    table = opened.page.locator("#experiments .table").first
-    head = table.locator("th", has_text="step (ms)")
-    column = table.locator("thead th").all_inner_texts().index(head.inner_text())
-    head.locator("button").click()
-    cells = [row.split("\t") for row in table.locator("tbody tr").all_inner_texts()]
-    seconds = [float(row[column].replace(",", "")) for row in cells if row[column][:1].isdigit()]
-    assert len(seconds) > 2
-    assert seconds == sorted(seconds)
-
-
-def test_a_filter_keeps_a_method(opened) -> None:
-    table = opened.page.locator("#experiments .table").first
-    table.get_by_label("Filter").fill("flash-bk")
-    names = table.locator("tbody th").all_inner_texts()
-    assert names
-    assert set(names) == {"flash-bk"}
-    table.get_by_label("Filter").fill("")
-
-
-def test_pointing_at_a_point_tells_its_time(opened, medians) -> None:
-    told = opened.hint_at(opened.page.locator("#tradeoff svg .mark-symbol.role-mark path").first)
-    method, *lines = told.splitlines()
-    [line] = [line for line in lines if " ms a step" in line]
-    shown_ms = float(line.partition(" ")[0].replace(",", ""))  # three digits
-    known = [1e3 * seconds for name, seconds in medians.items() if f"-{method}-b" in name]
-    assert any(shown_ms == pytest.approx(one, rel=0.005) for one in known), told
 
 
 def test_any_two_runs_differ_by_what_their_files_say(opened) -> None:
-    runs = opened.page.evaluate(LIST_RUNS)[:12]
-    peaks = [read(*(run[1], run[0], run[2]))["memory"]["peak_allocated_bytes"] for run in runs]
-    pairs = [(a, b) for a in range(len(runs)) for b in range(len(runs)) if a != b]
-    told = opened.page.evaluate(CHOOSE, pairs)
+    steps = list_steps(RESULTS / "report.html")[:12]
+    files = [RESULTS / kind / f"{name}.r{number}.json" for name, kind, number in steps]
+    peaks = [json.loads(path.read_text())["memory"]["peak_allocated_bytes"] for path in files]
+    pairs = [*itertools.permutations(range(len(steps)), 2)]
 
     assert len(pairs) > 20
-    assert told == [
+    assert opened.subtract(pairs) == [
         f"The peaks differ by {peaks[a] - peaks[b]:,} bytes; the bars leave 0 bytes."
         for a, b in pairs
     ]

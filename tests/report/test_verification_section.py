@@ -6,9 +6,8 @@ from pypdf import PdfReader
 from reading import section_of, trust_of
 
 from dpprof.report.content import build_document
-from dpprof.report.latex import render_latex
-from dpprof.report.render import render_markdown, write_report
-from dpprof.report.verification_section import TITLE
+from dpprof.report.rendering.write import render_markdown, write_report
+from dpprof.report.sections.verification import TITLE
 
 METHODS = ("standard", "opacus-ghost", "opacus-hooks", "opacus")
 STANDARD, GHOST, HOOKS, SHORT = (make_experiment(method=name) for name in METHODS)
@@ -43,40 +42,13 @@ def test_the_first_lines_count_them_and_names_the_others(document) -> None:
 
 
 def test_a_section_tells_error_reference_and_verdict(document) -> None:
+    flat, reference = ("flat clipping", "all as one"), ("-", "microbatch and torch.func")
+    reason = "relative error of the gradient: 3.1e-02"
+
     assert rows_of(document, TITLE) == [
-        (
-            *(
-                "opacus-ghost",
-                "flat clipping",
-                "all as one",
-                "3.1e-02",
-                "-",
-                "microbatch and torch.func",
-            ),
-            *("failed", "relative error of the gradient: 3.1e-02"),
-        ),
-        (
-            *(
-                "opacus-hooks",
-                "flat clipping",
-                "all as one",
-                "1.0e-16",
-                "-",
-                "microbatch and torch.func",
-            ),
-            *("not verified", "the process ended"),
-        ),
-        (
-            *(
-                "standard",
-                "flat clipping",
-                "all as one",
-                "1.0e-16",
-                "-",
-                "microbatch and torch.func",
-            ),
-            *("verified", "-"),
-        ),
+        ("opacus-ghost", *flat, "3.1e-02", *reference, "failed", reason),
+        ("opacus-hooks", *flat, "1.0e-16", *reference, "not verified", "the process ended"),
+        ("standard", *flat, "1.0e-16", *reference, "verified", "-"),
     ]
 
 
@@ -106,15 +78,6 @@ def test_where_all_are_verified_there_is_no_dagger(tmp_path) -> None:
     assert "why" not in section_of(document, TITLE).blocks[0].header
 
 
-def test_every_format_has_the_dagger(document, tmp_path) -> None:
-    write_report(document, tmp_path, "typst")
-    pages = [page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages]
-
-    assert DAGGER in "".join(pages)
-    assert DAGGER in render_markdown(document)
-    assert r"\textdagger{}" in render_latex(document)
-
-
 def test_groups_say_how_far_the_sum_can_move(tmp_path) -> None:
     case = {"attention": "sdpa", "batch_size": 4, "outcome": "passed", "groups": 14}
     for experiment, sensitivity in ((GHOST, 1.0), (HOOKS, 3.7417)):
@@ -141,11 +104,8 @@ def mixed(tmp_path):
 def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mixed) -> None:
     ghost = f"opacus-ghost{DAGGER}{DOUBLE_DAGGER}"
 
-    assert [row[1] for row in rows_of(mixed, TITLE)] == [
-        "adaptive flat clipping",
-        "flat clipping",
-        "flat clipping",
-    ]
+    mechanisms = [row[1] for row in rows_of(mixed, TITLE)]
+    assert mechanisms == ["adaptive flat clipping", "flat clipping", "flat clipping"]
     assert {row[3] for row in rows_of(mixed, "Comparison")} == {ghost, "opacus-hooks", "standard"}
     assert ghost in mixed.headline[0]
     captions = captions_of(mixed)
@@ -155,7 +115,6 @@ def test_another_mechanism_is_named_and_marked_wherever_methods_are_compared(mix
         f"Other mechanisms than flat clipping: opacus-ghost; marked {DOUBLE_DAGGER}."
         in trust_of(mixed)
     )
-    assert r"\textdaggerdbl{}" in render_latex(mixed)
 
 
 def test_holes_are_told_once_each_with_the_methods(mixed) -> None:
@@ -171,9 +130,12 @@ def test_without_holes_nothing_is_said_of_them(document) -> None:
     assert [block.kind for block in section_of(document, TITLE).blocks] == ["table"]
 
 
-def test_the_pdf_has_both_signs(mixed, tmp_path) -> None:
-    write_report(mixed, tmp_path, "typst")
-    text = "".join(page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages)
+def test_every_format_has_both_signs(mixed, tmp_path) -> None:
+    write_report(mixed, tmp_path)
+    pages = "".join(page.extract_text() for page in PdfReader(tmp_path / "report.pdf").pages)
+    markdown, latex = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "tex"))
 
-    assert DAGGER in text
-    assert DOUBLE_DAGGER in text
+    for text in (pages, markdown):
+        assert {DAGGER, DOUBLE_DAGGER} <= set(text)
+    assert r"\textdagger{}" in latex
+    assert r"\textdaggerdbl{}" in latex

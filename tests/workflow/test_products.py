@@ -34,7 +34,7 @@ def test_commands_run_alone_on_existing_tables(finished: Checkout) -> None:
     files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
     for command, options in (
         ("figure", ["--figure=tradeoff", *files]),
-        ("report", [f"--output-dir={output}", "--pdf=typst"]),
+        ("report", [f"--output-dir={output}"]),
     ):
         done = call(command, f"--tables={tables}", *options, cwd=finished.path)
         assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from dpprof.cli.options import add_privacy_options, read_privacy
 from dpprof.launch.accounting_run import account_apart
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
-from dpprof.report.cells import significant
+from dpprof.report.wording import significant
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.validation import InputError

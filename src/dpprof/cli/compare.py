@@ -17,7 +17,7 @@ from dpprof.analysis.gate.regressions import Options, compare_folders
 from dpprof.cli.common import Parser, ending_in_a_sentence, names_of, path
 from dpprof.records.comparison import ACROSS, EXIT_STATUS, METRICS, FolderComparison
 from dpprof.records.thresholds import Thresholds
-from dpprof.report.comparison_text import render_markdown, render_text
+from dpprof.report.terminal.comparison import render_markdown, render_text
 from dpprof.spec.config_files import read_config_file
 from dpprof.spec.validation import InputError, explain, refuse
 from dpprof.system.files import check_writable, write_atomically

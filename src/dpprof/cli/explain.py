@@ -16,8 +16,7 @@ from dpprof.analysis.difference.waterfall import LEVELS, list_holdings
 from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in, positive
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
-from dpprof.report.difference_sentence import say
-from dpprof.report.difference_text import Detail, render_text
+from dpprof.report.terminal.difference import Detail, render_text, say
 from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically

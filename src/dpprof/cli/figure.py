@@ -14,7 +14,7 @@ from dpprof.cli.common import (
 )
 from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
 from dpprof.figures.verification_signs import MEANINGS, mark_methods
-from dpprof.report.document import Drawing
+from dpprof.report.rendering.document import Drawing
 from dpprof.spec import registry
 from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable, write_atomically

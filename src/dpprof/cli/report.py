@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dpprof.analysis.tables.frames import TableFolder
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.report.content import build_document
-from dpprof.report.document import read_drawing
-from dpprof.report.latex import LatexError
 from dpprof.report.page.write import write_page
-from dpprof.report.render import ROUTES, write_report
+from dpprof.report.rendering.document import read_drawing
+from dpprof.report.rendering.write import write_report
 from dpprof.spec import registry
-from dpprof.system.console import fail, keep_log
+from dpprof.system.console import keep_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,12 +22,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="where the report goes; its figures are in the folder figures in it",
     )
-    parser.add_argument(
-        "--pdf",
-        choices=["auto", *ROUTES],
-        default="auto",
-        help="what makes the PDF: latex (latexmk), typst, or auto: latex where it is installed",
-    )
     add_log_option(parser, "what is printed")
     arguments = parser.parse_args(argv)
     keep_log(arguments.log)
@@ -38,8 +31,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         drawings = [read_drawing(caption) for caption in captions if caption.is_file()]
         tables = TableFolder(arguments.tables)
         document = build_document(tables, drawings)
-        try:
-            write_report(document, arguments.output_dir, arguments.pdf)
-        except LatexError as error:
-            fail(f"--pdf latex: {error}")
+        write_report(document, arguments.output_dir)
         write_page(document, tables, arguments.output_dir)

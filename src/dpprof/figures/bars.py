@@ -1,13 +1,14 @@
 """Stacked bars, one per method, with the same look in every figure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.tables.axes import BASELINE
+from dpprof.figures.panels import Panels
 from dpprof.figures.style import HATCHES, PAGE_INCHES
 
 VISIBLE = 0.005
@@ -40,6 +41,24 @@ def stack(axis: Axes, parts: pd.DataFrame, colours: Mapping[str, str]) -> None:
             )
             left = left + parts[name].fillna(0)
     name_bars(axis, map(str, parts.index))
+
+
+def stack_panels(
+    panels: Panels, columns: Mapping[str, str], colours: Mapping[str, str], unit: float, label: str
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame, "pd.Series[float]"]]]:
+    """Draw stacked bars in panels, and one legend; return axes, rows and lengths of each panel.
+
+    ``columns`` are those of the parts, by name. Bars are sorted by their lengths.
+    """
+    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
+    drawn = []
+    for axis, panel in zip(axes, panels.shown, strict=True):
+        rows = panel.sorted_by(panel.rows[list(columns.values())].sum(axis=1))
+        parts = rows[list(columns.values())].set_axis(list(columns), axis=1) / unit
+        stack(axis, parts, colours)
+        axis.set_xlabel(label)
+        drawn.append((axis, rows, parts.sum(axis=1)))
+    return figure, drawn
 
 
 def name_bars(axis: Axes, names: Iterable[str]) -> None:
@@ -94,16 +113,16 @@ def over_baseline(lengths: "pd.Series[float]") -> "pd.Series[str]":
     return (lengths / base).map("{:.2f}x".format)
 
 
-def share_legend(figure: Figure, axes: Sequence[Axes], names: Iterable[str]) -> None:
+def share_legend(figure: Figure, names: Iterable[str]) -> None:
     """Draw one legend under all panels, in the order of the names, and make room for it."""
     found = {
         label: handle
-        for axis in axes
+        for axis in figure.axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     labels = [label for name in names if (label := name.replace("_", " ")) in found]
     handles = [found[label] for label in labels]
-    rows = math.ceil(len(labels) / (2 if len(axes) == 1 else 5))
+    rows = math.ceil(len(labels) / (2 if len(figure.axes) == 1 else 5))
     figure.set_figheight(min(figure.get_figheight() + _LEGEND_ROW_INCHES * rows, PAGE_INCHES))
     columns = math.ceil(len(labels) / rows)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpprof.analysis.selection import compose_peaks
-from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
+from dpprof.figures.bars import note, over_baseline, share_legend, stack_panels
 from dpprof.figures.panels import split
 from dpprof.figures.style import COMPONENT_COLOURS
 
@@ -16,6 +15,8 @@ MISSING = "no run of the instruments memory or estimate succeeded without a targ
 _MIB = 2**20
 _GIB = 2**30
 _MEMORY = "target's memory"
+_HERE = "live memory at the peak (MiB)"
+_OWNERS = {name: name for name in COMPONENT_COLOURS}
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -25,14 +26,13 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     is the allocator's peak, measured by another process. Unattributed memory has no known owner.
     """
     peaks = compose_peaks(tables)
-    figure, panels = _draw_owners(peaks[peaks["target"].isna()], MISSING, _MIB)
-    for axis, rows in panels:
-        sizes = rows["peak_bytes"] / _MIB
+    panels = split(peaks[peaks["target"].isna()], MISSING, most=4)
+    figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _MIB, _HERE)
+    for axis, rows, sizes in drawn:
         measured = rows["allocator_peak_bytes"].astype(float) / _MIB
         axis.plot(measured, range(len(rows)), "|", color="black", markersize=9, markeredgewidth=1.5)
         note(axis, pd.concat([sizes, measured], axis=1).max(axis=1), over_baseline(sizes))
-        axis.set_xlabel("live memory at the peak (MiB)")
-    share_legend(figure, [axis for axis, _ in panels], COMPONENT_COLOURS)
+    share_legend(figure, COMPONENT_COLOURS)
     return figure
 
 
@@ -45,26 +45,13 @@ def draw_predicted(tables: Mapping[str, pd.DataFrame]) -> Figure:
     """
     peaks = compose_peaks(tables)
     missing = "no run of the instrument estimate succeeded for a target"
-    figure, panels = _draw_owners(peaks[peaks["target"].notna()], missing, _GIB)
-    for axis, rows in panels:
-        sizes = rows["peak_bytes"] / _GIB
+    panels = split(peaks[peaks["target"].notna()], missing, most=4)
+    figure, drawn = stack_panels(panels, _OWNERS, COMPONENT_COLOURS, _GIB, "predicted peak (GiB)")
+    for axis, rows, sizes in drawn:
         note(axis, sizes, over_baseline(sizes))
         memory = rows["target_memory_bytes"].astype(float).max() / _GIB
         if pd.notna(memory):
             axis.axvline(memory, color="black", linestyle="--", linewidth=1, label=_MEMORY)
             axis.set_xlim(0, max(axis.get_xlim()[1], memory * 1.05))
-        axis.set_xlabel("predicted peak (GiB)")
-    share_legend(figure, [axis for axis, _ in panels], [*COMPONENT_COLOURS, _MEMORY])
+    share_legend(figure, [*COMPONENT_COLOURS, _MEMORY])
     return figure
-
-
-def _draw_owners(
-    peaks: pd.DataFrame, missing: str, unit: int
-) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
-    """Draw stacked bars by owner, and return the rows of each panel beside its axes."""
-    panels = split(peaks, missing, most=4)
-    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
-    rows = [panel.sorted_by(panel.rows["peak_bytes"]) for panel in panels.shown]
-    for axis, shown in zip(axes, rows, strict=True):
-        stack(axis, shown[list(COMPONENT_COLOURS)] / unit, COMPONENT_COLOURS)
-    return figure, list(zip(axes, rows, strict=True))

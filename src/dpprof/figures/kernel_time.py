@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpprof.analysis.tables.axes import RUN_KEY
-from dpprof.figures.bars import height_of, note, over_baseline, share_legend, stack
+from dpprof.figures.bars import note, over_baseline, share_legend, stack_panels
 from dpprof.figures.panels import split
 from dpprof.figures.style import BOUND_COLOURS, OP_KIND_COLOURS, NothingToDrawError
 
@@ -50,14 +50,9 @@ def _draw(traces: pd.DataFrame, colours: Mapping[str, str], parts: Mapping[str, 
     over_processes = traces.groupby("experiment_id")[columns].median()
     facts = traces.drop(columns=columns).drop_duplicates("experiment_id")
     known = facts.merge(over_processes, left_on="experiment_id", right_index=True)
-    panels = split(known, MISSING, most=4)
-    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
-    for axis, panel in zip(axes, panels.shown, strict=True):
-        rows = panel.sorted_by(panel.rows[columns].sum(axis=1))
-        shown = rows[columns].set_axis(list(parts), axis=1) * 1e3
-        stack(axis, shown, colours)
-        total = shown.sum(axis=1)
+    panels, label = split(known, MISSING, most=4), "time of a traced step (ms)"
+    figure, drawn = stack_panels(panels, parts, colours, 1e-3, label)
+    for axis, _, total in drawn:
         note(axis, total, over_baseline(total))
-        axis.set_xlabel("time of a traced step (ms)")
-    share_legend(figure, axes, colours)
+    share_legend(figure, colours)
     return figure

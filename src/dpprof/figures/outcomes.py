@@ -20,5 +20,5 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     stack(axes[0, 0], counts, colours)
     axes[0, 0].set_xlabel("runs")
     axes[0, 0].xaxis.get_major_locator().set_params(integer=True)
-    share_legend(figure, [axes[0, 0]], colours)
+    share_legend(figure, colours)
     return figure

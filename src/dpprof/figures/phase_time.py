@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpprof.analysis.tables.axes import RUN_KEY
-from dpprof.figures.bars import bracket, height_of, note, over_baseline, share_legend, stack
+from dpprof.figures.bars import bracket, note, over_baseline, share_legend, stack_panels
 from dpprof.figures.panels import split
 from dpprof.figures.style import PHASE_COLOURS
 
@@ -25,18 +25,13 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         spread.join(_reach(measured)), left_on="experiment_id", right_index=True
     )
     panels = split(experiments, "no run of the instrument phases succeeded", most=4)
-    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
-    for axis, panel in zip(axes, panels.shown, strict=True):
-        phases = [phase for phase in PHASE_COLOURS if phase in panel.rows]
-        rows = panel.sorted_by(panel.rows[phases].sum(axis=1))
-        shown = rows[phases] * 1e3
-        stack(axis, shown, PHASE_COLOURS)
-        total = shown.sum(axis=1)
+    phases = {phase: phase for phase in PHASE_COLOURS if phase in experiments}
+    figure, drawn = stack_panels(panels, phases, PHASE_COLOURS, 1e-3, "time of a step (ms)")
+    for axis, rows, total in drawn:
         low, high = rows["least_s"] * 1e3, rows["most_s"] * 1e3
         bracket(axis, low, high)
         note(axis, pd.concat([total, high], axis=1).max(axis=1), over_baseline(total))
-        axis.set_xlabel("time of a step (ms)")
-    share_legend(figure, axes, PHASE_COLOURS)
+    share_legend(figure, PHASE_COLOURS)
     return figure
 
 

@@ -61,7 +61,7 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
         if position % columns == 0:
             axis.set_ylabel(f"live memory ({unit})")
     figure.suptitle(f"{focus.title} ({', '.join(sorted(set(rows['instrument'])))})", fontsize=8)
-    share_legend(figure, axes, COMPONENT_COLOURS)
+    share_legend(figure, COMPONENT_COLOURS)
     return figure
 
 

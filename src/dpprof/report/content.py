@@ -6,13 +6,12 @@ import pandas as pd
 
 from dpprof.analysis.selection import choose_runs, compose_peaks
 from dpprof.analysis.standings import find_marks
-from dpprof.report import kernel_sections, memory_sections, outcome_section, time_sections
-from dpprof.report.advice_section import tell_capacity
-from dpprof.report.answer import tell_answer
-from dpprof.report.budget_section import TITLE as BUDGET
-from dpprof.report.budget_section import tell_budget
-from dpprof.report.caveats_section import tell_caveats
-from dpprof.report.document import (
+from dpprof.report.answer.methods import build_first_section
+from dpprof.report.answer.question import ask
+from dpprof.report.answer.sentences import tell_answer
+from dpprof.report.answer.trust import TITLE as TRUST
+from dpprof.report.answer.trust import build_trust_section
+from dpprof.report.rendering.document import (
     Blocks,
     Bullets,
     Document,
@@ -21,33 +20,25 @@ from dpprof.report.document import (
     Picture,
     Section,
 )
-from dpprof.report.leads import tell_fits, tell_growth, tell_kernels, tell_memory, tell_price
-from dpprof.report.page_one import build_first_section
-from dpprof.report.question import ask
-from dpprof.report.rank_section import tell_exchange
-from dpprof.report.trust import TITLE as TRUST
-from dpprof.report.trust import build_trust_section
-from dpprof.report.verification_section import TITLE as VERIFICATION
-from dpprof.report.verification_section import mark_methods, tell_verification
+from dpprof.report.sections import budget, capacity, cost, kernels, memory, outcomes, step_time
+from dpprof.report.sections.verification import TITLE as VERIFICATION
+from dpprof.report.sections.verification import mark_methods, tell_verification
 
 Tables = Mapping[str, pd.DataFrame]
 
-Sections = dict[str, Blocks]
-
-_FITS = "What fits, and what to use"
-_HARDWARE = "Kernels, and how close they are to the hardware"
-
-_FIGURES_OF = {
+_OTHERS = "More figures"
+_FIGURES_OF: dict[str, tuple[str, ...]] = {
+    "What fits, and what to use": ("predicted",),
     "Memory": ("breakdown", "timeline"),
-    _FITS: ("predicted",),
     "Time": ("tradeoff", "phases", "throughput"),
-    _HARDWARE: ("kernels", "bound", "roofline"),
-    BUDGET: ("budget",),
+    "Kernels, and how close they are to the hardware": ("kernels", "bound", "roofline"),
     "Growth": ("cost", "batch-size", "seq-len"),
+    budget.TITLE: ("budget",),
+    _OTHERS: (),
     "Reconciled with the allocator": ("accuracy",),
     "Outcomes": ("outcomes",),
 }
-"""The section of each of dpprof's own figures; other packages' figures have their own section."""
+"""The sections with figures, in their order; other packages' figures come last."""
 
 
 def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
@@ -57,9 +48,11 @@ def build_document(tables: Tables, drawings: Sequence[Drawing]) -> Document:
     """
     first = build_first_section(tables, drawings)
     composition = compose_peaks(tables)
-    sections, appendix = _sections(tables, composition, drawings), _appendix(tables, composition)
+    appendix = _appendix(tables, composition)
+    sections: dict[str, Blocks] = {title: [] for title in _FIGURES_OF if title not in appendix}
     shown = {block.name for block in first.blocks if isinstance(block, Picture)}
-    _hang(sections, appendix, [one for one in drawings if one.name not in shown])
+    _add_figures(sections | appendix, [one for one in drawings if one.name not in shown])
+    sections["What this does not say"] = _limits(tables["runs"], composition, drawings)
     document = Document(
         title="What differentially private training costs",
         question=ask(tables["runs"]),
@@ -82,66 +75,40 @@ def _kept(sections: Mapping[str, Blocks]) -> tuple[Section, ...]:
     )
 
 
-def _hang(sections: Sections, appendix: Sections, drawings: Sequence[Drawing]) -> None:
+def _add_figures(sections: Mapping[str, Blocks], drawings: Sequence[Drawing]) -> None:
     """Add the figures to their sections, those of dpprof in its order, before any table."""
     home = {figure: title for title, figures in _FIGURES_OF.items() for figure in figures}
     order = {figure: position for position, figure in enumerate(home)}
     drawn = [drawing for drawing in drawings if drawing.missing is None]
-    for drawing in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
-        title = home.get(drawing.name, "More figures")
-        blocks = sections[title] if title in sections else appendix[title]
-        after = sum(isinstance(block, Bullets) for block in blocks) if title in sections else 0
-        blocks.insert(after, Picture(name=drawing.name, caption=drawing.caption))
+    for one in sorted(drawn, key=lambda one: order.get(one.name, len(order)), reverse=True):
+        picture = Picture(name=one.name, caption=one.caption)
+        sections[home.get(one.name, _OTHERS)].insert(0, picture)
 
 
-def _sections(tables: Tables, composition: pd.DataFrame, drawings: Sequence[Drawing]) -> Sections:
+def _appendix(tables: Tables, composition: pd.DataFrame) -> dict[str, Blocks]:
+    runs, experiments = tables["runs"], tables["experiments"]
+    costs = choose_runs(tables["costs"])
     return {
-        _FITS: [*tell_fits(composition)],
-        "Memory": [*tell_memory(composition)],
-        "Time": [],
-        _HARDWARE: [*tell_kernels(tables["kernels"], tables["traces"])],
-        "Growth": [*tell_growth(tables["experiments"])],
-        BUDGET: [*tell_price(tables["budget"])],
-        "More figures": [],
-        "What this does not say": _limits(tables["runs"], composition, drawings),
-    }
-
-
-def _appendix(tables: Tables, composition: pd.DataFrame) -> Sections:
-    experiments, costs = tables["experiments"], choose_runs(tables["costs"])
-    return {
-        "Caveats": [*tell_caveats(tables["findings"])],
-        "Outcomes": outcome_section.tell_outcomes(tables["outcomes"], tables["runs"]),
-        "Missing results": outcome_section.tell_missing(tables["missing"]),
-        "Comparison": [
-            *time_sections.by_method(tables["methods"]),
-            *time_sections.compare(experiments),
-        ],
-        "How far the figures repeat": [*time_sections.repeat(experiments)],
-        "Capacity": [*tell_capacity(tables["advice"])],
-        "Predicted peaks": [*memory_sections.predictions(composition, costs)],
-        "Privacy budget": [*tell_budget(tables["noise"], tables["budget"])],
-        "Owners of memory": [*memory_sections.owners(composition)],
-        "Reconciled with the allocator": [
-            *memory_sections.reconciliation(composition, tables["peaks"])
-        ],
-        "Phases": [
-            *time_sections.phases(tables["phases"], experiments),
-            *kernel_sections.host_io(tables["runs"]),
-        ],
-        "Kernels": [*kernel_sections.by_op_kind(tables["kernels"], tables["traces"])],
-        "Ceilings": [
-            *kernel_sections.bound(tables["traces"], tables["kernels"]),
-            *kernel_sections.ceilings(tables["ceilings"]),
-        ],
-        "Cost": [*memory_sections.costs(costs)],
-        "Communication": [*tell_exchange(experiments)],
-        VERIFICATION: [*tell_verification(tables["verification"])],
-        "What measuring costs": [
-            *kernel_sections.instrument_overhead(tables["instrument_overhead"])
-        ],
-        "Code paths": [*time_sections.code_paths(tables["samplers"])],
-        "How this was measured": _how(tables["runs"]),
+        "Caveats": outcomes.tell_caveats(tables["findings"]),
+        "Outcomes": outcomes.tell_outcomes(tables["outcomes"], runs),
+        "Missing results": outcomes.tell_missing(tables["missing"]),
+        "Comparison": step_time.by_method(tables["methods"]) + step_time.compare(experiments),
+        "How far the figures repeat": step_time.repeat(experiments),
+        "Capacity": capacity.tell_capacity(tables["advice"]),
+        "Predicted peaks": memory.predictions(composition, costs),
+        "Privacy budget": budget.tell_budget(tables["noise"], tables["budget"]),
+        "Owners of memory": memory.owners(composition),
+        "Reconciled with the allocator": memory.reconciliation(composition, tables["peaks"]),
+        "Phases": step_time.phases(tables["phases"], experiments) + cost.host_io(runs),
+        "Kernels": kernels.by_op_kind(tables["kernels"], tables["traces"]),
+        "Ceilings": kernels.bound(tables["traces"], tables["kernels"])
+        + kernels.ceilings(tables["ceilings"]),
+        "Cost": cost.costs(costs),
+        "Communication": cost.exchange(experiments),
+        VERIFICATION: tell_verification(tables["verification"]),
+        "What measuring costs": cost.instrument_overhead(tables["instrument_overhead"]),
+        "Code paths": step_time.code_paths(tables["samplers"]),
+        "How this was measured": _how(runs),
     }
 
 

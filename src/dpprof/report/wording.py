@@ -1,16 +1,20 @@
-"""How sentences name settings and figures."""
+"""How sentences and tables write numbers and names."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.tables.axes import name_model
-from dpprof.report.cells import number, significant, text_of
+from dpprof.analysis.tables.axes import SETTING, name_model
+from dpprof.records.terms import OUTCOMES
 
 ALIKE = 0.005
 """A ratio this near to 1 is 1.00 in two digits."""
 
 THIS_MACHINE = "this machine"
+
+ENDS = ("min", "max")
 
 
 def name_training(row: Any) -> str:
@@ -27,6 +31,20 @@ def name_setting(row: Any) -> str:
     return f"{name_model(row)} (T = {row['seq_len']:,}, B = {row['batch_size']:,})"
 
 
+def rows_in(setting: Any, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the same setting as one row."""
+    same = pd.Series(True, index=rows.index)
+    for name in SETTING:
+        same &= rows[name].map(str) == str(setting[name])
+    return rows[same]
+
+
+def count_failures(runs: pd.DataFrame) -> str:
+    """Return how many runs had each outcome but ok; nothing where all were ok."""
+    counts = {name: int((runs["outcome"] == name).sum()) for name in OUTCOMES[1:]}
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
 def times(ratio: float) -> str:
     """Return a ratio as a factor in words: ``1.55 times``."""
     return f"{number(ratio, digits=2)} times"
@@ -39,8 +57,7 @@ def is_alike(ratio: float) -> bool:
 
 def span_of_ratios(ratios: "pd.Series[float]") -> str:
     """Return the range of ratios in words: ``1.36 to 2.84 times``."""
-    low, high = (number(ratios.agg(end), digits=2) for end in ("min", "max"))
-    return f"{low} times" if low == high else f"{low} to {high} times"
+    return f"{reach(*(number(ratios.agg(end), digits=2) for end in ENDS))} times"
 
 
 def rounded(value: float | None) -> str:
@@ -48,3 +65,55 @@ def rounded(value: float | None) -> str:
     if value is None or pd.isna(value):
         return "-"
     return significant(float(f"{value:.3g}"))
+
+
+def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
+    """Return a figure in a unit; a dash where it is unknown."""
+    return "-" if value is None or pd.isna(value) else f"{value / unit:,.{digits}f}"
+
+
+def significant(value: float | None, unit: float = 1.0) -> str:
+    """Return a figure in a unit with three significant digits; a dash where it is unknown."""
+    if value is None or pd.isna(value) or not value:
+        return number(value, unit, 0)
+    return number(value, unit, max(0, 2 - math.floor(math.log10(abs(value) / unit))))
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """Return a share in percent; a dash where it is unknown."""
+    return "-" if value is None or pd.isna(value) else f"{value:.{digits}%}"
+
+
+def span(low: float | None, high: float | None, unit: float = 1.0, digits: int = 1) -> str:
+    """Return an interval in a unit; a dash where it is unknown."""
+    if pd.isna(low) or pd.isna(high):
+        return "-"
+    return f"{number(low, unit, digits)} to {number(high, unit, digits)}"
+
+
+def reach(low: str, high: str) -> str:
+    """Return a range of figures, or one figure where both ends are the same."""
+    return low if low == high else f"{low} to {high}"
+
+
+def ratio_with_interval(row: Any) -> str:
+    """Return the ratio of a step to standard's, with its interval where it has one."""
+    ratio = number(row["step_ratio"], digits=2)
+    interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
+    return ratio if interval == "-" else f"{ratio} ({interval})"
+
+
+def text_of(value: Any) -> str:
+    """Return a text; a dash where there is none."""
+    return "-" if value is None or pd.isna(value) else str(value)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names as words: a, b and c."""
+    *most, last = map(str, names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """Return the form of a word that goes with a count."""
+    return one if count == 1 else many or f"{one}s"

@@ -1,77 +1,126 @@
-"""Everything that the HTML report holds, at the finest detail that fits into its size."""
+"""Everything that the HTML report holds, at each of several details."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import Any, NamedTuple
 
 from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.frames import rows_of
-from dpprof.report.document import Document
-from dpprof.report.page.columns import pack_frame
 from dpprof.report.page.data import (
     Tables,
     list_experiments,
     list_failures,
     list_kernels,
     list_peaks,
+    pack_frame,
     tell_style,
 )
-from dpprof.report.page.detail import DETAILS, Runs
-from dpprof.report.page.holdings import pack_holdings, read_holdings
-from dpprof.report.page.logs import read_ends
-from dpprof.report.page.timelines import Timelines
+from dpprof.report.page.runs import Runs, pack_holdings, pack_timelines, read_end, read_holdings
+from dpprof.report.rendering.document import Document
 
 
-def tell_contents(
-    document: Document, tables: Tables, results: Path, limit_bytes: int | None = None
-) -> Iterator[dict[str, Any]]:
+class Detail(NamedTuple):
+    """How much of a result set a page holds; None is everything."""
+
+    instants: int | None = None
+    """Parts into which a step is divided; of each the highest instant is kept."""
+
+    holdings: int | None = None
+    """How many holdings of a peak are kept; the smaller ones of a component are joined."""
+
+    runs: int = 2_000
+    """How many runs keep their timeline and their holdings; the result files of these are read."""
+
+    rows: int | None = None
+    """How many rows a table keeps."""
+
+    log_ends: int = 200
+    """How many failures keep the end of their log."""
+
+    def tell(self, counts: Mapping[str, int], runs: int, logs: int) -> Iterator[str]:
+        """Say what the page leaves out, and where it is.
+
+        Args:
+            counts: The rows of each table.
+            runs: The recorded or predicted steps.
+            logs: The failures with a log.
+        """
+        if self.instants is not None:
+            yield (
+                f"A timeline keeps the highest instant of each of {self.instants} parts of a step; "
+                "results/tables/timeline.csv has all."
+            )
+        if self.holdings is not None:
+            yield (
+                f"Of what is held at a peak, the largest {self.holdings} parts are here one by "
+                "one, and the smaller ones of a component as one sum; dpprof explain has all."
+            )
+        if runs > self.runs:
+            yield (
+                f"Of {runs:,} recorded or predicted steps, {self.runs:,} of the largest "
+                "settings have their timeline and holdings here; results/tables has all."
+            )
+        if logs > self.log_ends:
+            yield (
+                f"Of {logs:,} failures with a log the first {self.log_ends:,} have its end "
+                "here; results/logs has all."
+            )
+        for name, rows in counts.items():
+            if self.rows is not None and rows > self.rows:
+                yield (
+                    f"Of {rows:,} {name} this page has the first {self.rows:,}; "
+                    "results/tables has all."
+                )
+
+
+DETAILS = (
+    Detail(),
+    Detail(instants=150, holdings=150),
+    Detail(instants=60, holdings=40),
+    Detail(instants=30, holdings=20, runs=500, rows=10_000, log_ends=50),
+    Detail(instants=30, holdings=20, runs=50, rows=1_000, log_ends=5),
+)
+"""From the finest on; a page takes the first that fits."""
+
+
+def tell_contents(document: Document, tables: Tables, results: Path) -> Iterator[dict[str, Any]]:
     """Yield the contents of the page, each with less detail than the one before.
 
     Args:
         document: The report, of which the page shows the first lines and the first two sections:
             the answer, and whether it can be believed.
         tables: The tables of the analysis.
-        results: The folder ``results``, whose logs are read.
-        limit_bytes: What is certain to be larger, as JSON, is not made; None: everything is.
+        results: The folder ``results``, whose logs and result files are read.
     """
+    root = results.absolute().parent
     experiments = list_experiments(tables)
     peaks, failures = list_peaks(tables, experiments), list_failures(tables)
     kernels, traces = list_kernels(tables)
     logs = failures["error_log"].dropna()
-    told = logs[: DETAILS[0].log_ends]
-    ends = read_ends(told, results.absolute().parent, results / "logs")
+    quoted = logs[: DETAILS[0].log_ends].map(lambda log: read_end(root / log, results / "logs"))
     runs: Runs = [tuple(key) for key in peaks[RUN_KEY].itertuples(index=False)]
-    holdings = read_holdings(results.absolute().parent, runs[: DETAILS[0].runs])
-    timelines = Timelines(rows_of(tables, "timeline", runs[: DETAILS[0].runs]))
-    fixed = {
-        "title": document.title,
-        "question": document.question,
-        "headline": list(document.headline),
-        "answer": [section.model_dump(mode="json") for section in document.sections[:2]],
-        "style": tell_style(tables),
-        "outcomes": pack_frame(tables["outcomes"]),
+    first = runs[: DETAILS[0].runs]
+    holdings = [read_holdings(root, run) for run in first]
+    timeline = rows_of(tables, "timeline", first)
+    frames = {
+        "experiments": experiments,
+        "peaks": peaks,
+        "kernels": kernels,
+        "traces": traces,
+        "failures": failures,
     }
+    counts = {name: len(frame) for name, frame in frames.items()}
     for detail in DETAILS:
-        # A number has a digit and a comma.
-        least_bytes = 2 * timelines.count(runs[: detail.runs], detail.instants)
-        if limit_bytes is not None and least_bytes > limit_bytes and detail is not DETAILS[-1]:
-            continue
-        quoted = dict(list(zip(told.index, ends, strict=True))[: detail.log_ends])
-        of_rows = {
-            "experiments": experiments,
-            "peaks": peaks,
-            "kernels": kernels,
-            "traces": traces,
-            "failures": failures.assign(log_end=pd.Series(quoted, dtype=object)),
+        frames["failures"] = failures.assign(log_end=quoted[: detail.log_ends])
+        yield {
+            "title": document.title,
+            "question": document.question,
+            "headline": list(document.headline),
+            "answer": [section.model_dump(mode="json") for section in document.sections[:2]],
+            "style": tell_style(tables),
+            "outcomes": pack_frame(tables["outcomes"]),
+            **{name: pack_frame(frame[: detail.rows]) for name, frame in frames.items()},
+            "timelines": pack_timelines(timeline, first[: detail.runs], detail.instants),
+            "holdings": pack_holdings(holdings[: detail.runs], detail.holdings),
+            "thinned": list(detail.tell(counts, len(runs), len(logs))),
         }
-        yield (
-            fixed
-            | {name: pack_frame(frame[: detail.rows]) for name, frame in of_rows.items()}
-            | {
-                "timelines": timelines.pack(runs[: detail.runs], detail.instants),
-                "holdings": pack_holdings(holdings[: detail.runs], detail.holdings),
-                "thinned": list(detail.tell(of_rows, runs, len(logs))),
-            }
-        )

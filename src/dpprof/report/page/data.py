@@ -1,5 +1,6 @@
 """What the HTML report shows, from the tables: experiments, peaks, kernels, failures."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,64 +21,32 @@ from dpprof.records.terms import COMPONENTS, OUTCOMES
 
 Tables = Mapping[str, pd.DataFrame]
 
+_DIGITS = 9
+"""Significant digits of a number on the page; whole numbers are exact."""
+
 _NAMED = ("model", "method", "batch_size", "seq_len")
-_EXPERIMENT = (
-    "experiment_id",
-    "setting",
-    "method",
-    "model",
-    "seq_len",
-    "batch_size",
-    "target",
-    "dtype",
-    "device",
-    "parameters_total",
-    "outcome",
-    "processes",
-    "median_step_s",
-    "step_low_s",
-    "step_high_s",
-    "step_ratio",
-    "step_ratio_low",
-    "step_ratio_high",
-    "step_verdict",
-    "tokens_per_s",
-    "peak_kind",
-    "peak_bytes",
-    "peak_ratio",
-    "mechanism",
-    "verified",
-)
-_PEAK = (
-    "peak_bytes",
-    "phase",
-    "module",
-    "op",
-    "unattributed_bytes",
-    "rounding_bytes",
-    "reserved_bytes",
-    "target_memory_bytes",
-    "fits",
-    "allocator_peak_bytes",
-    "gap_bytes",
-    "bound_bytes",
-    "valid",
-    "reason",
-)
+_COSTS = [
+    "dp_flop_multiplier",
+    "executed_flops",
+    "arithmetic_intensity",
+    "mfu",
+    "hfu",
+    "predicted_step_s",
+    "predicted_step_low_s",
+    "predicted_step_high_s",
+]
 _KERNEL = (
     "phase",
     "op_kind",
     "seconds",
-    "launches",
     "flops",
     "arithmetic_intensity",
     "flops_per_s",
-    "bytes_per_s",
     "bound",
     "ceiling_flops_per_s",
     "ceiling_bytes_per_s",
 )
-_TRACE = ("step_s", "total_s", "idle_s", "steps")
+_TRACE = ("step_s", "idle_s")
 _FAILED = (
     "outcome",
     "attempts",
@@ -87,6 +56,21 @@ _FAILED = (
     "error_requested_bytes",
     "error_log",
 )
+
+
+def pack_frame(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return a frame as ``{"rows": count, "columns": {name: list}}``, which JSON can hold."""
+    columns = {str(name): [plain(cell) for cell in frame[name].tolist()] for name in frame}
+    return {"rows": len(frame), "columns": columns}
+
+
+def plain(value: Any) -> Any:
+    """Return a table's cell as JSON has it: unknown and infinite as None, 3.0 as 3."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if pd.isna(value) or not math.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() else float(f"{value:.{_DIGITS}g}")
 
 
 def list_experiments(tables: Tables) -> pd.DataFrame:
@@ -100,14 +84,9 @@ def list_experiments(tables: Tables) -> pd.DataFrame:
     order = size.sort_values(ascending=False, kind="stable").index
     axes = naming_axes(experiments, but=_NAMED)
     settings = [_name_setting(row, axes) for _, row in experiments.iterrows()]
-    named = experiments.assign(setting=settings).loc[order, list(_EXPERIMENT)]
-    costs = tables["costs"].drop_duplicates("experiment_id").set_index("experiment_id")
-    for name in ("dp_flop_multiplier", "executed_flops", "arithmetic_intensity", "mfu", "hfu"):
-        named[name] = named["experiment_id"].map(costs[name])
-    predicted = tables["costs"].dropna(subset=["predicted_step_s"]).drop_duplicates("experiment_id")
-    for name in ("predicted_step_s", "predicted_step_low_s", "predicted_step_high_s"):
-        named[name] = named["experiment_id"].map(predicted.set_index("experiment_id")[name])
-    return named.reset_index(drop=True)
+    costs = tables["costs"].groupby("experiment_id")[_COSTS].first()
+    named = experiments.assign(setting=settings).loc[order]
+    return named.merge(costs, how="left", left_on="experiment_id", right_index=True)
 
 
 def _name_setting(row: Any, axes: list[str]) -> str:
@@ -139,7 +118,7 @@ def list_peaks(tables: Tables, experiments: pd.DataFrame) -> pd.DataFrame:
     owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
     by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
     held = [name for name in COMPONENTS if (by_owner[name] > 0).any()]
-    return first[[*RUN_KEY, *_PEAK]].merge(
+    return first.merge(
         by_owner[held], left_on=RUN_KEY, right_index=True, suffixes=("", "_component")
     )
 

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import gzip
 import hashlib
 import json
 from collections.abc import Iterable
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 import jinja2
 import vl_convert
 
-from dpprof.report.document import Document
 from dpprof.report.page.content import tell_contents
 from dpprof.report.page.data import Tables
+from dpprof.report.rendering.document import Document
 from dpprof.system.console import printable, say
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
@@ -65,11 +66,11 @@ def write_page(document: Document, tables: Tables, results: Path) -> None:
 
 
 def embed_contents(document: Document, tables: Tables, results: Path) -> str:
-    """Return the content of the page as JSON, at the finest detail that fits."""
+    """Return the content of the page, at the finest detail that fits."""
     room = LIMIT_BYTES - len(render_page(document.title, "").encode())
-    for content in tell_contents(document, tables, results, room):
-        embedded = embed_json(content)
-        if len(embedded.encode()) <= room:
+    for content in tell_contents(document, tables, results):
+        embedded = embed(content)
+        if len(embedded) <= room:
             break
     return embedded
 
@@ -107,23 +108,14 @@ def _hash(text: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def embed_json(value: Any) -> str:
-    r"""Return JSON for a script element, from which no text can break out.
-
-    ``<``, ``>``, ``&`` and the separators U+2028 and U+2029 are written as ``\u003c`` and so on,
-    so an HTML parser sees no end tag, no comment and no entity in it.
+def embed(value: Any) -> str:
+    """Return a value as JSON, compressed, in letters that HTML reads as text.
 
     Raises:
         ValueError: A number is not finite.
-
-    Example:
-        >>> embed_json({"message": "</script>"})
-        '{"message":"\\u003c/script\\u003e"}'
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 @functools.cache
@@ -141,7 +133,7 @@ def read_scripts() -> str:
 
 def _join(names: Iterable[str]) -> str:
     parts = [(_FOLDER / name).read_text(encoding="utf-8") for name in names]
-    return _check('"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n")
+    return _check('"use strict";\n(async () => {\n' + "\n".join(parts) + "})();\n")
 
 
 def _check(script: str) -> str:

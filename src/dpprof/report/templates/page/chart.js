@@ -104,3 +104,16 @@ const hoverLayer = (values, x, height) => ({
     opacity: { condition: { param: "hover", empty: false, value: 0.25 }, value: 0 },
   },
 });
+
+// The phases of a step as a strip below the top of a chart; a name stands where it has room.
+function phaseStrip(stretches, y, top, pixelsPerUnit) {
+  const values = stretches.map(({ phase, start, end }, at) => ({
+    start, end, middle: (start + end) / 2, low: top * 0.95, top, shade: at % 2,
+    label: ((end - start) * pixelsPerUnit) / 6.2 >= phase.length ? words(phase) : "",
+  }));
+  const fill = { condition: { test: "datum.shade", value: colourOf("--line") }, value: colourOf("--panel") };
+  return [
+    { data: { values }, mark: { type: "rect" }, encoding: { x: { field: "start", type: "quantitative" }, x2: { field: "end" }, y: { ...y, field: "low" }, y2: { field: "top" }, fill } },
+    { data: { values }, mark: { type: "text", fontSize: 10, baseline: "middle", dy: 8 }, encoding: { x: { field: "middle", type: "quantitative" }, y: { ...y, field: "top" }, text: { field: "label" } } },
+  ];
+}

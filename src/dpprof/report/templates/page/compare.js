@@ -65,14 +65,12 @@ function bothSpec({ stretches, curves }, names, width) {
   const [unit, size] = unitOf(curves.flatMap((curve) => curve.map((instant) => instant.live_bytes)));
   const values = curves.flatMap((curve, side) => curve.map((instant) => ({ at: instant.position, live: instant.live_bytes / size, side: "AB"[side] })));
   const top = Math.max(...values.map((one) => one.live)) * 1.1;
-  const strip = stretches.map(({ phase, start, end }, at) => ({ start, end, middle: (start + end) / 2, low: top * 0.95, top, shade: at % 2, label: ((end - start) * (width - 90)) / 6.2 > phase.length ? words(phase) : "" }));
   const x = { field: "at", type: "quantitative", title: "phases of a step, as long as their mean share of operators", scale: { domain: [0, 1] }, axis: { labels: false, ticks: false, grid: false } };
   const y = { field: "live", type: "quantitative", title: `live memory (${unit})`, scale: { domain: [0, top], nice: false } };
   return {
     width: width - 90, height: 260,
     layer: [
-      { data: { values: strip }, mark: { type: "rect" }, encoding: { x: { field: "start", type: "quantitative" }, x2: { field: "end" }, y: { ...y, field: "low" }, y2: { field: "top" }, fill: { condition: { test: "datum.shade", value: colourOf("--line") }, value: colourOf("--panel") } } },
-      { data: { values: strip }, mark: { type: "text", fontSize: 10, baseline: "middle", dy: 8 }, encoding: { x: { field: "middle", type: "quantitative" }, y: { ...y, field: "top" }, text: { field: "label" } } },
+      ...phaseStrip(stretches, y, top, width - 90),
       { data: { values }, mark: { type: "line", strokeWidth: 1.8 }, encoding: { x, y, order: { field: "at" }, color: { field: "side", type: "nominal", title: null, scale: { domain: ["A", "B"], range: [MORE, dark.matches ? "#56B4E9" : LESS] } } } },
       hoverLayer(tellBoth(curves, names), x, 260),
     ],

@@ -1,23 +1,17 @@
 // What the report embeds, as rows.
 
-const content = JSON.parse(document.getElementById("content").textContent);
+const packed = Uint8Array.from(atob(document.getElementById("content").textContent), (letter) => letter.charCodeAt(0));
+const unzipped = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+const content = await new Response(unzipped).json();
 const style = content.style;
 // Charts know methods by their names as shown.
 style.methods = Object.fromEntries(Object.entries(style.methods).map(([name, colour]) => [visible(name), colour]));
 
-const unpackColumn = (column) =>
-  Array.isArray(column) ? column : column.codes.map((code) => column.values[code]);
-
 function unpack({ rows, columns }) {
-  const named = Object.entries(columns).map(([name, column]) => [name, unpackColumn(column)]);
+  const named = Object.entries(columns);
   return Array.from({ length: rows }, (_, row) =>
     Object.fromEntries(named.map(([name, values]) => [name, values[row]])),
   );
-}
-
-function runningSums(changes) {
-  let sum = 0;
-  return changes.map((change) => (sum += change));
 }
 
 const experiments = unpack(content.experiments);
@@ -43,19 +37,7 @@ for (const one of experiments) {
 const components = Object.keys(style.components);
 const heldAtPeak = (run) => components.filter((name) => run[name] > 0);
 
-function timelineOf(run) {
-  const packed = content.timelines[run.number];
-  if (!packed) return null;
-  const sizes = Object.entries(packed.components).map(([name, changes]) => [name, runningSums(changes)]);
-  return {
-    ops: runningSums(packed.ops),
-    elapsed_s: packed.elapsed_s,
-    phase: unpackColumn(packed.phase),
-    op: unpackColumn(packed.op),
-    components: Object.fromEntries(sizes),
-  };
-}
-
+const timelineOf = (run) => content.timelines[run.number] ?? null;
 const settingsOf = (rows) => [...new Set(rows.map((row) => row.setting))];
 
 // A setting's place in a list is its value in a choice: names may hold anything.

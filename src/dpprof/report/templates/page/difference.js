@@ -52,14 +52,13 @@ function merge(name, group) {
 }
 
 const held = content.holdings;
-const heldColumns = Object.fromEntries(Object.entries(held.columns).map(([name, column]) => [name, unpackColumn(column)]));
 
 // Every byte of a run's peak as rows {component, layer, op, phase, bytes, storages}; null if unknown.
 function holdingsOf(run) {
   const [first, end] = held.starts.slice(run.number, run.number + 2);
   if (!known(end) || first === end) return null;
   return Array.from({ length: end - first }, (_, at) =>
-    Object.fromEntries(Object.entries(heldColumns).map(([name, values]) => [name, values[first + at]])),
+    Object.fromEntries(Object.entries(held.columns).map(([name, values]) => [name, values[first + at]])),
   );
 }
 

@@ -18,7 +18,6 @@ function showKernels() {
   const view = addView("kernels", "Kernels", "The time of a traced step by kind of operator, with the tracer's own cost. Idle is time in which no kernel ran.");
   if (!traces.length) return view.append(nothing("No run of the instrument kernels succeeded."));
   const [place, below] = [makePlace("Time of a step by op kind, a bar for each method; the table below has the same"), make("div")];
-  const settings = settingsOf(traces);
   const kinds = Object.keys(style.op_kinds);
 
   function show(setting) {
@@ -29,10 +28,7 @@ function showKernels() {
     draw(place, (width) => barsSpec(width, mine.map((trace) => visible(trace.method)), parts, { ...style.op_kinds, idle: "#CCCCCC" }, kinds, "time of a traced step (ms)"));
     below.replaceChildren(rowsBelow("time by op kind", columnsOf(rows), rows, "kernels"));
   }
-  const first = fullest(traces);
-  const choice = settings.length > 1 ? choose("Setting", numbered(settings), String(settings.indexOf(first)), (at) => show(settings[at])) : null;
-  view.append(make("p", { class: "tools" }, choice), place, below);
-  show(first);
+  showBySetting(view, traces, show, place, below);
 }
 
 function showRoofline() {

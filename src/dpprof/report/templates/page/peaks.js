@@ -21,7 +21,6 @@ function showPeaks() {
   const view = addView("peaks", "Memory at the peak", "What the memory is for, at the highest instant of a step. A tick is the allocator's own peak, measured by another process.");
   if (!runs.length) return view.append(nothing("No run of the instruments memory or estimate succeeded."));
   const [place, below] = [makePlace("Memory at the peak by component, a bar for each method; the table below has the same"), make("div")];
-  const settings = settingsOf(runs);
   const names = components.map(words);
   const colours = Object.fromEntries(components.map((name) => [words(name), style.components[name]]));
 
@@ -40,8 +39,5 @@ function showPeaks() {
     const rows = mine.map((run) => ({ method: run.method, instrument: run.instrument, peak_bytes: run.peak_bytes, allocator_peak_bytes: run.allocator_peak_bytes, ...Object.fromEntries(components.filter((name) => mine.some((other) => other[name] > 0)).map((name) => [`${name}_bytes`, run[name]])) }));
     below.replaceChildren(rowsBelow("memory at the peak", columnsOf(rows), rows, "peaks"));
   }
-  const first = fullest(runs);
-  const choice = settings.length > 1 ? choose("Setting", numbered(settings), String(settings.indexOf(first)), (at) => show(settings[at])) : null;
-  view.append(make("p", { class: "tools" }, choice), place, below);
-  show(first);
+  showBySetting(view, runs, show, place, below);
 }

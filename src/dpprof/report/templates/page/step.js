@@ -28,20 +28,6 @@ const HOLDING_COLUMNS = [
   { name: "phase", title: "in phase" },
 ];
 
-// Stretches of a step in one phase: {phase, start, end} in operators.
-function phasesOf({ ops, phase }) {
-  const stretches = [];
-  for (const [at, name] of phase.entries()) {
-    const last = stretches.at(-1);
-    if (last?.phase === name) last.end = ops[at];
-    else {
-      if (last) last.end = ops[at];
-      stretches.push({ phase: name, start: ops[at], end: ops[at] });
-    }
-  }
-  return stretches.filter(({ start, end }) => end > start);
-}
-
 function totalsOf(line) {
   return line.ops.map((_, at) => Object.values(line.components).reduce((sum, sizes) => sum + sizes[at], 0));
 }
@@ -83,10 +69,7 @@ function timelineSpec(run, line, width) {
   }));
   const instants = line.ops.map((_, at) => ({ op: places[at], until: places[at + 1] ?? places[at] + 1, told: tellInstant(run, line, totals, at) }));
   const [top, end] = [(Math.max(...totals) / size) * 1.12, line.ops.at(-1) + 1];
-  const strip = phasesOf(line).map(({ phase, start, end: until }, at) => {
-    const room = ((until - start) / end) * (width - 90) / 6.2;
-    return { start, until, middle: (start + until) / 2, low: top * 0.95, top, label: room >= phase.length ? words(phase) : "", shade: at % 2 };
-  });
+  const stretches = partsOf(line).filter(({ ops }) => ops).map(({ phase, firstOp, ops }) => ({ phase, start: firstOp, end: firstOp + ops }));
   const colours = Object.fromEntries(names.map((name) => [words(name), style.components[name]]));
   const x = { field: "op", type: "quantitative", title: "operators run", scale: { domain: [0, end], nice: false }, axis: { grid: false } };
   const y = { type: "quantitative", title: `live memory (${unit})`, scale: { domain: [0, top], nice: false }, axis: { grid: false } };
@@ -95,9 +78,7 @@ function timelineSpec(run, line, width) {
     layer: [
       { data: { values: areas }, mark: { type: "area" }, encoding: { x, y: { ...y, field: "from" }, y2: { field: "to" },
         color: { field: "component", type: "nominal", title: null, scale: scaleOf(colours, names.map(words)) } } },
-      { data: { values: strip }, mark: { type: "rect" }, encoding: { x: { field: "start", type: "quantitative" }, x2: { field: "until" }, y: { ...y, field: "low" }, y2: { field: "top" },
-        fill: { condition: { test: "datum.shade", value: colourOf("--line") }, value: colourOf("--panel") } } },
-      { data: { values: strip }, mark: { type: "text", fontSize: 10, baseline: "middle", dy: 8 }, encoding: { x: { field: "middle", type: "quantitative" }, y: { ...y, field: "top" }, text: { field: "label" } } },
+      ...phaseStrip(stretches, y, top, (width - 90) / end),
       hoverLayer(instants, x, 300),
     ],
   };

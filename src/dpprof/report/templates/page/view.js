@@ -1,7 +1,5 @@
 // A view: a title, what it shows, its controls, a chart, its rows as a table, and as CSV.
 
-const later = []; // what is drawn after the first view, one view at a time
-
 function addView(id, title, about) {
   const heading = make("h2", { id: `${id}-title`, tabindex: "-1" }, title);
   const view = make("section", { id, "aria-labelledby": `${id}-title` }, heading, about ? make("p", { class: "about" }, about) : null);
@@ -28,3 +26,11 @@ function rowsBelow(caption, columns, rows, csv) {
 }
 
 const nothing = (why) => make("p", { class: "nothing" }, why);
+
+// Shows the rows of one setting, first of the one that most are of; with a choice if there are more.
+function showBySetting(view, rows, show, ...shown) {
+  const [settings, first] = [settingsOf(rows), fullest(rows)];
+  const choice = settings.length > 1 ? choose("Setting", numbered(settings), String(settings.indexOf(first)), (at) => show(settings[at])) : null;
+  view.append(make("p", { class: "tools" }, choice), ...shown);
+  show(first);
+}

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from dpprof.analysis.difference.waterfall import format_size, name_component
 from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement, Run, Unlike
-from dpprof.report.cells import plural
-from dpprof.report.markdown import escape_markdown, on_one_line
+from dpprof.report.rendering.markdown import escape_line, on_one_line
+from dpprof.report.wording import plural
 
 _MOST_ROWS = 20
 """The most rows of a table, experiments in a list, and commands; JSON has all of them."""
@@ -62,23 +62,19 @@ def render_text(found: FolderComparison) -> str:
 
 def render_markdown(found: FolderComparison) -> str:
     """Return the comparison as Markdown; every name in it stays text."""
-    said = [f"**dpprof compare: {found.verdict}**", "", _escape(summarise(found))]
+    said = [f"**dpprof compare: {found.verdict}**", "", escape_line(summarise(found))]
     for heading, rows, left_out in _sections(found):
         said += ["", f"### {heading}", "", f"| {' | '.join(_HEADER)} |"]
         said.append("| :--- | :--- | :--- | ---: | ---: | ---: |")
         for row in rows:
-            cells = [_escape(cell) for cell in row.cells]
-            cells[0] += f"<br>{_escape(row.note)}" if row.note else ""
+            cells = [escape_line(cell) for cell in row.cells]
+            cells[0] += f"<br>{escape_line(row.note)}" if row.note else ""
             said.append(f"| {' | '.join(cells)} |")
         said += ["", left_out] if left_out else []
     if commands := _commands(found):
         said += ["", "Why memory differs:", "", "```sh", *map(on_one_line, commands), "```"]
-    said += ["", *(f"* {_escape(remark)}" for remark in _remarks(found))]
+    said += ["", *(f"* {escape_line(remark)}" for remark in _remarks(found))]
     return "\n".join(said)
-
-
-def _escape(text: str) -> str:
-    return escape_markdown(on_one_line(text))
 
 
 def _sections(found: FolderComparison) -> Iterator[tuple[str, list[_Row], str]]:

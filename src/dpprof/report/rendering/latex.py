@@ -1,18 +1,11 @@
-"""Renders content as LaTeX, and compiles it to PDF where TeX is installed."""
+"""Renders content as LaTeX."""
 
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from dpprof.report.document import Document, Table
-from dpprof.system.files import write_atomically
-from dpprof.system.paths import TEMPLATES
+from dpprof.report.rendering.document import Document, Table
+from dpprof.report.rendering.templates import make_environment
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -47,12 +40,6 @@ _ROOM = 45
 
 _LEAST_ROOM = 28
 """The fewest letters that long columns get in the smaller size."""
-
-_TIMEOUT_S = 300
-
-
-class LatexError(Exception):
-    """LaTeX made no PDF; the message is LaTeX's complaint."""
 
 
 class _Markup(str):
@@ -136,55 +123,15 @@ def _columns(table: Table) -> _Markup:
 
 def render_latex(document: Document) -> str:
     """Return the content as LaTeX; figures are included as PDF."""
-    environment = jinja2.Environment(  # noqa: S701 (finalize escapes, for LaTeX)
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    environment = make_environment(
+        escape_latex,
         block_start_string="<%",
         block_end_string="%>",
         variable_start_string="<<",
         variable_end_string=">>",
         comment_start_string="<#",
         comment_end_string="#>",
-        finalize=escape_latex,
     )
     template = environment.get_template("report.tex.j2")
     helpers = {"columns": _columns, "header": _header, "row": _row, "size": _size, "path": _path}
     return template.render(document=document, **helpers)
-
-
-def has_latex() -> bool:
-    """Return whether LaTeX can make the PDF here."""
-    return all(shutil.which(program) for program in ("latexmk", "pdflatex"))
-
-
-def compile_latex(source: Path, output: Path) -> None:
-    """Write the PDF of a LaTeX file.
-
-    Figures are looked up in ``figures/`` beside it.
-
-    Raises:
-        LatexError: LaTeX made no PDF.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["latexmk", "-pdf", "-norc", "-interaction=nonstopmode", "-halt-on-error"]
-        command += ["-pdflatex=pdflatex -no-shell-escape %O %S", f"-outdir={folder}", source.name]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=source.parent,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise LatexError(str(error)) from None
-        made = Path(folder) / f"{source.stem}.pdf"
-        if done.returncode or not made.is_file():
-            said = done.stdout.decode(errors="replace").splitlines()
-            complaint = next((line for line in said if line.startswith("!")), None)
-            raise LatexError(complaint or f"latexmk ended with exit code {done.returncode}")
-        write_atomically(output, made.read_bytes())

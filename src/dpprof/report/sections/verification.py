@@ -16,8 +16,17 @@ from dpprof.analysis.standings import (
     sign,
 )
 from dpprof.records.verdict import TOLERANCE
-from dpprof.report.cells import Cell, column, plural, tabulate, text_of
-from dpprof.report.document import Bullets, Document, Paragraph, Picture, Section, Table
+from dpprof.report.rendering.document import (
+    Blocks,
+    Bullets,
+    Document,
+    Paragraph,
+    Picture,
+    Section,
+    Table,
+)
+from dpprof.report.sections.tables import Column, tabulate, text, words
+from dpprof.report.wording import plural, text_of
 
 TITLE = "Do the methods compute the same gradient?"
 
@@ -29,28 +38,24 @@ _NOTES: Mapping[str, str] = {
 _VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
 
 
-def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bullets]:
+def tell_verification(verification: pd.DataFrame) -> Blocks:
     """Return the error of each method's gradient against the reference, and lost guarantees.
 
     The result is empty without methods.
     """
-    if verification.empty:
-        return []
-    named = ["model", "attention"]
-    columns: dict[str, Cell] = {
-        name: column(name) for name in named if len(set(verification[name])) > 1
-    }
+    named = ("model", "attention")
+    columns = {name: text(name) for name in named if len(set(verification[name])) > 1}
     columns |= {
-        "method": column("method"),
-        "mechanism": column("mechanism"),
-        "clips": _clips,
+        "method": text("method"),
+        "mechanism": text("mechanism"),
+        "clips": words(_clips),
         "error of gradients": _error("max_relative_error"),
         "of norms": _error("max_relative_error_of_norms"),
-        "reference": column("reference"),
-        "verdict": lambda row: _VERDICTS.get(row["verified"], "not verified"),
+        "reference": text("reference"),
+        "verdict": words(lambda row: _VERDICTS.get(row["verified"], "not verified")),
     }
     if name_unverified(verification):
-        columns["why"] = lambda row: text_of(row["reason"])[:200]
+        columns["why"] = words(lambda row: text_of(row["reason"])[:200])
     caption = (
         "The largest relative errors of clipped gradients, and of per-sample norms where a method "
         "stores them. Verification uses float64, no noise, a small model of the same layers, every "
@@ -59,12 +64,11 @@ def tell_verification(verification: pd.DataFrame) -> list[Table | Paragraph | Bu
         "with the mean gradient, a method that clips in groups with a reference that clips the "
         "same groups."
     )
-    text = tuple(name for name in columns if name not in ("error of gradients", "of norms"))
-    table = tabulate(caption, columns, verification, text, "results/tables/verification.csv")
-    return [table, *_tell_holes(verification)]
+    table = tabulate(caption, columns, verification, "verification.csv")
+    return [*table, *_tell_holes(verification)]
 
 
-def _tell_holes(verification: pd.DataFrame) -> list[Paragraph | Bullets]:
+def _tell_holes(verification: pd.DataFrame) -> Blocks:
     """Return where guarantees were lost; nothing where none was."""
     holes = methods_by_hole(verification)
     if not holes:
@@ -79,8 +83,8 @@ def _tell_holes(verification: pd.DataFrame) -> list[Paragraph | Bullets]:
     return [Paragraph(text=said), Bullets(items=items)]
 
 
-def _error(name: str) -> Cell:
-    return lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.1e}"
+def _error(name: str) -> Column:
+    return Column(lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.1e}")
 
 
 def _clips(row: Any) -> str:

@@ -6,10 +6,19 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from dpprof.analysis.selection import Tables, find_here, find_on_targets, find_predicted
-from dpprof.analysis.tables.axes import BASELINE, SETTING
-from dpprof.report.cells import number, significant, span, text_of
-from dpprof.report.document import Blocks, Drawing, Picture, Section, Table
-from dpprof.report.wording import THIS_MACHINE, name_setting, name_training, rounded
+from dpprof.analysis.tables.axes import BASELINE
+from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section, Table
+from dpprof.report.wording import (
+    THIS_MACHINE,
+    name_setting,
+    name_training,
+    number,
+    ratio_with_interval,
+    rounded,
+    rows_in,
+    significant,
+    text_of,
+)
 
 TITLE = "The methods side by side"
 
@@ -104,7 +113,7 @@ def _here(tables: Tables) -> list[_Place]:
     over = rows["step_ratio"].notna().any() or rows["peak_ratio"].notna().any()
     if over:
         columns = {
-            "time over standard": rows.apply(_time_ratio, axis=1),
+            "time over standard": rows.apply(ratio_with_interval, axis=1),
             "peak over standard": rows["peak_ratio"].map(lambda ratio: number(ratio, digits=2)),
         }
     else:
@@ -131,18 +140,10 @@ def _here(tables: Tables) -> list[_Place]:
 _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
 
 
-def _time_ratio(row: Any) -> str:
-    ratio = number(row["step_ratio"], digits=2)
-    interval = span(row["step_ratio_low"], row["step_ratio_high"], digits=2)
-    return ratio if interval == "-" else f"{ratio} ({interval})"
-
-
 def _failures(setting: Any, runs: pd.DataFrame) -> "pd.Series[str]":
     """Return how methods ended that did not succeed in a setting."""
-    same = runs["outcome"] != "ok"
-    for name in SETTING:
-        same &= runs[name].map(str) == str(setting[name])
-    return runs[same].drop_duplicates("method").set_index("method")["outcome"].astype(str)
+    failed = rows_in(setting, runs[runs["outcome"] != "ok"])
+    return failed.drop_duplicates("method").set_index("method")["outcome"].astype(str)
 
 
 def _tabulate(places: Sequence[_Place], verification: pd.DataFrame) -> Table:

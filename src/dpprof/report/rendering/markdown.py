@@ -15,3 +15,8 @@ def escape_markdown(value: Any) -> str:
 def on_one_line(text: str) -> str:
     """Return a text on one line, in which nothing can disturb a terminal."""
     return printable(text.replace("\n", "\\n"))
+
+
+def escape_line(text: str) -> str:
+    """Return a text on one line, escaped for Markdown."""
+    return escape_markdown(on_one_line(text))

@@ -14,17 +14,24 @@ from dpprof.analysis.selection import (
     measured,
 )
 from dpprof.analysis.statistics import NO_DIFFERENCE
-from dpprof.analysis.tables.axes import BASELINE, SETTING
+from dpprof.analysis.tables.axes import BASELINE
 from dpprof.analysis.tables.frames import least_of
-from dpprof.records.terms import OUTCOMES
-from dpprof.report.cells import listed, number, plural, significant, span
 from dpprof.report.wording import (
     ALIKE,
+    ENDS,
     THIS_MACHINE,
+    count_failures,
     is_alike,
+    listed,
     name_setting,
     name_training,
+    number,
+    plural,
+    reach,
     rounded,
+    rows_in,
+    significant,
+    span,
     span_of_ratios,
     times,
 )
@@ -196,8 +203,7 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
         said = f"{count} {takes} {span_of_ratios(ratios)}"
     else:
         steps = others["median_step_s"].astype(float)
-        low, high = (number(steps.agg(end), _MS) for end in ("min", "max"))
-        said = f"{count} {takes} {low if low == high else f'{low} to {high}'} ms"
+        said = f"{count} {takes} {reach(*(number(steps.agg(end), _MS) for end in ENDS))} ms"
     if alike := _not_slower(fastest, tables):
         said += (
             f", of which {listed(alike)} not detectably more" if len(others) > len(alike) else ""
@@ -220,11 +226,7 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
 
 
 def _not_slower(fastest: Any, tables: Tables) -> list[str]:
-    settings = tables["settings"]
-    same = pd.Series(True, index=settings.index)
-    for name in SETTING:
-        same &= settings[name].map(str) == str(fastest[name])
-    names = settings.loc[same, "not_slower"].dropna()
+    names = rows_in(fastest, tables["settings"])["not_slower"].dropna()
     return str(names.iloc[0]).split() if len(names) else []
 
 
@@ -256,9 +258,9 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
         said += ", as plain training" if is_alike(ratio) else f", {times(ratio)} plain training"
     others = private[private["method"] != least["method"]]
     if len(others):
-        low, high = (significant(others["peak_bytes"].agg(end), _GIB) for end in ("min", "max"))
+        sizes = reach(*(significant(others["peak_bytes"].agg(end), _GIB) for end in ENDS))
         named = others["method"].iloc[0] if len(others) == 1 else f"the other {len(others)}"
-        said += f", and at {low if low == high else f'{low} to {high}'} GiB with {named}"
+        said += f", and at {sizes} GiB with {named}"
     sized = rows[rows["target_memory_bytes"].notna()]
     unfit = sized.loc[~find_fitting(sized), "method"] if len(sized) else sized["method"]
     if len(unfit):
@@ -277,13 +279,8 @@ def _tell_nothing(runs: pd.DataFrame) -> str:
         return "Nothing can be told yet: no planned run has a result."
     if (runs["outcome"] == "ok").any():
         return "No run measured a time or a peak, so there is nothing to compare."
-    counts = [
-        f"{count:,} {outcome}"
-        for outcome in OUTCOMES[1:]
-        if (count := int((runs["outcome"] == outcome).sum()))
-    ]
     first = runs.iloc[0]
     return (
         f"Nothing can be told: none of {len(runs):,} {plural(len(runs), 'run')} succeeded "
-        f"({', '.join(counts)}). The first, {first['method']}, said: {first['error_message']}"
+        f"({count_failures(runs)}). The first, {first['method']}, said: {first['error_message']}"
     )

@@ -5,11 +5,10 @@ import pandas as pd
 from dpprof.analysis.collection import NO_RESULT
 from dpprof.analysis.selection import Tables, compose_peaks
 from dpprof.analysis.statistics import CONFIDENCE, attainable_coverage
-from dpprof.records.terms import OUTCOMES
-from dpprof.report.caveats_section import MEANINGS
-from dpprof.report.cells import listed, plural
-from dpprof.report.document import Bullets, Section
-from dpprof.report.verification_section import count_verified
+from dpprof.report.rendering.document import Bullets, Section
+from dpprof.report.sections.outcomes import MEANINGS
+from dpprof.report.sections.verification import count_verified
+from dpprof.report.wording import count_failures, listed, plural, reach
 from dpprof.spec.registry import PREDICTIONS
 
 TITLE = "Can I believe this?"
@@ -35,10 +34,9 @@ def _tell_noise(experiments: pd.DataFrame) -> str:
         return "Nothing was replicated, so how far times differ by noise alone is unknown."
     if floors.empty:
         return "How far times differ by noise alone is unknown: too few processes tell it."
-    low, high = f"{floors.min():.0%}", f"{floors.max():.0%}"
-    floor = low if low == high else f"{low} to {high}"
+    floor = reach(f"{floors.min():.0%}", f"{floors.max():.0%}")
     fewest, most = int(replicated["processes"].min()), int(replicated["processes"].max())
-    count = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    count = reach(f"{fewest}", f"{most}")
     said = (
         f"Noise: 95 % of comparisons of equal experiments stay within {floor}; what differs less "
         f"is called no difference. {len(replicated):,} of {len(timed):,} "
@@ -81,13 +79,8 @@ def _tell_runs(tables: Tables) -> list[str]:
     counted = f"{len(runs):,} {plural(len(runs), 'run')} of {experiments:,} "
     success = f"{ok:,} ok ({ok / len(runs):.0%})" if len(runs) else "none has a result"
     said = [f"{counted}{plural(experiments, 'experiment')}: {success}."]
-    failures = [
-        f"{count:,} {outcome}"
-        for outcome in OUTCOMES[1:]
-        if (count := int((runs["outcome"] == outcome).sum()))
-    ]
-    if failures:
-        said.append(f"Not ok: {', '.join(failures)}; see Outcomes.")
+    if failures := count_failures(runs):
+        said.append(f"Not ok: {failures}; see Outcomes.")
     damaged = int((missing["reason"] != NO_RESULT).sum())
     if absent := len(missing) - damaged:
         said.append(

@@ -3,8 +3,7 @@
 import pandas as pd
 
 from dpprof.analysis.tables.axes import BASELINE, name_model
-from dpprof.report.cells import listed, plural
-from dpprof.report.wording import THIS_MACHINE
+from dpprof.report.wording import THIS_MACHINE, listed, plural
 
 _MOST_METHODS = 4
 _MOST_MODELS = 3

@@ -1,0 +1,1 @@
+"""The first page: the question, the answer, and how far to trust it."""

@@ -1,0 +1,1 @@
+"""The sections of the report, and the tables in its appendix."""

@@ -1,0 +1,1 @@
+"""Differences and comparisons for a terminal, and as Markdown."""
