@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = True
         """Whether anything is recorded; not while a model is built that is loaded afterwards."""
 
-        self._block = block_bytes
+        self.block_bytes = block_bytes
         self._is_there = is_there
         self._instead = dict(instead or {})
         self._workspaces = dict(workspaces or {})
@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             new.node_number = node._sequence_nr()  # noqa: SLF001 (no public name)
 
     def _allocate(self, op: str, nbytes: int, module: str | None, **known: Any) -> Storage:
-        rounded = -(-nbytes // self._block) * self._block
+        rounded = -(-nbytes // self.block_bytes) * self.block_bytes
         storage = Storage(rounded, op, self.phase, module, nbytes, **known)
         self.storages.append(storage)
         self.events.append(Allocated(len(self.storages) - 1))
