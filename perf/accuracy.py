@@ -57,7 +57,7 @@ def look_three_ways(experiment: Experiment) -> dict[str, Any]:
     """Follow the allocator, record, estimate: the peaks and components of one step."""
     truth = _memory(phases.measure(experiment, ignore).memory)
     recorded = _memory(memory.measure(experiment, ignore).memory)
-    guess = _memory(memory.estimate(experiment, ignore).memory)
+    guess = _memory(estimate(experiment, ignore).memory)
     assert truth.peak_allocated_bytes is not None
     assert recorded.at_peak is not None
     assert recorded.attribution is not None

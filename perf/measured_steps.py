@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.instruments.operator_timer import ignore
 from dpprof.records.result import Result, read_result
 from dpprof.spec.datasheets import find_by_device_name

@@ -19,12 +19,11 @@ from dpprof.instruments.process_counters import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, import_method, open_experiment, set_up
 from dpprof.memory import simulated_cuda
-from dpprof.memory.atoms import Recording, sort_frees
+from dpprof.memory.atoms import Recording, around_launches, sort_frees
 from dpprof.memory.attribution import StepObserver
 from dpprof.memory.caching_allocator import MIN_BLOCK
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces
-from dpprof.memory.events import Event
 from dpprof.memory.fake_tensors import INSTEAD, fake_ranks, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import (
@@ -181,19 +180,6 @@ def _record_cuda() -> Recorder:
     return recorder
 
 
-def estimate(experiment: Experiment, enter: Enter) -> Measurement:
-    """Predict one experiment, without the memory and the time that it needs.
-
-    Args:
-        experiment: What to predict.
-        enter: Called as each phase begins.
-
-    Raises:
-        UnsupportedError: The device is a GPU without a known target.
-    """
-    return state_estimate(trace_steps(experiment, enter), experiment)
-
-
 class Facts(NamedTuple):
     """What a result says of a training beside its steps."""
 
@@ -237,38 +223,42 @@ class Traced(NamedTuple):
         return MemoryTimeline(self.recording, self.births, self.recording.marks[2:])
 
 
-def trace_whole(experiment: Experiment, enter: Enter, why: str = "") -> Traced:
+def trace_whole(
+    experiment: Experiment, enter: Enter, why: str = "", *, describing: bool = True
+) -> Traced:
     """Set up a training under fake tensors, and record two steps.
 
     Args:
         experiment: What to trace.
         enter: Called as each phase begins.
         why: Why not fewer blocks are traced.
+        describing: Whether calls are described where that is needed.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.
     """
     method = import_method(experiment)
     target = find_target(experiment)
-    events: list[Event] = []
     marks: list[int] = []
     with fake_ranks(experiment.world_size), tracing(target) as recorder:
+        recorder.describing &= describing
+        recorder.launches = []
         training = set_up_fake(experiment, method, recorder, target)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
         for is_last in (False, True):
-            events += sort_frees(recorder.events[len(events) :])
-            marks.append(len(events))
+            marks.append(len(recorder.events))
             timeline_recorder.run_unread(training.batch, counting=is_last)
-            events += sort_frees(recorder.events[len(events) :])
-            marks.append(len(events))
+            marks.append(len(recorder.events))
     first, first_end, steady, end = marks
     return Traced(
         Recording(
             recorder.storages,
-            events,
+            sort_frees(recorder.events, {*marks, *around_launches(recorder.launches)}),
             (first, first_end, steady, end),
             dict(recorder.notes),
             recorder.block_bytes,
+            recorder.launches,
+            recorder.workspaces,
         ),
         find_facts(experiment, training, timeline_recorder.paths),
         components_by_code(training.step.births),

@@ -1,18 +1,32 @@
 """The record of a training as a sequence of atoms, and back.
 
-An atom says that a storage is allocated or freed, that autograd keeps one or releases it, or that an
-operator runs, reads or writes. It names a block by its distance from the block of the atom before
-it, and a storage by its position among storages that are alike. So one block has the atoms of the
-next.
+An atom says that a storage is allocated or freed, that autograd keeps one or releases it, or that
+an operator runs, reads or writes. It names a block by its distance from the block of the atom
+before it, and a storage by its position among storages that are alike. So one block has the atoms
+of the next.
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from dpprof.flops.cost import AttentionShape
-from dpprof.memory.events import Allocated, Entered, Event, Freed, Op, Saved, Storage, Unsaved
+import torch
+
+from dpprof.memory.events import (
+    Allocated,
+    Entered,
+    Event,
+    Freed,
+    Launched,
+    Op,
+    Saved,
+    Storage,
+    TensorKind,
+    Unsaved,
+    Workspace,
+)
 from dpprof.models.blocks import Blocks, NotAlikeError, join
 
 
@@ -27,6 +41,12 @@ class Recording(NamedTuple):
     notes: dict[str, str]
     block_bytes: int
     """The allocator rounds sizes up to multiples of this."""
+
+    launches: Sequence[tuple[int, Launched]] = ()
+    """Where in the events kernels were launched that may allocate memory of their own."""
+
+    workspaces: Mapping[Any, Workspace] = MappingProxyType({})
+    """What they allocate, by overload packet."""
 
 
 class Place(NamedTuple):
@@ -121,26 +141,36 @@ class _Alike:
             self._used[group].append(number)
 
 
-def sort_frees(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield events, with frees that follow one another by number: Python frees in any order."""
+def sort_frees(events: Iterable[Event], borders: Container[int]) -> list[Event]:
+    """Return events, with frees that follow one another by number: Python frees in any order.
+
+    No event crosses one of the borders, which are places among the events.
+    """
+    found: list[Event] = []
     together: list[Freed] = []
-    for event in events:
+    for at, event in enumerate(events):
+        if at in borders or not isinstance(event, Freed):
+            found += sorted(together)
+            together.clear()
         if isinstance(event, Freed):
             together.append(event)
-            continue
-        yield from sorted(together)
-        together.clear()
-        yield event
-    yield from sorted(together)
+        else:
+            found.append(event)
+    return found + sorted(together)
+
+
+def around_launches(launches: Iterable[tuple[int, Launched]]) -> Iterator[int]:
+    """Yield where what kernels allocate and free begins and ends among the events."""
+    for at, launched in launches:
+        yield at
+        yield at + 2 * launched.storages
 
 
 _TOUCHING = (Freed, Saved, Unsaved)
 _READ, _WRITTEN, _ENDED = "read", "written", "ended"
 
 
-def read_atoms(
-    recording: Recording, vocabulary: Vocabulary, blocks: Blocks
-) -> Sequence[Atom]:
+def read_atoms(recording: Recording, vocabulary: Vocabulary, blocks: Blocks) -> Sequence[Atom]:
     """Read a recording of a model with these blocks as atoms."""
     return _Reader(vocabulary, blocks).read(recording)
 
@@ -154,8 +184,17 @@ class _Reader:
         self._atoms: list[Atom] = []
 
     def read(self, recording: Recording) -> Sequence[Atom]:
+        launches = deque(recording.launches)
+        skipped = 0
         for at, event in enumerate(recording.events):
             self._mark(at, recording.marks)
+            while launches and launches[0][0] == at:
+                _, launched = launches.popleft()
+                self._launch(launched)
+                skipped = 2 * launched.storages
+            if skipped:
+                skipped -= 1
+                continue
             match event:
                 case Allocated(number):
                     self._allocate(number, recording.storages[number])
@@ -202,6 +241,11 @@ class _Reader:
         kind = self._add(key, (storage, module, layer), (in_module, in_layer), sizes=sizes)
         self._alike.add(number, kind, in_module if in_layer is None else in_layer)
 
+    def _launch(self, launched: Launched) -> None:
+        module, block = self._blocks.split(launched.module)
+        key = ("launched", *launched[:3], launched.phase, module, block is None)
+        self._add(key, (launched, module), (block,), sizes=launched.sizes)
+
     def _touch(self, what: Any, number: int, *sizes: int) -> None:
         if number < 0:
             self._add((what, None), (what, None), sizes=sizes)
@@ -216,11 +260,12 @@ class _Reader:
         call, repeats = _fold(op.call) if len(op.reads) > _FEW else (op.call, ())
         key = (
             *("ran", op.phase, module, op.op_kind, call, op.name, block is None, cost.op),
-            *(cost.family, cost.dtype, cost.product is None, cost.is_aligned),
+            *(cost.family, cost.dtype, cost.product is None),
             *(cost.formula_unknown, attention and attention[_SIZES_OF_ATTENTION:], len(repeats)),
         )
         sizes = (
             cost.flops,
+            int(cost.is_aligned),
             *repeats,
             *(cost.product or ()),
             *(attention or ())[:_SIZES_OF_ATTENTION],
@@ -259,7 +304,29 @@ def _unfold(call: str, counts: Sequence[int]) -> str:
     return json.dumps([name, arguments, named])
 
 
-class SettledAtom(Protocol):
+def find_workspaces(
+    launched: Launched, sizes: Sequence[int], workspaces: Mapping[Any, Workspace]
+) -> list[int]:
+    """Return what a kernel allocates if its tensors have these shapes and strides."""
+    waiting = iter(sizes)
+
+    def make(value: Any) -> Any:
+        if isinstance(value, TensorKind):
+            shape, strides = ([next(waiting) for _ in range(value.dimensions)] for _ in range(2))
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+        return [make(item) for item in value] if isinstance(value, tuple) else value
+
+    args, kwargs = launched.arguments
+    given = [make(one) for one in args], {name: make(one) for name, one in kwargs}
+    return [*filter(None, workspaces[launched.packet](*given[0], **given[1]))]
+
+
+Outlined = tuple[Any, int] | None
+"""That a storage is allocated or freed, or that a kernel is launched, and where its sizes are; None
+where a step begins or ends."""
+
+
+class SettledAtom(NamedTuple):
     """An atom whose blocks and storage are named in one way."""
 
     key: int
@@ -275,19 +342,18 @@ class Writer:
     """Writes atoms as a recording of a model with these blocks."""
 
     def __init__(
-        self, examples: Sequence[Any], blocks: Blocks, sizes: Sequence[int], block_bytes: int
+        self, examples: Sequence[Any], blocks: Blocks, sizes: Sequence[int], like: Recording
     ) -> None:
         self._examples = examples
         self._sizes = sizes
-        self._block_bytes = block_bytes
+        self._block_bytes = like.block_bytes
+        self._workspaces = like.workspaces
         self._starts = [0, 0, blocks.count]
         self._alike = _Alike()
         self.storages: list[Storage] = []
         self.events: list[Event] = []
         self.marks: list[int] = []
-        self.requested_at: list[int] = []
-        """Where among the sizes each storage's request is."""
-
+        self.outline: list[Outlined] = []
         self._reads: list[tuple[int, int]] = []
         self._writes: list[tuple[int, int]] = []
 
@@ -302,10 +368,13 @@ class Writer:
             blocks = [self._go_to(place) for place in atom.blocks]
             if example is None:
                 self.marks.append(len(self.events))
+                self.outline.append(None)
             elif isinstance(example, Entered):
                 self.events.append(example)
             elif isinstance(example[0], Storage):
                 self._allocate(atom, example, blocks)
+            elif isinstance(example[0], Launched):
+                self._launch(atom, example, blocks)
             elif isinstance(example[0], Op):
                 self._begin_op(atom, example, blocks)
             elif example[0] == _ENDED:
@@ -348,32 +417,46 @@ class Writer:
         number = len(self.storages)
         self._alike.add(number, atom.key, in_module if in_layer is None else in_layer)
         self.storages.append(storage)
-        self.requested_at.append(atom.at)
         self.events.append(Allocated(number))
+        self.outline.append((Allocated(number), atom.at))
+
+    def _launch(
+        self, atom: SettledAtom, example: tuple[Launched, Any], blocks: Sequence[int]
+    ) -> None:
+        like, module = example
+        sizes = tuple(self._sizes[atom.at : atom.at + len(like.sizes)])
+        self.outline.append((like, atom.at))
+        requests = find_workspaces(like, sizes, self._workspaces)
+        start = len(self.storages)
+        for requested in requests:
+            nbytes = -(-requested // self._block_bytes) * self._block_bytes
+            inside = join(module, blocks[0] if blocks else None)
+            self.events.append(Allocated(len(self.storages)))
+            self.storages.append(
+                Storage(nbytes, like.op, like.phase, inside, requested, roles={"workspace"})
+            )
+        self.events += map(Freed, range(start, len(self.storages)))
 
     def _begin_op(
         self, atom: SettledAtom, example: tuple[Op, Any, str, int], blocks: Sequence[int]
     ) -> None:
         like, module, call, lists = example
-        sizes = iter(self._sizes[atom.at : atom.at + 1 + lists + 2 * _SIZES_OF_ATTENTION])
-        cost = like.cost._replace(flops=next(sizes))
+        sizes = iter(self._sizes[atom.at : atom.at + 2 + lists + 2 * _SIZES_OF_ATTENTION])
+        cost = like.cost._replace(flops=next(sizes), is_aligned=bool(next(sizes)))
         counts = [next(sizes) for _ in range(lists)]
         if cost.product is not None:
             cost = cost._replace(product=(next(sizes), next(sizes), next(sizes), next(sizes)))
         if cost.attention is not None:
-            shape = (next(sizes) for _ in range(_SIZES_OF_ATTENTION))
-            cost = cost._replace(
-                attention=AttentionShape(*shape, *cost.attention[_SIZES_OF_ATTENTION:])
-            )
+            heads, queries, keys, width = (next(sizes) for _ in range(_SIZES_OF_ATTENTION))
+            shape = cost.attention._replace(heads=heads, queries=queries, keys=keys, width=width)
+            cost = cost._replace(attention=shape)
         self._op = like._replace(
             module=join(module, blocks[0] if blocks else None),
             cost=cost,
             call=_unfold(call, counts) if counts else call,
         )
 
-    def _touch(
-        self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None
-    ) -> None:
+    def _touch(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> None:
         what, kind = example
         number = -1
         if kind is not None:
@@ -382,6 +465,8 @@ class Writer:
             self._alike.follow(number, what)
         if what in _TOUCHING:
             self.events.append(what(number))
+            if what is Freed:
+                self.outline.append((self.events[-1], atom.at))
         else:
             moved = self._reads if what == _READ else self._writes
             moved.append((number, self._sizes[atom.at]))

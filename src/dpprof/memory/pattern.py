@@ -9,13 +9,28 @@ Between two batches whose records have the same atoms, sizes are affine in the b
 batch confirms it.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dpprof.memory.atoms import Atom, Place, Recording, Vocabulary, Writer, read_atoms
+from dpprof.memory.atoms import (
+    Atom,
+    Outlined,
+    Place,
+    Recording,
+    SettledAtom,
+    Vocabulary,
+    Writer,
+    find_workspaces,
+    read_atoms,
+)
+from dpprof.memory.events import Allocated, Event, Freed, Launched
+from dpprof.memory.footprint import Footprint
 from dpprof.models.blocks import Blocks, NotAlikeError
 
 Integers = npt.NDArray[np.int64]
@@ -33,23 +48,6 @@ class Sizes(NamedTuple):
     def of(self, further: int) -> Integers:
         """Return the sizes with so many further blocks."""
         return self.least + further * self.growth
-
-
-class Assembled(NamedTuple):
-    """A recording that follows from others, and where its storages' sizes come from."""
-
-    recording: Recording
-    requested_at: Integers
-    """The place of each storage's size among all sizes."""
-
-
-class _Settled(NamedTuple):
-    """An atom of a pattern, with the ways by which it names blocks and a storage."""
-
-    key: int
-    blocks: tuple[tuple[int, int], ...]
-    storage: tuple[int, int] | None
-    at: int
 
 
 class Pattern:
@@ -70,10 +68,10 @@ class Pattern:
         few, more, most = (self._read(one, further) for further, one in enumerate(recordings))
         self._few, self._more = few, more
         self._insertions = [*_find_insertions(few, more, most), (len(few), 0)]
-        self._parts: list[tuple[list[_Settled], list[_Settled]]] = []
+        self._parts: list[tuple[list[SettledAtom], list[SettledAtom]]] = []
         at = k = 0
         for plain, repeated in self._split(few, more):
-            parts: tuple[list[_Settled], list[_Settled]] = [], []
+            parts: tuple[list[SettledAtom], list[SettledAtom]] = [], []
             for a, b in plain:
                 parts[0].append(_settle(at, a, b, most[k]))
                 if [2 * y - x for x, y in zip(a.sizes, b.sizes, strict=True)] != [*most[k].sizes]:
@@ -88,7 +86,7 @@ class Pattern:
         self.sizes = self._measure(few, more)
 
     def _read(self, recording: Recording, further: int) -> Sequence[Atom]:
-        blocks = self._blocks._replace(count=self._blocks.count + further)
+        blocks = replace(self._blocks, count=self._blocks.count + further)
         return read_atoms(recording, self._vocabulary, blocks)
 
     def _split(
@@ -131,28 +129,75 @@ class Pattern:
                 raise NotAlikeError("another batch has other atoms")
         return self._measure(*atoms)
 
-    def assemble(self, count: int, sizes: Sizes) -> Assembled:
+    def assemble(self, count: int, sizes: Sizes) -> Recording:
         """Assemble the record of a model with so many blocks."""
-        further = count - self._blocks.count
-        writer = Writer(
-            self._vocabulary.examples,
-            self._blocks._replace(count=count),
-            sizes.of(further).tolist(),
-            self._like.block_bytes,
+        writer = self._write(count, sizes)
+        first, first_end, steady, end = writer.marks
+        marks = first, first_end, steady, end
+        return self._like._replace(
+            storages=writer.storages, events=writer.events, marks=marks, launches=()
         )
+
+    def _write(self, count: int, sizes: Sizes) -> Writer:
+        further = count - self._blocks.count
+        blocks = replace(self._blocks, count=count)
+        examples = self._vocabulary.examples
+        writer = Writer(examples, blocks, sizes.of(further).tolist(), self._like)
         for plain, repeated in self._parts:
             writer.write(plain)
             for _ in range(further):
                 writer.write(repeated)
-        first, first_end, steady, end = writer.marks
-        marks = first, first_end, steady, end
-        recording = self._like._replace(
-            storages=writer.storages, events=writer.events, marks=marks
-        )
-        return Assembled(recording, np.array(writer.requested_at, dtype=np.int64))
+        return writer
+
+    @functools.cache  # noqa: B019 (a pattern lives as long as its traces)
+    def _outline(self, count: int) -> tuple[list[Outlined], int]:
+        """Return what a model with so many blocks allocates and frees, and a free number."""
+        writer = self._write(count, self.sizes)
+        return writer.outline, len(writer.storages)
+
+    def footprint(self, count: int, sizes: Sizes) -> Footprint:
+        """Return what the training of a model with so many blocks allocates."""
+        outline, number = self._outline(count)
+        known = sizes.of(count - self._blocks.count).tolist()
+        requested: dict[int, int] = {}
+        steps: list[list[Event]] = [[]]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for item in outline:
+            if item is None:
+                steps.append([])
+                continue
+            event, at = item
+            if isinstance(event, Launched):
+                shapes = tuple(known[at : at + len(event.sizes)])
+                key = id(event), *shapes
+                if key not in found:
+                    found[key] = find_workspaces(event, shapes, self._like.workspaces)
+                until = number + len(found[key])
+                requested |= zip(range(number, until), found[key], strict=True)
+                steps[-1] += map(Allocated, range(number, until))
+                steps[-1] += map(Freed, range(number, until))
+                number = until
+                continue
+            if isinstance(event, Allocated):
+                requested[event.number] = known[at]
+            steps[-1].append(event)
+        *before, step, _ = steps
+        return Footprint([*chain(*before)], step, requested, self._like.block_bytes)
+
+    def footprint_sizes(self, count: int, sizes: Sizes) -> Integers:
+        """Return the sizes on which a footprint rests."""
+        outline, _ = self._outline(count)
+        known = sizes.of(count - self._blocks.count)
+        places = [
+            range(at, at + (len(event.sizes) if isinstance(event, Launched) else 1))
+            for event, at in filter(None, outline)
+            if not isinstance(event, Freed)
+        ]
+        found: Integers = known[np.fromiter(chain.from_iterable(places), dtype=np.int64)]
+        return found
 
 
-def _settle(at: int, first: Atom, *others: Atom) -> _Settled:
+def _settle(at: int, first: Atom, *others: Atom) -> SettledAtom:
     """Find the ways by which the same atom of several records names blocks and a storage."""
     assert all(other.key == first.key for other in others)
     blocks = tuple(
@@ -160,7 +205,7 @@ def _settle(at: int, first: Atom, *others: Atom) -> _Settled:
         for number, place in enumerate(first.blocks)
     )
     storage = first.storage and _name(first.storage, *map(_storage_of, others))
-    return _Settled(first.key, blocks, storage, at)
+    return SettledAtom(first.key, blocks, storage, at)
 
 
 def _name(place: Place, *others: Place) -> tuple[int, int]:
@@ -197,14 +242,6 @@ def _may_follow(one: Atom, other: Atom) -> bool:
     )
 
 
-class _At(NamedTuple):
-    """A place in each of three sequences of atoms."""
-
-    i: int
-    j: int
-    k: int
-
-
 def _find_insertions(
     few: Sequence[Atom], more: Sequence[Atom], most: Sequence[Atom]
 ) -> list[tuple[int, int]]:
@@ -232,7 +269,7 @@ def _find_insertions(
                 and _may_be_same(few[i], more[j + length])
                 and _may_be_same(few[i], most[k + 2 * length])
             )
-            back = goes_on and _find_start(few, more, most, _At(i, j, k), length, i - last)
+            back = goes_on and _find_start((few, more, most), (i, j, k), length, i - last)
             if back is not False and back is not None:
                 break
         else:
@@ -252,10 +289,8 @@ def _count_same(few: Sequence[Atom], more: Sequence[Atom], most: Sequence[Atom])
 
 
 def _find_start(
-    few: Sequence[Atom],
-    more: Sequence[Atom],
-    most: Sequence[Atom],
-    at: _At,
+    records: tuple[Sequence[Atom], Sequence[Atom], Sequence[Atom]],
+    at: tuple[int, int, int],
     length: int,
     furthest: int,
 ) -> int | None:
@@ -263,6 +298,7 @@ def _find_start(
 
     The atoms that follow a block may begin like the block itself, up to sizes.
     """
+    few, more, most = records
     i, j, k = at
     if j + length > len(more) or k + 2 * length > len(most):
         return None
@@ -288,17 +324,11 @@ def _find_start(
 
 
 def interpolate(low: int, high: int, batch: int, at_low: Sizes, at_high: Sizes) -> Sizes:
-    """Return the sizes of a batch between two others.
-
-    Raises:
-        NotAlikeError: A size would be no integer.
-    """
+    """Return the sizes of a batch between two others; what is not affine is rounded down."""
 
     def along(a: Integers, b: Integers) -> Integers:
         growth, rest = np.divmod(b - a, high - low)
-        if rest.any():
-            raise NotAlikeError("a size is not affine in the batch")
-        found: Integers = a + growth * (batch - low)
+        found: Integers = a + growth * (batch - low) + rest * (batch - low) // (high - low)
         return found
 
     return Sizes(along(at_low.least, at_high.least), along(at_low.growth, at_high.growth))

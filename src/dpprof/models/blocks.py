@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ class NotAlikeError(Exception):
     """Blocks cannot be taken for one another; the message says why."""
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """The blocks of a model."""
 
     container: str
@@ -58,9 +60,10 @@ def find_blocks(experiment: Experiment) -> Blocks:
         NotAlikeError: They differ, or the model has no blocks that are known.
     """
     fields = ("model", "seq_len", "attention", "lora", "trainable", "parameters_dtype")
-    return _find_blocks(experiment.model_copy(update={"checkpointing": "none"}), *(
-        getattr(experiment, name) for name in fields
-    ))
+    return _find_blocks(
+        experiment.model_copy(update={"checkpointing": "none"}),
+        *(getattr(experiment, name) for name in fields),
+    )
 
 
 @functools.lru_cache(maxsize=8)
