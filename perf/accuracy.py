@@ -20,6 +20,7 @@ from typing import Any
 
 from dpprof.devices.cpu import CpuRecorder
 from dpprof.instruments import memory, phases
+from dpprof.instruments.estimate import estimate
 from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder

@@ -314,6 +314,8 @@ def find_workspaces(
         if isinstance(value, TensorKind):
             shape, strides = ([next(waiting) for _ in range(value.dimensions)] for _ in range(2))
             return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+        if value is int:
+            return next(waiting)
         return [make(item) for item in value] if isinstance(value, tuple) else value
 
     args, kwargs = launched.arguments

@@ -96,10 +96,10 @@ class Launched(NamedTuple):
 
     op: str
     arguments: Any
-    """Its arguments, with ``TensorKind`` in place of tensors."""
+    """Its arguments, with ``TensorKind`` in place of tensors and ``int`` in place of numbers."""
 
     sizes: tuple[int, ...]
-    """Shape and strides of each tensor, one after another."""
+    """Shape and strides of each tensor, and each number, one after another."""
 
     phase: Phase
     module: str | None

@@ -401,10 +401,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def describe_arguments(value: Any, sizes: list[int]) -> Any:
-    """Return arguments that can be compared; the sizes of tensors are added to a list."""
+    """Return arguments that can be compared; sizes of tensors, and numbers, go into a list."""
     if isinstance(value, Tensor):
         sizes += (*value.shape, *value.stride())
         return TensorKind(value.dtype, value.dim())
+    if type(value) is int:
+        sizes.append(value)
+        return int
     if isinstance(value, list | tuple):
         return tuple(describe_arguments(item, sizes) for item in value)
     if isinstance(value, dict):
