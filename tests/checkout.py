@@ -21,6 +21,7 @@ PLUGIN = ROOT / "tests" / "plugin"
 
 QUICK = {
     "quick_clean.py": "instruments/clean.py",
+    "quick_setup.py": "instruments/setup.py",
     "quick_limits.py": "devices/limits.py",
     "quick_verify.py": "verification/verify.py",
 }
@@ -88,24 +89,11 @@ class Checkout:
             found.setdefault(rule, []).append(Path(output).name)
         return found
 
-    def script(self, name: str, *options: str) -> str:
-        return self._run(f"workflow/scripts/{name}", *options)
-
-    def dpprof(self, command: str, *options: str) -> str:
+    def dpprof(self, *arguments: str) -> None:
+        """Run a command of this checkout's dpprof."""
         source = {"PYTHONPATH": str(self.path / "src")}
-        return self._run("-m", "dpprof", command, *options, environment=source)
-
-    def _run(self, *arguments: str, environment: dict[str, str] | None = None) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self.path,
-            env=self._environment | (environment or {}),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
+        command = [sys.executable, "-m", "dpprof", *arguments]
+        subprocess.run(command, cwd=self.path, env=self._environment | source, check=True)
 
     def use(self, config: str) -> None:
         """Make one of the test configs the default config."""
@@ -149,6 +137,7 @@ class Checkout:
 
 
 def copy_checkout(target: Path) -> Checkout:
+    """Copy the checkout, whose default config becomes the micro sweep."""
     shutil.copytree(ROOT, target, ignore=_LEFT_OUT)
     fresh = Checkout(target)
     fresh.use("micro.yaml")
@@ -161,8 +150,8 @@ def quick_checkout(target: Path) -> Checkout:
     Ceilings and verdicts are invented too.
     """
     fresh = copy_checkout(target)
-    for quick, module in QUICK.items():
-        shutil.copy(ROOT / "tests" / "workflow" / quick, target / "src" / "dpprof" / module)
+    for name, module in QUICK.items():
+        shutil.copy(ROOT / "tests" / "workflow" / name, target / "src" / "dpprof" / module)
     fresh.draw_one_figure()
     return fresh
 

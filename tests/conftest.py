@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from dpprof.system.hardware import why_no_cuda
+
 
 @pytest.fixture(autouse=True)
 def own_locks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,14 +36,15 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch  # noqa: PLC0415
-
     # Not by addopts, which a -m of the command line would replace: `-m "not workflow"` is fast too.
     if "slow" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
         items[:] = [item for item in items if "slow" not in item.keywords]
 
-    if not torch.cuda.is_available():
+    # Sweeps take longest, so they begin first: then processes that share the tests end together.
+    items.sort(key=lambda item: "workflow" not in item.keywords)
+
+    if why_no_cuda() is not None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

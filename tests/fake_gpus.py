@@ -1,13 +1,26 @@
 """Processes that see GPUs that are not there, as tests/fake_nvml describes them."""
 
+import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
 GIB = 2**30
+
+
+def fake_driver(list_gpus: Callable[[], list[dict]]) -> ModuleType:
+    """Return a driver's library for this process, of GPUs as in tests/fake_nvml."""
+    path = ROOT / "tests" / "fake_nvml" / "pynvml.py"
+    spec = importlib.util.spec_from_file_location("fake_pynvml", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module._gpus = list_gpus
+    return module
 
 
 def environment(folder: Path, number: int, source: Path = ROOT / "src") -> dict[str, str]:

@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from checkout import TABLES, copy_checkout
 from example_package import install_example
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
@@ -64,6 +64,20 @@ def test_an_installed_package_is_measured_accounted_for_and_predicted(installed,
     assert guess["at_peak"] == recorded["at_peak"]
 
 
+@pytest.mark.workflow
+def test_a_config_may_name_an_installed_packages_method_and_model(installed, tmp_path) -> None:
+    checkout = copy_checkout(tmp_path / "checkout")
+    checkout.environment = {"PYTHONPATH": str(installed)}
+    (checkout.path / "config" / "config.yaml").write_text("""
+sweeps:
+  one: {model: example-mixer, method: example-vmap, batch_size: 2, seq_len: 4, device: cpu}
+""")
+    planned = checkout.planned(TABLES)
+
+    assert planned["profile"][0].startswith("example-mixer-example-vmap-b2-t4-")
+    assert planned["verify"] == ["example-mixer-example-vmap.json"]
+
+
 @pytest.fixture
 def example(installed, monkeypatch) -> type[TrainingStep]:
     """The example's method, loaded by its name in this process."""
@@ -115,30 +129,6 @@ def test_the_example_is_verified_and_has_no_holes(example) -> None:
 def test_the_example_refuses_a_model_whose_buffers_mix_samples(example) -> None:
     with pytest.raises(UnsupportedError, match="has buffers, which samples would share"):
         example(nn.BatchNorm1d(3), make_experiment())
-
-
-def test_a_methods_file_and_its_packages_version_count_and_other_methods_do_not(
-    installed, tmp_path
-) -> None:
-    plugin = tmp_path / "plugin"
-    shutil.copytree(installed, plugin)
-    code = """
-from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
-for method in ("example-vmap", "microbatch"):
-    print(code_digest("clean", make_experiment(method=method)))
-"""
-    digests = [run_fresh(code, plugin=plugin).split()]
-    with (plugin / "dpprof_example" / "vmap_clipping.py").open("a") as file:
-        file.write("EDITED = True\n")
-    digests.append(run_fresh(code, plugin=plugin).split())
-    (metadata,) = plugin.glob("*.dist-info/METADATA")
-    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
-    digests.append(run_fresh(code, plugin=plugin).split())
-    of_plugin, of_own = zip(*digests, strict=True)
-
-    assert len(set(of_plugin)) == 3
-    assert len(set(of_own)) == 1
 
 
 BROKEN = {
@@ -240,7 +230,7 @@ for case in sys.argv[1:]:
     code_digest("clean", experiments[case])
 assert "torch" not in sys.modules and "broken" not in sys.modules
 from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.measuring import run
+from dpprof.launch.worker import run
 file = tempfile.TemporaryFile()
 mark = PhaseMark(file.fileno())
 told = {}

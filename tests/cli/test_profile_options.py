@@ -23,7 +23,7 @@ def test_a_device_that_stays_busy_ends_each_command_with_a_status_of_its_own(
     tmp_path, monkeypatch, command
 ) -> None:
     monkeypatch.setenv("DPPROF_MAX_WAIT_S", "0")
-    with hold_one(["cpu"], refuse):
+    with hold_one([["cpu"]], refuse):
         done = call(command, *COMMANDS[command], "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == os.EX_TEMPFAIL
@@ -57,7 +57,7 @@ def test_threads_are_the_experiments_else_the_options_else_one_for_each_core(
 ) -> None:
     monkeypatch.setattr(supervisor, "available_cores", lambda: 8)
     experiment = make_experiment(cpu_threads=cpu_threads)
-    (slot,) = supervisor._slots(experiment, "clean", threads, 1)
+    (slot,) = supervisor._slots(experiment, "clean", threads)
 
     assert slot.environment["OMP_NUM_THREADS"] == str(had)
     assert slot.describe()["threads"] == had
@@ -65,6 +65,6 @@ def test_threads_are_the_experiments_else_the_options_else_one_for_each_core(
 
 def test_a_prediction_has_the_threads_of_what_it_predicts(monkeypatch) -> None:
     monkeypatch.setattr(supervisor, "available_cores", lambda: 8)
-    (slot,) = supervisor._slots(make_experiment(), "estimate", 1, 2)
+    (slot,) = supervisor._slots(make_experiment(), "estimate", 1)
 
     assert slot.environment["OMP_NUM_THREADS"] == "8"

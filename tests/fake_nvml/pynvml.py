@@ -67,7 +67,7 @@ def nvmlDeviceGetName(uuid):
 
 def nvmlDeviceGetMemoryInfo(uuid, version=None):
     gpu = _find(uuid)
-    return SimpleNamespace(total=gpu["memory_bytes"], used=gpu["used_bytes"])
+    return SimpleNamespace(total=gpu["memory_bytes"], used=gpu.get("used_bytes", 0))
 
 
 def nvmlDeviceGetUtilizationRates(uuid):

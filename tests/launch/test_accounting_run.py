@@ -22,7 +22,7 @@ def test_there_is_a_plan_for_every_number_of_tokens() -> None:
 
 
 def test_an_accountant_that_takes_too_long_is_one_sentence(monkeypatch) -> None:
-    monkeypatch.setattr(accounting_run, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(accounting_run, "ACCOUNTING_TIMEOUT_S", 0.05)
     slow = PRIVACY.model_copy(update={"accountant": "prv"})
 
     with pytest.raises(InputError) as error:

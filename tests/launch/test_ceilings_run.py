@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from children import HERE, refuse
 from factory import make_experiment
-from scripts import run
+from scripts import call, run
 
 from dpprof.instruments.memory import estimate
 from dpprof.launch import ceilings_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.launch.device_slots import cpu_slot
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.system.hardware import describe_cpu
@@ -48,6 +47,7 @@ def test_without_cuda_nothing_is_measured_and_the_reason_is_there(tmp_path, monk
 def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
     tmp_path, failing, monkeypatch
 ) -> None:
+    monkeypatch.setattr(ceilings_run, "_TIME_OPERATORS", "children:time_operators")
     experiment = make_experiment(model="tiny", seq_len=32, batch_size=4)
     spec = tmp_path / f"{experiment.id}.json"
     spec.write_text(experiment.model_dump_json())
@@ -81,7 +81,7 @@ def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monk
 )
 def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, problem) -> None:
     device = ["--device=cpu", "--output=x.json"]
-    done = run("ceilings.py", *device, *options, cwd=tmp_path)
+    done = call("ceilings", *device, *options, cwd=tmp_path)
 
     assert done.returncode != 0
     assert problem in done.stderr
@@ -91,7 +91,7 @@ def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, probl
 
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
     with ThreadPoolExecutor() as pool:
-        with hold_one([cpu_slot(1, shared=True).locks], refuse):
+        with hold_one([["cpu"]], refuse, shared=True):
             waits = pool.submit(ceilings_run.measure_apart, "cpu", tmp_path / "after.json")
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()
@@ -112,7 +112,7 @@ def test_the_script_measures_this_processor_and_says_so(tmp_path) -> None:
 
 def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
     (tmp_path / "x.json").mkdir()
-    done = run("ceilings.py", "--device=cpu", "--output=x.json", cwd=tmp_path)
+    done = call("ceilings", "--device=cpu", "--output=x.json", cwd=tmp_path)
 
     assert done.returncode == 1
     assert "is a folder, not a file to write" in done.stderr

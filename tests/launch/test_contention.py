@@ -49,7 +49,7 @@ def test_another_process_is_a_neighbour() -> None:
     other = spin(30)
     try:
         watched = watch_others()
-        spin(1.5).wait()
+        spin(0.5).wait()
         busy = watched()
     finally:
         other.kill()

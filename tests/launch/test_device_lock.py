@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpprof.launch import device_lock
-from dpprof.launch.device_lock import DeviceBusyError, Hold, hold_one, lock_path
+from dpprof.launch.device_lock import DeviceBusyError, hold_one, lock_path
 
 
 def never(*_: object) -> None:
@@ -24,30 +24,30 @@ def give_up(*_: object) -> None:
 
 def test_a_free_lock_is_taken_at_once_and_given_back() -> None:
     for _ in range(2):
-        with hold_one(["free"], never) as (position, _descriptor):
+        with hold_one([["free"]], never) as (position, _descriptor):
             assert position == 0
 
 
 def test_a_taken_lock_is_waited_for() -> None:
-    with hold_one(["busy"], never), pytest.raises(WaitedError), hold_one(["busy"], give_up):
+    with hold_one([["busy"]], never), pytest.raises(WaitedError), hold_one([["busy"]], give_up):
         pass
 
 
 def test_the_first_free_device_is_chosen() -> None:
-    with hold_one(["gpu-a"], never), hold_one(["gpu-a", "gpu-b"], never) as (position, _):
+    with hold_one([["gpu-a"]], never), hold_one([["gpu-a"], ["gpu-b"]], never) as (position, _):
         assert position == 1
 
 
 def test_a_child_that_inherits_the_lock_keeps_it_when_the_parent_lets_go() -> None:
-    with hold_one(["inherited"], never) as (_, descriptors):
+    with hold_one([["inherited"]], never) as (_, descriptors):
         child = subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=descriptors
         )
-    with pytest.raises(WaitedError), hold_one(["inherited"], give_up):
+    with pytest.raises(WaitedError), hold_one([["inherited"]], give_up):
         pass
     child.kill()
     child.wait()
-    with hold_one(["inherited"], never):
+    with hold_one([["inherited"]], never):
         pass
 
 
@@ -56,7 +56,7 @@ def test_another_users_lock_file_can_be_used(tmp_path, monkeypatch) -> None:
     lock_path("shared").touch()
     lock_path("shared").chmod(0o444)
 
-    with hold_one(["shared"], never):
+    with hold_one([["shared"]], never):
         pass
 
 
@@ -64,7 +64,7 @@ def test_a_strict_umask_does_not_lock_other_users_out(tmp_path, monkeypatch) -> 
     monkeypatch.setenv("DPPROF_LOCK_DIR", str(tmp_path))
     before = os.umask(0o077)
     try:
-        with hold_one(["strict"], never):
+        with hold_one([["strict"]], never):
             assert lock_path("strict").stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)
@@ -92,7 +92,7 @@ def test_a_missing_folder_for_locks_is_told_with_the_variable(monkeypatch, tmp_p
 
     with (
         pytest.raises(FileNotFoundError, match=r"DPPROF_LOCK_DIR.*missing/dpprof-cpu\.lock"),
-        hold_one(["cpu"], never),
+        hold_one([["cpu"]], never),
     ):
         pass
 
@@ -100,9 +100,9 @@ def test_a_missing_folder_for_locks_is_told_with_the_variable(monkeypatch, tmp_p
 def test_a_wait_is_bounded_and_names_device_holder_and_variable() -> None:
     told: list[tuple[str, float]] = []
     with (
-        hold_one(["bounded"], never),
+        hold_one([["bounded"]], never),
         pytest.raises(DeviceBusyError) as caught,
-        hold_one(["bounded"], lambda *given: told.append(given), longest_s=1.0),
+        hold_one([["bounded"]], lambda *given: told.append(given), longest_s=1.0),
     ):
         pass
 
@@ -117,15 +117,15 @@ def test_a_wait_is_bounded_and_names_device_holder_and_variable() -> None:
 
 def test_a_lock_that_comes_free_in_time_is_taken() -> None:
     held = contextlib.ExitStack()
-    held.enter_context(hold_one(["short"], never))
+    held.enter_context(hold_one([["short"]], never))
 
-    with hold_one(["short"], lambda *_: held.close(), longest_s=60.0) as (position, _):
+    with hold_one([["short"]], lambda *_: held.close(), longest_s=60.0) as (position, _):
         assert position == 0
 
 
 def test_the_lock_of_a_holder_that_is_killed_is_taken() -> None:
     code = "import sys; from dpprof.launch.device_lock import hold_one\n"
-    code += "with hold_one(['killed'], lambda *_: None): print(flush=True); sys.stdin.read()"
+    code += "with hold_one([['killed']], lambda *_: None): print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
     holder.stdout.readline()
@@ -134,7 +134,7 @@ def test_the_lock_of_a_holder_that_is_killed_is_taken() -> None:
         assert whom.startswith(f"process {holder.pid} (")
         holder.kill()
 
-    with hold_one(["killed"], kill, longest_s=60.0):
+    with hold_one([["killed"]], kill, longest_s=60.0):
         assert holder.wait() == -9
 
 
@@ -148,40 +148,36 @@ def test_a_free_device_that_will_not_do_is_let_go_and_looked_at_again(monkeypatc
 
     told: list[str] = []
     with (
-        hold_one(["gpu-a"], never),
+        hold_one([["gpu-a"]], never),
         hold_one(
-            ["gpu-a", "gpu-b", "gpu-c"], lambda whom, _: told.append(whom), why_not=why_not
+            [["gpu-a"], ["gpu-b"], ["gpu-c"]], lambda whom, _: told.append(whom), why_not=why_not
         ) as (position, _),
     ):
         assert position == 2
-        with hold_one(["gpu-b"], never):
+        with hold_one([["gpu-b"]], never):
             pass
     assert looks == [(1, 0), (2, 1), (1, 0), (2, 1)]
     assert told[0].endswith(" and others and others")
 
 
 def test_locks_are_taken_all_or_none() -> None:
-    both = {"one": Hold.ALONE, "two": Hold.ALONE}
-
     def take_one() -> None:
-        with hold_one(["one"], never):
+        with hold_one([["one"]], never):
             raise WaitedError
 
     with (
-        hold_one(["two"], never),
+        hold_one([["two"]], never),
         pytest.raises(WaitedError),
-        hold_one([both], lambda *_: take_one()),
+        hold_one([["one", "two"]], lambda *_: take_one()),
     ):
         pass
 
 
-def test_who_shares_keeps_out_who_wants_nobody() -> None:
-    left = {"all": Hold.SHARED, "left": Hold.SHARED, "right": Hold.NOBODY}
-    right = {"all": Hold.SHARED, "right": Hold.SHARED, "left": Hold.NOBODY}
-
-    with hold_one([left], never), hold_one([left], never):
-        for kept_out in (right, "all"):
-            with pytest.raises(DeviceBusyError), hold_one([kept_out], never, longest_s=0.0):
-                pass
-    with hold_one([right], never), hold_one([right], never):
+def test_who_shares_keeps_out_who_does_not() -> None:
+    with (
+        hold_one([["cpu"]], never, shared=True),
+        hold_one([["cpu"]], never, shared=True),
+        pytest.raises(DeviceBusyError),
+        hold_one([["cpu"]], never, longest_s=0.0),
+    ):
         pass

@@ -1,13 +1,12 @@
 """What others do on a GPU is recorded, waited for, and told where memory ran out."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import jsonschema
-import pynvml
 import pytest
 from factory import make_experiment
+from fake_gpus import fake_driver
 from fresh_process import ROOT
 
 from dpprof.launch import device_lock, gpu_contention
@@ -31,42 +30,19 @@ MODELS = {
 @pytest.fixture
 def gpus(monkeypatch) -> SimpleNamespace:
     """Four GPUs of three kinds; what others hold, and how busy they are, a test sets."""
-    state = SimpleNamespace(held=dict.fromkeys(MODELS, 0), load=0, refuses=False, looks=0)
-    uuids = list(MODELS)
+    state = SimpleNamespace(held=dict.fromkeys(MODELS, 0), load=0, looks=0)
 
-    def memory(uuid, version=None):
-        state.looks += version == pynvml.nvmlMemory_v2
-        return SimpleNamespace(total=MODELS[uuid][1], used=state.held[uuid])
+    def list_gpus() -> list[dict]:
+        state.looks += 1
+        return [
+            {"uuid": uuid, "name": name, "memory_bytes": total}
+            | {"used_bytes": state.held[uuid], "load": state.load}
+            for uuid, (name, total) in MODELS.items()
+        ]
 
-    def load(_uuid):
-        if state.refuses:
-            raise pynvml.NVMLError_NotSupported
-        return SimpleNamespace(gpu=state.load, memory=0)
-
-    fake = SimpleNamespace(
-        NVMLError=pynvml.NVMLError,
-        nvmlMemory_v2=pynvml.nvmlMemory_v2,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: len(uuids),
-        nvmlDeviceGetHandleByIndex=lambda index: uuids[index],
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetUUID=lambda uuid: uuid,
-        nvmlDeviceGetName=lambda uuid: MODELS[uuid][0],
-        nvmlDeviceGetMemoryInfo=memory,
-        nvmlDeviceGetUtilizationRates=load,
-        nvmlDeviceGetComputeRunningProcesses=lambda _: [SimpleNamespace(pid=1)],
-        nvmlSystemGetDriverVersion=lambda: "580.95.05",
-        nvmlDeviceGetClockInfo=lambda *_: 1,
-        nvmlDeviceGetTemperature=lambda *_: 1,
-        nvmlDeviceGetPowerUsage=lambda _: 1,
-        NVML_CLOCK_SM=0,
-        NVML_CLOCK_MEM=0,
-        NVML_TEMPERATURE_GPU=0,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    driver = fake_driver(list_gpus)
     for module in (hardware, gpu_contention):
-        monkeypatch.setattr(module, "pynvml", fake, raising=False)
+        monkeypatch.setattr(module, "pynvml", driver)
     monkeypatch.setattr(gpu_contention, "SAMPLE_S", 0.0)
     monkeypatch.setattr(device_lock, "_LOOK_S", 0.0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -108,13 +84,20 @@ def test_others_on_the_gpu_are_recorded_before_and_after_a_run(gpus, run) -> Non
     gpus.held["GPU-a"], gpus.load = 5 * GIB, 37
     attempt = run().attempts[-1]
 
-    told = {"load": 0.37, "processes": 1, "reason": None}
+    told = {"load": 0.37, "processes": 0, "reason": None}
     assert attempt.others_before.model_dump() == {"memory_bytes": 5 * GIB} | told
     assert attempt.others_after.model_dump() == {"memory_bytes": 6 * GIB} | told
 
 
-def test_a_load_that_the_driver_does_not_tell_is_null_with_the_reason(gpus, run) -> None:
-    gpus.refuses = True
+def test_a_load_that_the_driver_does_not_tell_is_null_with_the_reason(
+    gpus, run, monkeypatch
+) -> None:
+    driver = gpu_contention.pynvml
+
+    def refuse(_uuid):
+        raise driver.NVMLError("Not Supported")
+
+    monkeypatch.setattr(driver, "nvmlDeviceGetUtilizationRates", refuse)
     others = run().attempts[-1].others_before
 
     assert (others.memory_bytes, others.load, others.reason) == (0, None, "NVML: Not Supported")
@@ -129,7 +112,7 @@ def test_on_a_cpu_they_are_null_with_a_reason() -> None:
 
 def test_without_nvml_they_are_null_with_a_reason(gpus, monkeypatch) -> None:
     def refuse():
-        raise pynvml.NVMLError_LibraryNotFound
+        raise hardware.pynvml.NVMLError
 
     monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
 
@@ -156,7 +139,7 @@ def test_nobody_is_waited_for_unless_asked(gpus, run, capsys) -> None:
 def test_a_gpu_is_waited_for_until_others_have_left_it(gpus, run, capsys, monkeypatch) -> None:
     gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
     monkeypatch.setattr(
-        gpu_contention.time, "sleep", lambda _: gpus.looks > 6 and gpus.held.update({"GPU-a": 0})
+        gpu_contention.time, "sleep", lambda _: gpus.looks > 60 and gpus.held.update({"GPU-a": 0})
     )
     attempt = run(wait_for_idle_gpu_s=600).attempts[-1]
 
@@ -192,7 +175,7 @@ def test_a_gpu_that_others_do_not_leave_is_refused_and_nothing_runs(gpus, run) -
 def test_with_refuse_a_gpu_runs_once_others_have_left_it(gpus, run, monkeypatch) -> None:
     gpus.held |= {"GPU-a": 60 * GIB, "GPU-c": 60 * GIB}
     monkeypatch.setattr(
-        gpu_contention.time, "sleep", lambda _: gpus.looks > 6 and gpus.held.update({"GPU-c": 0})
+        gpu_contention.time, "sleep", lambda _: gpus.looks > 60 and gpus.held.update({"GPU-c": 0})
     )
     result = run(busy_gpu="refuse", wait_for_idle_gpu_s=600)
 

@@ -11,7 +11,7 @@ from dpprof.spec import registry
 RUN = """
 import gc, json, sys, tempfile
 from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.measuring import run
+from dpprof.launch.worker import run
 from dpprof.spec.experiment import Experiment
 
 mark = PhaseMark((file := tempfile.TemporaryFile()).fileno())

@@ -3,65 +3,55 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from checkout import wait_for
+from children import wait_for
+from factory import make_experiment
+from fake_gpus import SCRIPT
 
-from dpprof.launch.interrupted import drop_copies
-from dpprof.launch.progress import Progress
-from dpprof.launch.scheduler import scheduler_job
+from dpprof.launch.isolated import Ended, Isolation, Terminated
+from dpprof.launch.protocol import WorkerAnswer
+from dpprof.launch.scheduler import drop_copies, scheduler_job
+from dpprof.launch.supervisor import supervise
 from dpprof.records.result import Result, interrupted_path, read_result
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "workflow" / "scripts" / "profile.py"
 
 
 class Job:
-    """A job whose run waits, and the file that it leaves when it has begun."""
+    """Jobs of Slurm that supervise a run in this process; what their workers do is invented."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.output, self.log = folder / "x.json", folder / "x.log"
-        self.marker = folder / "reached"
         self._monkeypatch = monkeypatch
-        monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "plugin"))
-        monkeypatch.setenv("DPPROF_TEST_MARKER", str(self.marker))
-        monkeypatch.setenv("DPPROF_LOCK_DIR", str(folder))
+        self.worked = 0
 
-    instrument = "test-waits"
-
-    def start(self, number: str, batch_size: int = 1) -> subprocess.Popen[str]:
+    def _supervise(self, number: str, batch_size: int = 1, since_s: float = 0.0) -> None:
         self._monkeypatch.setenv("SLURM_JOB_ID", number)
-        fields = ["--model=tiny", "--method=standard", f"--batch-size={batch_size}", "--seq-len=4"]
-        options = [f"--output={self.output}", f"--log={self.log}", "--keep", *fields]
-        command = [sys.executable, str(SCRIPT), f"--instrument={self.instrument}", *options]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        experiment = make_experiment(batch_size=batch_size)
+        supervise(experiment, "clean", 0, self.output, self.log, keep=True, since_s=since_s)
 
-    def end(self, number: str, *, worker_first: bool = False) -> str:
-        """Start a job, and have the scheduler end it in its work; returns what it said."""
-        self.marker.unlink(missing_ok=True)
-        process = self.start(number)
-        wait_for(self.marker.exists)
-        (worker,) = psutil.Process(process.pid).children()
-        if worker_first:
-            worker.terminate()
-            wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
-        process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGTERM
-        assert not worker.is_running()
-        return said
+    def end(self, number: str) -> None:
+        """Have the scheduler end a job in its work."""
 
-    def finish(self, number: str, batch_size: int = 1) -> str:
-        """Start a job and let it end well; returns what it said."""
-        self.marker.unlink(missing_ok=True)
-        process = self.start(number, batch_size)
-        wait_for(lambda: self.marker.exists() or process.poll() is not None)
-        self.marker.unlink(missing_ok=True)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
-        return said
+        def work(*_, **__):
+            raise Terminated(signal.SIGTERM)
+
+        self._monkeypatch.setattr(Isolation, "run", work)
+        with pytest.raises(Terminated):
+            self._supervise(number)
+
+    def finish(self, number: str, *, returncode: int = 0, **options) -> None:
+        """Let a job end by itself, and its worker with a status."""
+        answer = None if returncode else WorkerAnswer(outcome="ok")
+
+        def work(*_, **__):
+            self.worked += 1
+            return Ended(answer, returncode, False, "", 1.0, 0.0)
+
+        self._monkeypatch.setattr(Isolation, "run", work)
+        self._supervise(number, **options)
 
     def messages(self) -> list[str | None]:
         return [attempt.error and attempt.error.message for attempt in self.result().attempts]
@@ -81,15 +71,33 @@ def ended(number: str) -> str:
 
 
 @pytest.mark.parametrize("worker_first", [False, True])
-def test_a_schedulers_sigterm_leaves_a_complete_killed_result(job, worker_first) -> None:
-    said = job.end("17", worker_first=worker_first)
+def test_a_schedulers_sigterm_leaves_a_complete_killed_result(
+    tmp_path, plugin, monkeypatch, worker_first
+) -> None:
+    """Here in a process of its own, which gets the signal."""
+    output, log, marker = (tmp_path / name for name in ("x.json", "x.log", "reached"))
+    monkeypatch.setenv("DPPROF_TEST_MARKER", str(marker))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    options = ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--keep"]
+    options += ["--instrument=test-waits", f"--output={output}", f"--log={log}"]
+    command = [sys.executable, str(SCRIPT), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(marker.exists)
+    (worker,) = psutil.Process(process.pid).children()
+    if worker_first:
+        worker.terminate()
+        wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
 
-    result = job.result()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not worker.is_running()
+    result = read_result(output)
     assert (result.outcome, len(result.attempts)) == ("killed", 1)
     assert (result.error.kind, result.error.signal) == ("Scheduler", "SIGTERM")
     assert (result.error.message, result.error.phase) == (ended("17"), "setup")
-    assert result.error.log == str(job.log)
-    assert "attempt 1: killed" in job.log.read_text()
+    assert result.error.log == str(log)
+    assert "attempt 1: killed" in log.read_text()
     assert "the scheduler has ended this job; the attempt is recorded" in said
 
 
@@ -105,32 +113,31 @@ def test_the_next_job_tries_again_and_carries_the_attempt_over(job) -> None:
     assert not interrupted_path(job.output).exists()
 
 
-def test_a_run_that_is_ended_twice_is_final(job) -> None:
+def test_a_run_that_is_ended_twice_is_final(job, capsys) -> None:
     job.end("17")  # and its Snakemake is gone too: nobody deletes the result
     job.end("18")
     job.output.unlink()
     job.log.unlink()
-    said = job.finish("19")
+    job.finish("19")
 
     result = job.result()
     assert (result.outcome, job.messages()) == ("killed", [ended("17"), ended("18")])
-    assert "already measured this run; its result is kept" in said
-    assert not job.marker.exists()
+    assert "already measured this run; its result is kept" in capsys.readouterr().err
+    assert job.worked == 0
     assert ended("17") in job.log.read_text()
     assert ended("18") in job.log.read_text()
     assert not interrupted_path(job.output).exists()
 
 
-def test_a_job_that_may_have_failed_for_its_memory_loses_no_result(job) -> None:
-    job.instrument = "test-dies"
-    job.finish("17")
+def test_a_job_that_may_have_failed_for_its_memory_loses_no_result(job, capsys) -> None:
+    job.finish("17", returncode=-signal.SIGKILL)
     assert job.messages()[1].startswith("ended by SIGKILL from outside")
     killed = job.output.read_bytes()
     job.output.unlink()
-    said = job.finish("18")
+    job.finish("18")
 
     assert job.output.read_bytes() == killed
-    assert "already measured this run; its result is kept" in said
+    assert "already measured this run; its result is kept" in capsys.readouterr().err
     assert not interrupted_path(job.output).exists()
 
 
@@ -141,12 +148,10 @@ def test_what_was_interrupted_of_another_run_does_not_count(job) -> None:
     assert (job.result().experiment.batch_size, job.messages()) == (2, [None])
 
 
-def test_a_new_sweep_tries_as_often_as_the_first(job, tmp_path, monkeypatch) -> None:
+def test_a_new_sweep_tries_as_often_as_the_first(job) -> None:
     """Ctrl-C, too, has a scheduler end its jobs."""
     job.end("17")
-    monkeypatch.setenv("DPPROF_PROGRESS", "set back at the end")
-    Progress.start(tmp_path / "progress.jsonl", [])
-    job.finish("18")
+    job.finish("18", since_s=time.time())
 
     assert (job.result().outcome, job.messages()) == ("ok", [None])
 

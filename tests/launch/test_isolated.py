@@ -60,14 +60,14 @@ def test_a_killed_asker_takes_the_child_and_its_group_along_and_the_lock_is_free
     asker = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path})
     try:
         wait_for(lambda: len(running(tmp_path)) == 5)
-        with pytest.raises(TimeoutError), hold_one(["cpu"], refuse):
+        with pytest.raises(TimeoutError), hold_one([["cpu"]], refuse):
             pass
         asker.kill()
         asker.wait()
 
         escaped = int((tmp_path / "3.pid").read_text())
         wait_for(lambda: [process.pid for process in running(tmp_path)] == [escaped])
-        with hold_one(["cpu"], refuse):
+        with hold_one([["cpu"]], refuse):
             pass
     finally:
         asker.kill()

@@ -6,26 +6,20 @@ from pathlib import Path
 
 import pytest
 from children import HERE, refuse
-from scripts import run
+from scripts import call
 
 from dpprof.launch import verification_run
 from dpprof.launch.device_lock import hold_one
-from dpprof.launch.device_slots import cpu_slot
 from dpprof.records.record import read_record
 from dpprof.records.verdict import SCHEMA_VERSION, Verdict, judged, read_verdict, verdict_path
 
-PLUGIN = Path(__file__).parents[1] / "plugin"
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
 def verify(folder: Path, method: str, *, model: str = "test-linear"):
     output = verdict_path(Path(), model, method)
     options = [f"--model={model}", f"--method={method}", f"--output={output}"]
-    return run("verify.py", *options, cwd=folder)
-
-
-@pytest.fixture(autouse=True)
-def plugin(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
+    return call("verify", *options, cwd=folder)
 
 
 def test_a_verdict_is_left_and_told(tmp_path) -> None:
@@ -61,7 +55,7 @@ def test_a_method_that_dies_leaves_a_verdict_on_the_model_of_every_size(
 
 
 def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(verification_run, "TIMEOUT_S", 1)
+    monkeypatch.setattr(verification_run, "VERIFICATION_TIMEOUT_S", 1)
     monkeypatch.setattr(verification_run, "_VERIFY", "children:hang")
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     verdict = verification_run.verify_apart("built-in", "standard", tmp_path / "x.json")
@@ -73,11 +67,11 @@ def test_a_method_that_hangs_is_ended(tmp_path, monkeypatch) -> None:
 def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(verification_run, "_VERIFY", "children:fail")
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    with hold_one([cpu_slot(1, shared=True).locks], refuse):
+    with hold_one([["cpu"]], refuse, shared=True):
         verification_run.verify_apart("built-in", "standard", tmp_path / "beside.json")
     assert (tmp_path / "beside.json").exists()
     with ThreadPoolExecutor() as pool:
-        with hold_one(["cpu"], refuse):
+        with hold_one([["cpu"]], refuse):
             waits = pool.submit(
                 verification_run.verify_apart, "built-in", "standard", tmp_path / "after.json"
             )

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dpprof.launch import waiting
-from dpprof.launch.waiting import MAX_WAIT, longest_wait_s, wait_for
+from dpprof.launch import device_lock
+from dpprof.launch.device_lock import MAX_WAIT, longest_wait_s, wait_for
 from dpprof.spec.validation import InputError
 
 
@@ -18,7 +18,7 @@ def clock(monkeypatch):
     def sleep(seconds: float) -> None:
         now.s += seconds
 
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now.s, sleep=sleep))
+    monkeypatch.setattr(device_lock, "time", SimpleNamespace(monotonic=lambda: now.s, sleep=sleep))
     return now
 
 

@@ -1,15 +1,19 @@
+import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
 
+from dpprof.planning import job_environment
 from dpprof.planning.code_digest import (
     code_digest,
     limiting_files,
     measuring_files,
+    read_anew,
     verdict_digest,
     verified_as,
     verifying_files,
@@ -17,65 +21,57 @@ from dpprof.planning.code_digest import (
 from dpprof.spec import registry
 from dpprof.system.paths import PACKAGE
 
-LOADED = """
-import json, sys
-from dpprof.spec.experiment import Experiment
-from dpprof.launch.protocol import PhaseMark
-from dpprof.launch.measuring import run
-import tempfile
-file = tempfile.TemporaryFile()
-mark = PhaseMark(file.fileno())
-report = run(Experiment.model_validate_json(sys.argv[1]), sys.argv[2], mark)
-assert report.outcome == "ok", report
-files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
-print("LOADED", json.dumps(files))
+LOADED = r"""
+import json, os, sys
+import opacus, torch._dynamo  # once for all: what follows runs in forks of this process
+
+CALLS = {
+    "verdict": "from dpprof.launch import verification_run\n"
+    "from dpprof.records.verdict import judged\n"
+    "from dpprof.verification import verify\n"
+    "cases = judged(verify.verify('built-in', 'opacus-ghost').cases)\n"
+    "assert {one.outcome for one in cases} == {'passed'}, cases",
+    "ceilings": "from dpprof.devices import limits\n"
+    "from dpprof.launch import ceilings_run\n"
+    "limits.measure_limits(limits.open_device('cpu'), limits.Extent((4,), (64,), 0.001, 1))",
+}
+WORK = (
+    "import tempfile\n"
+    "from dpprof.launch.worker import work\n"
+    "file = tempfile.TemporaryFile()\n"
+    "report = work({spec!r}, {name!r}, file.fileno())\n"
+    "assert report.outcome == 'ok', report"
+)
+found = {}
+for name in [*json.loads(sys.argv[2]), *CALLS]:
+    code = CALLS.get(name) or WORK.format(spec=sys.argv[1], name=name)
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        exec(code)
+        files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
+        os.write(writing, json.dumps(files).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found[name] = json.loads(pipe.read())
+    os.wait()
+print("LOADED", json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("instrument", registry.names("instruments"))
-def test_the_digest_covers_every_file_that_a_worker_really_loads(instrument) -> None:
+def test_digests_cover_every_file_that_is_really_loaded() -> None:
+    """By a worker under each instrument, by a verification and by a measurement of ceilings."""
     experiment = make_experiment(method="opacus-ghost", attention="opacus")
-    said = run_fresh(LOADED, experiment.canonical, instrument)
-    line = next(text for text in said.splitlines() if text.startswith("LOADED"))
-    loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
+    instruments = registry.names("instruments")
+    said = run_fresh(LOADED, experiment.canonical, json.dumps(instruments)).splitlines()[-1]
+    loaded = json.loads(said.removeprefix("LOADED "))
 
-    assert loaded <= set(measuring_files(instrument, "opacus-ghost"))
-
-
-VERIFIED = """
-import json, sys
-from dpprof.records.verdict import judged
-from dpprof.launch import verification_run
-from dpprof.verification import verify
-cases = judged(verify.verify("built-in", "opacus-ghost").cases)
-assert {one.outcome for one in cases} == {"passed"}, cases
-files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
-print("LOADED", json.dumps(files))
-"""
-
-
-def test_a_verdicts_digest_covers_every_file_that_verifying_really_loads() -> None:
-    line = next(t for t in run_fresh(VERIFIED).splitlines() if t.startswith("LOADED"))
-    loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
-
-    assert loaded <= set(verifying_files("built-in", "opacus-ghost"))
-
-
-LIMITED = """
-import json, sys
-from dpprof.devices import limits
-from dpprof.launch import ceilings_run
-limits.measure_limits(limits.open_device("cpu"), limits.Extent((4,), (64,), 0.001, 1))
-files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "dpprof"]
-print("LOADED", json.dumps(files))
-"""
-
-
-def test_the_digest_of_ceilings_covers_every_file_that_measuring_them_really_loads() -> None:
-    line = next(t for t in run_fresh(LIMITED).splitlines() if t.startswith("LOADED"))
-    loaded = {Path(file).resolve() for file in json.loads(line.removeprefix("LOADED "))}
-
-    assert loaded <= set(limiting_files())
+    covered = {name: measuring_files(name, "opacus-ghost") for name in instruments}
+    covered["verdict"] = verifying_files("built-in", "opacus-ghost")
+    covered["ceilings"] = limiting_files()
+    assert loaded.keys() == covered.keys()
+    for name, files in loaded.items():
+        assert {Path(file).resolve() for file in files} <= set(covered[name]), name
 
 
 def test_ceilings_depend_on_no_method_nor_on_the_report_and_no_experiment_on_them() -> None:
@@ -136,64 +132,70 @@ def test_digests_differ_between_methods_and_not_between_our_models() -> None:
 def test_what_parses_options_or_tells_progress_does_not_matter() -> None:
     names = {file.name for file in measuring_files("clean", "standard")}
 
-    assert {"worker.py", "rank.py", "supervisor.py", "clean.py"} <= names
+    assert {"worker.py", "ranks_run.py", "supervisor.py", "clean.py"} <= names
     assert not names & {"options.py", "profile.py", "progress.py", "planner.py"}
 
 
-def test_another_packages_model_and_target_count_by_their_source(tmp_path) -> None:
-    plugin = tmp_path / "plugin"
-    shutil.copytree(ROOT / "tests" / "plugin", plugin)
+PLUGINS = {
+    "dpprof_test_methods.py": (
+        ("estimate", {"model": "test-linear"}),
+        ("estimate", {"target": "test-board", "device": "cuda"}),
+        ("clean", {"method": "test-right"}),
+    ),
+    "dpprof_test_methods-1.0.dist-info/METADATA": (
+        ("estimate", {"model": "test-linear"}),
+        ("clean", {"method": "test-right"}),
+    ),
+    "dpprof_test_instruments.py": (("test-measures", {}),),
+}
+
+
+@pytest.mark.parametrize("edited", PLUGINS)
+def test_another_packages_parts_count_by_their_source_and_its_version(
+    tmp_path, monkeypatch, edited
+) -> None:
+    shutil.copytree(ROOT / "tests" / "plugin", tmp_path / "plugin")
+    monkeypatch.syspath_prepend(tmp_path / "plugin")
+    for name in PLUGINS:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    monkeypatch.setattr(registry, "_entries", functools.cache(registry._entries.__wrapped__))
+    own = {"model": "tiny", "target": "h200", "device": "cuda"}
 
     def digests() -> list[str]:
-        code = """
-from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
-for fields in (
-    {"model": "test-linear"},
-    {"target": "test-board", "device": "cuda"},
-    {"model": "tiny", "target": "h200", "device": "cuda"},
-):
-    print(code_digest("estimate", make_experiment(**fields)))
-"""
-        return run_fresh(code, plugin=plugin).splitlines()
+        read_anew()
+        registry._entries.cache_clear()
+        return [
+            code_digest(instrument, make_experiment(**fields))
+            for instrument, fields in (*PLUGINS[edited], ("estimate", own))
+        ]
 
     before = digests()
-    with (plugin / "dpprof_test_methods.py").open("a") as file:
-        file.write("EDITED = True\n")
-    after = digests()
+    path = tmp_path / "plugin" / edited
+    text = path.read_text().replace("Version: 1.0", "Version: 1.1")
+    path.write_text(text + ("EDITED = True\n" if path.suffix == ".py" else ""))
+    *others, unchanged = [one == other for one, other in zip(before, digests(), strict=True)]
 
-    assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, False]
-
-
-def test_another_packages_instrument_counts_by_its_source(tmp_path) -> None:
-    plugin = tmp_path / "plugin"
-    shutil.copytree(ROOT / "tests" / "plugin", plugin)
-    code = """
-from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
-print(*(code_digest(name, make_experiment()) for name in ("test-measures", "clean")))
-"""
-    before = run_fresh(code, plugin=plugin).split()
-    with (plugin / "dpprof_test_instruments.py").open("a") as file:
-        file.write("EDITED = True\n")
-    after = run_fresh(code, plugin=plugin).split()
-
-    assert [one != other for one, other in zip(before, after, strict=True)] == [True, False]
+    read_anew()
+    assert not any(others)
+    assert unchanged
 
 
-def test_another_version_of_torch_or_opacus_is_other_code() -> None:
-    code = """
-import importlib.metadata, sys
-real = importlib.metadata.version
-importlib.metadata.version = lambda name: "0.1" if name == sys.argv[1] else real(name)
-from factory import make_experiment
-from dpprof.planning.code_digest import code_digest
-print(code_digest("clean", make_experiment()))
-"""
-    digests = [run_fresh(code, name) for name in ("none", "torch", "opacus", "numpy")]
+def test_another_version_of_torch_or_opacus_is_other_code(monkeypatch) -> None:
+    real, digests = job_environment.package_versions, {}
+    for edited in ("none", "torch", "opacus", "numpy"):
+        monkeypatch.setattr(
+            job_environment,
+            "package_versions",
+            lambda names, edited=edited: (
+                real(names) | {one: "0.1" for one in names if one == edited}
+            ),
+        )
+        read_anew()
+        digests[edited] = code_digest("clean", make_experiment())
+    read_anew()
 
-    assert len({*digests[:3]}) == 3
-    assert digests[3] == digests[0]
+    assert len({digests[name] for name in ("none", "torch", "opacus")}) == 3
+    assert digests["numpy"] == digests["none"]
 
 
 def test_predictions_depend_on_the_tables_of_measured_speeds() -> None:

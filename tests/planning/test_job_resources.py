@@ -52,10 +52,3 @@ def test_as_many_run_at_once_as_there_are_gpus_like_the_first(
     monkeypatch.setattr("dpprof.system.hardware.visible_gpus", lambda: gpus)
 
     assert job_resources.gpus_at_once(limit) == at_once
-
-
-@pytest.mark.parametrize(
-    ("cores", "beside", "threads"), [(8, 4, 2), (8, 3, 2), (2, 4, 1), (1, 1, 1)]
-)
-def test_runs_beside_one_another_share_the_cores(cores: int, beside: int, threads: int) -> None:
-    assert job_resources.share_of_cores(cores, beside) == threads

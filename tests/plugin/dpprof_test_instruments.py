@@ -22,7 +22,9 @@ def segfault(_experiment, enter):
 
 def fail(_experiment, enter):
     enter("backward")
-    raise RuntimeError("<it broke>")
+    raise RuntimeError(
+        "it broke: <script>alert(1)</script> \\input{x} $(touch pwned) | `x` & \x1b[31m"
+    )
 
 
 def sleep(_experiment, enter):
@@ -62,22 +64,6 @@ def _is_first(path):
     except FileExistsError:
         return False
     return True
-
-
-def leave(_experiment, enter):
-    enter("backward")
-    print("famous last words", flush=True)
-    os._exit(7)
-
-
-def leave_silently(_experiment, enter):
-    enter("backward")
-    os._exit(3)
-
-
-def odd_signal(_experiment, enter):
-    enter("backward")
-    os.kill(os.getpid(), 40)
 
 
 def measure(_experiment, _enter):

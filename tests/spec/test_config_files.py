@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpprof.spec.config_files import parse_config_text, read_config_file
+from dpprof.spec.config_files import parse_config_text, read_config_file, refuse_config_files
 from dpprof.spec.validation import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +94,34 @@ def test_what_is_meant_is_read(text: str, value: object) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_configs_are_read_as_yaml_reads_them(path: Path) -> None:
     assert read_config_file(path) == yaml.safe_load(path.read_text())
+
+
+ORDERS = [
+    ["--configfile", "good.yaml", "bad.yaml"],
+    ["--configfile=bad.yaml", "-n"],
+    ["-c", "4", "--configfiles", "bad.yaml", "--config", "partial=true"],
+    ["--configfile", "good.yaml", "--configfile", "bad.yaml", "--", "all"],
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text("sweeps: {}")
+    (tmp_path / "bad.yaml").write_text("__use_yte__: true\na: ?1/0")
+
+
+@pytest.mark.parametrize("arguments", ORDERS, ids=" ".join)
+def test_every_config_file_of_the_command_line_is_looked_at(folder, arguments) -> None:
+    with pytest.raises(SystemExit, match=r"^error: bad\.yaml: the key __use_yte__ is not allowed"):
+        refuse_config_files(arguments)
+
+
+def test_a_missing_config_file_is_one_sentence(folder) -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*No such file or directory: 'no\.yaml'$"):
+        refuse_config_files(["--configfile", "no.yaml"])
+
+
+def test_a_command_line_without_bad_config_files_passes(folder) -> None:
+    refuse_config_files(["-n", "--config", "partial=true", "--cores", "1", "all"])
+    refuse_config_files(["--configfile", "good.yaml", "-C", "a=bad.yaml"])

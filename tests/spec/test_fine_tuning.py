@@ -1,12 +1,10 @@
-"""Adapters, what is trained, and padding: how they are written, and what is refused."""
+"""Adapters, what is trained, padding and ranks: how they are written."""
 
 import pytest
 from factory import make_experiment
-from pydantic import ValidationError
 
-from dpprof.spec.experiment import Experiment
 from dpprof.spec.fine_tuning import Lora, Padding
-from dpprof.spec.validation import explain
+from dpprof.spec.parallel import Parallel, read_world_size
 
 MODEL = {"model": "hf:tiny-llama"}
 
@@ -47,28 +45,31 @@ def test_every_sample_keeps_a_token() -> None:
     assert Padding(fraction=0.999).lengths(5, 4, seed=0) == [1] * 5
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"lora": "rank=0"}, "lora.rank: '0' is not allowed; it must be greater than or equal"),
-        ({"lora": {"alpha": 3}}, "lora: missing rank"),
-        ({"lora": {"rnk": 3, "rank": 1}}, "unknown key 'rnk' in lora; did you mean 'rank'?"),
-        ({"lora": "16"}, "it must be a mapping, or pairs such as rank=16,alpha=32"),
-        ({"lora": "rank=2,target_modules="}, "it must be all-linear, or at least one module"),
-        ({"lora": {"rank": 2, "dropout": 1}}, "lora.dropout: 1 is not allowed"),
-        ({"padding": 1}, "padding.fraction: 1 is not allowed; it must be less than 1"),
-        ({"padding": True}, "padding"),
-        ({"trainable": "(("}, "or a regular expression, and missing )"),
-        ({"trainable": ["x"]}, "trainable: ['x'] is not allowed; it must be a valid string"),
-        ({"trainable": {}}, "trainable: {} is not allowed; it must be a valid string"),
-        ({"trainable": "lora"}, "trainable lora requires lora, such as lora: {rank: 16}"),
-        ({"parameters_dtype": "bfloat16"}, "requires dtype bfloat16, but dtype is float32"),
-        ({"model": "tiny", "lora": {"rank": 2}}, "lora requires a Hugging Face model"),
-        ({"model": "tiny", "padding": 0.1}, "padding requires a Hugging Face model"),
-    ],
-)
-def test_bad_input_is_one_sentence(given, said) -> None:
-    with pytest.raises(ValidationError) as refusal:
-        make_experiment(**MODEL | given)
+def test_ranks_are_written_as_pairs_or_as_a_mapping() -> None:
+    pairs = make_experiment(parallel="kind=fsdp,world_size=8,reshard_after_forward=true")
+    given = {"kind": "fsdp", "world_size": 8, "reshard_after_forward": True}
 
-    assert said in str(explain(refusal.value, Experiment))
+    assert pairs == make_experiment(parallel=given)
+    assert pairs.parallel == Parallel(**given)
+
+
+def test_ranks_are_in_the_name_and_count_for_tokens() -> None:
+    alone, ranks = make_experiment(), make_experiment(parallel="kind=ddp,world_size=4")
+
+    assert (alone.world_size, ranks.world_size) == (1, 4)
+    assert ranks.id.startswith("custom-standard-b2-t4-ddp4-")
+    assert (alone.tokens_in_step, ranks.tokens_in_step) == (8, 32)
+    assert "parallel" not in alone.canonical  # older experiments keep their names
+
+
+@pytest.mark.parametrize("reshards", [None, True, False])
+def test_the_text_of_a_cell_tells_ranks_apart_and_their_number(reshards) -> None:
+    texts = {
+        Parallel(kind="fsdp", world_size=size, reshard_after_forward=one).text
+        for size in (2, 64)
+        for one in (None, True, False)
+    }
+    assert len(texts) == 6
+    text = Parallel(kind="fsdp", world_size=64, reshard_after_forward=reshards).text
+    assert read_world_size(text) == 64
+    assert read_world_size(None) == read_world_size(float("nan")) == 1

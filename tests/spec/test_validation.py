@@ -1,12 +1,10 @@
 """Messages: short, printable, and about the key, the value and what is allowed."""
 
-from pathlib import Path
-
 import pytest
+from pydantic import BaseModel
 
 from dpprof.planning.planner import make_plan
-from dpprof.spec.config_files import parse_config_text
-from dpprof.spec.validation import InputError, refuse
+from dpprof.spec.validation import InputError, read_model, refuse
 from dpprof.system.console import printable
 
 SWEEP = {"model": "tiny", "method": "standard", "batch_size": 1, "seq_len": 4}
@@ -91,21 +89,49 @@ def test_a_number_is_spelled_out_while_it_is_short() -> None:
     assert str(refuse("k", 10**40, "no")) == "k: a number of 41 digits is not allowed; no"
 
 
-MICRO = (Path(__file__).parents[2] / "config" / "test" / "micro.yaml").read_text()
-BAD = [
-    ("sweeps:\n  one:", "sweeps:\n  '../one':", "sweeps.../one: '../one' is not allowed"),
-    ("sweeps:\n  one:", "sweeps:\n  '\\input{x}':", "is not allowed; it must match pattern"),
-    ("method: standard", "method: '\"; touch pwned; \"'", "sweeps.two.method: "),
-    ("method: standard", "method: opacus-gost", "did you mean 'opacus-ghost'? allowed: flash"),
-    ("batch_size: 2", "batch_size: 0", "sweeps.two.batch_size: 0 is not allowed; it must be gr"),
-    ("heads: 2", "heads: 3", "heads must divide d_model, and 3 does not divide 8"),
-    ("timed_steps: 2", "timd_steps: 2", "unknown key 'timd_steps' in defaults; did you mean"),
+TARGETS = [
+    (
+        {"target": "h300", "instruments": "estimate"},
+        "sweeps.s.target: 'h300' is not allowed; did you mean 'h200'? allowed: a100, a100-40gb,",
+    ),
+    (
+        {"target": "h200"},
+        "sweeps.s.target: 'h200' is not allowed; the instrument clean measures this machine",
+    ),
+    (
+        {"target": "h200", "device": "cpu", "instruments": "estimate"},
+        "sweeps.s.device: 'cpu' is not allowed; target h200 requires cuda; leave it out",
+    ),
+    (
+        {"target": {"memory_bytes": "1GiB"}, "instruments": "estimate"},
+        "sweeps.s.target: missing flops_per_s, bandwidth_bytes_per_s",
+    ),
+    (
+        {"target": 5, "instruments": "estimate"},
+        "sweeps.s.target: 5 is not allowed; it must be a target's name, or a mapping of memory_by",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "sentence"), BAD, ids=[new for _, new, _ in BAD])
-def test_a_bad_config_is_one_sentence(old: str, new: str, sentence: str) -> None:
-    with pytest.raises(InputError) as refused:
-        make_plan(parse_config_text(MICRO.replace(old, new)))
+@pytest.mark.parametrize(("keys", "sentence"), TARGETS, ids=[str(keys) for keys, _ in TARGETS])
+def test_targets_that_cannot_be_meant_are_one_sentence(keys, sentence) -> None:
+    told = refusal_of(**keys)
 
-    assert sentence in str(refused.value)
+    assert told.startswith(sentence)
+    assert "\n" not in told
+
+
+class Part(BaseModel):
+    key: int
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"key": 1', b"{}", bytes(range(256)), b"[" * 100_000, b'{"key": ' + b"1" * 10_000 + b"}"],
+    ids=["cut", "incomplete", "binary", "deep", "digits"],
+)
+def test_a_file_that_is_no_part_is_named_in_one_sentence(tmp_path, content: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+
+    with pytest.raises(InputError, match=r"^[^\n]*x\.json: is not a part \([^\n]*\)$"):
+        read_model(tmp_path / "x.json", Part, "a part")

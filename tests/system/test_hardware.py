@@ -1,29 +1,19 @@
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpus import fake_driver
 
 from dpprof.system import hardware
 
 
 @pytest.fixture
 def three_gpus(monkeypatch) -> None:
-    """A driver that shows three GPUs; NVML's calls as documented, nothing more."""
-    uuids = ["GPU-aaaa1111", "GPU-bbbb2222", "GPU-cccc3333"]
-    fake = SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: len(uuids),
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUUID=lambda handle: uuids[handle],
-        nvmlDeviceGetName=lambda _: "NVIDIA H200",
-        nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=150 * 2**30),
-        nvmlSystemGetDriverVersion=lambda: "580.95.05",
-        nvmlSystemGetCudaDriverVersion_v2=lambda: 13000,
-    )
-    monkeypatch.setattr(hardware, "pynvml", fake)
+    """A driver that shows three GPUs."""
+    alike = {"name": "NVIDIA H200", "memory_bytes": 150 * 2**30}
+    uuids = ("GPU-aaaa1111", "GPU-bbbb2222", "GPU-cccc3333")
+    driver = fake_driver(lambda: [{"uuid": uuid} | alike for uuid in uuids])
+    monkeypatch.setattr(hardware, "pynvml", driver)
     monkeypatch.setattr(hardware, "torch_build", lambda: ("2.13.0", "13.0"))
 
 
@@ -113,7 +103,7 @@ def test_a_driver_of_the_same_major_or_a_newer_one_will_do(driver, cuda, built_f
 
 def test_a_driver_that_does_not_tell_is_not_held_against_it(driver, monkeypatch) -> None:
     def refuse():
-        raise RuntimeError("not supported")
+        raise hardware.pynvml.NVMLError("not supported")
 
     driver("550.54.15", 12040, "13.0")
     monkeypatch.setattr(hardware.pynvml, "nvmlSystemGetCudaDriverVersion_v2", refuse)

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,22 +35,28 @@ def snakemake_that_loses_its_terminal(checkout: Checkout) -> int:
         start_new_session=True,
     )
     os.close(theirs)
-    wait_for(lambda: checkout.results() or process.poll() is not None)
+    before = checkout.results()
+    wait_for(lambda: checkout.results() != before or process.poll() is not None)
     os.close(ours)
     return process.wait(timeout=300)
 
 
 def test_linked_results_a_closed_terminal_and_no_path_cost_no_report(
-    checkout: Checkout, elsewhere: Path
+    finished: Checkout, elsewhere: Path
 ) -> None:
-    results = checkout.path / "results"
-    (elsewhere / "plan" / "progress.jsonl").mkdir(parents=True)
+    results = finished.path / "results"
+    for path in (*results.glob("clean/*hooks*"), *results.glob("report.*")):
+        path.unlink()
+    shutil.rmtree(results / "verify")
+    shutil.rmtree(results / "plan")
+    (results / "plan" / "progress.jsonl").mkdir(parents=True)
+    shutil.move(results, elsewhere)
     results.symlink_to(elsewhere)
 
-    assert snakemake_that_loses_its_terminal(checkout) == 0
+    assert snakemake_that_loses_its_terminal(finished) == 0
     assert results.is_symlink()
     assert (elsewhere / "report.pdf").read_bytes().startswith(b"%PDF")
-    assert set(checkout.table("runs")["outcome"]) == {"ok"}
+    assert set(finished.table("runs")["outcome"]) == {"ok"}
     verdicts = sorted(path.stem for path in (elsewhere / "verify").glob("*.json"))
     assert verdicts == ["built-in-opacus-hooks", "built-in-standard"]
     for verdict in verdicts:

@@ -4,6 +4,7 @@ import zipfile
 
 import pytest
 from checkout import Checkout
+from scripts import call
 
 pytestmark = pytest.mark.workflow
 
@@ -28,11 +29,15 @@ def test_snakemakes_own_report_carries_reports_figures_and_tables(finished: Chec
     assert "checks that the" in text
 
 
-def test_scripts_run_alone_on_existing_tables(finished: Checkout) -> None:
+def test_commands_run_alone_on_existing_tables(finished: Checkout) -> None:
     tables, output = finished.path / "results" / "tables", finished.path / "alone"
     files = [f"--output={output}/figures/tradeoff.{kind}" for kind in ("svg", "pdf", "json")]
-    finished.script("figure.py", "--figure=tradeoff", f"--tables={tables}", *files)
-    finished.script("report.py", f"--tables={tables}", f"--output-dir={output}", "--pdf=typst")
+    for command, options in (
+        ("figure", ["--figure=tradeoff", *files]),
+        ("report", [f"--output-dir={output}", "--pdf=typst"]),
+    ):
+        done = call(command, f"--tables={tables}", *options, cwd=finished.path)
+        assert done.returncode == 0, done.stderr
 
     assert (output / "report.pdf").read_bytes().startswith(b"%PDF")
     assert "figures/tradeoff.png" in (output / "report.md").read_text()

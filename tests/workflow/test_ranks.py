@@ -1,6 +1,9 @@
 """A sweep may have experiments of several ranks beside those of one process."""
 
+from pathlib import Path
+
 import pytest
+from checkout import copy_checkout
 
 CONFIG = """
 defaults: {model: tiny, batch_size: 2, seq_len: 16, device: cpu, warmup_steps: 2, timed_steps: 2}
@@ -14,7 +17,8 @@ sweeps:
 
 @pytest.mark.slow
 @pytest.mark.workflow
-def test_ranks_are_measured_predicted_and_reported(training) -> None:
+def test_ranks_are_measured_predicted_and_reported(tmp_path: Path) -> None:
+    training = copy_checkout(tmp_path / "checkout")
     (training.path / "config" / "config.yaml").write_text(CONFIG)
     training.snakemake("--cores", "2")
 

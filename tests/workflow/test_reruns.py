@@ -1,5 +1,11 @@
-"""What runs again after a change, and what does not."""
+"""What runs again after a change, and what does not.
 
+Which jobs a change asks for is what a dry run lists; one sweep shows that they run.
+"""
+
+import datetime as dt
+import itertools
+import json
 import re
 
 import pytest
@@ -16,11 +22,11 @@ def before(finished: Checkout):
 
 
 @pytest.fixture(params=["with .snakemake", "without .snakemake, all touched"])
-def either(request, finished: Checkout):
-    """The results, where Snakemake may know nothing of how they came about."""
+def either(request, finished: Checkout) -> Checkout:
+    """The finished sweep, where Snakemake may know nothing of how it came about."""
     if request.param.startswith("without"):
         finished.forget_snakemakes_records()
-    return finished.results()
+    return finished
 
 
 def methods_of(names) -> list[str]:
@@ -34,11 +40,13 @@ def methods_measured_again(checkout: Checkout, before) -> list[str]:
     return methods_of(n for n, state in checkout.results().items() if before.get(n) != state)
 
 
-def test_nothing_new_in_the_config_runs_nothing(finished: Checkout, either) -> None:
-    for file in (finished.path / "src" / "dpprof").rglob("*.py"):
+def test_nothing_new_in_the_config_or_the_code_runs_nothing(either: Checkout) -> None:
+    """Comments, another order of keys and another spelling of a rule's command are nothing new."""
+    for file in (either.path / "src" / "dpprof").rglob("*.py"):
         file.write_bytes(b"# a comment\n\n" + file.read_bytes())
-    assert "Nothing to be done" in finished.snakemake("-n")
-    (finished.path / CONFIG).write_text(
+    for path in (either.path / "workflow" / "rules").glob("*.smk"):
+        path.write_text(path.read_text().replace('" --log', '"  --log').replace("-P -m", "-m"))
+    (either.path / CONFIG).write_text(
         """
         # the same sweep, written by somebody else
         sweeps:
@@ -53,33 +61,30 @@ def test_nothing_new_in_the_config_runs_nothing(finished: Checkout, either) -> N
         """
     )
 
-    assert "Nothing to be done" in finished.snakemake()
-    assert finished.results() == either
+    assert "Nothing to be done" in either.snakemake("-n", "--snakefile", "workflow/Snakefile")
 
 
-def test_a_changed_batch_size_runs_its_experiment_alone(finished: Checkout, before) -> None:
-    finished.edit(CONFIG, "batch_size: 2", "batch_size: 3")
-    finished.snakemake(TABLES, "--cores", "1", "--resources", "gpu=1")
+def test_what_is_edited_deleted_or_asked_for_is_planned_alone(either: Checkout) -> None:
+    """A method is edited, a result is deleted, and a batch size is asked for."""
+    either.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
+    (deleted,) = (either.path / "results" / "clean").glob("*-b2-*.json")
+    deleted.unlink()
+    either.edit(CONFIG, "batch_size: 2", "batch_size: [2, 3]")
+    planned = either.planned(TABLES, "--cores", "1", "--resources", "gpu=1")
 
-    assert methods_measured_again(finished, before) == ["standard"]
-    assert len(finished.results()) == len(before) + 1
-    assert sorted(finished.table("experiments")["batch_size"]) == [1, 1, 3]
+    assert methods_of(planned["profile"]) == ["opacus-hooks", "standard", "standard"]
+    assert deleted.name in planned["profile"]
+    assert any("-b3-" in name for name in planned["profile"])
+    assert planned["verify"] == ["built-in-opacus-hooks.json"]
+    assert set(planned) == {"profile", "verify", "tables"}
 
 
-def test_an_edited_figure_and_deleted_products_run_no_experiment(
-    finished: Checkout, before
-) -> None:
-    results = finished.path / "results"
-    drawn = (results / "figures" / "tradeoff.png").read_bytes()
-    deleted = ["report.tex", "tables/runs.csv"]
-    for name in deleted:
-        (results / name).unlink()
+def test_an_edited_figure_and_deleted_products_run_no_experiment(finished: Checkout) -> None:
+    for name in ("report.tex", "tables/runs.csv"):
+        (finished.path / "results" / name).unlink()
     finished.edit("src/dpprof/figures/tradeoff.py", '"step time"', '"time of a step"')
-    finished.snakemake()
 
-    assert all((results / name).stat().st_size for name in deleted)
-    assert (results / "figures" / "tradeoff.png").read_bytes() != drawn
-    assert finished.results() == before
+    assert set(finished.planned()) == {"tables", "figure", "report"}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,9 @@ def test_an_edited_figure_and_deleted_products_run_no_experiment(
     [
         ("figures/tradeoff.py", {"figure", "report"}),
         ("report/templates/report.md.j2", {"report"}),
-        ("analysis/tables.py", {"figure", "report", "tables"}),
+        pytest.param(
+            "analysis/tables/build.py", {"figure", "report", "tables"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_an_edited_file_runs_what_rests_on_it_alone(finished: Checkout, file, rules) -> None:
@@ -101,101 +108,81 @@ def verdicts(checkout: Checkout) -> dict[str, int]:
     return {path.stem: path.stat().st_mtime_ns for path in found}
 
 
-def test_an_edited_method_is_planned_again_alone_in_a_new_clone(finished: Checkout) -> None:
-    finished.forget_snakemakes_records()
-    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
-    planned = finished.planned(TABLES)
-
-    assert methods_of(planned["profile"]) == ["opacus-hooks"]
-    assert planned["verify"] == ["built-in-opacus-hooks.json"]
-
-
-def test_an_edited_method_is_measured_and_verified_again_alone(finished: Checkout, before) -> None:
+def test_an_edited_method_and_deleted_ceilings_are_measured_again_alone(
+    finished: Checkout, before
+) -> None:
     known = verdicts(finished)
     finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
-    finished.snakemake(TABLES)
-    after = verdicts(finished)
-
-    assert methods_measured_again(finished, before) == ["opacus-hooks"]
-    assert finished.table("runs")["code_is_current"].all()
-    assert set(after) == {"built-in-opacus-hooks", "built-in-standard"}
-    assert [name for name in after if after[name] != known[name]] == ["built-in-opacus-hooks"]
-
-
-def test_a_removed_experiment_leaves_tables_and_report(finished: Checkout, before) -> None:
-    finished.edit(CONFIG, "[standard, opacus-hooks]", "standard")
-    finished.snakemake()
-
-    assert finished.results() == before
-    assert set(finished.table("experiments")["method"]) == {"standard"}
-    assert "opacus-hooks" not in (finished.path / "results" / "report.md").read_text()
-    finished.dpprof("prune", CONFIG, "--delete")
-    assert not any("opacus-hooks" in name for name in finished.results())
-    assert "Nothing to be done" in finished.snakemake("-n")
-
-
-def test_a_deleted_result_is_measured_again(finished: Checkout, either) -> None:
-    next((finished.path / "results" / "clean").glob("*hooks*.json")).unlink()
-    planned = finished.planned(TABLES)
-
-    assert set(planned) == {"profile", "tables"}
-    assert methods_of(planned["profile"]) == ["opacus-hooks"]
-
-
-def test_deleted_ceilings_are_measured_again_and_nothing_else(finished: Checkout, before) -> None:
     (ceilings,) = (finished.path / "results" / "ceilings").iterdir()
     ceilings.unlink()
     finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
     finished.snakemake(TABLES)
+    after = verdicts(finished)
 
-    assert ceilings.is_file()
-    assert finished.results() == before
+    assert methods_measured_again(finished, before) == ["opacus-hooks"]
+    assert len(finished.results()) == len(before)
+    assert finished.table("runs")["code_is_current"].all()
+    assert set(after) == {"built-in-opacus-hooks", "built-in-standard"}
+    assert [name for name in after if after[name] != known[name]] == ["built-in-opacus-hooks"]
     table = finished.table("ceilings")
     assert set(table["device"]) == {ceilings.stem}
-    figures = table.set_index(table["dtype"].fillna(table["figure"]))
-    assert figures["measured"].drop("tf32").to_dict() == {
-        "float32": 2000.0,
-        "bfloat16": 2000.0,
-        "float64": 2000.0,
-        "bytes_per_s": 8.0,
-        "launch_s": 1e-6,
-    }
-    assert figures.loc["tf32", "reason"] == "invented for cpu"
+    measured = table.set_index(table["dtype"].fillna(table["figure"]))["measured"]
+    assert set(measured[["float32", "bfloat16", "float64"]]) == {2000.0}
+    assert finished.planned(TABLES) == {}
 
 
-def test_an_edited_measurement_of_ceilings_measures_those_alone(finished: Checkout) -> None:
-    finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
-    assert set(finished.planned(TABLES)) == {"ceilings", "tables"}
-
-
-def test_two_configs_alternate_without_measuring_again(finished: Checkout, before) -> None:
-    other = finished.path / "other.yaml"
+def test_a_removed_experiment_leaves_the_tables_and_comes_back_unmeasured(
+    finished: Checkout, before
+) -> None:
     text = (finished.path / CONFIG).read_text()
-    other.write_text(text.replace("[standard, opacus-hooks]", "microbatch"))
+    (finished.path / "other.yaml").write_text(text.replace("[standard, opacus-hooks]", "standard"))
     finished.snakemake(TABLES, "--configfile", "other.yaml")
-    both = finished.results()
-    assert methods_measured_again(finished, before) == ["microbatch"]
 
-    finished.snakemake(TABLES)
-    assert set(finished.table("experiments")["method"]) == {"standard", "opacus-hooks"}
+    assert finished.results() == before
+    assert set(finished.table("experiments")["method"]) == {"standard"}
     finished.forget_snakemakes_records()
-    assert set(finished.planned(TABLES, "--configfile", "other.yaml")) == {"tables"}
-    assert finished.results() == both
+    assert set(finished.planned(TABLES)) == {"tables"}
+    finished.dpprof("prune", "other.yaml", "--delete")
+    assert methods_of(finished.results()) == ["standard", "standard"]
+    assert finished.planned(TABLES, "--configfile", "other.yaml") == {}
 
 
-def test_a_running_sweep_goes_on_as_it_began(checkout: Checkout) -> None:
-    """Whatever becomes of its config, and whatever else is planned meanwhile."""
+def test_a_running_sweep_goes_on_as_it_began_with_one_run_at_a_time(checkout: Checkout) -> None:
+    """Whatever becomes of its config, whatever else is planned, and with cores to spare."""
+    checkout.edit(CONFIG, "batch_size: 1", "batch_size: 1\n    replicates: 2")
     text = (checkout.path / CONFIG).read_text()
     (checkout.path / "other.yaml").write_text(text.replace("seq_len: 4", "seq_len: 5"))
-    sweep = checkout.start(TABLES)
+    sweep = checkout.start(TABLES, "--cores", "4")
     wait_for(checkout.results)
-    assert len(checkout.planned("--configfile", "other.yaml")["profile"]) == 3
+    assert len(checkout.planned("--configfile", "other.yaml")["profile"]) == 5
     checkout.edit(CONFIG, "batch_size: 2", "batch_size: 7")
     checkout.edit(CONFIG, "sweeps:", "this is no config any more: [")
     said, _ = sweep.communicate(timeout=300)
 
     assert sweep.returncode == 0, said
-    assert len(checkout.results()) == 3
     experiments = checkout.table("experiments")
     assert sorted(experiments["batch_size"]) == [1, 1, 2]
     assert set(experiments["seq_len"]) == {4}
+    (ceilings,) = (checkout.path / "results" / "ceilings").iterdir()
+    results = [json.loads(content) for _, content in checkout.results().values()]
+    ordered = sorted(results, key=lambda result: result["started_at"])
+    assert [result["replicate"] for result in ordered] == [0, 0, 0, 1, 1]
+    for earlier, later in itertools.pairwise([json.loads(ceilings.read_text()), *ordered]):
+        end = start_of(earlier) + dt.timedelta(seconds=earlier["wall_s"])
+        assert end <= start_of(later)
+
+
+@pytest.mark.slow
+def test_the_lock_alone_keeps_cpu_experiments_apart(checkout: Checkout) -> None:
+    """Snakemake's own means are switched off."""
+    options = ("--cores", "4", "--resources", "mem_mb=1000", "--set-threads", "profile=1")
+    checkout.snakemake(TABLES, *options)
+
+    results = [json.loads(content) for _, content in checkout.results().values()]
+    assert len(results) == 3
+    for earlier, later in itertools.pairwise(sorted(results, key=start_of)):
+        assert start_of(earlier) + dt.timedelta(seconds=earlier["wall_s"]) <= start_of(later)
+
+
+def start_of(result) -> dt.datetime:
+    return dt.datetime.fromisoformat(result["started_at"])

@@ -14,7 +14,7 @@ rule ceilings:
         "../../envs/dpprof.yaml"
     threads: workflow.cores
     resources:
-        gpu=gpus_of_device,
+        gpu=lambda wildcards: int(kind_of_device(wildcards) == "cuda"),
         gpu_manufacturer="nvidia",
         mem_mb=job_resources.PREDICTION_MB,
         runtime=30,

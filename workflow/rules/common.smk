@@ -10,12 +10,14 @@ from snakemake.exceptions import WorkflowError
 
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.launch import progress
-from dpprof.launch.to_do import tell_to_do
 from dpprof.planning import artifacts, job_resources, planner
 from dpprof.spec import registry
 from dpprof.spec.experiment import ID_PATTERN, read_spec
-from dpprof.planning.interpreter import offer_interpreter, why_jobs_cannot_run
-from dpprof.planning.libraries import expect_environment
+from dpprof.planning.job_environment import (
+    expect_environment,
+    offer_interpreter,
+    why_jobs_cannot_run,
+)
 from dpprof.spec.validation import InputError
 from dpprof.system.console import say
 from dpprof.records.verdict import BUILT_IN, STAND_IN_PATTERN, is_stand_in
@@ -111,25 +113,14 @@ def code_of(wildcards):
     return plan_file(artifacts.code_of_run(wildcards.instrument, experiment).path)
 
 
-def code_of_verdict(wildcards):
-    """Name the digest of the code that a verdict rests on."""
-    return plan_file(artifacts.code_of_verdict(wildcards.model, wildcards.method).path)
-
-
 def stand_in_of(wildcards):
     """Name the file of the small model that stands for a Hugging Face model; else nothing."""
     stands = is_stand_in(wildcards.model)
     return [plan_file(artifacts.stand_in_path(wildcards.model))] if stands else []
 
 
-def limit_of(resource):
-    """Return what --resources says of a resource; None where it says nothing."""
-    limit = workflow.global_resources.get(resource)
-    return limit and limit.value
-
-
-GPUS = job_resources.gpus_at_once(limit_of("gpu"))
-CPU_SLOTS = limit_of("cpu_slots") or 1
+gpu_limit = workflow.global_resources.get("gpu")
+GPUS = job_resources.gpus_at_once(gpu_limit and gpu_limit.value)
 
 
 def is_on_gpu(wildcards):
@@ -145,23 +136,16 @@ def gpus_of(wildcards):
     return ranks if is_on_cluster() else min(ranks, GPUS)
 
 
-def slots_of(wildcards):
-    """Ask for a slot of the processor where the experiment runs on that."""
-    return int(not is_on_gpu(wildcards))
-
-
 def is_on_cluster():
     """Say whether jobs run on other machines, whose GPUs and cores are not known here."""
     return workflow.remote_exec or workflow.non_local_exec
 
 
 def threads_of(wildcards):
-    """Let nothing run beside a measurement but those on other GPUs, or in other slots."""
-    if is_on_cluster():
+    """Let nothing run beside a measurement but those on other GPUs."""
+    if is_on_cluster() or not is_on_gpu(wildcards):
         return workflow.cores
-    if is_on_gpu(wildcards):
-        return gpus_of(wildcards) * job_resources.share_of_cores(workflow.cores, GPUS)
-    return job_resources.share_of_cores(workflow.cores, CPU_SLOTS)
+    return gpus_of(wildcards) * max(1, workflow.cores // GPUS)
 
 
 def device_options(wildcards, threads):
@@ -170,9 +154,7 @@ def device_options(wildcards, threads):
     On this machine's own processor --cores says only what Snakemake may use, and the results are to
     be the same whatever it says.
     """
-    if is_on_cluster() or is_on_gpu(wildcards):
-        return f"--threads {threads}"
-    return f"--cpu-slots {CPU_SLOTS}" if CPU_SLOTS > 1 else ""
+    return f"--threads {threads}" if is_on_cluster() or is_on_gpu(wildcards) else ""
 
 
 def memory_mb_of(wildcards):
@@ -190,16 +172,6 @@ def priority_of(wildcards):
     return max(0, 1000 - int(wildcards.replicate))
 
 
-def manifest_of(wildcards):
-    """Name the list of runs of the current config."""
-    return plan_file(PLAN.manifest.path)
-
-
-def due_of(wildcards):
-    """Name the file that planning rewrites when tables must be made again."""
-    return plan_file(PLAN.manifest.due_path)
-
-
 def planned(kind):
     """Make a function that lists the current config's records of one kind."""
     return lambda wildcards: [str(path) for path in PLAN.paths(kind)]
@@ -213,11 +185,6 @@ def required(kind):
 def kind_of_device(wildcards):
     """Say what a device is, which its name begins with: cpu or cuda."""
     return wildcards.device.partition("-")[0]
-
-
-def gpus_of_device(wildcards):
-    """Ask for a GPU where the ceilings are a GPU's."""
-    return 1 if kind_of_device(wildcards) == "cuda" else 0
 
 
 def predicted_on(wildcards):
@@ -246,14 +213,9 @@ def folder_of(files):
 # stored need not be worked out ten times a job.
 for function in (
     *(code_of, operators_of, priority_of, threads_of, device_options),
-    *(gpus_of, slots_of, memory_mb_of, runtime_of),
+    *(gpus_of, memory_mb_of, runtime_of),
 ):
     function.__signature__ = inspect.signature(function)
-
-
-def caption_of(wildcards):
-    """Say what a figure shows."""
-    return registry.caption("figures", wildcards.figure)
 
 
 RUNS = {"profile": "measurement", "predict": "prediction"}
@@ -269,7 +231,7 @@ def start_progress():
     problem = None if IS_DEPLOYED or is_on_cluster() else why_jobs_cannot_run()
     if problem and parts.keys() & {*RUNS.values(), "verify", "ceilings"}:
         raise WorkflowError(problem)
-    for line in tell_to_do(parts, workflow.cores):
+    for line in progress.tell_to_do(parts, workflow.cores):
         say(line)
     runs = [job.wildcards for job in due if job.rule.name in RUNS]
     progress.Progress.start(

@@ -13,13 +13,11 @@ rule figure:
         caption="results/figures/{figure}.json",
     log:
         "results/logs/figures/{figure}.log",
-    benchmark:
-        "results/benchmarks/figures/{figure}.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:
         script=script_of("figure"),
-        caption=caption_of,
+        caption=lambda wildcards: registry.caption("figures", wildcards.figure),
         tables=lambda wildcards, input: folder_of(input.tables),
     shell:
         "python {params.script} --figure {wildcards.figure}"

@@ -20,7 +20,6 @@ rule profile:
     threads: threads_of
     resources:
         gpu=gpus_of,
-        cpu_slots=slots_of,
         gpu_manufacturer="nvidia",
         mem_mb=memory_mb_of,
         runtime=runtime_of,

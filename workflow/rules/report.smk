@@ -24,8 +24,6 @@ rule report:
         content=update("results/report.json"),
     log:
         "results/logs/report.log",
-    benchmark:
-        "results/benchmarks/report.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:

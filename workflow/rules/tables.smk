@@ -1,10 +1,11 @@
 rule tables:
     input:
-        manifest=manifest_of,
+        manifest=lambda wildcards: plan_file(PLAN.manifest.path),
         results=required(artifacts.RUN),
         verdicts=required(artifacts.VERDICT),
         ceilings=required(artifacts.LIMITS),
-        due=due_of,
+        # Planning rewrites it when tables must be made again.
+        due=lambda wildcards: plan_file(PLAN.manifest.due_path),
         code=local("results/plan/code/tables.sha256"),
     output:
         *[
@@ -20,8 +21,6 @@ rule tables:
         manifest="results/tables/manifest.txt",
     log:
         "results/logs/tables.log",
-    benchmark:
-        "results/benchmarks/tables.tsv"
     conda:
         "../../envs/dpprof.yaml"
     params:

@@ -3,7 +3,7 @@
 # method does.
 rule verify:
     input:
-        code=code_of_verdict,
+        code=lambda w: plan_file(artifacts.code_of_verdict(w.model, w.method).path),
         stand_in=stand_in_of,
     output:
         "results/verify/{model}-{method}.json",

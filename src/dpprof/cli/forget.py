@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, names_of
-from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, Kind
+from dpprof.planning.artifacts import RESULTS, RUN, VERDICT, RecordKind
 from dpprof.records.record import ResultError
 from dpprof.records.result import interrupted_path
 from dpprof.records.terms import OUTCOMES
@@ -17,7 +17,7 @@ FAILURES = OUTCOMES[1:]
 FORGOTTEN = (RUN, VERDICT)
 
 
-def why_to_forget(path: Path, kind: Kind, arguments: argparse.Namespace) -> str | None:
+def why_to_forget(path: Path, kind: RecordKind, arguments: argparse.Namespace) -> str | None:
     """Return why a file is to be forgotten; None where it stays.
 
     Raises:

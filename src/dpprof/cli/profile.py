@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, natural, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiment
-from dpprof.launch.cpu_slots import count_cpu_slots
+from dpprof.launch.device_lock import MAX_WAIT, longest_wait_s
 from dpprof.launch.progress import Progress, run_name, tell_result
 from dpprof.launch.supervisor import supervise
-from dpprof.launch.waiting import MAX_WAIT, longest_wait_s
 from dpprof.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
 from dpprof.spec import registry
 from dpprof.system.console import keep_log
@@ -48,19 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"longest wait for a device (default: {MAX_WAIT}, else "
         f"{WAIT_UNDER_A_SCHEDULER_S:,.0f} in a job of Slurm, else without a limit)",
     )
-    parser.add_argument(
-        "--cpu-slots",
-        metavar="N",
-        help="divide the processor into so many slots, each for a measurement beside the others'"
-        " (default: DPPROF_CPU_SLOTS, else 1)",
-    )
     add_experiment_options(parser)
     arguments = parser.parse_args(argv)
     keep_log(None)  # the supervisor keeps it
     with ending_in_a_sentence():
         experiment = read_experiment(arguments)
         longest_s = longest_wait_s(arguments.max_wait_s)
-        number_of_slots = count_cpu_slots(arguments.cpu_slots)
         registry.check("instruments", arguments.instrument, "--instrument")
         registry.refuse_target(experiment, arguments.instrument, "--target")
     name = run_name(experiment.id, arguments.instrument, arguments.replicate)
@@ -79,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             keep=arguments.keep,
             threads=arguments.threads,
             longest_wait_s=longest_s,
-            number_of_slots=number_of_slots,
             since_s=progress.sweep.at_s if progress and progress.sweep else 0.0,
         )
     if progress is not None:

@@ -9,7 +9,7 @@ from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.frames import write_frame, write_sums
 from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
 from dpprof.launch.accounting_run import account_apart
-from dpprof.launch.interrupted import drop_copies
+from dpprof.launch.scheduler import drop_copies
 from dpprof.planning.artifacts import RESULTS
 from dpprof.planning.planner import Manifest, read_manifest
 from dpprof.spec.validation import InputError

@@ -7,7 +7,7 @@ backward pass and in two; ``PerLayerClipping`` clips each layer to a bound of it
 
 from typing import TYPE_CHECKING
 
-from dpprof.system.lazy_imports import import_at_first_use
+from dpprof.system.imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.clipping.book_keeping import BookKeeping as BookKeeping

@@ -11,7 +11,7 @@ from dpprof.planning.code_digest import ACCOUNTING, file_digest
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.validation import InputError
 
-TIMEOUT_S = 600
+ACCOUNTING_TIMEOUT_S = 600
 """RDP takes seconds, PRV up to minutes for a million steps; what takes longer counts as hung."""
 
 _ACCOUNT = "dpprof.accounting.noise:account"
@@ -37,10 +37,10 @@ def account_apart(privacy: Privacy, tokens_per_sample: Sequence[float]) -> list[
             _ACCOUNT,
             privacy.model_dump_json(),
             json.dumps(list(tokens_per_sample)),
-            timeout_s=TIMEOUT_S,
+            timeout_s=ACCOUNTING_TIMEOUT_S,
         )
     if ended.answer is None:
-        why = ended.explain(f"accountant {privacy.accountant}", TIMEOUT_S)
+        why = ended.explain(f"accountant {privacy.accountant}", ACCOUNTING_TIMEOUT_S)
         otherwise = "; rdp is fast" if privacy.accountant == "prv" else ""
         raise InputError(f"no noise is known: {why}{otherwise}")
     return ended.answer

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from dpprof.launch.device_lock import Hold
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.isolated import Isolation, isolate
 from dpprof.planning.code_digest import ceilings_digest
@@ -16,12 +15,12 @@ from dpprof.system.hardware import available_cores, why_no_cuda
 OPERATORS_S = 120
 """About how long the operators of all experiments may take; at most what one takes longer."""
 
-TIMEOUT_S = 120
+CEILINGS_TIMEOUT_S = 120
 """Ceilings take about ten seconds; a device that takes longer than this counts as hung."""
 
 _MEASURE = "dpprof.devices.limits:measure"
 _TIME_OPERATORS = "dpprof.instruments.operators:measure"
-_NO_GPU = DeviceSlot({"cuda": Hold.ALONE}, lambda: {"type": "cuda", "name": None, "uuid": None}, {})
+_NO_GPU = DeviceSlot(("cuda",), lambda: {"type": "cuda", "name": None, "uuid": None}, {})
 
 
 def measure_apart(
@@ -59,8 +58,8 @@ def _measure(device: str, isolation: Isolation) -> tuple[Limits, float | None]:
     """Return ceilings, and how many cores others kept busy; null ceilings with the reason."""
     if device == "cuda" and (reason := why_no_cuda()):
         return nothing_measured(reason), None
-    ended = isolation.run(Limits, _MEASURE, device, timeout_s=TIMEOUT_S)
-    limits = ended.answer or nothing_measured(ended.explain("measurement", TIMEOUT_S))
+    ended = isolation.run(Limits, _MEASURE, device, timeout_s=CEILINGS_TIMEOUT_S)
+    limits = ended.answer or nothing_measured(ended.explain("measurement", CEILINGS_TIMEOUT_S))
     return limits, ended.others_busy_cores
 
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from dpprof.launch.device_lock import keep_to_this_process
+from dpprof.system.imports import collecting_no_garbage
 from dpprof.system.messages import escape_all
 from dpprof.system.process_groups import die_with, end_group_with
-from dpprof.system.quick_imports import collecting_no_garbage
 
 
 class Assignment(BaseModel, frozen=True, extra="forbid"):
@@ -31,8 +31,6 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     """A pipe that closes when the parent dies; None where the parent's own group ends with it."""
 
     answer_fd: int
-    cores: tuple[int, ...] = ()
-    """The cores to stay on; none for all."""
 
 
 def main() -> None:
@@ -43,8 +41,6 @@ def main() -> None:
     if assignment.lifeline_fd is not None:
         end_group_with(assignment.lifeline_fd)
     keep_to_this_process(assignment.lock_fds)
-    if assignment.cores:
-        os.sched_setaffinity(0, assignment.cores)
     with collecting_no_garbage():
         function = pkgutil.resolve_name(assignment.function)
     answer = function(*assignment.arguments)

@@ -5,15 +5,17 @@ both processes have ended, however they ended. The worker's own children do not 
 """
 
 import contextlib
-import enum
 import fcntl
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dpprof.launch.waiting import MAX_WAIT, wait_for
+from dpprof.launch.scheduler import scheduler_job
+from dpprof.planning.job_resources import WAIT_UNDER_A_SCHEDULER_S
+from dpprof.spec.validation import refuse
 from dpprof.system.lock_holders import name_holders
 
 _POLL_S = 0.1
@@ -22,23 +24,14 @@ _LOOK_S = 1.0
 
 _VARIABLE = "DPPROF_LOCK_DIR"
 
+MAX_WAIT = "DPPROF_MAX_WAIT_S"
+"""The environment variable with the longest wait for a device, in seconds."""
+
+_FIRST_S, _RAREST_S = 60.0, 3600.0
+
 
 class DeviceBusyError(Exception):
     """No device became free in the time that there was; the message says who uses them."""
-
-
-class Hold(enum.Enum):
-    """How a lock is needed."""
-
-    ALONE = "alone"
-    SHARED = "beside others that share it"
-    NOBODY = "held by nobody at the moment when the others are taken"
-
-
-Locks = Mapping[str, Hold]
-"""The locks of a device, by name. Those that are held are taken before others are looked at: of two
-who look at each other's lock, one at least sees the other's.
-"""
 
 
 def lock_path(device: str) -> Path:
@@ -83,19 +76,61 @@ def keep_to_this_process(descriptors: Iterable[int]) -> None:
     os.register_at_fork(after_in_child=let_go)
 
 
+def longest_wait_s(stated: str | None = None) -> float:
+    """Return how long to wait for a device, in seconds; without a limit it is infinite.
+
+    ``stated``, the value of ``--max-wait-s``, comes before ``DPPROF_MAX_WAIT_S``.
+
+    Raises:
+        InputError: The value is no number of seconds; the message names option or variable.
+    """
+    for key, text in (("--max-wait-s", stated), (MAX_WAIT, os.environ.get(MAX_WAIT))):
+        if text:
+            if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
+                raise refuse(key, text, "it must be a number of seconds from 0, such as 600")
+            return float(text)
+    return WAIT_UNDER_A_SCHEDULER_S if scheduler_job() else math.inf
+
+
+def wait_for(
+    look: Callable[[], int | None],
+    tell: Callable[[float], None],
+    *,
+    longest_s: float,
+    every_s: float,
+) -> int | None:
+    """Look until something is found and return it; None if ``longest_s`` seconds were not enough.
+
+    ``tell`` is called with the seconds waited so far: at the second look, after 1, 2, 4 ...
+    minutes, and then every hour, so that a log of a night says what is waited for.
+    """
+    start_s, due_s = time.monotonic(), every_s
+    while (found := look()) is None:
+        waited_s = time.monotonic() - start_s
+        if waited_s >= longest_s:
+            return None
+        if waited_s >= due_s:
+            tell(waited_s)
+            due_s = max(_FIRST_S, min(2 * due_s, due_s + _RAREST_S))
+        time.sleep(min(every_s, longest_s - waited_s))
+    return found
+
+
 @contextlib.contextmanager
 def hold_one(
-    devices: Sequence[str | Locks],
+    devices: Sequence[Sequence[str]],
     waiting: Callable[[str, float], None],
     *,
+    shared: bool = False,
     longest_s: float = math.inf,
     why_not: Callable[[int, int], str | None] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
     """Hold the locks of the first free device; wait while none is free.
 
     Args:
-        devices: The locks of each device; a name stands for one that is held alone.
+        devices: The names of each device's locks.
         waiting: Called with who is waited for, and the seconds so far, at growing intervals.
+        shared: Whether others that share a lock may hold it too.
         longest_s: The most seconds to wait.
         why_not: Returns who else keeps a device busy whose locks are free, or None if it will
             do, from its position and the number of devices before it that will not do either.
@@ -106,7 +141,7 @@ def hold_one(
     Raises:
         DeviceBusyError: Nothing was free in that time.
     """
-    choices = [{one: Hold.ALONE} if isinstance(one, str) else one for one in devices]
+    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     files: dict[str, int] = {}
     in_the_way: list[str] = []
     users: list[str] = []
@@ -114,8 +149,8 @@ def hold_one(
     def look() -> int | None:
         in_the_way.clear()
         users.clear()
-        for position, locks in enumerate(choices):
-            if (name := _take(files, locks)) is not None:
+        for position, locks in enumerate(devices):
+            if (name := _take(files, locks, how)) is not None:
                 in_the_way.append(name)
             elif why_not is None or (user := why_not(position, len(users))) is None:
                 return position
@@ -129,7 +164,7 @@ def hold_one(
         return " and ".join([*holders, *users])
 
     try:
-        for name in dict.fromkeys(name for locks in choices for name in locks):
+        for name in dict.fromkeys(name for locks in devices for name in locks):
             files[name] = _open(lock_path(name))
         position = wait_for(
             look,
@@ -143,27 +178,23 @@ def hold_one(
                 f"{named}: still taken after {longest_s:,g} s, by {tell_whom()}; "
                 f"{MAX_WAIT} says how many seconds to wait"
             )
-        held = choices[position].items()
-        yield position, [files[name] for name, hold in held if hold is not Hold.NOBODY]
+        yield position, [files[name] for name in devices[position]]
     finally:
         for descriptor in files.values():
             os.close(descriptor)
 
 
-def _take(files: Mapping[str, int], locks: Locks) -> str | None:
+def _take(files: Mapping[str, int], locks: Sequence[str], how: int) -> str | None:
     """Take all locks of a device and return None; if one is not free, none, and return its name."""
-    for name in sorted(locks, key=lambda name: locks[name] is Hold.NOBODY):
-        kind = fcntl.LOCK_SH if locks[name] is Hold.SHARED else fcntl.LOCK_EX
+    for name in locks:
         try:
-            fcntl.flock(files[name], kind | fcntl.LOCK_NB)
+            fcntl.flock(files[name], how | fcntl.LOCK_NB)
         except BlockingIOError:
             _let_go(files, locks)
             return name
-        if locks[name] is Hold.NOBODY:
-            fcntl.flock(files[name], fcntl.LOCK_UN)
     return None
 
 
-def _let_go(files: Mapping[str, int], locks: Locks) -> None:
+def _let_go(files: Mapping[str, int], locks: Sequence[str]) -> None:
     for name in locks:
         fcntl.flock(files[name], fcntl.LOCK_UN)

@@ -4,17 +4,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from dpprof.launch.device_lock import Hold, Locks
 from dpprof.system.hardware import Gpu, describe_cpu, describe_gpu, interchangeable_gpus
-
-PREDICTING, SLOTTED = "cpu-predictions", "cpu-slots"
-"""Locks of the two ways to share the processor; who shares it in one way keeps the other out."""
 
 
 class DeviceSlot(NamedTuple):
     """A device, as the supervisor of a measurement needs it."""
 
-    locks: Locks
+    locks: tuple[str, ...]
+    """Names of locks, all of which a measurement holds."""
+
     describe: Callable[[], dict[str, Any]]
     environment: dict[str, str]
     """Environment variables that restrict the measuring process to this device."""
@@ -22,8 +20,8 @@ class DeviceSlot(NamedTuple):
     uuid: str | None = None
     """The UUID of a GPU; those of several, with commas."""
 
-    cores: tuple[int, ...] = ()
-    """The cores that the measuring process is held to; none, if it may use all."""
+    shared: bool = False
+    """Whether others that share the device may use it at the same time."""
 
 
 def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:
@@ -31,10 +29,8 @@ def cpu_slot(threads: int, *, shared: bool = False) -> DeviceSlot:
 
     With ``shared``, for what measures nothing, others with ``shared`` may use it too.
     """
-    locks = {"cpu": Hold.ALONE}
-    if shared:
-        locks = {"cpu": Hold.SHARED, PREDICTING: Hold.SHARED, SLOTTED: Hold.NOBODY}
-    return DeviceSlot(locks, partial(describe_cpu, threads), limit_threads(threads))
+    describe, limit = partial(describe_cpu, threads), _limit_threads(threads)
+    return DeviceSlot(("cpu",), describe, limit, shared=shared)
 
 
 def gpu_slots(threads: int, number: int = 1) -> list[DeviceSlot]:
@@ -49,9 +45,10 @@ def gpu_slots(threads: int, number: int = 1) -> list[DeviceSlot]:
 def _slot(gpus: Sequence[Gpu], threads: int) -> DeviceSlot:
     uuids = ",".join(gpu.uuid for gpu in gpus)
     return DeviceSlot(
-        {f"cuda-{gpu.uuid}": Hold.ALONE for gpu in gpus},
+        tuple(f"cuda-{gpu.uuid}" for gpu in gpus),
         partial(_describe, gpus),
-        limit_threads(threads) | {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        _limit_threads(threads)
+        | {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         uuids,
     )
 
@@ -62,6 +59,6 @@ def _describe(gpus: Sequence[Gpu]) -> dict[str, Any]:
     return facts if len(gpus) == 1 else facts | {"gpus": len(gpus)}
 
 
-def limit_threads(threads: int) -> dict[str, str]:
+def _limit_threads(threads: int) -> dict[str, str]:
     """Return the environment variables that give a process a number of threads."""
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

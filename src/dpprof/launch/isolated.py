@@ -24,10 +24,9 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from dpprof.launch import child
-from dpprof.launch.device_lock import hold_one
+from dpprof.launch.device_lock import hold_one, longest_wait_s
 from dpprof.launch.device_slots import DeviceSlot
-from dpprof.launch.waiting import longest_wait_s
-from dpprof.planning.code_in_use import CodeInUse
+from dpprof.planning.code_digest import CodeInUse
 from dpprof.records.provenance import describe_surroundings
 from dpprof.system.child_output import Output, Sink
 from dpprof.system.console import say
@@ -125,7 +124,6 @@ class Isolation:
                 lock_fds=self._lock_fds,
                 lifeline_fd=lifeline,
                 answer_fd=answer.fileno(),
-                cores=self.slot.cores,
             )
             start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():
@@ -190,6 +188,7 @@ def isolate(
     held = hold_one(
         [slot.locks for slot in slots],
         partial(_tell_wait, "the CPU" if "cpu" in slots[0].locks else "every visible GPU"),
+        shared=slots[0].shared,
         longest_s=limit_s,
         why_not=why_not,
     )

@@ -1,4 +1,4 @@
-"""Prints a sweep's progress: experiment k of n, the present run, the time left.
+"""Prints what a sweep is about to do, and its progress: run k of n, and the time left.
 
 When a sweep starts, Snakemake's main process writes the list of planned runs, and names the file in
 the environment. Every supervisor appends a line when its run begins and one when it ends, so that
@@ -7,13 +7,14 @@ all can compute the progress, and ``dpprof watch`` can tell what runs.
 
 import contextlib
 import json
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 import psutil
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -75,8 +76,10 @@ class Progress:
     def __init__(self, path: Path) -> None:
         first, *others = path.read_text(encoding="utf-8").splitlines()
         self._path = path
-        self._kinds = _PLANNED.validate_json(first)
-        self._walls: dict[str, float] = {}
+        self.kinds: Mapping[str, str] = _PLANNED.validate_json(first)
+        """The model and method of each planned run, by the run's name."""
+        self.ended: dict[str, float] = {}
+        """The seconds that each ended run took, by its name."""
         self._began: dict[str, Began] = {}
         self.sweep: Began | None = None
         """The sweep's own beginning; None if the file does not say."""
@@ -88,22 +91,12 @@ class Progress:
         try:
             began = Began.model_validate_json(text)
         except ValidationError:
-            self._walls |= _ENDED.validate_json(text)
+            self.ended |= _ENDED.validate_json(text)
         else:
             if began.began is None:
                 self.sweep = began
             else:
                 self._began[began.began] = began
-
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """The model and method of each planned run, by the run's name."""
-        return self._kinds
-
-    @property
-    def ended(self) -> Mapping[str, float]:
-        """The seconds that each ended run took, by its name."""
-        return self._walls
 
     def goes_on(self) -> bool | None:
         """Return whether the sweep's Snakemake is alive; None if that cannot be told."""
@@ -114,10 +107,10 @@ class Progress:
 
         Another machine's process counts as alive unless the sweep is known to have ended.
         """
-        open_ = [one for name, one in self._began.items() if name not in self._walls]
-        ended = self.goes_on() is False
+        open_ = [one for name, one in self._began.items() if name not in self.ended]
+        is_over = self.goes_on() is False
         alive = ((one, one.goes_on()) for one in open_)
-        return [one for one, is_alive in alive if is_alive or (is_alive is None and not ended)]
+        return [one for one, is_alive in alive if is_alive or (is_alive is None and not is_over)]
 
     @classmethod
     def start(cls, path: Path, runs: Iterable[tuple[str, Experiment]]) -> None:
@@ -149,21 +142,21 @@ class Progress:
         The estimate of a run is the median of its kind (model and method), or of all runs if none
         of its kind has ended. None until the first run has ended.
         """
-        if not self._walls:
+        if not self.ended:
             return None
         by_kind: dict[str, list[float]] = {}
-        for name, wall_s in self._walls.items():
-            by_kind.setdefault(self._kinds.get(name, ""), []).append(wall_s)
+        for name, wall_s in self.ended.items():
+            by_kind.setdefault(self.kinds.get(name, ""), []).append(wall_s)
         return sum(
-            statistics.median(by_kind.get(kind) or self._walls.values())
-            for name, kind in self._kinds.items()
-            if name not in self._walls
+            statistics.median(by_kind.get(kind) or self.ended.values())
+            for name, kind in self.kinds.items()
+            if name not in self.ended
         )
 
     def announce(self, name: str) -> None:
         """Print the run that starts now, its number, and the time left; append that it begins."""
-        total = len(self._kinds)
-        number = min(len(self._walls) + 1, total)
+        total = len(self.kinds)
+        number = min(len(self.ended) + 1, total)
         left = self.seconds_left()
         when = "" if left is None else f", about {format_duration(left)} left"
         say(f"[{number}/{total}] {name}{when}")
@@ -226,3 +219,54 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:  # noqa: PLR2004 (minutes in an hour)
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+class _Jobs(NamedTuple):
+    """Jobs of one kind, a part of a sweep."""
+
+    one: str
+    many: str
+    seconds: float
+    """Of one job, with a small model on a common processor."""
+
+    alone: bool
+    """Whether nothing runs beside such a job."""
+
+
+_PARTS = {
+    "ceilings": _Jobs("device's ceilings", "devices' ceilings", 45, alone=True),
+    "measurement": _Jobs("measurement", "measurements", 8, alone=True),
+    "prediction": _Jobs("prediction", "predictions", 8, alone=False),
+    "verify": _Jobs("verification", "verifications", 6, alone=False),
+    "tables": _Jobs("set of tables", "sets of tables", 4, alone=True),
+    "figure": _Jobs("figure", "figures", 3, alone=False),
+    "report": _Jobs("report", "reports", 12, alone=True),
+}
+"""In the order in which most of them run."""
+
+
+def tell_to_do(jobs: Mapping[str, int], cores: int) -> Iterator[str]:
+    """Say how many jobs of each part there are, and about how long they take.
+
+    Args:
+        jobs: Number of jobs by part; parts that are not in ``_PARTS`` are not spoken of.
+        cores: On how many cores jobs share that may run beside one another.
+
+    Example:
+        >>> for line in tell_to_do({"verify": 4, "report": 1}, cores=2):
+        ...     print(line)
+        to do, about 24 s with small models on a processor:
+          4 verifications, about 12 s
+          1 report, about 12 s
+    """
+    seconds = {
+        name: part.seconds * (jobs[name] if part.alone else math.ceil(jobs[name] / cores))
+        for name, part in _PARTS.items()
+        if jobs.get(name)
+    }
+    if not seconds:
+        return
+    yield f"to do, about {format_duration(sum(seconds.values()))} with small models on a processor:"
+    for name, taken in seconds.items():
+        what = _PARTS[name].one if jobs[name] == 1 else _PARTS[name].many
+        yield f"  {jobs[name]} {what}, about {format_duration(taken)}"

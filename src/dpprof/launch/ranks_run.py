@@ -22,7 +22,7 @@ from dpprof.records.result import Measurement, RankPart
 from dpprof.spec.experiment import Experiment
 from dpprof.system.child_output import Output, Sink
 
-_WORK = "dpprof.launch.rank:work"
+_WORK = "dpprof.launch.worker:work_on_rank"
 _POLL_S = 0.02
 _COUNTED_ELSEWHERE = "the instruments memory and estimate count it"
 
@@ -35,6 +35,27 @@ class _Rank(NamedTuple):
     output: Output
     phase_fd: int
     answer: IO[bytes]
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self.process.poll() is not None
+
+    def report(self) -> WorkerAnswer | None:
+        """Return the rank's report; None if it died before the report was complete."""
+        self.answer.seek(0)
+        try:
+            return WorkerAnswer.model_validate_json(self.answer.read())
+        except ValidationError:
+            return None
+
+    def measurement(self) -> Measurement | None:
+        """Return what the rank has measured; None if it failed."""
+        report = self.report()
+        return None if report is None else report.measurement
+
+    def reported_at(self) -> float:
+        """Return when the rank reported; 0 if it died without a report."""
+        return os.fstat(self.answer.fileno()).st_mtime if self.report() else 0.0
 
 
 def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> WorkerAnswer:
@@ -64,7 +85,7 @@ def run_ranks(experiment: Experiment, instrument: str, phase_fd: int) -> WorkerA
         tails = [rank.output.finish() for rank in ranks]
         if failed is not None:
             return _tell_failure(failed, tails[failed.number], experiment)
-        return _merge([_read(rank) for rank in ranks])
+        return _merge([measured for rank in ranks if (measured := rank.measurement())])
 
 
 def _start(
@@ -111,46 +132,17 @@ def _wait(ranks: list[_Rank]) -> _Rank | None:
     waiting = list(ranks)
     while waiting:
         time.sleep(_POLL_S)
-        ended = _list_ended(waiting)
-        if not all(map(_has_measured, ended)):
+        ended = [rank for rank in waiting if rank.has_ended()]
+        if not all(rank.measurement() for rank in ended):
             # Looked at once more: the first one may have died after its turn and before another's.
-            failed = [rank for rank in _list_ended(waiting) if not _has_measured(rank)]
-            return min(failed, key=_reported_at)
+            failed = [one for one in waiting if one.has_ended() and not one.measurement()]
+            return min(failed, key=_Rank.reported_at)
         waiting = [rank for rank in waiting if rank not in ended]
     return None
 
 
-def _list_ended(ranks: list[_Rank]) -> list[_Rank]:
-    return [rank for rank in ranks if rank.process.poll() is not None]
-
-
-def _has_measured(rank: _Rank) -> bool:
-    report = _report(rank)
-    return report is not None and report.outcome == "ok"
-
-
-def _reported_at(rank: _Rank) -> float:
-    return os.fstat(rank.answer.fileno()).st_mtime if _report(rank) else 0.0
-
-
-def _report(rank: _Rank) -> WorkerAnswer | None:
-    """Read a rank's report; None if it died before the report was complete."""
-    rank.answer.seek(0)
-    try:
-        return WorkerAnswer.model_validate_json(rank.answer.read())
-    except ValidationError:
-        return None
-
-
-def _read(rank: _Rank) -> Measurement:
-    report = _report(rank)
-    assert report is not None
-    assert report.measurement is not None
-    return report.measurement
-
-
 def _tell_failure(rank: _Rank, tail: str, experiment: Experiment) -> WorkerAnswer:
-    report = _report(rank)
+    report = rank.report()
     if report is None:
         limited = experiment.memory_limit_bytes is not None
         phase = PhaseMark(rank.phase_fd).read()

@@ -1,14 +1,24 @@
-"""Tells whether a cluster's scheduler runs this process, and may end it."""
+"""Tells whether a cluster's scheduler runs this process, and keeps the attempts that it ended.
 
+Snakemake deletes the result of a job that failed, and for a scheduler a job that it has ended has
+failed, whatever the job still did. So a copy of the result stays beside it until a job ends well.
+"""
+
+import datetime as dt
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from dpprof.records.result import Failure
-from dpprof.records.terms import Phase
+from dpprof.records.record import ResultError
+from dpprof.records.result import Failure, Result, interrupted_path, read_result
+from dpprof.records.terms import Outcome, Phase
+from dpprof.system.files import write_atomically
 
-_SCHEDULERS = {"SLURM_JOB_ID": "Slurm"}
-"""The scheduler's name, by the environment variable that holds its job's number."""
+MAX_ATTEMPTS = 2
+"""A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
+
+RETRIED: tuple[Outcome, ...] = ("crashed", "killed")
 
 
 def scheduler_job(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -20,10 +30,8 @@ def scheduler_job(environment: Mapping[str, str] = os.environ) -> str | None:
         >>> scheduler_job({}) is None
         True
     """
-    for variable, name in _SCHEDULERS.items():
-        if number := environment.get(variable):
-            return f"{name} job {number}"
-    return None
+    number = environment.get("SLURM_JOB_ID")
+    return f"Slurm job {number}" if number else None
 
 
 def describe_end(job: str, number: int, phase: Phase) -> Failure:
@@ -34,3 +42,61 @@ def describe_end(job: str, number: int, phase: Phase) -> Failure:
         phase=phase,
         signal=signal.Signals(number).name,
     )
+
+
+def is_interrupted(result: Result) -> bool:
+    """Return whether a run has attempts left."""
+    return result.outcome in RETRIED and len(result.attempts) < MAX_ATTEMPTS
+
+
+def keep_copy(output: Path) -> None:
+    """Keep a copy of a result that Snakemake will delete.
+
+    Raises:
+        OSError: The copy cannot be written.
+    """
+    write_atomically(interrupted_path(output), output.read_bytes())
+
+
+def drop_copy(output: Path) -> None:
+    """Delete the copy of a result, if there is one."""
+    interrupted_path(output).unlink(missing_ok=True)
+
+
+def drop_copies(results: Path) -> None:
+    """Delete the copies of results that are there, since their jobs did end well after all."""
+    for copy in results.glob(str(interrupted_path(Path("*/*.json")))):
+        if copy.with_suffix("").exists():
+            copy.unlink()
+
+
+def read_earlier(
+    output: Path, asked: tuple[str, str, int], digest: Callable[[], str], since_s: float
+) -> Result | None:
+    """Return the result of an earlier job, from its file or its copy; None if there is none.
+
+    A copy that has no attempts left takes the place of the result that Snakemake has deleted.
+
+    ``asked`` is what the result must be of: spec digest, instrument and replicate; ``digest``
+    returns the present code's. What was interrupted before ``since_s``, in seconds since 1970, does
+    not count.
+    """
+    interrupted = None
+    for path in (output, interrupted_path(output)):
+        try:
+            result = read_result(path)
+        except (FileNotFoundError, ResultError):
+            continue
+        found = (result.spec_digest, result.instrument, result.replicate)
+        if found != asked or result.code_digest != digest():
+            continue
+        is_final = not is_interrupted(result)
+        if path == output and is_final:
+            return result
+        if dt.datetime.fromisoformat(result.started_at).timestamp() < since_s:
+            continue
+        if is_final:
+            path.replace(output)
+            return result
+        interrupted = interrupted or result
+    return interrupted

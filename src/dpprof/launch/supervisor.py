@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from dpprof.launch.cpu_slots import cpu_slots
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.exit_status import judge_death
 from dpprof.launch.gpu_contention import (
@@ -21,17 +20,18 @@ from dpprof.launch.gpu_contention import (
     refuse_busy,
     tell_others,
 )
-from dpprof.launch.interrupted import (
+from dpprof.launch.isolated import Isolation, Terminated, isolate
+from dpprof.launch.protocol import TRACES, PhaseMark, WorkerAnswer
+from dpprof.launch.scheduler import (
     MAX_ATTEMPTS,
     RETRIED,
+    describe_end,
     drop_copy,
     is_interrupted,
     keep_copy,
     read_earlier,
+    scheduler_job,
 )
-from dpprof.launch.isolated import Isolation, Terminated, isolate
-from dpprof.launch.protocol import TRACES, PhaseMark, WorkerAnswer
-from dpprof.launch.scheduler import describe_end, scheduler_job
 from dpprof.planning.code_digest import code_digest, model_libraries
 from dpprof.records.provenance import package_versions
 from dpprof.records.reconciliation import JOINED
@@ -55,25 +55,19 @@ _SIGNALS_SPREAD_S = 2.0
 """A scheduler signals every process of a job, the worker perhaps before its supervisor."""
 
 
-def _slots(
-    experiment: Experiment, instrument: str, threads: int | None, number_of_slots: int
-) -> list[DeviceSlot]:
+def _slots(experiment: Experiment, instrument: str, threads: int | None) -> list[DeviceSlot]:
     """Return the interchangeable devices that this experiment can run on.
 
     Predictions run on the CPU, whatever device they are for, with the threads of a measurement
-    that has the machine to itself, of one rank of several. An experiment that asks for more threads
-    than a slot of the processor has cores has the machine to itself too.
+    that has the machine to itself, of one rank of several.
     """
     cores = available_cores()
     if instrument in PREDICTIONS:
         number = max(1, (experiment.cpu_threads or cores) // experiment.world_size)
         return [cpu_slot(number, shared=True)]
     number = experiment.cpu_threads or min(threads or cores, cores)
-    cpu = cpu_slot(number)
-    if experiment.device == "cpu":
-        stated = experiment.cpu_threads
-        return (cpu_slots(number_of_slots, stated, threads) if number_of_slots > 1 else []) or [cpu]
-    return gpu_slots(number, experiment.world_size) or [cpu]  # too few GPUs: the worker says it
+    gpus = gpu_slots(number, experiment.world_size) if experiment.device == "cuda" else []
+    return gpus or [cpu_slot(number)]  # too few GPUs: the worker says it
 
 
 class _Tried(NamedTuple):
@@ -158,7 +152,6 @@ def supervise(
     keep: bool = False,
     threads: int | None = None,
     longest_wait_s: float | None = None,
-    number_of_slots: int = 1,
     since_s: float = 0.0,
 ) -> Result:
     """Run one experiment until it ends in any way, and write one complete JSON.
@@ -174,8 +167,7 @@ def supervise(
 
     ``threads`` are those of a measurement whose experiment does not say ``cpu_threads``, at most
     and by default one for each core. ``longest_wait_s`` bounds the wait for the lock;
-    ``DPPROF_MAX_WAIT_S`` where it is not given. With ``number_of_slots`` above 1 a measurement on
-    the processor is held to one of so many disjoint parts of it, beside others.
+    ``DPPROF_MAX_WAIT_S`` where it is not given.
 
     Raises:
         OSError: The result cannot be written; this is checked before the measurement.
@@ -183,7 +175,7 @@ def supervise(
         Terminated: SIGTERM or SIGHUP has come. Under a scheduler the result is written all the
             same, with the outcome killed.
     """
-    slots = _slots(experiment, instrument, threads, number_of_slots)
+    slots = _slots(experiment, instrument, threads)
     idle_s, busy_gpu = experiment.wait_for_idle_gpu_s, experiment.busy_gpu
     digest = partial(code_digest, instrument, experiment)
     with (

@@ -18,7 +18,7 @@ from dpprof.records.verdict import (
     name_holes,
 )
 
-TIMEOUT_S = 300
+VERIFICATION_TIMEOUT_S = 300
 """A verification takes seconds; one that takes longer than this counts as hung."""
 
 _VERIFY = "dpprof.verification.verify:verify"
@@ -39,7 +39,7 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
     digest = partial(verdict_digest, label, method)
     with isolate(output, [cpu_slot(1, shared=True)], digest, __file__) as isolation:
         isolation.begin()
-        ended = isolation.run(Findings, _VERIFY, what, method, timeout_s=TIMEOUT_S)
+        ended = isolation.run(Findings, _VERIFY, what, method, timeout_s=VERIFICATION_TIMEOUT_S)
         facts = isolation.finish()
     mechanism, cases = ended.answer or Findings(None, [])
     passed, reason = judge(cases)
@@ -52,7 +52,9 @@ def verify_apart(model: str | StandIn, method: str, output: Path) -> Verdict:
             "method": method,
             "mechanism": mechanism,
             "passed": passed,
-            "reason": reason if ended.answer else ended.explain("verification", TIMEOUT_S),
+            "reason": reason
+            if ended.answer
+            else ended.explain("verification", VERIFICATION_TIMEOUT_S),
             "schema_version": SCHEMA_VERSION,
             "tolerance": TOLERANCE,
             "holes": name_holes(cases),

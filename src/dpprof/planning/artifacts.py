@@ -1,6 +1,6 @@
 """The files that rules make or depend on: what each is called, and the code it rests on.
 
-A new kind of record is one more entry in ``KINDS``, and what makes a ``Plan`` list it.
+A new kind of record is one more entry in ``RECORD_KINDS``, and what makes a ``Plan`` list it.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def code_of_verdict(model: str, method: str) -> Code:
 CODE_OF_CEILINGS = Code(CEILINGS, ceilings_digest)
 
 
-class Kind(NamedTuple):
+class RecordKind(NamedTuple):
     """A kind of record: where its files and logs are, and how to read them."""
 
     pattern: str
@@ -100,21 +100,21 @@ class Kind(NamedTuple):
     """Returns the code that a record rests on."""
 
 
-RUN = Kind("*/*.r*", read_result, lambda run: code_of_run(run.instrument, run.experiment))
-VERDICT = Kind(
+RUN = RecordKind("*/*.r*", read_result, lambda run: code_of_run(run.instrument, run.experiment))
+VERDICT = RecordKind(
     f"{VERDICTS}/*",
     lambda path: read_record(path, Verdict, SCHEMA_VERSION),
     lambda verdict: code_of_verdict(verdict.model, verdict.method),
 )
-LIMITS = Kind(f"{CEILINGS}/*", read_ceilings, lambda _: CODE_OF_CEILINGS)
-KINDS = (RUN, VERDICT, LIMITS)
+LIMITS = RecordKind(f"{CEILINGS}/*", read_ceilings, lambda _: CODE_OF_CEILINGS)
+RECORD_KINDS = (RUN, VERDICT, LIMITS)
 
 
 @dataclass(frozen=True)
 class Artifact:
     """A planned record."""
 
-    kind: Kind
+    kind: RecordKind
     path: Path
     """Relative to the working folder."""
 

@@ -3,7 +3,7 @@
 The files are found by following import statements from a measurement's entry point, without
 importing anything, so the list is always current. Objects that are looked up by name at run time
 (a method, an instrument) are not followed but added. So an edit of one method changes the digest
-of that method only.
+of that method only. While code is in use, ``CodeInUse`` watches whether it is edited.
 """
 
 import ast
@@ -12,18 +12,19 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, cast
+from typing import Any
 
-from dpprof.planning.libraries import versions_in_jobs
+from dpprof.planning.job_environment import versions_in_jobs
 from dpprof.planning.stand_ins import StandIn, libraries_of
 from dpprof.records.verdict import BUILT_IN, is_stand_in
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
+from dpprof.system.console import say
+from dpprof.system.files import sha256_hex
 from dpprof.system.paths import PACKAGE, TEMPLATES
 
-P = ParamSpec("P")
-Name = tuple[registry.Group, str]
+EntryName = tuple[registry.Group, str]
 _COMMANDS = PACKAGE / "cli"
 ACCOUNTING = PACKAGE / "accounting" / "noise.py"
 """The file that a process of its own runs for the noise of a privacy budget."""
@@ -41,14 +42,6 @@ _LEXEMES = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """Strings, then what does not count: empty lines, comments, and blanks at the end of a line."""
-
-_CACHED: list[Any] = []
-
-
-def _remember(digest: Callable[P, str]) -> Callable[P, str]:
-    """Cache a function that returns a digest, until ``read_anew``."""
-    _CACHED.append(functools.cache(digest))
-    return cast("Callable[P, str]", _CACHED[-1])
 
 
 def without_comments(source: bytes) -> bytes:
@@ -122,10 +115,11 @@ def closure(entries: Iterable[Path]) -> list[Path]:
     return sorted(reached.union(*tables))
 
 
-def _read(file: Path) -> bytes:
-    """Read what of a file counts: of Python all but comments and empty lines."""
-    source = file.read_bytes()
-    return without_comments(source) if file.suffix == ".py" else source
+@functools.cache
+def _digest_source(source: bytes, suffix: str) -> str:
+    """Return the digest of what counts of a file: of Python all but comments and empty lines."""
+    counts = without_comments(source) if suffix == ".py" else source
+    return hashlib.sha256(counts).hexdigest()
 
 
 def _digest(files: Iterable[Path], *facts: object) -> str:
@@ -133,7 +127,7 @@ def _digest(files: Iterable[Path], *facts: object) -> str:
     for file in files:
         # The same in a checkout and in a wheel.
         name = file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.name
-        total.update(f"{name}\0{hashlib.sha256(_read(file)).hexdigest()}\n".encode())
+        total.update(f"{name}\0{_digest_source(file.read_bytes(), file.suffix)}\n".encode())
     return total.hexdigest()
 
 
@@ -144,7 +138,7 @@ def file_digest(file: Path) -> str:
 
 def read_anew() -> None:
     """Clear the cached digests, so that the next ones read the files again."""
-    for cached in _CACHED:
+    for cached in (_code_digest, verdict_digest, ceilings_digest):
         cached.cache_clear()
 
 
@@ -154,16 +148,16 @@ def measuring_files(instrument: str, method: str) -> list[Path]:
     These are the files that the worker and its ranks load, and the supervisor with its limits and
     judgements; but not the code that parses options or prints progress.
     """
-    entries = [PACKAGE / "launch" / name for name in ("worker.py", "rank.py", "supervisor.py")]
+    entries = [PACKAGE / "launch" / name for name in ("worker.py", "supervisor.py")]
     entries += (PACKAGE / "models").glob("*.py")
     return closure([*entries, *_files_of(("instruments", instrument), ("methods", method))])
 
 
-def _files_of(*names: Name) -> list[Path]:
+def _files_of(*names: EntryName) -> list[Path]:
     return [file for name in names if (file := registry.source_file(*name)) is not None]
 
 
-def foreign_parts(experiment: Experiment) -> tuple[Name, ...]:
+def foreign_parts(experiment: Experiment) -> tuple[EntryName, ...]:
     """Return the experiment's model and target, by group and name, if from other packages."""
     named: tuple[tuple[registry.Group, Any], ...]
     named = (("models", experiment.model), ("targets", experiment.target))
@@ -191,16 +185,16 @@ def model_libraries(experiment: Experiment) -> tuple[str, ...]:
     return ("transformers", *(() if experiment.lora is None else ("peft",)))
 
 
-@_remember
+@functools.cache
 def _code_digest(
-    instrument: str, method: str, foreign: tuple[Name, ...], libraries: tuple[str, ...]
+    instrument: str, method: str, foreign: tuple[EntryName, ...], libraries: tuple[str, ...]
 ) -> str:
     files = [*measuring_files(instrument, method), *_files_of(*foreign)]
-    named: tuple[Name, ...] = (("instruments", instrument), ("methods", method), *foreign)
+    named: tuple[EntryName, ...] = (("instruments", instrument), ("methods", method), *foreign)
     return _digest_named(files, *named, libraries=libraries)
 
 
-def _digest_named(files: Iterable[Path], *names: Name, libraries: tuple[str, ...] = ()) -> str:
+def _digest_named(files: Iterable[Path], *names: EntryName, libraries: tuple[str, ...] = ()) -> str:
     """Return the digest of files, and of the versions of torch, Opacus and names' packages."""
     distributions = [registry.distribution_of(*name) for name in names]
     return _digest(files, versions_in_jobs(("torch", "opacus", *libraries)), distributions)
@@ -235,12 +229,12 @@ def verifying_files(model: str, method: str) -> list[Path]:
     return closure([*entries, *_files_of(*_verified_names(model, method))])
 
 
-def _verified_names(model: str, method: str) -> list[Name]:
-    names: list[Name] = [("methods", method), ("models", model)]
+def _verified_names(model: str, method: str) -> list[EntryName]:
+    names: list[EntryName] = [("methods", method), ("models", model)]
     return names[:1] if model == BUILT_IN or is_stand_in(model) else names
 
 
-@_remember
+@functools.cache
 def verdict_digest(model: str, method: str) -> str:
     """Return the digest of what a verdict depends on: sources, torch's and Opacus's versions.
 
@@ -262,7 +256,7 @@ def limiting_files() -> list[Path]:
     return closure([PACKAGE / entry for entry in entries])
 
 
-@_remember
+@functools.cache
 def ceilings_digest() -> str:
     """Return the digest of what ceilings depend on: their sources, and torch's version."""
     return _digest(limiting_files(), versions_in_jobs(("torch",)))
@@ -288,3 +282,43 @@ def derived_digests() -> dict[str, str]:
             versions_in_jobs(("vl-convert-python",)),
         ),
     }
+
+
+class CodeInUse:
+    """Watches source files while they are in use.
+
+    ``digest`` returns the files' digest at the time of the call; ``loaded`` is a module that
+    this process has already imported.
+    """
+
+    def __init__(self, digest: Callable[[], str], loaded: str) -> None:
+        self._digest, self._loaded = digest, Path(loaded)
+        self._imported = self._read(self._digest_of_imported)
+        self._at_start = ""
+
+    def start(self) -> None:
+        """Mark the moment from which files that are not yet imported may be read."""
+        self._at_start = self._read(self._digest)
+
+    def settle(self) -> str:
+        """Return the digest of the code that ran.
+
+        If files changed while they were in use, this is unknown. The result is then a digest that
+        matches no code, so that the run counts as outdated.
+        """
+        imported, at_end = self._read(self._digest_of_imported), self._read(self._digest)
+        if (imported, at_end) == (self._imported, self._at_start):
+            return at_end
+        say("code was edited while it was in use; this result counts as outdated")
+        return sha256_hex(f"edited: {self._imported} {self._at_start} {imported} {at_end}")
+
+    def _digest_of_imported(self) -> str:
+        return file_digest(self._loaded)
+
+    @staticmethod
+    def _read(digest: Callable[[], str]) -> str:
+        read_anew()
+        try:
+            return digest()
+        except (OSError, SyntaxError, ValueError) as error:  # half-written or deleted
+            return f"unreadable: {error}"

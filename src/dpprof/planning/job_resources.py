@@ -46,8 +46,3 @@ def gpus_at_once(limit: int | None) -> int:
     """
     present = len(interchangeable_gpus())
     return max(1, min(present, limit) if limit else present)
-
-
-def share_of_cores(cores: int, beside: int) -> int:
-    """Return the threads of one of several runs that run beside one another, at least 1."""
-    return max(1, cores // beside)

@@ -13,17 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from dpprof.planning.artifacts import (
-    KINDS,
     PLAN,
     PLAN_FILES,
+    RECORD_KINDS,
     RESULTS,
     RUN,
     TABLES,
     Artifact,
-    Kind,
+    RecordKind,
     ceilings_of,
     code_of_run,
     code_path,
@@ -41,7 +41,7 @@ from dpprof.spec.experiment import Experiment
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.registry import PREDICTIONS, refuse_target
 from dpprof.spec.sweep import Config, Run, expand, given, parse_config
-from dpprof.spec.validation import InputError, explain
+from dpprof.spec.validation import InputError, read_model
 from dpprof.system.files import (
     canonical_json,
     read_json,
@@ -135,7 +135,7 @@ class Plan:
         found = filter(None, map(StandIn.of, self.experiments.values()))
         return {stand_in_path(one.label): one for one in found}
 
-    def paths(self, kind: Kind) -> list[Path]:
+    def paths(self, kind: RecordKind) -> list[Path]:
         """Return the paths of the records of one kind."""
         return [one.path for one in self.artifacts if one.kind is kind]
 
@@ -312,11 +312,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         InputError: The file is not a manifest.
     """
-    try:
-        return Manifest.model_validate(read_json(path))
-    except ValueError as error:
-        why = explain(error, Manifest) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: is not a manifest ({why})") from None
+    return read_model(path, Manifest, "a manifest")
 
 
 def files_beyond(root: Path, plans: Sequence[Plan]) -> list[Path]:
@@ -332,8 +328,8 @@ def files_beyond(root: Path, plans: Sequence[Plan]) -> list[Path]:
         for one in plan.artifacts:
             keep |= {one.path, one.log, one.code.path}
     traced = {traces_path(run.id, run.replicate) for plan in plans for run in plan.manifest.runs}
-    patterns = [f"{kind.pattern}.json" for kind in KINDS]
-    patterns += [f"logs/{kind.pattern}.log" for kind in KINDS]
+    patterns = [f"{kind.pattern}.json" for kind in RECORD_KINDS]
+    patterns += [f"logs/{kind.pattern}.log" for kind in RECORD_KINDS]
     patterns += [f"{PLAN.name}/{pattern}" for pattern in PLAN_FILES]
     found = {path.relative_to(root) for one in patterns for path in (root / RESULTS).glob(one)}
     traces = {path.relative_to(root) for path in (root / RESULTS).glob("traces/*/*/*")}

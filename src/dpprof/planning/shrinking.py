@@ -14,80 +14,45 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_WINDOWS = (
+    *("sliding_window", "attention_window_size", "window_size"),
+    *("attention_chunk_size", "chunk_size", "mamba_chunk_size"),
+)
 _LEAST_LAYERS, _MOST_HEADS_PER_KEY, _HEAD, _WIDE_HEAD, _VOCABULARY = 2, 8, 8, 12, 13
 
 _SIZES: Mapping[str, int] = {
-    "vocab_size": _VOCABULARY,
-    "vocab_size_per_layer_input": _VOCABULARY,
-    "head_dim": _HEAD,
-    "global_head_dim": _HEAD,
-    "v_head_dim": _HEAD,
-    "qk_nope_head_dim": _HEAD,
-    "qk_rope_head_dim": 4,
-    "qk_head_dim": _HEAD + 4,
-    "query_pre_attn_scalar": _HEAD,
-    "rotary_dim": 4,
-    "sliding_window": WINDOW,
-    "attention_window_size": WINDOW,
-    "window_size": WINDOW,
-    "attention_chunk_size": WINDOW,
-    "sliding_window_pattern": 2,
-    "full_attention_interval": 2,
-    "max_window_layers": 1,
-    "intermediate_size": 24,
-    "ffn_dim": 24,
-    "ffn_hidden_size": 24,
-    "d_ff": 24,
-    "dff": 24,
-    "n_inner": 24,
-    "intermediate_size_mlp": 24,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 12,
-    "moe_shared_expert_intermediate_size": 12,
-    "shared_intermediate_size": 12,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "state_size": 4,
-    "ssm_state_size": 4,
-    "mamba_d_state": 4,
-    "mamba_expand": 1,
-    "expand": 1,
-    "time_step_rank": 2,
-    "mamba_dt_rank": 2,
-    "n_groups": 1,
-    "mamba_n_groups": 1,
-    "chunk_size": WINDOW,
-    "mamba_chunk_size": WINDOW,
-    "index_topk": 4,
-    "index_n_heads": 2,
-    "index_head_dim": _HEAD,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": _HEAD,
-    "linear_value_head_dim": _HEAD,
-}
+    name: size
+    for size, names in {
+        _VOCABULARY: "vocab_size vocab_size_per_layer_input",
+        _HEAD: (
+            "head_dim global_head_dim v_head_dim qk_nope_head_dim query_pre_attn_scalar "
+            "index_head_dim linear_key_head_dim linear_value_head_dim "
+            "q_lora_rank kv_lora_rank"
+        ),
+        4: (
+            "qk_rope_head_dim rotary_dim num_local_experts num_experts n_routed_experts "
+            "moe_num_experts state_size ssm_state_size mamba_d_state index_topk"
+        ),
+        2: (
+            "sliding_window_pattern full_attention_interval num_experts_per_tok "
+            "num_experts_per_token moe_topk moe_k time_step_rank mamba_dt_rank index_n_heads "
+            "linear_num_key_heads linear_num_value_heads"
+        ),
+        1: (
+            "max_window_layers n_shared_experts num_shared_experts moe_num_shared_experts "
+            "n_group topk_group first_k_dense_replace mamba_expand expand n_groups "
+            "mamba_n_groups"
+        ),
+        24: "intermediate_size ffn_dim ffn_hidden_size d_ff dff n_inner intermediate_size_mlp",
+        12: (
+            "moe_intermediate_size shared_expert_intermediate_size "
+            "moe_shared_expert_intermediate_size shared_intermediate_size qk_head_dim"
+        ),
+        64: "max_position_embeddings n_positions max_seq_len n_ctx",
+    }.items()
+    for name in names.split()
+} | dict.fromkeys(_WINDOWS, WINDOW)
 """Sizes that become these numbers; null and zero stay."""
-
-_POSITIONS = {
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "max_seq_len": 64,
-    "n_ctx": 64,
-}
 
 _ALIKE = {
     **dict.fromkeys(("gpt2", "gpt_neox", "gptj", "opt", "bloom"), False),
@@ -112,7 +77,6 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     small = dict(config)
     small |= {name: size for name, size in _SIZES.items() if config.get(name)}
-    small |= {name: size for name, size in _POSITIONS.items() if config.get(name)}
     small |= _shrink_layers(config)
     small |= _shrink_heads(config)
     vocabulary = _VOCABULARY
@@ -122,7 +86,10 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
         if name.endswith("_token_id") and isinstance(value, int) and value >= vocabulary:
             small[name] = vocabulary - 1
         if name.startswith("rope_") and isinstance(value, dict):
-            small[name] = _shrink_frequencies(value)
+            cut = ("short_factor", "long_factor")
+            small[name] = {
+                key: one[: _HEAD // 2] if key in cut else one for key, one in value.items()
+            }
     return small
 
 
@@ -177,11 +144,5 @@ def _replace_width(config: Mapping[str, Any], width: int, small: int) -> dict[st
         if value == width
         and isinstance(value, int)
         and name not in _SIZES
-        and name not in _POSITIONS
         and (name in _WIDTHS or name.endswith(("_size", "_dim", "_width")))
     }
-
-
-def _shrink_frequencies(rope: Mapping[str, Any]) -> dict[str, Any]:
-    cut = ("short_factor", "long_factor")
-    return {name: value[: _HEAD // 2] if name in cut else value for name, value in rope.items()}

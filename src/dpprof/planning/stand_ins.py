@@ -9,15 +9,15 @@ import re
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from dpprof.planning.shrinking import can_shrink, shrink
 from dpprof.records.verdict import STAND_IN_PREFIX
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.fine_tuning import Lora, Padding, Trainable
-from dpprof.spec.validation import InputError, explain
-from dpprof.system.files import canonical_json, read_json, sha256_hex
+from dpprof.spec.validation import InputError, read_model
+from dpprof.system.files import canonical_json, sha256_hex
 
 _RANK = 2
 _PADDING = Padding(fraction=0.4)
@@ -87,11 +87,7 @@ def read_stand_in(path: Path) -> StandIn:
         InputError: The file is not valid, or its content does not match its name.
         OSError: It cannot be read.
     """
-    try:
-        stand_in = StandIn.model_validate(read_json(path))
-    except ValueError as error:
-        why = explain(error, StandIn) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: is not the model of a verification ({why})") from None
+    stand_in = read_model(path, StandIn, "the model of a verification")
     if path.stem != stand_in.label:
         raise InputError(f"{path}: was edited: its content belongs to {stand_in.label}")
     return stand_in

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, Field
@@ -65,26 +65,16 @@ class Architecture(BaseModel, frozen=True, extra="allow"):
         return f"hf-{re.sub(r'[^a-z0-9]+', '-', self.hf.lower()).strip('-')}"[:_MAX_NAME].strip("-")
 
 
-class _Bundled(NamedTuple):
-    config: dict[str, Any]
-    source: str | None
-
-
 @functools.cache
-def _bundled() -> dict[str, _Bundled]:
+def _bundled() -> dict[str, dict[str, Any]]:
+    """Return the configs that dpprof has, by name; the file says where each is published."""
     text = (PACKAGE / "spec" / "architectures.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text).items()
-    return {name: _Bundled(one["config"], one.get("from")) for name, one in entries}
+    return {name: one["config"] for name, one in yaml.safe_load(text).items()}
 
 
 def bundled_names() -> list[str]:
     """Return the names of the configs that dpprof has, sorted."""
     return sorted(_bundled())
-
-
-def source_of(name: str) -> str | None:
-    """Return where a bundled model is published, with its licence; None for one of the tests."""
-    return _bundled()[name].source
 
 
 def resolve(value: Any) -> Any:
@@ -148,13 +138,13 @@ def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _find(name: str) -> dict[str, Any]:
     """Return the config of a bundled name, a path, an architecture, or a name on the hub."""
     if name in _bundled():
-        return _bundled()[name].config
+        return _bundled()[name]
     path = Path(name)
     if name and (_exists(path) or name.endswith(".json") or name[0] in "./"):
         return _read(path / "config.json" if _exists(path) and path.is_dir() else path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _read(_fetch(name))
-    architectures = sorted({str(one.config["model_type"]) for one in _bundled().values()})
+    architectures = sorted({str(one["model_type"]) for one in _bundled().values()})
     if name in architectures:
         return {"model_type": name}
     raise ValueError(

@@ -1,8 +1,14 @@
-"""Reads config files in YAML or JSON, or refuses them in one sentence."""
+"""Reads config files in YAML or JSON, or refuses them in one sentence.
 
+Profiles call ``refuse_config_files``: Snakemake first reads the workflow's profile, and executes
+what it declares. Only this comes before it loads a ``--configfile``.
+"""
+
+import argparse
 import json
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,9 @@ MAX_VALUES = 100_000
 
 MAX_DEPTH = 50
 """Configs nest five levels deep. Readers recurse per level, and Python limits recursion."""
+
+_TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels, or contains itself"
+_TOO_LONG = f"holds more than {MAX_VALUES:,} values"
 
 TEMPLATE_KEY = "__use_yte__"
 """The key that makes Snakemake treat a config as a template, whose expressions it executes."""
@@ -50,6 +59,30 @@ def read_config_file(path: Path) -> Any:
         raise InputError(f"{path}: {error}") from None
 
 
+def refuse_config_files(arguments: Sequence[str]) -> None:
+    """End the process with an error message if a config file must not be loaded.
+
+    ``arguments`` is Snakemake's command line, which its own parser has accepted.
+    """
+    for path in _config_files(arguments):
+        try:
+            read_config_file(path)
+        except (InputError, OSError) as error:
+            sys.exit(f"error: {error}")
+
+
+def _config_files(arguments: Sequence[str]) -> list[Path]:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path
+    )
+    parser.add_argument(
+        "--config", "-C", nargs="*"
+    )  # otherwise argparse would read it as --configfile abbreviated
+    found: list[Path] = parser.parse_known_args(arguments)[0].configfile
+    return found
+
+
 def parse_config_text(text: str) -> Any:
     """Parse JSON or YAML as Snakemake does; refuse what it could misread or execute.
 
@@ -62,7 +95,7 @@ def parse_config_text(text: str) -> Any:
     except InputError:
         raise
     except RecursionError:
-        raise _refuse_depth() from None
+        raise InputError(_TOO_DEEP) from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise InputError(f"is not YAML: {printable(str(error.problem))}{line}") from None
@@ -125,9 +158,9 @@ def _measure_json(value: Any) -> None:
         one, depth = waiting.pop()
         values += 1
         if depth > MAX_DEPTH:
-            raise _refuse_depth()
+            raise InputError(_TOO_DEEP)
         if values > 2 * MAX_VALUES:
-            raise _refuse_length()
+            raise InputError(_TOO_LONG)
         inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         waiting += [(below, depth + 1) for below in inner]
 
@@ -139,9 +172,9 @@ def _measure_text(text: str) -> None:
         depth += isinstance(event, _OPENING) - isinstance(event, _CLOSING)
         values += isinstance(event, yaml.ScalarEvent)
         if depth > MAX_DEPTH:
-            raise _refuse_depth()
+            raise InputError(_TOO_DEEP)
         if values > MAX_VALUES:
-            raise _refuse_length()
+            raise InputError(_TOO_LONG)
 
 
 def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
@@ -150,7 +183,7 @@ def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
     Refuses too many values, keys that occur twice, and numbers that YAML misreads.
     """
     if depth > MAX_DEPTH:  # an alias may even contain itself
-        raise _refuse_depth()
+        raise InputError(_TOO_DEEP)
     if id(node) not in known:
         below = 1
         if isinstance(node, yaml.ScalarNode):
@@ -162,7 +195,7 @@ def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
             below += sum(_measure(value, known, depth + 1) for value in node.value)
         known[id(node)] = below
         if below > 2 * MAX_VALUES:
-            raise _refuse_length()
+            raise InputError(_TOO_LONG)
     return known[id(node)]
 
 
@@ -178,11 +211,3 @@ def _refuse_odd_number(node: yaml.ScalarNode) -> None:
             f"line {node.start_mark.line + 1}: {node.value[:80]} is not allowed; YAML reads it as "
             "an octal number or as minutes and seconds, so write a plain number"
         )
-
-
-def _refuse_depth() -> InputError:
-    return InputError(f"nests deeper than {MAX_DEPTH} levels, or contains itself")
-
-
-def _refuse_length() -> InputError:
-    return InputError(f"holds more than {MAX_VALUES:,} values")

@@ -11,7 +11,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     model_validator,
 )
 
@@ -26,10 +25,10 @@ from dpprof.spec.validation import (
     NAME_TAG,
     TARGET_TAG,
     InputError,
-    explain,
+    read_model,
     refuse,
 )
-from dpprof.system.files import canonical_json, read_json, sha256_hex
+from dpprof.system.files import canonical_json, sha256_hex
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,39}$"
 """Allowed names of models, methods and instruments: safe in a path, a shell and a report."""
@@ -328,11 +327,7 @@ def read_spec(path: Path) -> Experiment:
     Raises:
         InputError: The file is not a valid spec, or its content does not match its name.
     """
-    try:
-        experiment = Experiment.model_validate(read_json(path))
-    except ValueError as error:
-        why = explain(error, Experiment) if isinstance(error, ValidationError) else error
-        raise InputError(f"{path}: is not the spec of an experiment ({why})") from None
+    experiment = read_model(path, Experiment, "the spec of an experiment")
     if path.stem != experiment.id:
         raise InputError(f"{path}: was edited: its content belongs to {experiment.id}")
     return experiment

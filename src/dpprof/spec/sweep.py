@@ -152,7 +152,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     _refuse_too_many(sweeps)
     excluded = [given(entry) for entry in config.exclude]
     excluded = [resolved(keys) if "device" in keys else keys for keys in excluded]
-    dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded]
+    dropped = [{key: set(values) for key, values in keys.items()} for keys in excluded if keys]
     runs: dict[str, list[Run]] = {}
     for name, keys in sweeps.items():
         instruments = keys.get("instruments", ["clean"])
@@ -160,7 +160,10 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
         runs[name] = [
             Run(experiment, *how)
             for experiment in _multiply(name, keys, auto)
-            if not any(_matches(experiment, entry) for entry in dropped)
+            if not any(
+                all(getattr(experiment, key) in values for key, values in entry.items())
+                for entry in dropped
+            )
             for how in watched
         ]
     if not any(runs.values()):
@@ -177,10 +180,6 @@ def _multiply(sweep: str, keys: dict[str, Any], auto: Callable[[], str]) -> Iter
             yield Experiment.model_validate(settled)
         except ValidationError as error:
             raise InputError(f"sweeps.{sweep}: {explain(error, Experiment)}") from None
-
-
-def _matches(experiment: Experiment, keys: dict[str, set[Any]]) -> bool:
-    return bool(keys) and all(getattr(experiment, key) in values for key, values in keys.items())
 
 
 def _refuse_missing(sweeps: dict[str, dict[str, Any]]) -> None:

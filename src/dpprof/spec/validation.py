@@ -5,10 +5,15 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from dpprof.system.files import read_json
+
+Read = TypeVar("Read", bound=BaseModel)
 
 NAME_TAG, DIMENSIONS_TAG, TARGET_TAG = "<name>", "<dimensions>", "<target>"
 ARCHITECTURE_TAG = "<architecture>"
@@ -129,6 +134,20 @@ def explain(
             told = map(option_name, absent) if options else absent
             sentences[f"missing: {', '.join(told)}"] = None
     return InputError("\n".join(limit_lines(list(sentences))))
+
+
+def read_model(path: Path, model: type[Read], what: str) -> Read:
+    """Read a JSON file of a model; ``what`` says what it should be.
+
+    Raises:
+        InputError: The file is not valid.
+        OSError: It cannot be read.
+    """
+    try:
+        return model.model_validate(read_json(path))
+    except ValueError as error:
+        why = explain(error, model) if isinstance(error, ValidationError) else error
+        raise InputError(f"{path}: is not {what} ({why})") from None
 
 
 def limit_lines(lines: Sequence[str]) -> Sequence[str]:

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,23 +32,6 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def neighbouring_cores() -> list[int]:
-    """Return the cores that this process may run on, the hardware threads of a core side by side.
-
-    Those of one package are together too. Empty where the system does not tell the cores.
-    """
-
-    def place(core: int) -> tuple[int, ...]:
-        folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
-        try:
-            told = [int((folder / name).read_text()) for name in ("physical_package_id", "core_id")]
-        except (OSError, ValueError):
-            told = [0, core]
-        return (*told, core)
-
-    return sorted(os.sched_getaffinity(0), key=place) if hasattr(os, "sched_getaffinity") else []
 
 
 def cpu_name() -> str:
@@ -194,20 +177,16 @@ def resolve_device() -> Literal["cpu", "cuda"]:
     return "cpu"
 
 
-def describe_cpu(threads: int, pinned_to: Sequence[int] = ()) -> dict[str, Any]:
-    """Return a description of the host as the device of a CPU experiment.
-
-    ``pinned_to`` are the cores that the experiment is held to; none, if it may use all.
-    """
-    facts: dict[str, Any] = {
+def describe_cpu(threads: int) -> dict[str, Any]:
+    """Return a description of the host as the device of a CPU experiment."""
+    return {
         "type": "cpu",
         "name": cpu_name(),
         "uuid": None,
         "memory_total_bytes": psutil.virtual_memory().total,
-        "cores": len(pinned_to) or available_cores(),
+        "cores": available_cores(),
         "threads": threads,
     }
-    return facts | ({"pinned_to": sorted(pinned_to)} if pinned_to else {})
 
 
 def describe_gpu(gpu: Gpu) -> dict[str, Any]:

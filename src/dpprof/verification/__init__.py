@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from dpprof.system.lazy_imports import import_at_first_use
+from dpprof.system.imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.verification.training.check import Checked as Checked

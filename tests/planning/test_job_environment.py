@@ -1,9 +1,13 @@
+import os
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-from dpprof.planning import libraries
+from dpprof.planning import job_environment
+from dpprof.planning.job_environment import offer_interpreter
 from dpprof.spec.validation import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,8 +17,8 @@ ENVIRONMENT = ROOT / "envs" / "dpprof.yaml"
 @pytest.fixture
 def planning(monkeypatch):
     """The module, whose memory of an environment is undone."""
-    monkeypatch.setattr(libraries, "_pinned", {})
-    return libraries
+    monkeypatch.setattr(job_environment, "_pinned", {})
+    return job_environment
 
 
 def test_installed_versions_count_without_their_build(planning, monkeypatch) -> None:
@@ -53,7 +57,32 @@ def test_planning_for_the_shipped_environment_is_planning_for_the_lock(planning)
 def test_the_shipped_environment_pins_the_versions_of_the_lock() -> None:
     lock = (ROOT / "requirements.lock").read_text()
     locked = {name.lower(): version for name, version in re.findall(r"(?m)^(\S+)==(\S+)$", lock)}
-    pinned = dict(libraries._PIN.findall(ENVIRONMENT.read_text()))
+    pinned = dict(job_environment._PIN.findall(ENVIRONMENT.read_text()))
 
     assert len(pinned) == 15
     assert pinned == {name: locked[name] for name in pinned}
+
+
+@pytest.mark.parametrize("path", ["/usr/bin", "", None])
+def test_jobs_find_the_python_that_plans_without_an_activated_environment(
+    monkeypatch, tmp_path, path
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", path or "")
+    if path is None:
+        monkeypatch.delenv("PATH")
+    monkeypatch.setattr(sys, "executable", str(python))
+    offer_interpreter()
+
+    assert shutil.which("python") == str(python)
+    assert os.environ["PATH"].split(os.pathsep)[1:] == ([path] if path else [])
+
+
+def test_where_there_is_no_python_at_all_it_is_told(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(Path(tmp_path) / "python3"))
+
+    with pytest.raises(InputError, match=r"no program named python beside .*/python3 or on the PA"):
+        offer_interpreter()

@@ -4,7 +4,7 @@ from fresh_process import run_fresh
 
 USED = """
 import gc, weakref
-from dpprof.system.quick_imports import collecting_no_garbage
+from dpprof.system.imports import collecting_no_garbage
 
 class Cycle:
     def __init__(self):
