@@ -1,18 +1,13 @@
 """A step of many blocks, assembled from traces of few, is the step of the traced whole."""
 
-import dataclasses
 import itertools
 
 import pytest
 from factory import make_experiment
 
-from dpprof.instruments.estimate import Traces, estimate, trace_steps
+from dpprof.instruments.estimate import estimate
 from dpprof.instruments.memory import state_estimate, trace_whole
 from dpprof.instruments.setup import import_method
-from dpprof.memory.events import Freed
-from dpprof.memory.footprint import Footprint
-from dpprof.memory.pattern import Pattern
-from dpprof.models.blocks import NotAlikeError, find_blocks, with_blocks
 
 DIMENSIONS = {"vocab_size": 211, "d_model": 32, "layers": 7, "heads": 4}
 OWN = ("standard", "flash", "flash-bk", "per-layer", "microbatch")
@@ -52,9 +47,7 @@ def _combine():
         yield {"method": method, "checkpointing": way, "seq_len": 130}
     for method, kind, size in itertools.product(OWN[:3], ("fsdp", "ddp"), (2, 8, 64)):
         for dtype in ("float32", "bfloat16"):
-            yield {
-                "method": method, "parallel": f"kind={kind},world_size={size}", "dtype": dtype
-            }
+            yield {"method": method, "parallel": f"kind={kind},world_size={size}", "dtype": dtype}
     for method, hf in itertools.product(("standard", "flash-bk", "opacus-hooks"), HUGGING_FACE):
         yield {"method": method, "hf": hf}
     for method, hf in itertools.product(("flash-bk", "flash"), HUGGING_FACE):
