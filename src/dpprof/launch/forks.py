@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
 from dpprof.launch.child import Assignment, carry_out
-from dpprof.system.substitutes import substitute
 
 
 class Forks:
@@ -27,25 +29,42 @@ class Forks:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*modules])
 
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Start the server in an environment, if it does not run yet."""
+        with _lock, _environment(environment):
+            resource_tracker.ensure_running()
+            forkserver.ensure_running()
+
     def start(
         self, assignment: Assignment, pass_fds: tuple[int, ...], environment: Mapping[str, str]
     ) -> tuple["Forked", IO[bytes]]:
         """Start a child in a session of its own; return it, and what it prints.
 
-        The environment is that of the first child.
+        Its environment is that in which the server was started.
         """
+        self.prepare(environment)
         printed, end = os.pipe()
-        process = self._context.Process(
-            target=_carry_out,
-            args=(
-                assignment,
-                *(_Descriptors(fds) for fds in (assignment.descriptors, pass_fds, (end,))),
-            ),
-        )
-        with substitute(os, "environ", dict(environment)):
-            process.start()
+        files = map(_Descriptors, (assignment.descriptors, pass_fds, (end,)))
+        process = self._context.Process(target=_carry_out, args=(assignment, *files))
+        process.start()
         os.close(end)
         return Forked(process), os.fdopen(printed, "rb")
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let processes that are started within inherit variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 class Forked:

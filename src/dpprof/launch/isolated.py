@@ -117,6 +117,8 @@ class Isolation:
         Without a sink its output goes to standard error. It inherits ``pass_fds``. With ``forks``
         the process has imported already what they import.
         """
+        if forks is not None:
+            forks.prepare(self._environment)  # it outlives this child
         lifeline, held = os.pipe()
         # A file without a name disappears even if a process is killed.
         with tempfile.TemporaryFile() as answer, os.fdopen(lifeline, "rb"), os.fdopen(held, "wb"):
