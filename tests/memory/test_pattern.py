@@ -71,7 +71,7 @@ def test_a_size_that_is_not_affine_in_the_blocks_is_refused(recordings) -> None:
         storages[outside].requested = kept
 
 
-def test_a_batch_between_others_follows_only_if_a_third_confirms_it(experiment) -> None:
+def test_a_batch_between_others_follows_and_a_third_confirms_it(experiment) -> None:
     traces = Traces(experiment, ignore)
     traced: list[tuple[int, int]] = []
     trace = traces._trace
@@ -81,16 +81,23 @@ def test_a_batch_between_others_follows_only_if_a_third_confirms_it(experiment) 
         return trace(batch_size, blocks)
 
     traces._trace = note
-    for batch_size in (8, 32):
-        traces.footprint(batch_size)
-    assert not any(8 < batch < 32 for batch, _ in traced)
-    traces.footprint(20)  # lies between two, and no third one says that they are on a line
-    assert 20 in {batch for batch, _ in traced}
+    for batch_size in (8, 32, 13):
+        found = traces.footprint(batch_size)
+    assert {batch for batch, _ in traced} == {8, 32}
 
-    asked = len(traced)
-    found = traces.footprint(13)
-    assert len(traced) == asked
     whole = trace_whole(experiment.model_copy(update={"batch_size": 13}), ignore).recording
     assert found.peak_bytes == Footprint.of(whole).peak_bytes
     assert found.place(None) == Footprint.of(whole).place(None)
+    assert not traces.confirms(8)  # it does not lie between
     assert traces.confirms(13)
+    assert traces.confirms(8)
+
+
+def test_a_batch_beside_the_line_is_not_confirmed(experiment) -> None:
+    traces = Traces(experiment, ignore)
+    for batch_size in (2, 32, 13):
+        traces.footprint(batch_size)
+    [family] = traces._families
+    family.sizes[32] = family.sizes[32]._replace(least=family.sizes[32].least + 512)
+    traces._footprints.clear()
+    assert not traces.confirms(13)

@@ -31,8 +31,9 @@ GROWTH = 16
 """The next batch is at most this many times the largest that fits, because the peaks of few samples
 may be equal."""
 
-FIRST, SECOND = 7, 31
-"""Beyond the smallest batch, the first two that are tried: few samples may take other ways."""
+FURTHER = 10
+"""The first batch that is tried has so many samples more than the smallest: few may take other
+ways. For most methods it has eleven, of which few sizes are multiples by chance."""
 
 SAFE_SHARE = 0.9
 """The share of the memory for a safe batch, where the allocator is not simulated."""
@@ -186,9 +187,9 @@ class _Batches:
 
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
-        for batch_size in (self.least + FIRST, self.least + SECOND):
-            if self._peak(batch_size) > self.budget:
-                break
+        if self.least + FURTHER <= MOST:
+            self._traces.frame(self.least + FURTHER, self.budget)
+            self._peak(self.least + FURTHER)
         budgets = (int(share * self.budget) for share in shares)
         return [search(self._peak, budget, self.peaks, least=self.least) for budget in budgets]
 

@@ -25,8 +25,11 @@ _NEEDED = 3
 _MOST_LEAST = 3
 """The smallest record has at most so many blocks."""
 
-_BEYOND = 8
-"""A batch that is asked for lets another be traced that is larger by this part of it."""
+_LINE = 3
+"""So many batches confirm that sizes are affine in the batch."""
+
+_SPARE = 20
+"""A guess at a batch is exceeded by this part of it."""
 
 
 def estimate(experiment: Experiment, enter: Enter) -> Measurement:
@@ -72,6 +75,7 @@ class Traces:
         self._families: list[_Family] = []
         self._footprints: dict[int, Footprint] = {}
         self._why_whole = ""
+        self._followed = False
         self.interpolating = True
         """Whether the footprint of a batch may follow from those of others."""
 
@@ -103,40 +107,44 @@ class Traces:
     def footprint(self, batch_size: int) -> Footprint:
         """Return what the training allocates with a batch.
 
-        It may follow from the footprints of a smaller and of a larger batch, where that of a third
-        one between them does.
+        It may follow from those of a smaller and of a larger batch, and then ``confirms`` must be
+        asked about a batch between these.
         """
         if batch_size not in self._footprints:
             self._footprints[batch_size] = self._find_footprint(batch_size)
         return self._footprints[batch_size]
 
     def confirms(self, batch_size: int) -> bool:
-        """Trace a batch; return whether its footprint is the one that ``footprint`` returned."""
+        """Trace a batch; return whether all that followed from other batches is on one line."""
         told = self.footprint(batch_size)
         try:
-            found = self._measure(batch_size).footprint(batch_size)
+            family = self._measure(batch_size)
         except NotAlikeError:
-            return False
-        return told == found
+            return not self._followed
+        return told == family.footprint(batch_size) and not (
+            self._followed and len(family.sizes) < _LINE
+        )
+
+    def frame(self, batch_size: int, budget: int) -> None:
+        """Trace a batch, and one that is a little too large for so many bytes."""
+        try:
+            family = self._measure(batch_size)
+            too_large = family.guess_beyond(batch_size, budget)
+            if too_large is not None:
+                self._measure(too_large)
+        except NotAlikeError:
+            return
 
     def _find_footprint(self, batch_size: int) -> Footprint:
+        if self.interpolating:
+            for family in self._families:
+                if family.reaches(batch_size):
+                    self._followed |= batch_size not in family.sizes
+                    return family.footprint(batch_size)
         try:
-            between = self._find_between(batch_size)
-            if between is None and self.interpolating:
-                # A little beyond, so that its neighbours follow from it.
-                beyond = batch_size + max(batch_size // _BEYOND, 1)
-                if any(family.could_reach(beyond) for family in self._families):
-                    self._measure(beyond)
-                    between = self._find_between(batch_size)
-            family = between or self._measure(batch_size)
-            return family.footprint(batch_size)
+            return self._measure(batch_size).footprint(batch_size)
         except NotAlikeError as error:
             return Footprint.of(self._trace_whole(batch_size, str(error)).recording)
-
-    def _find_between(self, batch_size: int) -> "_Family | None":
-        if not self.interpolating:
-            return None
-        return next((one for one in self._families if one.reaches(batch_size)), None)
 
     def _trace_whole(self, batch_size: int, why: str) -> Traced:
         experiment = self._experiment.model_copy(update={"batch_size": batch_size})
@@ -217,17 +225,26 @@ class _Family:
         sizes = self.sizes.get(batch_size) or self._interpolate(batch_size)
         return self.pattern.footprint(self._count, sizes)
 
-    def could_reach(self, batch_size: int) -> bool:
-        """Return whether a third batch beyond two others would let those between follow."""
-        return len(self.sizes) > 1 and batch_size > max(self.sizes)
-
     def reaches(self, batch_size: int) -> bool:
-        """Return whether a batch lies among three whose sizes are on a line."""
+        """Return whether a batch lies between others, none of which is beside their line."""
         known = sorted(self.sizes)
-        return batch_size in self.sizes or any(
-            low < batch_size < high and self._is_line(low, middle, high)
-            for low, middle, high in zip(known, known[1:], known[2:], strict=False)
+        return batch_size in self.sizes or (
+            known[0] < batch_size < known[-1]
+            and all(map(self._is_line, known, known[1:], known[2:]))
         )
+
+    def guess_beyond(self, batch_size: int, budget: int) -> int | None:
+        """Guess a batch that is a little too large for so many bytes; None if this one is.
+
+        Sizes that are multiples of the batch are taken to grow with it.
+        """
+        sizes = self.sizes[batch_size]
+        scaled = Sizes(*(np.where(one % batch_size, one, 2 * one) for one in sizes))
+        low, high = (self.pattern.footprint(self._count, one).peak_bytes for one in (sizes, scaled))
+        if low > budget or high <= low:
+            return None
+        more = batch_size * (budget - low) // (high - low)
+        return batch_size + more + more // _SPARE + 2
 
     def _is_line(self, low: int, middle: int, high: int) -> bool:
         found = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
