@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from dpprof.analysis.statistics import Interval, median_interval
+from dpprof.analysis.statistics import Interval, median_intervals
 
 Side = Callable[[], float]
 
@@ -32,7 +32,7 @@ class Comparison:
     @property
     def interval(self) -> Interval:
         """95 % bootstrap interval of that median, over pairs."""
-        found = median_interval(self._ratios)
+        (found,) = median_intervals([self._ratios])
         assert found is not None
         return found
 

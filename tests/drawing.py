@@ -8,18 +8,12 @@ from factory import (
     make_capacity,
     make_experiment,
     make_kernels,
-    make_manifest,
     make_memory,
     make_noise,
-    write_synthetic,
-    write_synthetic_ceilings,
+    tables_of_runs,
 )
 
 from dpprof.analysis.advice.budget import Planned
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
-from dpprof.planning.planner import Manifest
-from dpprof.records.ceilings import ceilings_path, device_name
 from dpprof.spec import registry
 
 FIGURES = registry.names("figures")
@@ -32,51 +26,33 @@ METHODS = ("standard", "opacus-ghost")
 
 OWNED = {"parameters": 2**20, "optimizer_state": 2**21, "unattributed": 2**19}
 
-WATCHED = ("clean", "phases", "memory", "kernels")
-
 GROWTH = {"batch-size", "seq-len", "cost"}
 
 TRACED = {("forward", "gemm"): 0.02, ("step", "optimizer"): 0.01}
 
 
 def tables_of(root, methods=METHODS, batch_sizes=(2, 4), seq_lens=(4, 8), **fields):
-    axes = [
-        {"method": method, "batch_size": batch, "seq_len": length}
-        for method, batch, length in itertools.product(methods, batch_sizes, seq_lens)
-    ]
-    experiments = [make_experiment(**fields) for fields in axes]
-    predicted = [make_experiment(**fields, device="cuda", target="h200") for fields in axes]
-    for position, experiment in enumerate(experiments):
+    recorded, traced = make_memory(OWNED), make_kernels(TRACED, idle_s=0.005)
+    runs = []
+    product = itertools.product(methods, batch_sizes, seq_lens)
+    for position, (method, batch, length) in enumerate(product):
+        axes = {"method": method, "batch_size": batch, "seq_len": length}
+        experiment = make_experiment(**axes)
         measured = {"step_s": (0.01 * (position + 1),)} | fields
-        write_synthetic(root, experiment, **measured)
-        write_synthetic(
-            root,
-            experiment,
-            instrument="phases",
-            peak_allocated_bytes=2**22 + position,
-            phases_s={"forward": [0.01], "backward": [0.02], "step": [0.001]},
-            **measured,
-        )
-        write_synthetic(
-            root, experiment, instrument="memory", recorded=make_memory(OWNED), **measured
-        )
-        traced = make_kernels(TRACED, idle_s=0.005)
-        write_synthetic(root, experiment, instrument="kernels", kernels=traced, **measured)
-    capacities = [e for e in predicted if e.batch_size == batch_sizes[0]]
-    for experiment in capacities:
-        found = make_capacity()
-        write_synthetic(root, experiment, instrument="capacity", recorded=found, **fields)
-    for experiment in predicted:
-        recorded = make_memory(OWNED)
-        write_synthetic(root, experiment, instrument="estimate", recorded=recorded, **fields)
-    runs = [make_manifest((e, 0), instrument=i).runs for e in experiments for i in WATCHED]
-    runs += [make_manifest((e, 0), instrument="estimate").runs for e in predicted]
-    runs += [make_manifest((e, 0), instrument="capacity").runs for e in capacities]
-    manifest = Manifest(runs=tuple(itertools.chain.from_iterable(runs)))
-    ceilings = write_synthetic_ceilings(root)
-    known = [ceilings_path(root, device_name(ceilings.device))]
+        phases = {"forward": [0.01], "backward": [0.02], "step": [0.001]}
+        phases = {"peak_allocated_bytes": 2**22 + position, "phases_s": phases}
+        predicted = make_experiment(**axes, device="cuda", target="h200")
+        runs += [
+            (experiment, "clean", measured),
+            (experiment, "phases", phases | measured),
+            (experiment, "memory", {"recorded": recorded} | measured),
+            (experiment, "kernels", {"kernels": traced} | measured),
+            (predicted, "estimate", {"recorded": recorded} | fields),
+        ]
+        if batch == batch_sizes[0]:
+            runs.append((predicted, "capacity", {"recorded": make_capacity()} | fields))
     planned = Planned(PRIVACY, {float(length): make_noise(length) for length in seq_lens})
-    return build_tables(collect(manifest, root, ceilings=known, partial=False), planned)
+    return tables_of_runs(root, *runs, ceilings={}, planned=planned)
 
 
 def draw(name, tables):

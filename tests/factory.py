@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan, Schedule, describe_noise
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.build import build_tables
 from dpprof.planning.code_digest import verified_as
@@ -403,26 +404,32 @@ def write_manifest(root: Path, manifest: Manifest) -> Path:
     return path
 
 
+def write_runs(root: Path, *runs: tuple[Experiment, str, dict[str, Any]]) -> Manifest:
+    """Write runs, each an experiment, an instrument and its figures; return what lists them."""
+    planned: list[PlannedRun] = []
+    for experiment, instrument, fields in runs:
+        write_synthetic(root, experiment, instrument=instrument, **fields)
+        number = fields.get("replicate", 0)
+        planned += make_manifest((experiment, number), instrument=instrument).runs
+    return Manifest(runs=tuple(planned))
+
+
 def tables_of_runs(
     root: Path,
     *runs: tuple[Experiment, str, dict[str, Any]],
     ceilings: dict[str, Any] | None = None,
+    planned: Planned | None = None,
 ) -> Tables:
-    """Write runs, each an experiment, an instrument and its figures, and build their tables.
+    """Write runs, as ``write_runs``, and build their tables.
 
     Args:
         root: Where to.
         runs: The runs.
         ceilings: Fields of the synthetic CPU's ceilings; None where nobody measured it.
+        planned: The privacy budget, with its noise.
     """
-    planned = []
-    for experiment, instrument, fields in runs:
-        write_synthetic(root, experiment, instrument=instrument, **fields)
-        number = fields.get("replicate", 0)
-        planned += make_manifest((experiment, number), instrument=instrument).runs
-    files = []
+    manifest, files = write_runs(root, *runs), []
     if ceilings is not None:
         known = write_synthetic_ceilings(root, **ceilings)
         files.append(ceilings_path(root, device_name(known.device)))
-    manifest = Manifest(runs=tuple(planned))
-    return build_tables(collect(manifest, root, partial=False, ceilings=files))
+    return build_tables(collect(manifest, root, partial=False, ceilings=files), planned)

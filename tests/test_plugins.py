@@ -12,6 +12,7 @@ from checkout import TABLES, copy_checkout
 from example_package import install_example
 from factory import make_experiment
 from fresh_process import ROOT, run_fresh
+from memory_steps import record_and_estimate
 from torch import Tensor, nn
 
 from dpprof.methods.microbatch import Microbatch
@@ -23,6 +24,7 @@ from dpprof.spec.registry import UnsupportedError
 from dpprof.verification.verify import verify
 
 B, T = 3, 16
+FIELDS = {"model": "example-mixer", "method": "example-vmap", "batch_size": B, "seq_len": T}
 P = 100 * 32 + 2 * 32 + (T * T + T) + (32 * 100 + 100)
 
 
@@ -31,37 +33,27 @@ def installed(tmp_path_factory) -> Path:
     return install_example(tmp_path_factory.mktemp("example"))
 
 
-def profile(plugin: Path, output: Path, **options: str) -> dict:
-    """Run profile.py with a plug-in on PYTHONPATH; returns the result."""
+def test_an_installed_package_is_measured(installed, tmp_path) -> None:
+    """By a script of the workflow, without Snakemake and in any folder."""
     script = ROOT / "workflow" / "scripts" / "profile.py"
-    usual = {"model": "example-mixer", "method": "example-vmap", "device": "cpu"}
-    usual |= {"batch-size": str(B), "seq-len": str(T), "warmup-steps": "2", "timed-steps": "1"}
-    given = [f"--{name}={value}" for name, value in (usual | options).items()]
+    fields = FIELDS | {"warmup_steps": 2, "timed_steps": 1, "device": "cpu"}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
     done = subprocess.run(
-        [sys.executable, str(script), *given, "--output", str(output)],
-        env=os.environ | {"PYTHONPATH": str(plugin)},
+        [sys.executable, str(script), *given, "--output=x.json"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(output.read_text())
+    assert "ok after" in done.stderr
+    [output] = tmp_path.iterdir()
+    result = json.loads(output.read_text())
 
-
-def test_an_installed_package_is_measured_accounted_for_and_predicted(installed, tmp_path) -> None:
-    results = {
-        name: profile(installed, tmp_path / f"{name}.json", instrument=name)
-        for name in ("clean", "memory", "estimate")
-    }
-    recorded, guess = results["memory"]["memory"], results["estimate"]["memory"]
-
-    assert {result["outcome"] for result in results.values()} == {"ok"}
-    assert results["clean"]["model"]["parameters_total"] == P
-    assert len(results["clean"]["time"]["step_s"]) == 1
-    assert recorded["at_peak"]["components"]["per_sample_gradients"] == B * P * 4
-    assert recorded["at_peak"]["components"]["unattributed"] == 0
-    assert recorded["attribution"]["evidence"]["phase"] == 0
-    assert guess["at_peak"] == recorded["at_peak"]
+    assert (output.name, result["outcome"]) == ("x.json", "ok")
+    assert result["model"]["parameters_total"] == P
+    assert len(result["time"]["step_s"]) == 1
 
 
 @pytest.mark.workflow
@@ -85,6 +77,15 @@ def example(installed, monkeypatch) -> type[TrainingStep]:
     registry._entries.cache_clear()
     yield registry.load("methods", "example-vmap")
     registry._entries.cache_clear()
+
+
+def test_its_memory_is_accounted_for_and_predicted(example) -> None:
+    recorded, guess = record_and_estimate(make_experiment(**FIELDS))
+
+    assert recorded.memory.at_peak.components["per_sample_gradients"] == B * P * 4
+    assert recorded.memory.at_peak.components["unattributed"] == 0
+    assert recorded.memory.attribution.evidence["phase"] == 0
+    assert guess.memory.at_peak == recorded.memory.at_peak
 
 
 def clipped(method: type[TrainingStep], model: str | dict, bound: float, noise: float) -> Tensor:
@@ -236,20 +237,16 @@ mark = PhaseMark(file.fileno())
 told = {}
 for case, experiment in experiments.items():
     report = run(experiment, "estimate" if case.startswith("target") else "clean", mark)
-    told[case] = report.outcome, report.error.message
+    told[case] = report.outcome, report.error.kind, report.error.message
 print("TOLD", json.dumps(told))
 """
     said = run_fresh(code, *SENTENCES, plugin=broken).splitlines()[-1]
     told = json.loads(said.removeprefix("TOLD "))
 
-    assert {case: message for case, (_, message) in told.items()} == SENTENCES
-    refused = {case for case, (outcome, _) in told.items() if outcome == "unsupported"}
+    assert {case: message for case, (*_, message) in told.items()} == SENTENCES
+    refused = {case for case, (outcome, *_) in told.items() if outcome == "unsupported"}
     assert refused == {"method=picky", "model=no-embedding"}
-    assert {outcome for outcome, _ in told.values()} == {"unsupported", "crashed"}
-
-
-def test_a_broken_entry_point_is_recorded(broken, tmp_path) -> None:
-    result = profile(broken, tmp_path / "x.json", model="tiny", method="no-attribute")
-
-    assert (result["outcome"], result["error"]["kind"]) == ("crashed", "EntryPointError")
-    assert result["error"]["message"] == SENTENCES["method=no-attribute"]
+    assert {(outcome, kind) for outcome, kind, _ in told.values()} == {
+        ("unsupported", "UnsupportedError"),
+        ("crashed", "EntryPointError"),
+    }

@@ -5,7 +5,6 @@ from factory import (
     CPU,
     make_experiment,
     make_manifest,
-    tables_of_runs,
     write_synthetic,
     write_synthetic_ceilings,
 )
@@ -72,10 +71,3 @@ def test_damaged_ceilings_are_left_out_of_a_partial_report_alone(root) -> None:
     found = collected(root, partial=True)
     assert [one.device for one in found.ceilings] == [L4]
     assert [str(error).partition(": ")[0] for error in found.damaged] == [str(path)]
-
-
-def test_without_ceilings_the_table_has_its_columns(tmp_path) -> None:
-    tables = tables_of_runs(tmp_path, (STANDARD, "clean", {}))
-
-    assert tables["ceilings"].empty
-    assert "measured" in tables["ceilings"].columns

@@ -1,4 +1,7 @@
 from factory import make_experiment, tables_of_runs
+from reading import table_of
+
+from dpprof.report.content import build_document
 
 
 def observed(step_s, rss, allocated=None):
@@ -30,3 +33,22 @@ def test_instruments_are_compared_with_clean(tmp_path) -> None:
     assert table.loc["memory", "allocated_ratio"] == 1.0
     assert table["allocated_ratio"].isna().to_dict() == {"memory": False, "kernels": True}
     assert table["clean_processes"].tolist() == [2, 2]
+
+
+def test_the_report_tells_what_watching_costs(tmp_path) -> None:
+    pairs = ((2.0, 150), (4.0, 250))
+    runs = [
+        (make_experiment(seed=seed), instrument, observed(*facts))
+        for seed, watched in enumerate(pairs)
+        for instrument, facts in (("clean", (1.0, 100)), ("memory", watched))
+    ]
+    document = build_document(tables_of_runs(tmp_path, *runs), [])
+
+    assert table_of(document, "What measuring costs") == (
+        {
+            "instrument": "memory",
+            "experiments": "2",
+            "step": "3.00 (2.00 to 4.00)",
+            "peak RSS": "2.00 (1.50 to 2.50)",
+        },
+    )

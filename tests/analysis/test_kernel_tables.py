@@ -127,26 +127,3 @@ def test_the_report_tells_ceilings_and_what_utilisation_is_against(tables) -> No
     assert ceilings["launch"] == "1,000"
     assert ceilings["tf32 products"] == "-"
     assert "the fastest float32 matrix product measured on synthetic cpu, n = 10" in said[0]
-
-
-def test_the_report_tells_what_watching_costs(tmp_path) -> None:
-    def observed(step_s, rss):
-        facts = {"step_s": step_s, "steps": 1, "peak_rss_bytes": rss}
-        return {"observed": facts | {"peak_allocated_bytes": None}}
-
-    other = make_experiment(seed=1)
-    tables = tables_of_runs(
-        tmp_path,
-        (EXPERIMENT, "clean", observed(1.0, 100)),
-        (EXPERIMENT, "memory", observed(2.0, 150)),
-        (other, "clean", observed(1.0, 100)),
-        (other, "memory", observed(4.0, 250)),
-    )
-    (row,) = table_of(build_document(tables, []), "What measuring costs")
-
-    assert row == {
-        "instrument": "memory",
-        "experiments": "2",
-        "step": "3.00 (2.00 to 4.00)",
-        "peak RSS": "2.00 (1.50 to 2.50)",
-    }

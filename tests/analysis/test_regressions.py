@@ -62,49 +62,37 @@ def test_15_percent_slower_in_10_replicates_of_20_steps_is_a_regression(tmp_path
     assert known.p_value < 0.001
 
 
-def test_15_percent_faster_is_better(tmp_path) -> None:
-    write_times(tmp_path / "a", 1.15 * noisy(10, 0))
-    write_times(tmp_path / "b", noisy(10, 1))
-    found = compare(tmp_path, metrics=["time"])
-
-    assert (found.verdict, found.figures[0].judgement) == ("nothing worse", "better")
-
-
-def test_real_times_of_equal_experiments_are_the_same(tmp_path) -> None:
-    write_times(tmp_path / "a", REAL_STEP_S[:10])
-    write_times(tmp_path / "b", REAL_STEP_S[10:20])
-    found = compare(tmp_path, metrics=["time"])
-
-    assert (found.verdict, found.figures, found.judged) == ("nothing worse", [], {"time": 1})
-
-
-def test_slower_by_less_than_the_threshold_is_none(tmp_path) -> None:
-    write_times(tmp_path / "a", noisy(10, 0, 0.001))
-    write_times(tmp_path / "b", 1.04 * noisy(10, 1, 0.001))
-    thresholds = [Thresholds(), Thresholds.model_validate({"time": "3%"})]
-    found = [compare(tmp_path, thresholds=one) for one in thresholds]
-
-    assert [one.figures[0].judgement for one in found] == ["within threshold", "worse"]
+FAST, SLOW = noisy(10, 0), noisy(10, 1)
+STEADY = noisy(10, 0, 0.001), 1.04 * noisy(10, 1, 0.001)
+WILD = noisy(10, 0, 0.3)
+TIMES = {
+    "15 % faster": (1.15 * FAST, SLOW, {}, "nothing worse", ["better"]),
+    "real times of equal experiments": (
+        *(REAL_STEP_S[:10], REAL_STEP_S[10:20], {}, "nothing worse", []),
+    ),
+    "less than the threshold": (*STEADY, {}, "nothing worse", ["within threshold"]),
+    "more than the threshold": (*STEADY, {"time": "3%"}, "regression", ["worse"]),
+    "twice the threshold within the noise": (WILD, 1.1 * WILD, {}, "nothing worse", []),
+    "three replicates": (
+        *([1.0, 1.01, 1.02], [9.0, 9.01, 9.02], {}, "not comparable", ["undecided"]),
+    ),
+}
 
 
-def test_within_the_noise_twice_the_threshold_is_none(tmp_path) -> None:
-    write_times(tmp_path / "a", noisy(10, 0, 0.3))
-    write_times(tmp_path / "b", 1.1 * noisy(10, 0, 0.3))
-    found = compare(tmp_path)
+@pytest.mark.parametrize("case", TIMES)
+def test_times_are_judged_with_their_noise(tmp_path, case) -> None:
+    *sides, thresholds, verdict, judgements = TIMES[case]
+    for side, medians in zip(SIDES, sides, strict=True):
+        write_times(tmp_path / side, medians)
+    found = compare(tmp_path, thresholds=Thresholds.model_validate(thresholds))
 
-    assert (found.verdict, found.figures) == ("nothing worse", [])
-
-
-def test_three_replicates_are_not_enough_whatever_they_say(tmp_path) -> None:
-    for side, seconds in zip(SIDES, ([1.0, 1.01, 1.02], [9.0, 9.01, 9.02]), strict=True):
-        write_times(tmp_path / side, seconds)
-    found = compare(tmp_path)
-
-    assert found.verdict == "not comparable"
-    assert found.reason == "no run has enough on both sides to judge memory or flops or time"
-    (figure,) = found.figures
-    assert figure.judgement == "undecided"
-    assert figure.reason == "not enough replicates: 3 and 3, and 4 on each side are enough"
+    assert (found.verdict, [one.judgement for one in found.figures]) == (verdict, judgements)
+    if verdict == "not comparable":
+        assert found.reason == "no run has enough on both sides to judge memory or flops or time"
+        reason = "not enough replicates: 3 and 3, and 4 on each side are enough"
+        assert found.figures[0].reason == reason
+    else:
+        assert found.judged["time"] == 1
 
 
 @pytest.mark.parametrize(("count", "enough"), [(3, False), (4, True)])

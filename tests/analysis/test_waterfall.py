@@ -92,31 +92,3 @@ def test_the_same_layer_of_every_block_is_one_bar() -> None:
         (None, 5, 5),
     ]
     assert folded[0].bars == (Bar("mm", 60, 3),)
-
-
-def test_plain_json_has_every_level() -> None:
-    [bar] = subtract([held("noise", None, "normal", 5)], [])
-
-    assert bar.as_json() == {
-        "name": "noise",
-        "a_bytes": 5,
-        "b_bytes": 0,
-        "difference_bytes": 5,
-        "bars": [
-            {
-                "name": None,
-                "a_bytes": 5,
-                "b_bytes": 0,
-                "difference_bytes": 5,
-                "bars": [
-                    {
-                        "name": "normal (backward)",
-                        "a_bytes": 5,
-                        "b_bytes": 0,
-                        "difference_bytes": 5,
-                        "bars": [],
-                    }
-                ],
-            }
-        ],
-    }

@@ -26,6 +26,17 @@ SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
 SCHEMA = ROOT / "workflow" / "schemas" / "budget.schema.json"
 
 
+@pytest.fixture(autouse=True)
+def accounting_here(monkeypatch):
+    """Ask the accountants in this process."""
+    for command in (budget, tables):
+        monkeypatch.setattr(
+            command,
+            "account_apart",
+            lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
+        )
+
+
 def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     options = ["--accountant=rdp", "--batch-size=512", "--price-per-hour=3.5", "--json=b.json"]
     done = call("budget", *ASKED, *HERE, *SPENT, *options, "--delta=1e-3", cwd=asked)
@@ -81,19 +92,7 @@ BAD = {
 }
 
 
-@pytest.fixture
-def accounting_here(monkeypatch):
-    """Ask the accountants in this process."""
-    for command in (budget, tables):
-        monkeypatch.setattr(
-            command,
-            "account_apart",
-            lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
-        )
-
-
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.usefixtures("accounting_here")
 def test_bad_input_is_one_sentence_and_nothing_runs(case, tmp_path) -> None:
     options, sentence = BAD[case]
     done = call("budget", *ASKED, *SPENT, *options, cwd=tmp_path)
@@ -150,7 +149,6 @@ def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
     ) in lines
 
 
-@pytest.mark.usefixtures("accounting_here")
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:
     experiment = make_experiment(method="flash-bk", seq_len=8, device="cuda", target="h200")
     found = make_capacity(1000.0)

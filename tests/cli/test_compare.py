@@ -37,13 +37,18 @@ def folders(tmp_path):
     return tmp_path / "a", tmp_path / "b"
 
 
-def gate(capsys, *arguments) -> tuple[int, str]:
-    """Return the exit status and what was printed."""
+def end(capsys, *arguments) -> tuple[int, str, str]:
+    """Return the exit status, and what was printed for whom."""
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
-    out, error = capsys.readouterr()
+    return ended.value.code, *capsys.readouterr()
+
+
+def gate(capsys, *arguments) -> tuple[int, str]:
+    """Return the exit status and what was printed."""
+    code, out, error = end(capsys, *arguments)
     assert error == ""
-    return ended.value.code, out
+    return code, out
 
 
 def gate_json(capsys, *arguments) -> FolderComparison:
@@ -59,18 +64,15 @@ def names(found, judgement="worse") -> list[tuple[str, str | None]]:
 
 
 def refused(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    out, error = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+    code, out, error = end(capsys, *arguments)
+    assert (code, out) == (2, "")
     return error.strip().splitlines()[-1]
 
 
 def test_two_real_estimates_of_the_same_code_exit_with_0_and_all_is_the_same(
     tmp_path, capsys
 ) -> None:
-    fields = {"model": "tiny", "method": "flash-bk", "batch_size": 2, "seq_len": 16}
-    experiment = Experiment(**fields, target="h100", device="cuda")
+    experiment = make_experiment(method="flash-bk", target="h100", device="cuda")
     for side in ("a", "b"):
         recorded = estimate(experiment, lambda _: None).model_dump(exclude={"model", "samplers"})
         write_estimate(tmp_path / side, experiment=experiment, recorded=recorded)
@@ -82,28 +84,58 @@ def test_two_real_estimates_of_the_same_code_exit_with_0_and_all_is_the_same(
     assert (found["judged"]["memory"], found["judged"]["time"]) == (23, 1)
 
 
-def test_2_percent_more_in_one_component_is_a_regression_that_names_it(folders, capsys) -> None:
-    write_estimate(folders[1], SIZES | {"noise": 102})
-    code, said = gate(capsys, *folders)
+OTHER = make_experiment(method="flash", timed_steps=20)
+ONE_FLOP_MORE = make_memory(SIZES)
+ONE_FLOP_MORE["io"]["by_phase_and_op_kind"][0]["flops"] += 1
+SAID = {
+    "2 % more in one component": (
+        {"sizes": SIZES | {"noise": 102}},
+        [],
+        1,
+        [
+            ": 3 figures are worse.\n",  # peak, first peak, noise
+            rf"noise at the peak +{FLASH.id} +estimate +100 bytes -> 102 bytes +\+2 bytes \(\+2",
+        ],
+        "parameters",
+    ),
+    "one FLOP more in one op kind": (
+        {"recorded": ONE_FLOP_MORE},
+        ["--metrics", "flops"],
+        1,
+        ["1 figure is worse", "FLOPs of gemm in forward .* 4,000 FLOPs -> 4,001 FLOPs +\\+1 \\("],
+        "noise",
+    ),
+    "less memory": (
+        {"sizes": SIZES | {"noise": 50}},
+        [],
+        0,
+        ["nothing is worse, 3 are better.", r"(?s)\nBetter\n.*-50 bytes \(-5.56 %\)"],
+        "Worse",
+    ),
+    "disjoint folders": (
+        {"experiment": OTHER},
+        [],
+        2,
+        [
+            "no experiment is in both folders; the most similar differ in timed_steps 1 and 20",
+            rf"Only in the baseline: {FLASH.id} \(estimate\).",
+            rf"Only in the candidate: {OTHER.id} \(estimate\).",
+        ],
+        "Worse",
+    ),
+}
+"""What the candidate has, options, the exit status, what is printed and what is not."""
 
-    assert code == 1
-    noise = (
-        rf"noise at the peak +{FLASH.id} +estimate +100 bytes -> 102 bytes +\+2 bytes \(\+2.00 %\)"
-    )
-    assert re.search(noise, said)
-    assert "parameters" not in said
-    assert said.splitlines()[0].endswith(": 3 figures are worse.")  # peak, first peak, noise
 
+@pytest.mark.parametrize("case", SAID)
+def test_what_differs_is_named(folders, capsys, case) -> None:
+    fields, options, status, patterns, absent = SAID[case]
+    write_estimate(folders[1], **fields)
+    code, said = gate(capsys, *folders, *options)
 
-def test_one_flop_more_in_one_op_kind_is_a_regression_that_names_it(folders, capsys) -> None:
-    told = make_memory(SIZES)
-    told["io"]["by_phase_and_op_kind"][0]["flops"] += 1
-    write_estimate(folders[1], recorded=told)
-    code, said = gate(capsys, *folders, "--metrics", "flops")
-
-    assert code == 1
-    assert "1 figure is worse" in said
-    assert re.search(r"FLOPs of gemm in forward .* 4,000 FLOPs -> 4,001 FLOPs +\+1 \(", said)
+    assert code == status
+    assert [pattern for pattern in patterns if not re.search(pattern, said)] == []
+    assert absent not in said
 
 
 def test_an_op_kind_that_is_new_counts_from_0(folders, capsys) -> None:
@@ -119,21 +151,6 @@ def test_an_op_kind_that_is_new_counts_from_0(folders, capsys) -> None:
     assert found["exit_status"] == 1
 
 
-def test_disjoint_folders_exit_with_2_and_say_what_the_most_similar_differ_in(
-    folders, capsys
-) -> None:
-    other = make_experiment(method="flash", timed_steps=20)
-    write_estimate(folders[1], experiment=other)
-    code, said = gate(capsys, *folders)
-
-    assert code == 2
-    assert "no experiment is in both folders; the most similar differ in timed_steps 1 and 20" in (
-        said
-    )
-    assert f"Only in the baseline: {FLASH.id} (estimate)." in said
-    assert f"Only in the candidate: {other.id} (estimate)." in said
-
-
 def test_what_is_on_one_side_alone_is_listed_and_fails_nothing(folders, capsys) -> None:
     write_estimate(folders[0], experiment=make_experiment(method="microbatch"))
     write_estimate(folders[1])
@@ -142,15 +159,6 @@ def test_what_is_on_one_side_alone_is_listed_and_fails_nothing(folders, capsys) 
     assert code == 0
     assert "Only in the baseline: custom-microbatch-" in said
     assert "Only in the candidate" not in said
-
-
-def test_less_memory_is_told_as_better(folders, capsys) -> None:
-    write_estimate(folders[1], SIZES | {"noise": 50})
-    code, said = gate(capsys, *folders)
-
-    assert code == 0
-    assert "nothing is worse, 3 are better." in said
-    assert said.index("\nBetter\n") < said.index("-50 bytes (-5.56 %)")
 
 
 def test_a_threshold_of_a_component_is_its_own(folders, tmp_path, capsys) -> None:

@@ -32,22 +32,6 @@ def test_a_device_that_stays_busy_ends_each_command_with_a_status_of_its_own(
     assert list(tmp_path.iterdir()) == []
 
 
-BAD = {
-    "--threads=0": "argument --threads: '0' is not allowed; it must be 1, 2, 3 ...",
-    "--threads=two": "argument --threads: 'two' is not allowed; it must be",
-    "--max-wait-s=soon": "--max-wait-s: 'soon' is not allowed; it must be a number of seconds",
-}
-
-
-@pytest.mark.parametrize("option", BAD)
-def test_bad_values_are_refused_with_the_option(tmp_path, option) -> None:
-    done = call("profile", *RUN, "--output=x.json", option, cwd=tmp_path)
-
-    assert done.returncode != 0
-    assert BAD[option] in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("cpu_threads", "threads", "had"),
     [(None, None, 8), (None, 2, 2), (None, 99, 8), (3, 2, 3), (3, None, 3)],

@@ -43,26 +43,6 @@ def test_a_hugging_face_model_is_verified_on_a_small_one(tmp_path) -> None:
     assert f"standard on {verdict['model']}: verified" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--model=tiny", "--lora=rank=8"], "--lora: only for hf:NAME, a Hugging Face model"),
-        (["--model=hf:tiny-llama", "--lora=rank=0"], "--lora.rank: '0' is not allowed; it must be"),
-        (["--model=hf:tiny-lama"], "--model: 'hf:tiny-lama' is not allowed; after hf: comes"),
-        (["--model=hf:tiny-llama", "--padding=2"], "--padding.fraction: '2' is not allowed"),
-        (["--model=tinny"], "--model: 'tinny' is not allowed; did you mean 'tiny'"),
-        (["--stand-in=no.json"], "[Errno 2] No such file or directory: 'no.json'"),
-    ],
-)
-def test_bad_input_is_one_sentence(options, said: str, tmp_path) -> None:
-    done = call("verify", *options, "--method=standard", cwd=tmp_path)
-
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {said}")
-    assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_edited_stand_in_is_refused(tmp_path) -> None:
     given = {"model": "hf:tiny-gpt2", "method": "flash-bk", "batch_size": "1", "seq_len": "1"}
     stand_in = StandIn.of(make_experiment(given | {"device": "cpu"}))

@@ -49,15 +49,6 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
-def read(reading: Reading) -> int:
-    """Run what reads a damaged file, until something refuses it."""
-    for step in reading.steps:
-        status = command(step) if isinstance(step, list) else step()
-        if status:
-            return status
-    return 0
-
-
 def furnish(_case: Any) -> None:
     """Put into the working folder what hostile command lines name."""
     Path("folder").mkdir()
@@ -76,7 +67,14 @@ def furnish(_case: Any) -> None:
 KINDS = {
     "configs": Kind(make_config, furnish, plan, (1,), writes=False, letters=6000),
     "commands": Kind(make_command, furnish, command, (1, 2), writes=False, letters=6000),
-    "files": Kind(make_reading, Reading.furnish, read, (0, 1, 2), writes=True, letters=500_000),
+    "files": Kind(
+        make_reading,
+        Reading.furnish,
+        lambda reading: reading.run(command),
+        (0, 1, 2),
+        writes=True,
+        letters=500_000,
+    ),
 }
 
 

@@ -39,27 +39,9 @@ INJECTIONS = [
 ]
 TEXTS = [*INJECTIONS, "", " ", "nan", "null", "1", "-1", "ok", "cpu", "standard", "True"]
 TERMS = ["step", "forward", "gemm", "noise", "ok", "oom", "killed", "cpu", "standard", "flash"]
-NUMBERS = [
-    0,
-    1,
-    -1,
-    3,
-    0.5,
-    -0.5,
-    1e308,
-    -1e308,
-    1e30,
-    -1e30,
-    1e-300,
-    5e-324,
-    2**31,
-    2**53 + 1,
-    2**63 - 1,
-    2**63,
-    -(2**63),
-    2**64,
-]
-NUMBERS += [10**30, 10**400, True, False, float("nan"), float("inf"), float("-inf")]
+NUMBERS = [0, 1, -1, 3, 0.5, -0.5, 1e308, -1e308, 1e30, -1e30, 1e-300, 5e-324, True, False]
+NUMBERS += [2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400]
+NUMBERS += [float("nan"), float("inf"), float("-inf")]
 OTHERS: list[Any] = [None, [], {}, [[]], {"": 0}, [None], {"a": {"b": [1]}}, [0] * 10_000]
 
 _RAW = {
@@ -87,24 +69,22 @@ def damage(content: bytes, kind: str, draw: random.Random) -> bytes:
 
 def _damage_bytes(content: bytes, draw: random.Random) -> bytes:
     """Cut, flip bits, leave out, repeat, or replace all."""
-    how = draw.randrange(6)
     at = draw.randrange(len(content) + 1)
-    if how == 0:
-        return content[:at]
-    if how == 1:
-        changed = bytearray(content)
-        for _ in range(draw.randrange(1, 5)):
-            if changed:
-                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-        return bytes(changed)
-    if how == 2:
-        return content[:at] + content[at + draw.randrange(1, 20) :]
-    if how == 3:
-        bad = [b"\x00", b"\xff\xfe", b"\r\n", b",", b'"', b"}", b"\xef\xbb\xbf", b"9" * 5_000]
-        return content[:at] + draw.choice(bad) + content[at:]
-    if how == 4:
-        return content * draw.choice([2, 50])
-    return draw.choice([b"", b"\x00" * 100, b"null", b"[]", b"{}", b"1", b"\xff", b"a\n" * 1000])
+    flipped = bytearray(content)
+    for _ in range(draw.randrange(1, 5) if content else 0):
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    bad = [b"\x00", b"\xff\xfe", b"\r\n", b",", b'"', b"}", b"\xef\xbb\xbf", b"9" * 5_000]
+    whole = [b"", b"\x00" * 100, b"null", b"[]", b"{}", b"1", b"\xff", b"a\n" * 1000]
+    return draw.choice(
+        [
+            content[:at],
+            bytes(flipped),
+            content[:at] + content[at + draw.randrange(1, 20) :],
+            content[:at] + draw.choice(bad) + content[at:],
+            content * draw.choice([2, 50]),
+            draw.choice(whole),
+        ]
+    )
 
 
 def _damage_json(content: bytes, draw: random.Random) -> bytes:

@@ -20,9 +20,6 @@ from dpprof.spec import registry
 from dpprof.spec.config_files import read_config_file
 from dpprof.spec.validation import InputError
 
-Step = list[str] | Callable[[], int]
-"""The arguments of ``dpprof``, or what another part does in a process of its own."""
-
 
 class Reading(NamedTuple):
     """A damaged file and what reads it."""
@@ -36,7 +33,8 @@ class Reading(NamedTuple):
     place: int
     """What that is."""
 
-    steps: tuple[Step, ...]
+    steps: "tuple[list[str] | Callable[[], None], ...]"
+    """Arguments of ``dpprof``, or what another part does in a process of its own."""
 
     def furnish(self) -> None:
         """Copy the sweep into the working folder and damage the file."""
@@ -45,6 +43,21 @@ class Reading(NamedTuple):
             displace(Path(self.file), self.place)
         else:
             Path(self.file).write_bytes(self.content)
+
+    def run(self, command: Callable[[list[str]], int]) -> int:
+        """Take the steps until something refuses the file; return the exit status."""
+        for step in self.steps:
+            if isinstance(step, list):
+                status = command(step)
+                if status:
+                    return status
+                continue
+            try:
+                step()
+            except (InputError, OSError) as error:
+                print(ascii(str(error)))
+                return 1
+        return 0
 
 
 @functools.cache
@@ -56,116 +69,88 @@ def finished_sweep() -> Path:
     return folder
 
 
-def watch() -> int:
+def watch() -> None:
     """Look at the sweep and write the page as ``dpprof watch`` does."""
-    try:
-        LivePage(Path()).renew()
-    except (InputError, OSError) as error:
-        print(ascii(str(error)))
-        return 1
-    return 0
+    LivePage(Path()).renew()
 
 
-def replan() -> int:
+def replan() -> None:
     """Plan the sweep's config over the plan that is there."""
-    try:
-        write_plan(make_plan(read_config_file(Path("my.yaml")), device=lambda: "cpu"))
-    except (InputError, OSError) as error:
-        print(ascii(str(error)))
-        return 1
-    return 0
+    write_plan(make_plan(read_config_file(Path("my.yaml")), device=lambda: "cpu"))
 
 
-def follow() -> int:
-    """Tell the progress of a run as its supervisor does."""
+def follow() -> None:
+    """Report the progress of a run as its supervisor does."""
     os.environ["DPPROF_PROGRESS"] = "results/plan/progress.jsonl"
     progress = Progress.current()
     if progress is not None:
         progress.announce("x clean r0")
         progress.running()
-    return 0
 
 
-Reader = Callable[[random.Random, str], tuple[Step, ...]]
-"""Draws steps that read a file of the sweep."""
+Reader = tuple[str | Callable[[], None], ...]
+"""Steps. In a command line, ``|`` separates alternatives, FILE is the damaged file, and a pattern
+stands for any file that fits it."""
 
-REPORT = ["report", "--tables=results/tables", "--output-dir=results", "--pdf=typst"]
-
-
-def _tables(draw: random.Random, _file: str) -> tuple[Step, ...]:
-    results = finished_sweep() / "results"
-    manifest = next(results.glob("plan/manifest-*.json")).name
-    limits = next(results.glob("ceilings/*.json")).name
-    found = ["tables", f"--manifest=results/plan/{manifest}", "--output-dir=results/tables"]
-    found += [f"--ceilings=results/ceilings/{limits}", *draw.choice([[], ["--partial"]])]
-    return (found, REPORT)
-
-
-def _explain(draw: random.Random, file: str) -> tuple[Step, ...]:
-    others = sorted((finished_sweep() / "results" / "memory").iterdir())
-    other = f"results/memory/{draw.choice(others).name}"
-    both = draw.choice([[file, other], [other, file]])
-    options = draw.choice([["--format=json"], ["--format=markdown"], ["--depth=operator"], []])
-    return (["explain", *both, *options, *draw.choice([[], ["--output=results/x.png"]])],)
-
-
-def _compare(draw: random.Random, _file: str) -> tuple[Step, ...]:
-    options = draw.choice([["--format=json"], ["--format=markdown", "--output=results/c.md"], []])
-    both = draw.choice([["results", "other"], ["other", "results"]])
-    return (["compare", *both, *options, *draw.choice([[], ["--thresholds=thresholds.yaml"]])],)
-
-
-def _forget(draw: random.Random, _file: str) -> tuple[Step, ...]:
-    options = ["--outdated", "--unverified", "--outcome=oom,killed"]
-    return (["forget", *draw.sample(options, draw.randrange(1, 4))],)
-
-
-def _figure(draw: random.Random, _file: str) -> tuple[Step, ...]:
-    name = draw.choice(registry.names("figures"))
-    return (["figure", f"--figure={name}", "--tables=results/tables", "--output=results/x.png"],)
-
-
-def _profile(_draw: random.Random, file: str) -> tuple[Step, ...]:
-    return (["profile", f"--spec={file}", "--output=results/x.json"],)
-
-
-def _ceilings(_draw: random.Random, file: str) -> tuple[Step, ...]:
-    return (["ceilings", "--device=cpu", f"--operators-of={file}", "--output=results/x.json"],)
-
-
-def _verify(_draw: random.Random, file: str) -> tuple[Step, ...]:
-    return (["verify", f"--stand-in={file}", "--method=standard", "--output=results/x.json"],)
-
-
-def _always(*steps: Step) -> Reader:
-    return lambda _draw, _file: steps
-
-
-_WATCH, _REPORT = _always(watch), _always(REPORT)
-_PLAN = [_tables, _forget, _always(watch, replan)]
-_PEAKS = [_tables, _tables, _compare, _forget, _WATCH, _explain, _explain]
+REPORT = "report --tables=results/tables --output-dir=results"
+FOUND = "--manifest=results/plan/manifest-*.json --ceilings=results/ceilings/*.json"
+TABLES: Reader = (f"tables {FOUND} --output-dir=results/tables --partial|", REPORT)
+EXPLAIN = "--format=json|--depth=operator| --output=results/x.png|"
+EXPLAINS: list[Reader] = [
+    (f"explain FILE results/memory/*.json {EXPLAIN}",),
+    (f"explain results/memory/*.json FILE {EXPLAIN}",),
+]
+COMPARE = "--format=json|--format=markdown| --output=results/c.md| --thresholds=thresholds.yaml|"
+COMPARES: list[Reader] = [
+    (f"compare results other {COMPARE}",),
+    (f"compare other results {COMPARE}",),
+]
+FORGET: Reader = ("forget --outdated| --unverified| --outcome=oom,killed|",)
+FIGURES = "|".join(f"--figure={name}" for name in registry.names("figures"))
+OF_TABLES: list[Reader] = [
+    (REPORT,),
+    (f"figure {FIGURES} --tables=results/tables --output=results/x.png",),
+]
+OF_PLAN: list[Reader] = [TABLES, FORGET, (watch, replan)]
+OF_RUNS: list[Reader] = [TABLES, *COMPARES, FORGET, (watch,)]
+PROFILE: Reader = ("profile --spec=FILE --output=results/x.json",)
+CEILINGS: Reader = ("ceilings --device=cpu --operators-of=FILE --output=results/x.json",)
+VERIFY: Reader = ("verify --stand-in=FILE --method=standard --output=results/x.json",)
 READERS: dict[str, tuple[float, list[Reader]]] = {
-    "results/[cpk][lhe]*/*.r*.json": (4, [_tables, _tables, _compare, _forget, _WATCH]),
-    "results/[mec][esa][mtp]*/*.r*.json": (4, _PEAKS),
-    "results/tables/*.csv": (1.5, [_REPORT, _figure]),
-    "results/tables/sha256sums.txt": (0.3, [_REPORT, _figure]),
-    "results/tables/manifest.txt": (0.3, [_always(replan)]),
-    "results/plan/manifest-*.json": (2, _PLAN),
-    "results/plan/progress.jsonl": (1, [_always(follow, watch)]),
-    "results/plan/specs/*": (1, [_profile, _ceilings, *_PLAN]),
-    "results/plan/stand-ins/*": (0.5, [_verify]),
-    "results/plan/code/*": (0.7, _PLAN),
-    "results/plan/due-*": (0.3, _PLAN),
-    "results/verify/*.json": (1.5, [_tables, _tables, _forget, _WATCH]),
-    "results/ceilings/*.json": (1.5, [_tables, _tables, _WATCH]),
-    "results/figures/*.json": (0.7, [_REPORT]),
-    "results/logs/*/*.log": (0.7, [_REPORT]),
-    "other/results/*/*.r*.json": (1, [_compare]),
-    "thresholds.yaml": (1, [_compare]),
-    "my.yaml": (1, [_always(["prune", "my.yaml", "--delete"]), _always(replan)]),
+    "results/[cpk][lhe]*/*.r*.json": (4, OF_RUNS),
+    "results/[mec][esa][mtp]*/*.r*.json": (4, [*OF_RUNS, *EXPLAINS]),
+    "results/tables/*.csv": (1.5, OF_TABLES),
+    "results/tables/sha256sums.txt": (0.3, OF_TABLES),
+    "results/tables/manifest.txt": (0.3, [(replan,)]),
+    "results/plan/manifest-*.json": (2, OF_PLAN),
+    "results/plan/progress.jsonl": (1, [(follow, watch)]),
+    "results/plan/specs/*": (1, [PROFILE, CEILINGS, *OF_PLAN]),
+    "results/plan/stand-ins/*": (0.5, [VERIFY]),
+    "results/plan/code/*": (0.7, OF_PLAN),
+    "results/plan/due-*": (0.3, OF_PLAN),
+    "results/verify/*.json": (1.5, [TABLES, FORGET, (watch,)]),
+    "results/ceilings/*.json": (1.5, [TABLES, (watch,)]),
+    "results/figures/*.json": (0.7, [(REPORT,)]),
+    "results/logs/*/*.log": (0.7, [(REPORT,)]),
+    "other/results/*/*.r*.json": (1, COMPARES),
+    "thresholds.yaml": (1, COMPARES),
+    "my.yaml": (1, [("prune my.yaml --delete",), (replan,)]),
 }
 """How often files of a pattern are damaged, and what reads them: clean, phases and kernels; memory,
 estimate and capacity; and the others."""
+
+
+def _fill(line: str, file: str, draw: random.Random) -> list[str]:
+    """Return the arguments of a command line."""
+    root = finished_sweep()
+    parts = [draw.choice(part.split("|")).replace("FILE", file) for part in line.split()]
+    filled = []
+    for part in filter(None, parts):
+        option, equals, value = part.rpartition("=")
+        if "*" in value and part != file:
+            value = str(draw.choice(sorted(root.glob(value))).relative_to(root))
+        filled.append(f"{option}{equals}{value}")
+    return filled
 
 
 def make_reading(draw: random.Random) -> Reading:
@@ -176,5 +161,6 @@ def make_reading(draw: random.Random) -> Reading:
     file = str(path.relative_to(root))
     displaced = draw.random() < 0.05
     content = None if displaced else damage(path.read_bytes(), path.suffix, draw)
-    reader = draw.choice(READERS[pattern][1])
-    return Reading(file, content, draw.randrange(5), reader(draw, file))
+    steps = draw.choice(READERS[pattern][1])
+    filled = tuple(_fill(one, file, draw) if isinstance(one, str) else one for one in steps)
+    return Reading(file, content, draw.randrange(5), filled)

@@ -8,10 +8,9 @@ from typing import Any
 from factory import (
     make_capacity,
     make_experiment,
+    make_held,
     make_kernels,
-    make_manifest,
-    make_memory,
-    write_synthetic,
+    write_runs,
     write_synthetic_ceilings,
     write_synthetic_verdict,
 )
@@ -24,7 +23,6 @@ from dpprof.planning.planner import Manifest
 from dpprof.planning.stand_ins import StandIn
 from dpprof.report.document import Drawing
 from dpprof.spec import registry
-from dpprof.spec.experiment import Experiment
 from dpprof.system.files import canonical_json
 
 SIZES = {"parameters": 800, "saved_activations": 150, "noise": 50}
@@ -61,50 +59,31 @@ def finish_sweep(folder: Path) -> None:
 
 def _write_results(root: Path, sizes: dict[str, int]) -> Manifest:
     """Write results of all instruments, an out of memory among them; return what they are of."""
-    listed = []
-
-    def write(one: Experiment, instrument: str, replicate: int = 0, **fields) -> None:
-        write_synthetic(root, one, instrument=instrument, replicate=replicate, **fields)
-        listed.extend(make_manifest((one, replicate), instrument=instrument).runs)
-
-    for rank, method in enumerate(METHODS, 1):
-        recorded = _record(sizes | {"noise": sizes["noise"] * rank})
-        for batch in (2, 4):
-            one = make_experiment(method=method, batch_size=batch)
-            for replicate in range(2):
-                step_s = (rank * batch, rank * batch + 0.1, rank * batch + 0.2)
-                odd = {"others_busy_cores": 1.5, "samplers": {"Linear": "x"}} if rank > 1 else {}
-                write(one, "clean", replicate, step_s=step_s, nonfinite_samples=rank, **odd)
-        phases = {"forward": [1.0], "backward": [2.0]}
-        write(one, "phases", phases_s=phases, components=sizes, peak_allocated_bytes=1000)
-        write(one, "memory", recorded=recorded)
-        kernels = make_kernels({("forward", "gemm"): 1.0, ("step", "optimizer"): 0.5})
-        write(one, "kernels", kernels=kernels)
-        there = make_experiment(method=method, device="cuda", target="h100")
-        write(there, "estimate", recorded=recorded)
-        write(there, "capacity", recorded=recorded | make_capacity())
     failed = make_experiment(method="flash")
+    runs: list[Any] = [(failed, "clean", {"outcome": "oom", "message": "no room"})]
+    for rank, method in enumerate(METHODS, 1):
+        recorded = make_held(sizes | {"noise": sizes["noise"] * rank}, "blocks.0")
+        odd = {"others_busy_cores": 1.5, "samplers": {"Linear": "x"}} if rank > 1 else {}
+        for batch, replicate in ((2, 0), (2, 1), (4, 0), (4, 1)):
+            one = make_experiment(method=method, batch_size=batch)
+            step_s = (rank * batch, rank * batch + 0.1, rank * batch + 0.2)
+            fields = {"replicate": replicate, "step_s": step_s, "nonfinite_samples": rank}
+            runs.append((one, "clean", fields | odd))
+        phases = {"phases_s": {"forward": [1.0], "backward": [2.0]}, "components": sizes}
+        kernels = make_kernels({("forward", "gemm"): 1.0, ("step", "optimizer"): 0.5})
+        there = make_experiment(method=method, device="cuda", target="h100")
+        runs += [
+            (one, "phases", phases | {"peak_allocated_bytes": 1000}),
+            (one, "memory", {"recorded": recorded}),
+            (one, "kernels", {"kernels": kernels}),
+            (there, "estimate", {"recorded": recorded}),
+            (there, "capacity", {"recorded": recorded | make_capacity()}),
+        ]
     write_synthetic_verdict(root, failed, passed=False, reason="it is wrong", holes=["tied: lost"])
-    write(failed, "clean", outcome="oom", message="no room")
     logs = root / "results" / "logs" / "clean"
     logs.mkdir(parents=True)
     (logs / f"{failed.id}.r0.log").write_text("no room\n")
-    return Manifest(runs=tuple(listed))
-
-
-def _record(sizes: dict[str, int]) -> dict[str, Any]:
-    """Invent recorded memory that says what is held at the peak."""
-    recorded = make_memory(sizes)
-    count = len(sizes)
-    recorded["memory"]["at_peak"]["holdings"] = {
-        "component": list(sizes),
-        "layer": ["blocks.0", None, "blocks.0.attention"][:count],
-        "op": ["aten.mm.default"] * count,
-        "phase": ["backward"] * count,
-        "bytes": list(sizes.values()),
-        "storages": [1] * count,
-    }
-    return recorded
+    return write_runs(root, *runs)
 
 
 def _write_plan(root: Path, manifest: Manifest) -> None:

@@ -90,23 +90,6 @@ def test_metrics_are_those_of_the_unprofiled_steps_between() -> None:
     assert monitor.reasons == {}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "loop", "factor"),
-    [
-        ({"model_flops_per_token": 200.0}, {}, 2.0),
-        ({"peak_flops_per_s": 2000.0}, {}, 0.5),
-        ({}, {"batches": [(2 * samples, 2 * tokens) for samples, tokens in BATCHES]}, 2.0),
-        ({}, {"seconds": [2 * s for s in SECONDS], "loading_s": 2 * LOADING_S}, 0.5),
-    ],
-    ids=["model", "peak", "batch", "time"],
-)
-def test_mfu_follows_what_is_doubled(arguments, loop, factor) -> None:
-    monitor, clock, _ = watch(**arguments)
-    train(monitor, clock, **{"seconds": SECONDS, "batches": BATCHES} | loop)
-
-    assert monitor.metrics.mfu == pytest.approx(factor * BY_HAND["perf/mfu"])
-
-
 def test_nothing_is_written_before_anything_was_measured() -> None:
     monitor, clock, kept = watch(freq=3)
     train(monitor, clock, (1.0, 1.0, 1.0))

@@ -65,7 +65,8 @@ def collect(
     found: list[tuple[PlannedRun, Result]] = []
     missing: dict[PlannedRun, str] = {}
     damaged: list[ResultError] = []
-    share = _Sharing()
+    shared: dict[str, Any] = {}
+    """The experiments and machines that results refer to, each once, by what they say."""
     for run in manifest.runs:
         try:
             result = read_run(root, run.instrument, run.id, run.replicate)
@@ -78,7 +79,9 @@ def collect(
             if on_result is not None:
                 on_result(run, result)
                 result = drop_details(result)
-            found.append((run, share.of(result)))
+            parts = {name: getattr(result, name) for name in ("experiment", "device", "provenance")}
+            parts = {name: shared.setdefault(repr(part), part) for name, part in parts.items()}
+            found.append((run, result.model_copy(update=parts)))
     standings = read_standings(
         root,
         (result.experiment for _, result in found),
@@ -101,20 +104,6 @@ def collect(
         if result.code_digest != code_of_run(run.instrument, result.experiment).planned(planned_in)
     }
     return Collected(tuple(found), missing, frozenset(outdated), standings, limits, tuple(damaged))
-
-
-class _Sharing:
-    """Lets results refer to one object where they say the same of experiment and machine."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
-
-    def of(self, result: Result) -> Result:
-        update = {"experiment": self._known.setdefault(result.spec_digest, result.experiment)}
-        for name in ("device", "provenance"):
-            value = getattr(result, name)
-            update[name] = self._known.setdefault(repr(value), value)
-        return result.model_copy(update=update)
 
 
 def drop_details(result: Result) -> Result:

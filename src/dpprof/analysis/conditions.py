@@ -70,7 +70,7 @@ def facts_of(result: Result) -> dict[Fact, Any]:
     """
     predicted = result.instrument in PREDICTIONS
     device, provenance = result.device, result.provenance
-    packages, settings = (_mapping(provenance.get(key)) for key in ("packages", "settings"))
+    packages, settings = (provenance.get(key) or {} for key in ("packages", "settings"))
     facts = {Fact("versions", name): packages.get(name) for name in _packages_of(result)}
     if predicted:
         facts |= _facts_of_prediction(result)
@@ -97,10 +97,6 @@ def _facts_of_prediction(result: Result) -> dict[Fact, Any]:
     if result.experiment.target is None and result.compute is not None:
         return {Fact("device", "GPU"): result.compute.peak_source}
     return {}
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 class Usual:

@@ -58,30 +58,13 @@ class Sides(NamedTuple):
     """The result of ``noise_floor`` for groups of these sizes."""
 
 
-def median_interval(values: Sequence[float]) -> Interval | None:
-    """Return the bootstrap interval of the median over processes (percentile method, 95 %).
+def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]:
+    """Return the bootstrap interval of each median over processes (percentile method, 95 %).
 
     For up to five processes this is their range. It covers the true median with a probability of
     at most ``attainable_coverage``. None for fewer than two processes.
     """
-    return median_intervals([values])[0]
-
-
-def median_intervals(groups: Sequence[Sequence[float]]) -> list[Interval | None]:
-    """Return ``median_interval`` of each group, faster than one by one and equal to the bit."""
     return _bootstrap([(group,) for group in groups], np.median)
-
-
-def _ratio_intervals(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
-) -> list[Interval | None]:
-    """Return the bootstrap interval of the ratio of each pair's medians (percentile method, 95 %).
-
-    None where a side has one process, because its spread is unknown.
-    """
-    return _bootstrap(
-        pairs, lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis)
-    )
 
 
 def attainable_coverage(count: int) -> float:
@@ -93,17 +76,21 @@ def attainable_coverage(count: int) -> float:
     return 1 - 2.0 ** (1 - count)
 
 
-def _mann_whitney(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
-    """Return the two-sided p-value of the Mann-Whitney U test of each pair.
+def _mann_whitney(
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> list[float | None]:
+    """Return the two-sided p-value of the Mann-Whitney U test; None where a side has one process.
 
     It is exact up to eight values a side. SciPy chooses one method for all rows of a call, by
     whether any has ties, so rows with ties and rows without are tested apart.
     """
-    found = [math.nan] * len(pairs)
+    found: list[float | None] = [None] * len(pairs)
     for positions in _group(
         (len(values), len(base), len({*values, *base}) < len(values) + len(base))
         for values, base in pairs
     ):
+        if min(map(len, pairs[positions[0]])) < 2:  # noqa: PLR2004 (one value has no spread)
+            continue
         values, base = zip(*(pairs[position] for position in positions), strict=True)
         tested = stats.mannwhitneyu(values, base, alternative="two-sided", axis=1)
         for position, p_value in zip(positions, tested.pvalue, strict=True):
@@ -150,18 +137,11 @@ def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
     A difference counts if it exceeds the noise floor and has a Mann-Whitney p-value below 5 %. The
     p-value counts only where the groups are large enough to reach 5 %.
     """
-    testable = [
-        position
-        for position, (values, base, _) in enumerate(pairs)
-        if min(len(values), len(base)) > 1
-    ]
-    tested = _mann_whitney([pairs[position][:2] for position in testable])
-    p_values = dict(zip(testable, tested, strict=True))
-    intervals = _ratio_intervals([pair[:2] for pair in pairs])
-    return [
-        _judge(pair, interval, p_values.get(position))
-        for position, (pair, interval) in enumerate(zip(pairs, intervals, strict=True))
-    ]
+    sides = [pair[:2] for pair in pairs]
+    intervals = _bootstrap(
+        sides, lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis)
+    )
+    return list(map(_judge, pairs, intervals, _mann_whitney(sides)))
 
 
 def _judge(pair: Sides, interval: Interval | None, p_value: float | None) -> Comparison:

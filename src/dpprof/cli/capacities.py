@@ -33,16 +33,16 @@ INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
 
 Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]]
-"""Returns what is said of results: JSON, a text, and whether a batch fits with any method."""
+"""Returns of results: JSON, a text, and whether a batch fits with any method."""
 
 
 def make_parser(command: str, about: str | None, example: str = "") -> Parser:
     """Make the options of a subcommand that finds capacities; ``example`` adds to its example."""
     parser = Parser(
-        prog=f"dpprof {command}",
-        description=about,
-        epilog=f"example: dpprof {command} --model 1b --target h200 "
-        f"--seq-len 1024{example}. --memory-limit-bytes replaces the target's memory.",
+        command,
+        about,
+        example=f"--model 1b --target h200 --seq-len 1024{example}. --memory-limit-bytes replaces "
+        "the target's memory.",
     )
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help="the methods (default: all)")
     parser.add_argument(
@@ -161,7 +161,7 @@ def _format_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
 
 
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
-    """Find and tell the capacity of each experiment, or read it from a result that is still valid.
+    """Find and print the capacity of each experiment, or read it from a result that is still valid.
 
     Batch sizes do not matter. ``root`` is the folder that holds ``results``; with ``again``,
     existing results are ignored.

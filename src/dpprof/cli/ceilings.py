@@ -46,7 +46,7 @@ def format_ceilings(ceilings: Ceilings) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof ceilings", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser("ceilings", __doc__)
     parser.add_argument(
         "--device", required=True, choices=["cpu", "cuda"], help="the processor, or a visible GPU"
     )

@@ -16,7 +16,15 @@ from dpprof.system.console import fail, printable, say, shorten_lines
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose error messages escape and cut the user's input, unlike argparse's."""
+    """A subcommand's parser whose error messages escape and cut the user's input."""
+
+    def __init__(self, command: str, about: str | None, example: str = "") -> None:
+        super().__init__(
+            prog=f"dpprof {command}",
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example: dpprof {command} {example}" if example else None,
+        )
 
     def error(self, message: str) -> NoReturn:
         """End the process with the usage and an error message."""

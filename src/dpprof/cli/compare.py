@@ -5,7 +5,6 @@ The exit status is 0 where nothing is worse, 1 for a regression, and 2 where the
 comparable or the input is wrong.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -52,11 +51,9 @@ def read_thresholds(file: Path | None) -> Thresholds:
 def make_parser() -> Parser:
     """Make the options."""
     parser = Parser(
-        prog="dpprof compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: dpprof compare main/results results --metrics memory,flops "
-        "--format markdown --output comment.md",
+        "compare",
+        __doc__,
+        example="main/results results --metrics memory,flops --format markdown --output comment.md",
     )
     parser.add_argument(
         "baseline", type=path, metavar="BASELINE", help="the folder of results to compare with"

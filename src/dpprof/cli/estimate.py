@@ -20,10 +20,10 @@ _GIB, _MOST = 2**30, 8
 def make_parser() -> Parser:
     """Make the options: one for every field of an experiment."""
     parser = Parser(
-        prog="dpprof estimate",
-        description=__doc__,
-        epilog="example: dpprof estimate --model 1b --method flash-bk --batch-size 4 "
-        "--seq-len 2048 --dtype bfloat16 --target h100",
+        "estimate",
+        __doc__,
+        example="--model 1b --method flash-bk --batch-size 4 --seq-len 2048 --dtype bfloat16 "
+        "--target h100",
     )
     parser.add_argument(
         "--output",

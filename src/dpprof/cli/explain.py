@@ -5,7 +5,6 @@ batch sizes, models, targets; recorded or predicted. The bars lead from B's peak
 to the difference of the two with 0 bytes left.
 """
 
-import argparse
 import importlib
 import io
 import json
@@ -18,14 +17,13 @@ from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.difference_sentence import say
-from dpprof.report.difference_text import Detail, render_markdown, render_text
+from dpprof.report.difference_text import Detail, render_text
 from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
 from dpprof.system.files import check_writable, write_atomically
 
 FORMATS: dict[str, Callable[[Difference, Detail], str]] = {
     "text": render_text,
-    "markdown": render_markdown,
     "json": lambda difference, _: json.dumps(difference.as_json(), indent=1),
 }
 DRAWINGS = (".png", ".pdf", ".svg")
@@ -68,11 +66,9 @@ def draw(difference: Difference, output: Path) -> None:
 def make_parser() -> Parser:
     """Make the options."""
     parser = Parser(
-        prog="dpprof explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: dpprof explain results/memory/A.r0.json results/memory/B.r0.json "
-        "--depth operator --top 3",
+        "explain",
+        __doc__,
+        example="results/memory/A.r0.json results/memory/B.r0.json --depth operator --top 3",
     )
     parser.add_argument("a", type=path, metavar="A.json", help="the result to explain")
     parser.add_argument("b", type=path, metavar="B.json", help="the result to compare it with")

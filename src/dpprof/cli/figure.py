@@ -24,7 +24,7 @@ KINDS = (".png", ".pdf", ".svg", ".json")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof figure", description=__doc__)
+    parser = Parser("figure", __doc__)
     parser.add_argument(
         "--figure", required=True, help="which: " + ", ".join(registry.names("figures"))
     )

@@ -39,7 +39,7 @@ def why_to_forget(path: Path, kind: RecordKind, arguments: argparse.Namespace) -
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof forget", description=__doc__)
+    parser = Parser("forget", __doc__)
     parser.add_argument(
         "--outcome",
         type=names_of(FAILURES),

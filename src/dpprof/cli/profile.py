@@ -21,7 +21,7 @@ from dpprof.system.files import check_writable
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof profile", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser("profile", __doc__)
     parser.add_argument("--spec", type=path, help="spec file, instead of the options below")
     parser.add_argument("--instrument", default="clean", help="what watches (default: clean)")
     parser.add_argument("--replicate", type=natural, default=0, help="number of the repetition")

@@ -21,7 +21,7 @@ def plan_of(config: Path) -> Plan:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof prune", description=__doc__)
+    parser = Parser("prune", __doc__)
     parser.add_argument(
         "configs",
         nargs="*",

@@ -15,7 +15,7 @@ from dpprof.system.console import fail, keep_log
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof report", description=__doc__)
+    parser = Parser("report", __doc__)
     parser.add_argument("--tables", type=path, required=True, help="the folder of the CSV tables")
     parser.add_argument(
         "--output-dir",

@@ -34,7 +34,7 @@ def _plan_noise(manifest: Manifest, collected: Collected) -> Planned | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(prog="dpprof tables", description=__doc__)
+    parser = Parser("tables", __doc__)
     parser.add_argument("--manifest", type=path, required=True, help="the list of runs to tabulate")
     parser.add_argument("--output-dir", type=path, required=True, help="where the tables go")
     parser.add_argument(

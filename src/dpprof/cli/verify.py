@@ -33,10 +33,9 @@ def format_verdict(verdict: Verdict) -> str:
 
 def _make_parser() -> Parser:
     parser = Parser(
-        prog="dpprof verify",
-        description=(__doc__ or "").partition("\n")[0],
-        epilog="example: dpprof verify --model hf:llama-3.2-1b --lora rank=16 --padding 0.3 "
-        "--method flash-bk",
+        "verify",
+        __doc__,
+        example="--model hf:llama-3.2-1b --lora rank=16 --padding 0.3 --method flash-bk",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(

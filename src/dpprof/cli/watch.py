@@ -4,7 +4,6 @@ The page is results/live.html. Open it in a browser: it renews itself, and says 
 fails, runs and remains.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +18,7 @@ from dpprof.system.console import keep_log
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = Parser(
-        prog="dpprof watch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("watch", __doc__)
     parser.add_argument(
         "--results",
         type=path,

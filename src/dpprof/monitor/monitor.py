@@ -14,7 +14,7 @@ import operator
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -116,10 +116,15 @@ class Monitor:
         tokens = _check_count("tokens", tokens, least=0)
         number = self._next
         self._next += 1
-        profiled = (number - self._first) % self._freq == 0
-        watch = self._profile if profiled else self._time
+        counter = FlopCounter() if (number - self._first) % self._freq == 0 else None
         try:
-            yield from watch(number, samples, tokens)
+            elapsed_s = self._lap() if counter else 0.0
+            with counter or nullcontext():
+                yield
+            if counter:
+                self._measure(number, counter, elapsed_s, samples, tokens)
+            elif self._window is not None:
+                self._window.add(samples, tokens)
         except BaseException:
             self._window = None
             raise
@@ -134,16 +139,13 @@ class Monitor:
                 warnings.warn(f"{sink!r} did not close: {error!r}", stacklevel=2)
         self._sinks.clear()
 
-    def _time(self, _number: int, samples: int, tokens: int) -> Iterator[None]:
-        yield
-        if self._window is not None:
-            self._window.add(samples, tokens)
+    def _measure(
+        self, number: int, counter: FlopCounter, elapsed_s: float, samples: int, tokens: int
+    ) -> None:
+        """Derive metrics of the steps that were timed up to a profiled one; begin to time others.
 
-    def _profile(self, number: int, samples: int, tokens: int) -> Iterator[None]:
-        elapsed_s = self._lap()
-        counter = FlopCounter()
-        with counter:
-            yield
+        ``elapsed_s`` is how long they took. At a frequency of 1 the profiled step is timed too.
+        """
         within_s = self._lap()
         always = self._freq == 1
         if self._window is not None:

@@ -133,9 +133,9 @@ def read_record(
         raise ResultError(path, "is not a result file: it has no schema_version")
     found = document["schema_version"]
     if found != version:
-        since = (older or {}).get(found if isinstance(found, int) else None)
-        told = f"; {since}" if since else ""
-        why = f"has schema version {found!r}, and this dpprof reads {version}{told}"
+        changed = (older or {}).get(found if isinstance(found, int) else None)
+        since = f"; {changed}" if changed else ""
+        why = f"has schema version {found!r}, and this dpprof reads {version}{since}"
         raise ResultError(path, why)
     try:
         canonical = _canonical(document)

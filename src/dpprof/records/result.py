@@ -163,17 +163,17 @@ class Time(Part):
 class Throughput(Part):
     """Throughput at the median step time."""
 
-    tokens_per_s: Positive
-    samples_per_s: Positive
-    steps_per_s: Positive
+    tokens_per_s: Positive = Field(description="throughput at the median step time")
+    samples_per_s: Positive = Field(description="the same in samples")
+    steps_per_s: Positive = Field(description="the same in steps")
 
 
 class Launched(Part):
     """Time per step of the work of one op kind in one phase."""
 
     phase: Phase | None = Field(description="null for work launched between phases")
-    op_kind: OpKind
-    seconds: float
+    op_kind: OpKind = Field(description="the op kind")
+    seconds: float = Field(description="time of a step")
     launches: float = Field(description="average number per step")
 
 
@@ -220,14 +220,14 @@ class Kernels(Part):
         description="copies between host and device and within the device, by the driver's names"
     )
     trace: str | None = Field(description="the trace's file, for Perfetto and TensorBoard")
-    trace_bytes: int | None
+    trace_bytes: int | None = Field(description="its size")
     trace_steps: int = Field(description="number of steps in the file")
 
 
 class Energy(Part):
     """Energy that the device used over a window of steps, by the driver's counter."""
 
-    joules_per_step: float
+    joules_per_step: float = Field(description="energy of a step")
     window_s: float
     steps: int
     source: str
@@ -279,7 +279,7 @@ class NormChoice(Part):
 class RankPart(Part):
     """What one of several ranks measured of itself."""
 
-    rank: int
+    rank: int = Field(description="the rank, from 0")
     memory: Memory | None
     time: Time | None
     communication: list[Exchange] | None

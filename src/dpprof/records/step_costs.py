@@ -14,10 +14,10 @@ Peak = Annotated[int, Field(gt=0)]
 class Snapshot(Part):
     """The allocator's counts at a named moment."""
 
-    name: str
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    rss_bytes: int | None = Field(None, description="resident memory of the process")
+    name: str = Field(description="the moment")
+    allocated_bytes: int | None = Field(None, description="bytes allocated then")
+    reserved_bytes: int | None = Field(None, description="bytes reserved then")
+    rss_bytes: int | None = Field(None, description="resident memory of the process then")
     elapsed_s: float = Field(description="time since the libraries were imported")
     components: dict[str, int] | None = Field(
         None, description="bytes by owner; with unattributed they sum to allocated_bytes"
@@ -27,12 +27,12 @@ class Snapshot(Part):
 class LiveAllocation(Part):
     """Storages alive at the peak that have the same owner and the same origin."""
 
-    component: Component
-    evidence: Evidence | None
-    bytes: int
-    storages: int
+    component: Component = Field(description="what the memory is for")
+    evidence: Evidence | None = Field(description="how that is known")
+    bytes: int = Field(description="what the storages hold together")
+    storages: int = Field(description="storages of the same owner and origin")
     op: str = Field(description="the operator that created them")
-    phase: Phase
+    phase: Phase = Field(description="the phase in which it ran")
     module: str | None = Field(description="the module whose forward or backward ran then")
     function: str | None = Field(description="the function that ran then: module:function")
 
@@ -150,8 +150,11 @@ class Attribution(Part):
 class Compute(Part):
     """FLOPs of one steady-state step, of matrix products and attention if not stated otherwise."""
 
-    model_flops: int | None = Field(description="6 N + 12 L d T per token (PaLM, appendix B)")
-    executed_flops: int
+    model_flops: int | None = Field(
+        description="FLOPs that the non-private step needs: 6 N + 12 L d T per token (PaLM, "
+        "appendix B)"
+    )
+    executed_flops: int = Field(description="FLOPs of a step in matrix products and attention")
     other_flops: int = Field(description="FLOPs of elementwise operators and reductions")
     flops_by_phase: dict[Phase, int]
     flops_by_module: dict[str, int]
@@ -188,8 +191,8 @@ class Work(Part):
 class Io(Part):
     """Memory traffic of one steady-state step, if each operator reads and writes its data once."""
 
-    bytes_read: int
-    bytes_written: int
+    bytes_read: int = Field(description="bytes that the operators of a step must read")
+    bytes_written: int = Field(description="bytes that they must write")
     by_phase: dict[Phase, Moved]
     by_op_kind: dict[OpKind, Moved]
     by_module: dict[str, Moved]
@@ -205,26 +208,34 @@ class Exchange(Part):
     all-gather and a reduce-scatter send and receive S (N - 1) / N, an all-reduce twice that.
     """
 
-    collective: str
-    phase: Phase
-    calls: int
-    payload_bytes: int = Field(description="S, summed over calls")
+    collective: str = Field(description="all-gather, reduce-scatter, all-reduce or broadcast")
+    phase: Phase = Field(description="the phase")
+    calls: int = Field(description="calls in a step")
+    payload_bytes: int = Field(
+        description="bytes gathered, scattered or reduced, as a whole: S, summed over calls"
+    )
     bytes_each_way: int = Field(description="what a rank sends, and as much as it receives")
 
 
 class Memory(Part):
     """Peaks of the steady state (the timed steps), and of the first step where it differs."""
 
-    peak_allocated_bytes: Peak | None = None
-    first_step_peak_allocated_bytes: Peak | None = None
-    peak_reserved_bytes: Peak | None = None
+    peak_allocated_bytes: Peak | None = Field(
+        None, description="the allocator's peak in the steady state"
+    )
+    first_step_peak_allocated_bytes: Peak | None = Field(
+        None, description="the allocator's peak in the first step"
+    )
+    peak_reserved_bytes: Peak | None = Field(None, description="most that the allocator reserved")
     peak_rss_bytes: Peak | None = Field(
         None, description="largest resident memory of the whole process, including imports"
     )
     peak_device_used_bytes: int | None = Field(
         None, description="device memory in use by all processes after the timed steps"
     )
-    alloc_retries: int | None = None
+    alloc_retries: int | None = Field(
+        None, description="how often the allocator freed its cache to go on"
+    )
     snapshots: list[Snapshot] = Field(default_factory=list)
     at_peak: AtPeak | None = None
     timeline: Timeline | None = None

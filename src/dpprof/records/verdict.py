@@ -174,10 +174,10 @@ def judge(cases: Sequence[Case]) -> tuple[bool | None, str | None]:
     cases = judged(cases)
     first = {one.outcome: one for one in reversed(cases)}
     if "failed" in first:
-        return False, _spell(first["failed"])
+        return False, _format_case(first["failed"])
     if "unknown" in first:
-        return None, _spell(first["unknown"])
-    refused = _spell(first["unsupported"]) if "unsupported" in first else None
+        return None, _format_case(first["unknown"])
+    refused = _format_case(first["unsupported"]) if "unsupported" in first else None
     return (True, refused) if "passed" in first else (None, refused or "nothing was compared")
 
 
@@ -200,7 +200,7 @@ def split_holes(holes: str) -> list[str]:
     return holes.split(_HOLE_ENDS)
 
 
-def _spell(case: Case) -> str:
+def _format_case(case: Case) -> str:
     where = f"attention {case.attention}, B = {case.batch_size}"
     where += "" if case.scenario == "plain" else f", {case.scenario}"
     return f"{where}: {case.reason}"

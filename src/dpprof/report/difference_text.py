@@ -1,4 +1,4 @@
-"""A difference of two peaks as a table for terminals, and as Markdown.
+"""A difference of two peaks as a table for terminals.
 
 Differences are what A holds more than B, so they are negative where A holds less.
 """
@@ -15,7 +15,7 @@ from dpprof.analysis.difference.waterfall import (
     name_component,
 )
 from dpprof.report.difference_sentence import OUTSIDE, say
-from dpprof.report.markdown import escape_markdown, on_one_line
+from dpprof.report.markdown import on_one_line
 
 _WIDTH = 24
 """Columns of a terminal for the bars."""
@@ -89,21 +89,6 @@ def _name(bar: Bar, level: str) -> str:
     return OUTSIDE if bar.name is None else bar.name
 
 
-def _tell_equal(difference: Difference, detail: Detail) -> list[str]:
-    """Say which components have no line, because they are equal in both."""
-    depth = list(LEVELS).index(detail.depth)
-    equal = [
-        f"{name_component(str(bar.name))} ({format_size(bar.a_bytes)})"
-        for bar in difference.bars
-        if not bar.differs(depth)
-    ]
-    return [f"Equal in both: {', '.join(equal)}."] if equal else []
-
-
-def _tell_shared(difference: Difference) -> list[str]:
-    return [f"Both: {', '.join(difference.shared)}."] if difference.shared else []
-
-
 def render_text(difference: Difference, detail: Detail) -> str:
     """Return the sentence and the waterfall for a terminal, with a bar on each line."""
     a, b = difference.a, difference.b
@@ -117,34 +102,18 @@ def render_text(difference: Difference, detail: Detail) -> str:
         lines.append((f"{size:+,}", _signed(size), _draw(row, low, high), label))
     lines.append((f"{a.peak_bytes:,}", format_size(a.peak_bytes), "", _describe("A", a)))
     numbers, sizes = (max(len(line[at]) for line in lines) for at in (0, 1))
-    said = [say(difference), *_tell_shared(difference), ""]
+    shared = [f"Both: {', '.join(difference.shared)}."] if difference.shared else []
+    said = [say(difference), *shared, ""]
     for exact, rounded, bar, label in lines:
         said.append(f"{exact:>{numbers}}  {rounded:>{sizes}}  {bar:{_WIDTH}}  {label}".rstrip())
-    if equal := _tell_equal(difference, detail):
-        said += ["", *equal]
+    depth = list(LEVELS).index(detail.depth)
+    equal = [
+        f"{name_component(str(bar.name))} ({format_size(bar.a_bytes)})"
+        for bar in difference.bars
+        if not bar.differs(depth)
+    ]
+    said += ["", f"Equal in both: {', '.join(equal)}."] if equal else []
     return "\n".join(map(on_one_line, said))
-
-
-def render_markdown(difference: Difference, detail: Detail) -> str:
-    """Return the sentence and the waterfall as Markdown; every name in it stays text."""
-    a, b = difference.a, difference.b
-    told = [say(difference), *_tell_shared(difference)]
-    sides = f"{_describe('A', a)}; {_describe('B', b)}."
-    said = [_escape(" ".join(told)), ""]
-    said += ["| | A, bytes | B, bytes | A - B, bytes | A - B |"]
-    said += ["| :--- | ---: | ---: | ---: | ---: |"]
-    said += [_markdown_row("**peak**", a.peak_bytes, b.peak_bytes)]
-    for row in list_rows(difference, detail):
-        name = _escape(row.name)
-        label = "&emsp;" * row.depth + (name if row.depth else f"**{name}**")
-        said.append(_markdown_row(label, row.a_bytes, row.b_bytes))
-    said += ["", _escape(" ".join([sides, *_tell_equal(difference, detail)]))]
-    return "\n".join(said)
-
-
-def _markdown_row(label: str, a_bytes: int, b_bytes: int) -> str:
-    size = a_bytes - b_bytes
-    return f"| {label} | {a_bytes:,} | {b_bytes:,} | {size:+,} | {_signed(size)} |"
 
 
 def _signed(size: int) -> str:
@@ -169,7 +138,3 @@ def _draw(row: Row, low: int, high: int) -> str:
     left = min(left, _WIDTH - 1)
     letter = "█" if size > 0 else "░"
     return " " * left + letter * max(right - left, 1)
-
-
-def _escape(text: str) -> str:
-    return escape_markdown(on_one_line(text))

@@ -58,14 +58,17 @@ class Difference(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain JSON."""
-        return {
-            "a": self.a._asdict(),
-            "b": self.b._asdict(),
-            "shared": list(self.shared),
-            "difference_bytes": self.difference_bytes,
-            "bars": [bar.as_json() for bar in self.bars],
-            "timelines": self.axis.as_json(),
-        }
+        fields: dict[str, Any] = _to_json(self)
+        return fields | {"timelines": fields.pop("axis")}
+
+
+def _to_json(value: Any) -> Any:
+    """Return named tuples as mappings, with the difference where they have one."""
+    if hasattr(value, "_asdict"):
+        fields = {name: _to_json(one) for name, one in value._asdict().items()}
+        difference = getattr(value, "difference_bytes", None)
+        return fields if difference is None else fields | {"difference_bytes": difference}
+    return [_to_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def explain_difference(a: Result, b: Result) -> Difference:
@@ -149,7 +152,7 @@ def _how(result: Result) -> str:
 
 
 def _format_axes(keys: Iterable[str], axes: Mapping[str, Any]) -> list[str]:
-    """Spell axes that have a value; a target says which device it is."""
+    """Format axes that have a value; a target says which device it is."""
     formatted = []
     for key in keys:
         value = axes[key]

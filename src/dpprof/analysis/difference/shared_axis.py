@@ -9,7 +9,7 @@ spread evenly.
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpprof.records.step_costs import Timeline
 from dpprof.records.terms import Phase
@@ -40,11 +40,6 @@ class SharedAxis(NamedTuple):
     stretches: list[Stretch]
     a: Curve
     b: Curve
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the axis and both curves as plain JSON."""
-        stretches = [stretch._asdict() for stretch in self.stretches]
-        return {"stretches": stretches, "a": self.a._asdict(), "b": self.b._asdict()}
 
 
 def share_axis(a: Timeline, b: Timeline) -> SharedAxis:

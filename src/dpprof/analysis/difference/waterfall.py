@@ -8,7 +8,7 @@ other.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Memory
@@ -58,12 +58,10 @@ def list_holdings(result: Result) -> list[Holding]:
     memory = result.memory
     if memory is None or memory.at_peak is None or memory.at_peak.holdings is None:
         raise InputError(_explain_missing(result))
-    held = memory.at_peak.holdings
-    columns = (held.component, held.layer, held.op, held.phase, held.bytes, held.storages)
-    names = ("component", "layer", "op", "phase", "bytes", "storages")
+    held = memory.at_peak.holdings.model_dump()
     rows = [
-        Holding(**dict(zip(names, row, strict=True)))  # type: ignore[typeddict-item]
-        for row in zip(*columns, strict=True)
+        Holding(**dict(zip(held, row, strict=True)))  # type: ignore[typeddict-item]
+        for row in zip(*held.values(), strict=True)
     ]
     rounding = peak_bytes(memory) - sum(row["bytes"] for row in rows)
     if rounding:
@@ -146,16 +144,6 @@ class Bar(NamedTuple):
         if self.difference_bytes:
             return True
         return depth > 0 and any(bar.differs(depth - 1) for bar in self.bars)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the bar and those within it as plain JSON."""
-        return {
-            "name": self.name,
-            "a_bytes": self.a_bytes,
-            "b_bytes": self.b_bytes,
-            "difference_bytes": self.difference_bytes,
-            "bars": [bar.as_json() for bar in self.bars],
-        }
 
 
 def subtract(

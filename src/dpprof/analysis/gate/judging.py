@@ -176,14 +176,14 @@ def judge_exact(
     elif max(candidate) < min(baseline) or min(candidate) > max(baseline):
         gets_worse = (now < was) if figure.more_is_better else (now > was)
         judgement = "worse" if gets_worse else "better"
-        if gets_worse and _is_within(was, now, threshold):
+        change, share = Decimal(now) - Decimal(was), Decimal(repr(threshold))  # without rounding
+        if gets_worse and abs(change) <= share * Decimal(was):
             judgement = "within threshold"
     else:
         judgement = "undecided"
         reason = f"replicates differ: {_format_range(baseline)} and {_format_range(candidate)}"
-    return _state(key, figure, was, now).model_copy(
-        update={"threshold": threshold, "judgement": judgement, "reason": reason}
-    )
+    update = {"threshold": threshold, "judgement": judgement, "reason": reason}
+    return _compare(key, figure, was, now).model_copy(update=update)
 
 
 def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
@@ -197,29 +197,24 @@ def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
     return thresholds.bytes_moved if is_bytes else thresholds.flops
 
 
-def _is_within(was: Number, now: Number, threshold: float) -> bool:
-    """Return whether a difference is at most a share of the baseline, without rounding."""
-    share = Decimal(repr(threshold))
-    return abs(Decimal(now) - Decimal(was)) <= share * Decimal(was)
-
-
 def _format_range(values: Sequence[Number]) -> str:
     low, high = min(values), max(values)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def state_missing(
+def leave_undecided(
     key: RunKey, figure: ExactFigure, values: Sequence[Number], *, in_baseline: bool
 ) -> ComparedFigure:
-    """State a figure that only one side knows."""
+    """Return a figure that only one side knows."""
     value, side = median_low(values), "baseline" if in_baseline else "candidate"
-    stated = _state(key, figure, value if in_baseline else None, None if in_baseline else value)
-    return stated.model_copy(update={"reason": f"known in the {side} alone"})
+    compared = _compare(key, figure, *((value, None) if in_baseline else (None, value)))
+    return compared.model_copy(update={"reason": f"known in the {side} alone"})
 
 
-def _state(
+def _compare(
     key: RunKey, figure: ExactFigure, baseline: Number | None, candidate: Number | None
 ) -> ComparedFigure:
+    """Return both sides' values of a figure, of which nothing is decided yet."""
     known = baseline and candidate is not None
     return ComparedFigure(
         experiment_id=key[0],
@@ -255,33 +250,29 @@ def judge_step_times(
         threshold: A share of the baseline's time.
         reason: Why there is no verdict, whatever the times are.
     """
-    baseline, candidate = groups
-    counts = len(baseline.step_s), len(candidate.step_s)
+    counts = len(groups[0].step_s), len(groups[1].step_s)
     if reason is None and not can_differ(*counts):
         enough = f"{counts[0]} and {counts[1]}, and 4 on each side are enough"
         reason = f"not enough replicates: {enough}"
-    judgement: Judgement = "undecided" if reason else _judge_ratio(found, threshold)
     interval = found.interval
-    return ComparedFigure(
-        experiment_id=key[0],
-        instrument=key[1],
-        metric="time",
-        figure="step time",
-        unit="seconds",
-        baseline=float(median(baseline.step_s)),
-        candidate=float(median(candidate.step_s)),
-        ratio=found.ratio,
-        threshold=threshold,
-        judgement=judgement,
-        reason=reason,
-        statistics=TimeStatistics(
-            baseline_processes=counts[0],
-            candidate_processes=counts[1],
-            ratio_low=interval and interval.low,
-            ratio_high=interval and interval.high,
-            p_value=found.p_value,
-            noise_floor=found.floor,
-        ),
+    statistics = TimeStatistics(
+        baseline_processes=counts[0],
+        candidate_processes=counts[1],
+        ratio_low=interval and interval.low,
+        ratio_high=interval and interval.high,
+        p_value=found.p_value,
+        noise_floor=found.floor,
+    )
+    update = {
+        "ratio": found.ratio,
+        "threshold": threshold,
+        "judgement": "undecided" if reason else _judge_ratio(found, threshold),
+        "reason": reason,
+        "statistics": statistics,
+    }
+    times = (float(median(group.step_s)) for group in groups)
+    return _compare(key, ExactFigure("time", "step time", "seconds"), *times).model_copy(
+        update=update
     )
 
 

@@ -25,8 +25,8 @@ from dpprof.analysis.gate.judging import (
     judge_exact,
     judge_outcomes,
     judge_step_times,
+    leave_undecided,
     list_families,
-    state_missing,
 )
 from dpprof.analysis.groups import ExperimentRuns, Noise
 from dpprof.records.comparison import (
@@ -190,7 +190,7 @@ def _judge(pair: _Pair, noise: Noise, options: Options) -> Iterator[ComparedFigu
         if known[0] is None or known[1] is None:
             if family.batch_size is None and all(sides):
                 for figure, values in (known[0] or known[1] or {}).items():
-                    yield state_missing(pair.key, figure, values, in_baseline=known[1] is None)
+                    yield leave_undecided(pair.key, figure, values, in_baseline=known[1] is None)
             continue
         for figure in dict.fromkeys([*known[0], *known[1]]):
             was, now = known[0].get(figure, [0]), known[1].get(figure, [0])

@@ -1,6 +1,6 @@
 """Builds every table: tidy rows, all in bytes and seconds."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any, BinaryIO
@@ -15,13 +15,14 @@ from dpprof.analysis.standings import tabulate_verification
 from dpprof.analysis.tables.axes import axes_of, key_of
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.experiments import (
+    compare_with_standard,
     tabulate_experiments,
     tabulate_instrument_overhead,
     tabulate_methods,
     tabulate_settings,
 )
 from dpprof.analysis.tables.findings import find_caveats
-from dpprof.analysis.tables.frames import make_frame, write_rows
+from dpprof.analysis.tables.frames import make_frame, pick, write_rows
 from dpprof.analysis.tables.kernels import tabulate_kernels
 from dpprof.analysis.tables.memory import tabulate_memory
 from dpprof.planning.planner import PlannedRun
@@ -44,7 +45,8 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
     """
     groups = group_runs(collected)
     noise = Noise(groups)
-    experiments = tabulate_experiments(groups, noise, collected.standings)
+    standard = compare_with_standard(groups, noise)
+    experiments = tabulate_experiments(groups, standard, collected.standings)
     recorded, kernels = tabulate_memory(collected, groups), tabulate_kernels(collected)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run, result in collected.found:
@@ -63,7 +65,7 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
         **recorded,
         **kernels,
         "experiments": experiments,
-        "settings": tabulate_settings(groups, noise),
+        "settings": tabulate_settings(groups, standard, noise),
         "methods": tabulate_methods(experiments),
         "outcomes": _outcomes(collected),
         "instrument_overhead": tabulate_instrument_overhead(groups),
@@ -85,43 +87,32 @@ def build_tables(collected: Collected, planned: Planned | None = None) -> dict[s
 
 
 def _run_row(run: PlannedRun, result: Result, collected: Collected) -> dict[str, Any]:
-    error, time, memory = result.error, result.time, result.memory
-    provenance = result.provenance
+    error, memory, provenance = result.error, result.memory, result.provenance
     host, packages, git = (provenance.get(key, {}) for key in ("host", "packages", "git"))
-    row = key_of(run) | {"sweeps": " ".join(run.sweeps)} | axes_of(result.experiment)
-    row |= {
-        "outcome": result.outcome,
-        "attempts": len(result.attempts),
-        "others_busy_cores": result.attempts[-1].others_busy_cores,
-        "error_kind": error and error.kind,
-        "error_phase": error and error.phase,
-        "error_message": error and error.message,
-        "error_requested_bytes": error and error.requested_bytes,
-        "error_log": error and error.log,
-        "parameters_total": result.model and result.model.parameters_total,
-        "median_step_s": time and time.median_s,
-        "host_read_bytes": result.host_io and result.host_io.bytes_read,
-        "host_written_bytes": result.host_io and result.host_io.bytes_written,
-        "joules_per_step": result.energy and result.energy.joules_per_step,
-        "started_at": result.started_at,
-        "wall_s": result.wall_s,
-        "device_name": result.device.get("name"),
-        "hostname": host.get("hostname"),
-        "python": provenance.get("python"),
-        "torch": packages.get("torch"),
-        "opacus": packages.get("opacus"),
-        "git_commit": git.get("commit"),
-        "git_dirty": git.get("dirty"),
-        "code_digest": result.code_digest,
-        "code_is_current": tuple(key_of(run).values()) not in collected.outdated,
-    }
-    if result.throughput is not None:
-        row |= result.throughput.model_dump()
-    if memory is not None:
-        row |= memory.model_dump(include=set(TABLES["runs"].columns)) | {
-            "fragmentation": _fragmentation(memory)
+    failure = ("kind", "phase", "message", "requested_bytes", "log")
+    parts = (result.model, result.throughput, memory, result.energy, result.attempts[-1], result)
+    return (
+        pick("runs", *parts)
+        | key_of(run)
+        | {"sweeps": " ".join(run.sweeps)}
+        | axes_of(result.experiment)
+        | {f"error_{name}": error and getattr(error, name) for name in failure}
+        | {
+            "attempts": len(result.attempts),
+            "median_step_s": result.time and result.time.median_s,
+            "fragmentation": memory and _fragmentation(memory),
+            "host_read_bytes": result.host_io and result.host_io.bytes_read,
+            "host_written_bytes": result.host_io and result.host_io.bytes_written,
+            "device_name": result.device.get("name"),
+            "hostname": host.get("hostname"),
+            "python": provenance.get("python"),
+            "torch": packages.get("torch"),
+            "opacus": packages.get("opacus"),
+            "git_commit": git.get("commit"),
+            "git_dirty": git.get("dirty"),
+            "code_is_current": tuple(key_of(run).values()) not in collected.outdated,
         }
-    return row
+    )
 
 
 def _fragmentation(memory: Memory) -> float | None:
@@ -148,35 +139,27 @@ def _list_parts(run: PlannedRun, result: Result) -> Iterator[tuple[str, dict[str
     for layer, path in (result.samplers or {}).items():
         yield "samplers", {"method": run.method, "layer": layer, "path": path}
     for part in result.ranks or []:
-        peaks = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-        yield (
-            "ranks",
-            {"rank": part.rank}
-            | {name: part.memory and getattr(part.memory, name) for name in peaks}
-            | {"median_step_s": part.time and part.time.median_s}
-            | {"sent_bytes": sent_bytes(part.communication)},
-        )
+        median_s = part.time and part.time.median_s
+        others = {"median_step_s": median_s, "sent_bytes": sent_bytes(part.communication)}
+        yield "ranks", pick("ranks", part, part.memory) | others
     for exchange in result.communication or []:
         yield "communication", axes_of(result.experiment) | exchange.model_dump()
 
 
 def _outcomes(collected: Collected) -> pd.DataFrame:
     """Return outcome counts per method; the success rate covers the runs that have a result."""
-    counts = pd.DataFrame(
-        [(run.method, result.outcome) for run, result in collected.found],
-        columns=pd.Index(["method", "outcome"]),
-    )
-    table = pd.crosstab(counts["method"], counts["outcome"])
-    table = table.reindex(columns=list(OUTCOMES), fill_value=0)
+    ended: dict[str, Counter[str]] = defaultdict(Counter)
+    for run, result in collected.found:
+        ended[run.method][result.outcome] += 1
     for run in collected.missing:
-        if run.method not in table.index:
-            table.loc[run.method] = 0
-    missing = pd.Series([run.method for run in collected.missing], dtype=str).value_counts()
-    table.insert(0, "runs", table.sum(axis=1))
-    table["missing"] = missing.reindex(table.index, fill_value=0)
-    table["success_rate"] = (table["ok"] / table["runs"]).where(table["runs"] > 0)
-    table.index.name = "method"
-    return table.sort_index().reset_index().rename_axis(columns=None)
+        ended[run.method]["missing"] += 1
+    rows = []
+    for method, counts in sorted(ended.items()):
+        runs = counts.total() - counts["missing"]
+        row = {"method": method, "runs": runs, "missing": counts["missing"]}
+        rate = counts["ok"] / runs if runs else None
+        rows.append(row | {name: counts[name] for name in OUTCOMES} | {"success_rate": rate})
+    return make_frame("outcomes", rows)
 
 
 def tabulate_ceilings(known: Iterable[Ceilings]) -> pd.DataFrame:

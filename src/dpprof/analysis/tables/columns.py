@@ -4,7 +4,7 @@ The headers of the CSV files, the columns that are read as text, the workflow's 
 docs/numbers/tables.md follow from these declarations.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,6 +15,8 @@ from dpprof.accounting.plan import NoiseOfBatch
 from dpprof.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
 from dpprof.records.advice import Option
 from dpprof.records.budget import MethodCost
+from dpprof.records.result import Energy, Kernels, Launched, RankPart, Throughput
+from dpprof.records.step_costs import Compute, Exchange, Io, LiveAllocation, Memory, Snapshot
 from dpprof.records.terms import COMPONENTS, EVIDENCE, OUTCOMES
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.privacy import Privacy
@@ -61,11 +63,11 @@ text, integer, number, boolean = (
 )
 
 
-def declare(model: type[BaseModel], names: Iterable[str] | None = None) -> list[Column]:
-    """Declare columns for fields of a model, in order, with the fields' descriptions."""
+def declare(model: type[BaseModel], names: str | None = None) -> list[Column]:
+    """Declare columns for fields of a model, all or some, with the fields' descriptions."""
     schemas = model.model_json_schema()["properties"]
     columns = []
-    for name in schemas if names is None else names:
+    for name in schemas if names is None else names.split():
         types = {one.get("type") for one in schemas[name].get("anyOf", [schemas[name]])}
         make = next((make for make in (integer, number, boolean) if make.args[0] in types), text)
         columns.append(make(name, schemas[name]["description"]))
@@ -89,7 +91,7 @@ have none: -0.5. CSV files that `report.html` saves are written so too.
 
 def write_page(tables: Mapping[str, Table]) -> str:
     """Return docs/numbers/tables.md, which lists the columns of every table."""
-    axes = declare(Experiment, AXES)
+    axes = declare(Experiment, " ".join(AXES))
     lines = [_PAGE]
     for name, table in tables.items():
         lines += [f"## `{name}.csv`\n", f"A row is {table.row}.\n"]
@@ -112,7 +114,7 @@ _RUN = (
     text("instrument", "the instrument"),
     integer("replicate", "the number of the process, from 0"),
 )
-_EXPERIMENT_AXES = declare(Experiment, AXES)
+_EXPERIMENT_AXES = declare(Experiment, " ".join(AXES))
 _RUN_AND_AXES = (*_RUN, *_EXPERIMENT_AXES)
 _PARAMETERS = integer("parameters_total", "parameters of the model")
 _STANDING = (
@@ -145,19 +147,13 @@ TABLES: Mapping[str, Table] = {
         text("error_log", "the log of the run"),
         _PARAMETERS,
         number("median_step_s", "median of the timed steps"),
-        number("tokens_per_s", "throughput at the median step time"),
-        number("samples_per_s", "the same in samples"),
-        number("steps_per_s", "the same in steps"),
-        integer("peak_allocated_bytes", "the allocator's peak in the steady state"),
-        integer("first_step_peak_allocated_bytes", "the allocator's peak in the first step"),
-        integer("peak_reserved_bytes", "the most that the allocator reserved"),
-        integer("peak_rss_bytes", "largest resident memory of the process, with libraries"),
-        integer("peak_device_used_bytes", "the device's memory in use by all processes"),
-        integer("alloc_retries", "how often the allocator freed its cache to go on"),
+        *declare(Throughput),
+        *declare(Memory, "peak_allocated_bytes first_step_peak_allocated_bytes"),
+        *declare(Memory, "peak_reserved_bytes peak_rss_bytes peak_device_used_bytes alloc_retries"),
         number("fragmentation", "share of the reserved peak left unused by the allocated"),
         integer("host_read_bytes", "bytes that the process read in the timed steps"),
         integer("host_written_bytes", "bytes that it wrote in them"),
-        number("joules_per_step", "energy of a step in joules"),
+        *declare(Energy, "joules_per_step"),
         text("started_at", "start of the run: UTC, ISO 8601"),
         number("wall_s", "duration of the run, with start-up"),
         text("device_name", "the device that it ran on"),
@@ -205,7 +201,7 @@ TABLES: Mapping[str, Table] = {
     ),
     "settings": Table(
         "a setting in which methods compete",
-        *declare(Experiment, SETTING),
+        *(column for column in _EXPERIMENT_AXES if column.name in SETTING),
         _PARAMETERS,
         integer("methods", "private methods with a step time or a peak"),
         text("smallest", "the private method with the lowest peak"),
@@ -261,11 +257,7 @@ TABLES: Mapping[str, Table] = {
     "snapshots": Table(
         "a named snapshot",
         *_RUN,
-        text("name", "the moment"),
-        number("elapsed_s", "time since the run started"),
-        integer("allocated_bytes", "bytes allocated then"),
-        integer("reserved_bytes", "bytes reserved then"),
-        integer("rss_bytes", "resident memory then"),
+        *declare(Snapshot, "name elapsed_s allocated_bytes reserved_bytes rss_bytes"),
     ),
     "components": Table(
         "a component of a snapshot",
@@ -275,21 +267,21 @@ TABLES: Mapping[str, Table] = {
     ),
     "advice": Table(
         "a method of each setting with capacity results",
-        *declare(Experiment, WITHOUT_BATCH),
+        *(column for column in _EXPERIMENT_AXES if column.name in WITHOUT_BATCH),
         integer("budget_bytes", "memory that training may allocate"),
         *declare(Option),
     ),
     "budget": Table(
         "a method and epsilon of each setting with capacity results",
-        *declare(Experiment, WITHOUT_BATCH),
+        *(column for column in _EXPERIMENT_AXES if column.name in WITHOUT_BATCH),
         _PARAMETERS,
         *declare(MethodCost),
     ),
     "noise": Table(
         "a batch size for the privacy budget",
-        *declare(Privacy, ("samples", "tokens")),
+        *declare(Privacy, "samples tokens"),
         number("epsilon", "the epsilon that is spent"),
-        *declare(Privacy, ("delta", "accountant")),
+        *declare(Privacy, "delta accountant"),
         number("tokens_per_sample", "tokens in a sample, without padding"),
         *(column for column in declare(NoiseOfBatch) if column.name != "reason"),
         boolean("chosen", "whether hours are predicted for it"),
@@ -321,13 +313,8 @@ TABLES: Mapping[str, Table] = {
     "costs": Table(
         "a run that recorded or estimated memory",
         *_RUN_AND_AXES,
-        integer("model_flops", "FLOPs of a step that the non-private step needs"),
-        integer("executed_flops", "FLOPs of a step in matrix products and attention"),
-        integer("other_flops", "estimated FLOPs of other operators"),
-        number("dp_flop_multiplier", "executed FLOPs over model FLOPs"),
-        integer("bytes_read", "bytes that the operators of a step must read"),
-        integer("bytes_written", "bytes that they must write"),
-        number("arithmetic_intensity", "FLOPs per byte"),
+        *declare(Compute, "model_flops executed_flops other_flops dp_flop_multiplier"),
+        *declare(Io, "bytes_read bytes_written arithmetic_intensity"),
         number("peak_flops_per_s", "dense peak of the dtype in use"),
         text("peak_source", "where that peak is from"),
         number("roofline_step_s", "least time of a step by the roofline"),
@@ -348,33 +335,20 @@ TABLES: Mapping[str, Table] = {
     "holdings": Table(
         "one of the largest holdings at the peak",
         *_RUN,
-        text("component", "what the memory is for"),
-        text("evidence", "how that is known"),
-        integer("bytes", "what the storages hold together"),
-        integer("storages", "storages of the same owner and origin"),
-        text("op", "the operator that created them"),
-        text("phase", "the phase in which it ran"),
-        text("module", "the module that ran then"),
-        text("function", "the function that ran then: module:function"),
+        *declare(LiveAllocation),
     ),
     "ranks": Table(
         "a rank of a run of several ranks",
         *_RUN,
-        integer("rank", "the rank, from 0"),
-        integer("peak_allocated_bytes", "its allocator's peak in the steady state"),
-        integer("peak_reserved_bytes", "the most that its allocator reserved"),
-        integer("peak_rss_bytes", "largest resident memory of its process"),
+        *declare(RankPart, "rank"),
+        *declare(Memory, "peak_allocated_bytes peak_reserved_bytes peak_rss_bytes"),
         number("median_step_s", "median of its timed steps"),
         integer("sent_bytes", "what it sends in a step, and receives as well"),
     ),
     "communication": Table(
         "a collective in a phase of a run of several ranks; of rank 0",
         *_RUN_AND_AXES,
-        text("collective", "all-gather, reduce-scatter, all-reduce or broadcast"),
-        text("phase", "the phase"),
-        integer("calls", "calls in a step"),
-        integer("payload_bytes", "bytes gathered, scattered or reduced, as a whole"),
-        integer("bytes_each_way", "bytes that the rank sends by the ring algorithm, and receives"),
+        *declare(Exchange),
     ),
     "timeline": Table(
         "an instant of a step",
@@ -398,10 +372,7 @@ TABLES: Mapping[str, Table] = {
         "an op kind in a phase of a traced run",
         *_RUN_AND_AXES,
         _PARAMETERS,
-        text("phase", "the phase; empty between phases"),
-        text("op_kind", "the op kind"),
-        number("seconds", "time of a step"),
-        number("launches", "launches in a step, on average"),
+        *declare(Launched),
         integer("flops", "FLOPs recorded for the same phase and op kind"),
         integer("read_bytes", "bytes read, likewise"),
         integer("written_bytes", "bytes written, likewise"),
@@ -417,21 +388,15 @@ TABLES: Mapping[str, Table] = {
         "a traced run",
         *_RUN_AND_AXES,
         _PARAMETERS,
-        integer("steps", "traced steps"),
-        number("step_s", "time of a step, including the tracer"),
-        number("total_s", "summed time of all kernels of a step"),
+        *declare(Kernels, "steps step_s total_s"),
         number("compute_bound_s", "seconds of kernels that computing binds"),
         number("memory_bound_s", "seconds of kernels that memory binds"),
         number("unknown_s", "seconds of kernels for which that is unknown"),
-        number("idle_s", "part of a step in which no kernel ran"),
-        number("waiting_s", "part of it in which the next kernel was not launched yet"),
-        number("other_share", "share of total_s whose op kind is unknown"),
+        *declare(Kernels, "idle_s waiting_s other_share"),
         number("host_to_device_bytes", "bytes copied to the device in a step"),
         number("device_to_host_bytes", "bytes copied to the host in a step"),
         number("launch_latency_s", "ceiling of launches: time of one tiny operator"),
-        text("trace", "the trace's file"),
-        integer("trace_bytes", "its size"),
-        integer("trace_steps", "steps in it"),
+        *declare(Kernels, "trace trace_bytes trace_steps"),
     ),
     "instrument_overhead": Table(
         "an experiment and instrument",

@@ -5,10 +5,9 @@ the batch size, the sequence length, and so on.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -22,27 +21,44 @@ from dpprof.records.terms import OUTCOMES
 from dpprof.records.verdict import Standing
 
 
-def tabulate_experiments(
-    groups: Sequence[ExperimentRuns], noise: Noise, standings: Mapping[str, Standing]
-) -> pd.DataFrame:
-    """Return one row per experiment, with medians over its processes, never over steps.
+class Standard(NamedTuple):
+    """What experiments are compared with: the non-private step with all else equal."""
 
-    Ratios are to ``standard`` with all else equal. Several equal baselines count as one.
-    """
+    bases: Mapping[str, ExperimentRuns]
+    """By setting. Several equal baselines count as one."""
+
+    compared: Mapping[str, Comparison]
+    """Step times of private methods beside it, by the experiment's id."""
+
+
+def compare_with_standard(groups: Sequence[ExperimentRuns], noise: Noise) -> Standard:
+    """Find the baseline of each setting, and compare the step times of private methods with it."""
     baselines: dict[str, list[ExperimentRuns]] = defaultdict(list)
     for group in groups:
         if group.experiment.method == BASELINE:
             baselines[group.setting].append(group)
     bases = {setting: merge_baselines(alike) for setting, alike in baselines.items()}
-    intervals = median_intervals([group.step_s for group in groups])
-    timed = [
+    pairs = [
         (group, base)
-        for group in groups
+        for group in _list_private(groups)
         if (base := bases.get(group.setting)) and group.step_s and base.step_s
     ]
-    private = [pair for pair in timed if pair[0].experiment.method != BASELINE]
-    compared = zip(private, noise.compare_all(private), strict=True)
-    found = {group.experiment.id: comparison for (group, _), comparison in compared}
+    compared = zip(pairs, noise.compare_all(pairs), strict=True)
+    return Standard(bases, {group.experiment.id: found for (group, _), found in compared})
+
+
+def _list_private(groups: Iterable[ExperimentRuns]) -> list[ExperimentRuns]:
+    return [group for group in groups if group.experiment.method != BASELINE]
+
+
+def tabulate_experiments(
+    groups: Sequence[ExperimentRuns], standard: Standard, standings: Mapping[str, Standing]
+) -> pd.DataFrame:
+    """Return one row per experiment, with medians over its processes, never over steps.
+
+    Ratios are to ``standard`` with all else equal.
+    """
+    intervals = median_intervals([group.step_s for group in groups])
     rows = []
     for group, interval in zip(groups, intervals, strict=True):
         standing = standings.get(group.experiment.id, UNKNOWN)
@@ -51,8 +67,8 @@ def tabulate_experiments(
             "verified": standing.verified,
             "max_relative_error": standing.max_relative_error,
         }
-        if base := bases.get(group.setting):
-            row |= _compare_steps(group, base, found.get(group.experiment.id))
+        if base := standard.bases.get(group.setting):
+            row |= _compare_steps(group, base, standard.compared.get(group.experiment.id))
             # Peaks of two kinds are not compared; allocator's peaks repeat exactly.
             if group.peaks.kind is not None and group.peaks.kind == base.peaks.kind:
                 row["peak_ratio"] = median(group.peaks.sizes) / median(base.peaks.sizes)
@@ -119,7 +135,9 @@ def _median(values: Sequence[float]) -> float | None:
     return float(median(values)) if values else None
 
 
-def tabulate_settings(groups: Sequence[ExperimentRuns], noise: Noise) -> pd.DataFrame:
+def tabulate_settings(
+    groups: Sequence[ExperimentRuns], standard: Standard, noise: Noise
+) -> pd.DataFrame:
     """Return one row per setting in which a private method succeeded.
 
     ``smallest`` and ``fastest`` compare medians over processes. ``not_slower`` names the methods
@@ -129,50 +147,31 @@ def tabulate_settings(groups: Sequence[ExperimentRuns], noise: Noise) -> pd.Data
     settings: dict[str, list[ExperimentRuns]] = defaultdict(list)
     for group in groups:
         settings[group.setting].append(group)
-    competing = [_Setting.of(alike) for alike in settings.values()]
-    compared = iter(noise.compare_all([pair for one in competing for pair in one.pairs]))
-    rows = (_setting_row(one, list(islice(compared, len(one.pairs)))) for one in competing)
-    return make_frame("settings", (row for row in rows if row["methods"]))
-
-
-class _Setting(NamedTuple):
-    """The experiments of a setting, and what is to be compared in it."""
-
-    groups: Sequence[ExperimentRuns]
-    private: Sequence[ExperimentRuns]
-    base: ExperimentRuns | None
-    fastest: ExperimentRuns | None
-    """The fastest private method; None where none was timed."""
-
-    pairs: Sequence[tuple[ExperimentRuns, ExperimentRuns]]
-    """Each other timed method beside the fastest; last the fastest beside a timed baseline."""
-
-    @classmethod
-    def of(cls, groups: Sequence[ExperimentRuns]) -> Self:
-        private = [group for group in groups if group.experiment.method != BASELINE]
-        baselines = [group for group in groups if group.experiment.method == BASELINE]
-        base = merge_baselines(baselines) if baselines else None
-        timed = [group for group in private if group.step_s]
-        if not timed:
-            return cls(groups, private, base, None, ())
-        fastest = min(timed, key=lambda group: median(group.step_s))
-        pairs = [(group, fastest) for group in timed if group is not fastest]
-        if base is not None and base.step_s:
-            pairs.append((fastest, base))
-        return cls(groups, private, base, fastest, pairs)
-
-
-def _setting_row(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
-    groups, private, base, _, _ = setting
-    models = [r.model for group in groups for r in group.results if r.model]
-    axes = axes_of(groups[0].experiment)
-    return (
-        {name: axes[name] for name in SETTING}
-        | {"parameters_total": models[0].parameters_total if models else None}
-        | {"methods": sum(bool(group.step_s or group.peaks.sizes) for group in private)}
-        | _smallest(private, base)
-        | _fastest(setting, compared)
-    )
+    timed = [group for group in _list_private(groups) if group.step_s]
+    by_speed = sorted(timed, key=lambda group: median(group.step_s))
+    fastest = {group.setting: group for group in reversed(by_speed)}
+    pairs = [
+        (group, fastest[group.setting]) for group in timed if group is not fastest[group.setting]
+    ]
+    verdicts: dict[str, dict[str, str | None]] = defaultdict(dict)
+    for (group, _), found in zip(pairs, noise.compare_all(pairs), strict=True):
+        verdicts[group.setting][group.experiment.method] = found.verdict
+    rows = []
+    for setting, alike in settings.items():
+        private = _list_private(alike)
+        methods = sum(bool(group.step_s or group.peaks.sizes) for group in private)
+        if not methods:
+            continue
+        models = [r.model for group in alike for r in group.results if r.model]
+        axes = axes_of(alike[0].experiment)
+        rows.append(
+            {name: axes[name] for name in SETTING}
+            | {"parameters_total": models[0].parameters_total if models else None}
+            | {"methods": methods}
+            | _smallest(private, standard.bases.get(setting))
+            | _fastest(fastest.get(setting), verdicts[setting], standard)
+        )
+    return make_frame("settings", rows)
 
 
 def _smallest(private: Sequence[ExperimentRuns], base: ExperimentRuns | None) -> dict[str, Any]:
@@ -191,22 +190,20 @@ def _smallest(private: Sequence[ExperimentRuns], base: ExperimentRuns | None) ->
     }
 
 
-def _fastest(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any]:
-    fastest, base = setting.fastest, setting.base
+def _fastest(
+    fastest: ExperimentRuns | None, others: Mapping[str, str | None], standard: Standard
+) -> dict[str, Any]:
+    """Return the fastest method, if any was timed, beside standard and the verdicts on others."""
     if fastest is None:
         return {}
-    found = compared[-1] if base is not None and base.step_s else None
-    others = {
-        group.experiment.method: comparison.verdict
-        for (group, against), comparison in zip(setting.pairs, compared, strict=True)
-        if against is fastest
-    }
     alike = sorted(name for name, verdict in others.items() if verdict == NO_DIFFERENCE)
+    found = standard.compared.get(fastest.experiment.id)
+    known = [*others.values(), *([] if found is None else [found.verdict])]
     row = {
         "fastest": fastest.experiment.method,
         "fastest_step_s": median(fastest.step_s),
         "not_slower": " ".join(alike) or None,
-        "noise_known": None not in others.values(),
+        "noise_known": None not in known,
     }
     if found is None:
         return row
@@ -215,7 +212,6 @@ def _fastest(setting: _Setting, compared: Sequence[Comparison]) -> dict[str, Any
         "fastest_ratio_low": found.interval and found.interval.low,
         "fastest_ratio_high": found.interval and found.interval.high,
         "fastest_verdict": found.verdict,
-        "noise_known": row["noise_known"] and found.verdict is not None,
     }
 
 

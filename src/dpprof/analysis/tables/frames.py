@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import BaseModel
 
 from dpprof.analysis.tables.axes import AXES, RUN_KEY, name_model
 from dpprof.analysis.tables.columns import TABLES
@@ -36,11 +37,6 @@ def write_frame(table: str, frame: pd.DataFrame) -> str:
     text = _Lines()
     _change_texts(table, frame, _protect).to_csv(text, index=False, lineterminator="\r\n")
     return text.getvalue()
-
-
-def restore_texts(table: str, frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a table's frame that was read from CSV with its texts as they were."""
-    return _change_texts(table, frame, _restore)
 
 
 def texts_of(table: str) -> list[str]:
@@ -91,22 +87,6 @@ def write_sums(folder: Path, names: Iterable[str]) -> None:
     write_atomically(folder / SUMS, "".join(lines))
 
 
-def check_sum(path: Path) -> None:
-    """Check that a table is as ``write_sums`` found it.
-
-    Raises:
-        InputError: It is not, or the folder has no checksum of it; the message names the file.
-        OSError: A file cannot be read.
-    """
-    digest, sums = _digest(path), path.parent / SUMS
-    if not sums.is_file():
-        raise InputError(f"{sums}: is missing, so it is unknown whether {path} is whole; {_AGAIN}")
-    text = sums.read_text(encoding="utf-8", errors="replace")
-    known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
-    if known.get(path.name) != digest:
-        raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -130,6 +110,15 @@ def make_frame(table: str, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(listed, columns=pd.Index(columns))
 
 
+def pick(table: str, *parts: BaseModel | None) -> dict[str, Any]:
+    """Return the fields of parts of a result that a table has as columns."""
+    names = set(TABLES[table].columns)
+    fields: dict[str, Any] = {}
+    for part in parts:
+        fields |= {} if part is None else part.model_dump(include=names)
+    return fields
+
+
 def read_table(path: Path) -> pd.DataFrame:
     """Read a table from a CSV file; a text such as ``null`` or ``12`` stays a text.
 
@@ -149,7 +138,7 @@ def _read_parts(path: Path, rows: int | None) -> Iterator[pd.DataFrame]:
             path, dtype=texts, keep_default_na=False, na_values=[""], chunksize=rows
         )
         for part in [found] if isinstance(found, pd.DataFrame) else found:
-            yield restore_texts(path.stem, part)
+            yield _change_texts(path.stem, part, _restore)
     except ValueError as error:
         raise InputError(f"{path}: is not a table ({error})") from None
 
@@ -164,9 +153,21 @@ class TableFolder(dict[str, pd.DataFrame]):
         return self.setdefault(name, read_table(self._check(name)))
 
     def _check(self, name: str) -> Path:
-        """Return the path of a table that is as it was written."""
-        path = self._folder / f"{name}.csv"
-        check_sum(path)
+        """Return the path of a table that is as ``write_sums`` found it.
+
+        Raises:
+            InputError: It is not, or the folder has no checksum of it; the message names the file.
+            OSError: A file cannot be read.
+        """
+        path, sums = self._folder / f"{name}.csv", self._folder / SUMS
+        digest = _digest(path)
+        if not sums.is_file():
+            why = f"is missing, so it is unknown whether {path} is whole"
+            raise InputError(f"{sums}: {why}; {_AGAIN}")
+        text = sums.read_text(encoding="utf-8", errors="replace")
+        known = {line["name"]: line["digest"] for line in _LINE.finditer(text)}
+        if known.get(path.name) != digest:
+            raise InputError(f"{path}: was cut or edited after it was written; {_AGAIN}")
         return path
 
     def select(self, name: str, runs: pd.MultiIndex) -> pd.DataFrame:

@@ -6,40 +6,19 @@ their time counts as bound by that, even if it is far from the ceiling. Time in 
 is idle.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import Any
 
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.selection import RECORDERS
 from dpprof.analysis.tables.axes import axes_of, key_of
-from dpprof.analysis.tables.columns import TABLES
-from dpprof.analysis.tables.frames import make_frame
-from dpprof.planning.planner import PlannedRun
+from dpprof.analysis.tables.frames import make_frame, pick
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings
-from dpprof.records.result import Kernels, Result
+from dpprof.records.result import Launched, Result
 from dpprof.records.step_costs import Work
-
-
-class Roof(NamedTuple):
-    """The measured ceilings of a device for one dtype; None where unknown."""
-
-    flops_per_s: float | None
-    bytes_per_s: float | None
-    device: str | None
-
-
-class _Traced(NamedTuple):
-    """A traced run, with the FLOPs and bytes that were recorded for its experiment."""
-
-    run: PlannedRun
-    result: Result
-    kernels: Kernels
-    work: Mapping[tuple[Any, Any], Work]
-    roof: Roof
-    launch_latency_s: float | None
+from dpprof.spec.target import Dtype
 
 
 def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
@@ -48,108 +27,83 @@ def tabulate_kernels(collected: Collected) -> dict[str, pd.DataFrame]:
     Returns:
         ``kernels`` (one row per run, phase and op kind) and ``traces`` (one row per run), by name.
     """
-    tabulated = [(one, list(_kernel_rows(one))) for one in _find_traced(collected)]
-    return {
-        "kernels": make_frame("kernels", (row for _, rows in tabulated for row in rows)),
-        "traces": make_frame("traces", (_trace_row(one, rows) for one, rows in tabulated)),
-    }
-
-
-def _find_traced(collected: Collected) -> Iterator[_Traced]:
     recorded = {
-        run.id: result.io.by_phase_and_op_kind
+        run.id: {(one.phase, one.op_kind): one for one in result.io.by_phase_and_op_kind}
         for instrument in reversed(RECORDERS)  # the preferred one comes last and wins
         for run, result in collected.found
         if run.instrument == instrument and result.io
     }
+    kernels, traces = [], []
     for run, result in collected.found:
-        if result.kernels is not None:
-            ceilings = find_ceilings(collected.ceilings, result.device)
-            yield _Traced(
-                run,
-                result,
-                result.kernels,
-                {(one.phase, one.op_kind): one for one in recorded.get(run.id, [])},
-                find_roof(result, ceilings),
-                None if ceilings is None else ceilings.launch_latency_s,
-            )
-
-
-def find_roof(result: Result, ceilings: Ceilings | None) -> Roof:
-    """Return the device's measured ceilings for the experiment's dtype."""
-    if ceilings is None:
-        return Roof(None, None, None)
-    products, copies = ceilings.matmul.get(result.experiment.dtype), ceilings.bandwidth
-    return Roof(
-        None if products is None else products.flops_per_s,
-        None if copies is None else copies.bytes_per_s,
-        device_name(ceilings.device),
-    )
-
-
-def _common(one: _Traced) -> dict[str, Any]:
-    parameters = {"parameters_total": one.result.model and one.result.model.parameters_total}
-    return key_of(one.run) | axes_of(one.result.experiment) | parameters
-
-
-def _kernel_rows(one: _Traced) -> Iterator[dict[str, Any]]:
-    for launched in one.kernels.by_phase_and_op_kind:
-        work = one.work.get((launched.phase, launched.op_kind))
-        yield (
-            _common(one)
-            | launched.model_dump()
+        if result.kernels is None:
+            continue
+        common = key_of(run) | axes_of(result.experiment) | pick("kernels", result.model)
+        ceilings = find_ceilings(collected.ceilings, result.device)
+        roof = _find_roof(ceilings, result.experiment.dtype)
+        work: dict[Any, Work] = recorded.get(run.id, {})
+        rows = [
+            _kernel_row(one, work.get((one.phase, one.op_kind)), roof)
+            for one in result.kernels.by_phase_and_op_kind
+        ]
+        bound_s: Counter[str] = Counter()
+        for row in rows:
+            bound_s[row.get("bound") or "unknown"] += row["seconds"]
+        kernels += [common | row for row in rows]
+        traces.append(
+            common
+            | pick("traces", result.kernels)
+            | {f"{bound}_bound_s": float(bound_s[bound]) for bound in ("compute", "memory")}
             | {
-                "ceiling_flops_per_s": one.roof.flops_per_s,
-                "ceiling_bytes_per_s": one.roof.bytes_per_s,
-                "ceilings_of": one.roof.device,
+                "unknown_s": float(bound_s["unknown"]),
+                "host_to_device_bytes": _bytes_of(result, "HtoD"),
+                "device_to_host_bytes": _bytes_of(result, "DtoH"),
+                "launch_latency_s": ceilings and ceilings.launch_latency_s,
             }
-            | ({} if work is None else _compare(work, launched.seconds, one.roof))
         )
+    return {"kernels": make_frame("kernels", kernels), "traces": make_frame("traces", traces)}
 
 
-def _compare(work: Work, seconds: float, roof: Roof) -> dict[str, Any]:
-    moved = work.read + work.written
+def _find_roof(ceilings: Ceilings | None, dtype: Dtype) -> dict[str, Any]:
+    """Return the device's measured ceilings for a dtype, as columns."""
+    if ceilings is None:
+        return {}
+    products, copies = ceilings.matmul.get(dtype), ceilings.bandwidth
     return {
+        "ceiling_flops_per_s": products and products.flops_per_s,
+        "ceiling_bytes_per_s": copies and copies.bytes_per_s,
+        "ceilings_of": device_name(ceilings.device),
+    }
+
+
+def _kernel_row(launched: Launched, work: Work | None, roof: dict[str, Any]) -> dict[str, Any]:
+    """Return what ran, beside the work that was recorded for the same phase and op kind."""
+    row = launched.model_dump() | roof
+    if work is None:
+        return row
+    moved, seconds = work.read + work.written, launched.seconds
+    return row | {
         "flops": work.flops,
         "read_bytes": work.read,
         "written_bytes": work.written,
         "arithmetic_intensity": work.flops / moved if moved else None,
         "flops_per_s": work.flops / seconds if seconds else None,
         "bytes_per_s": moved / seconds if seconds else None,
-        "bound": find_bound(work, roof),
+        "bound": _find_bound(work, roof),
     }
 
 
-def find_bound(work: Work, roof: Roof) -> str | None:
+def _find_bound(work: Work, roof: dict[str, Any]) -> str | None:
     """Return what binds the work: ``compute`` or ``memory``; None where a ceiling is unknown."""
-    if roof.flops_per_s is None or roof.bytes_per_s is None:
+    flops_per_s, bytes_per_s = roof.get("ceiling_flops_per_s"), roof.get("ceiling_bytes_per_s")
+    if flops_per_s is None or bytes_per_s is None:
         return None
-    computing_s = work.flops / roof.flops_per_s
-    moving_s = (work.read + work.written) / roof.bytes_per_s
-    return "compute" if computing_s >= moving_s else "memory"
+    moving_s = (work.read + work.written) / bytes_per_s
+    return "compute" if work.flops / flops_per_s >= moving_s else "memory"
 
 
-def _trace_row(one: _Traced, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    bound_s: dict[str, float] = defaultdict(float)
-    for row in rows:
-        bound_s[row.get("bound") or "unknown"] += row["seconds"]
-    fields = one.kernels.model_dump(include=set(TABLES["traces"].columns))
-    return (
-        _common(one)
-        | fields
-        | {f"{bound}_bound_s": bound_s[bound] for bound in ("compute", "memory")}
-        | {
-            "unknown_s": bound_s["unknown"],
-            "host_to_device_bytes": _bytes_of(one, "HtoD"),
-            "device_to_host_bytes": _bytes_of(one, "DtoH"),
-            "launch_latency_s": one.launch_latency_s,
-        }
-    )
-
-
-def _bytes_of(one: _Traced, direction: str) -> float | None:
+def _bytes_of(result: Result, direction: str) -> float | None:
     """Return the bytes copied in a direction; None on a CPU, which has no device to copy to."""
-    if one.result.device.get("type") == "cpu":
+    if result.kernels is None or result.device.get("type") == "cpu":
         return None
-    copied = one.kernels.copies.get(direction)
+    copied = result.kernels.copies.get(direction)
     return copied.bytes if copied else 0.0

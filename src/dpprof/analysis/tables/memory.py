@@ -20,12 +20,11 @@ import pandas as pd
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.groups import ExperimentRuns
 from dpprof.analysis.tables.axes import axes_of, key_of
-from dpprof.analysis.tables.frames import make_frame
-from dpprof.planning.planner import PlannedRun
+from dpprof.analysis.tables.frames import make_frame, pick
 from dpprof.records.ceilings import Ceilings, find_ceilings
 from dpprof.records.reconciliation import bound_bytes, reconcile
 from dpprof.records.result import Result
-from dpprof.records.step_costs import AtPeak, Compute, Io, Memory, Moved
+from dpprof.records.step_costs import AtPeak, Attribution, Compute, Io, Memory, Moved
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -76,46 +75,31 @@ def utilise(flops: float | None, step_s: float | None, peak: float | None) -> fl
     return flops / step_s / peak
 
 
-class _Recorded(NamedTuple):
-    """A run that recorded or estimated memory, with the parts of its result."""
-
-    run: PlannedRun
-    result: Result
-    memory: Memory
-    at_peak: AtPeak
-    compute: Compute
-    io: Io
-
-
 def tabulate_memory(
     collected: Collected, groups: Sequence[ExperimentRuns]
 ) -> dict[str, pd.DataFrame]:
     """Return the tables of the runs that recorded or estimated memory, by name."""
-    recorded = list(_find_recorded(collected))
     measured = _Measured(groups)
-    rows: dict[str, Iterable[dict[str, Any]]] = {
-        "peaks": (_peak_row(one, measured) for one in recorded),
-        "costs": (_cost_row(one, measured, collected.ceilings) for one in recorded),
-        "owners": (
-            key_of(one.run) | {"component": component, "bytes": size}
-            for one in recorded
-            for component, size in one.at_peak.components.items()
-        ),
-        "holdings": (
-            key_of(one.run) | held.model_dump() for one in recorded for held in one.at_peak.largest
-        ),
-        "traffic": _traffic_rows(recorded),
+    rows: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("peaks", "costs", "owners", "holdings", "traffic")
     }
-    return {name: make_frame(name, found) for name, found in rows.items()}
-
-
-def _find_recorded(collected: Collected) -> Iterator[_Recorded]:
     for run, result in collected.found:
         memory, compute, io = result.memory, result.compute, result.io
         # The timeline of a capacity is for another batch size than the experiment's.
-        if memory and memory.attribution and compute and io and not result.capacity:
-            assert memory.at_peak is not None
-            yield _Recorded(run, result, memory, memory.at_peak, compute, io)
+        if not (memory and memory.attribution and compute and io) or result.capacity:
+            continue
+        at_peak, key = memory.at_peak, key_of(run)
+        assert at_peak is not None
+        group, common = measured.find(result.experiment), key | axes_of(result.experiment)
+        rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, group))
+        rows["costs"].append(common | _cost_row(result, compute, io, group, collected.ceilings))
+        rows["owners"] += [
+            key | {"component": component, "bytes": size}
+            for component, size in at_peak.components.items()
+        ]
+        rows["holdings"] += [key | held.model_dump() for held in at_peak.largest]
+        rows["traffic"] += [key | row for row in _traffic_rows(compute, io)]
+    return {name: make_frame(name, found) for name, found in rows.items()}
 
 
 class _Measured:
@@ -157,12 +141,15 @@ def _target_of(experiment: Experiment) -> Target | None:
     return target
 
 
-def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
-    experiment, attribution = one.result.experiment, one.memory.attribution
-    at_peak = one.at_peak
-    assert attribution is not None
+def _peak_row(
+    result: Result,
+    memory: Memory,
+    attribution: Attribution,
+    at_peak: AtPeak,
+    group: ExperimentRuns | None,
+) -> dict[str, Any]:
+    experiment, placed = result.experiment, memory.allocator
     if attribution.allocator_peak_bytes is None:
-        group = measured.find(experiment)
         known = group is not None and group.peaks.kind == "allocated"
         attribution = reconcile(
             experiment,
@@ -171,74 +158,47 @@ def _peak_row(one: _Recorded, measured: _Measured) -> dict[str, Any]:
             attribution.evidence,
             attribution.rounding_bytes,
         )
-    placed = one.memory.allocator
     allocator = attribution.allocator_peak_bytes
     target = _target_of(experiment)
     return (
-        key_of(one.run)
-        | axes_of(experiment)
+        pick("peaks", result.model, at_peak, placed, attribution)
         | {
-            "parameters_total": one.result.model and one.result.model.parameters_total,
             "target_memory_bytes": target and int(target.memory_bytes),
             "peak_bytes": attribution.timeline_peak_bytes,
-            "first_step_peak_bytes": one.memory.first_step_peak_allocated_bytes,
-            "phase": at_peak.phase,
-            "module": at_peak.module,
-            "op": at_peak.op,
+            "first_step_peak_bytes": memory.first_step_peak_allocated_bytes,
             "unattributed_bytes": at_peak.components["unattributed"],
-            "requested_bytes": placed and placed.requested_bytes,
             "rounding_bytes": placed and attribution.rounding_bytes,
-            "reserved_bytes": placed and placed.reserved_bytes,
-            "expandable_reserved_bytes": placed and placed.expandable_reserved_bytes,
-            "fits": placed and placed.fits,
-            "allocator_peak_bytes": allocator,
-            "gap_bytes": attribution.gap_bytes,
             "bound_bytes": None if allocator is None else bound_bytes(experiment, allocator),
-            "valid": attribution.valid,
             "reason": "no measurement to compare with" if allocator is None else attribution.reason,
         }
         | {f"by_{kind}_bytes": size for kind, size in attribution.evidence.items()}
     )
 
 
-def _cost_row(one: _Recorded, measured: _Measured, ceilings: Sequence[Ceilings]) -> dict[str, Any]:
-    compute, io, experiment = one.compute, one.io, one.result.experiment
-    group = measured.find(experiment)
+def _cost_row(
+    result: Result,
+    compute: Compute,
+    io: Io,
+    group: ExperimentRuns | None,
+    ceilings: Sequence[Ceilings],
+) -> dict[str, Any]:
     step_s = median(group.step_s) if group is not None and group.step_s else None
     timed_on = None if group is None else group.timed_on
-    peak = find_peak(compute, experiment.dtype, timed_on, ceilings)
+    peak = find_peak(compute, result.experiment.dtype, timed_on, ceilings)
     mfu = utilise(compute.model_flops, step_s, peak.flops_per_s)
     hfu = utilise(compute.executed_flops, step_s, peak.flops_per_s)
-    return (
-        key_of(one.run)
-        | axes_of(experiment)
-        | {
-            "model_flops": compute.model_flops,
-            "executed_flops": compute.executed_flops,
-            "other_flops": compute.other_flops,
-            "dp_flop_multiplier": compute.dp_flop_multiplier,
-            "bytes_read": io.bytes_read,
-            "bytes_written": io.bytes_written,
-            "arithmetic_intensity": io.arithmetic_intensity,
-            "peak_flops_per_s": peak.flops_per_s,
-            "peak_source": peak.source,
-            "roofline_step_s": compute.roofline_step_s,
-            "median_step_s": step_s,
-            **_predicted_times(one.result),
-            "mfu": mfu,
-            "hfu": hfu,
-            "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
-            "utilisation_reason": _why_unknown(compute, step_s, peak),
-        }
-    )
-
-
-def _predicted_times(result: Result) -> dict[str, float | None]:
-    step = None if result.time is None else result.time.predicted_step_s
-    return {
-        "predicted_step_s": None if step is None else step.median,
-        "predicted_step_low_s": None if step is None else step.low,
-        "predicted_step_high_s": None if step is None else step.high,
+    predicted = None if result.time is None else result.time.predicted_step_s
+    return pick("costs", compute, io) | {
+        "peak_flops_per_s": peak.flops_per_s,
+        "peak_source": peak.source,
+        "median_step_s": step_s,
+        "predicted_step_s": predicted and predicted.median,
+        "predicted_step_low_s": predicted and predicted.low,
+        "predicted_step_high_s": predicted and predicted.high,
+        "mfu": mfu,
+        "hfu": hfu,
+        "beyond_peak": None if hfu is None else max(mfu or 0.0, hfu) > 1,
+        "utilisation_reason": _why_unknown(compute, step_s, peak),
     }
 
 
@@ -251,19 +211,18 @@ def _why_unknown(compute: Compute, step_s: float | None, peak: PeakFlops) -> str
     return peak.reason
 
 
-def _traffic_rows(recorded: Iterable[_Recorded]) -> Iterator[dict[str, Any]]:
-    for one in recorded:
-        by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
-            "phase": (one.compute.flops_by_phase, one.io.by_phase),
-            "op_kind": ({}, one.io.by_op_kind),
-            "component": (one.compute.flops_by_component, one.io.by_component),
-        }
-        for kind, (flops, moved) in by.items():
-            for key, bytes_moved in moved.items():
-                yield key_of(one.run) | {
-                    "by": kind,
-                    "key": key,
-                    "flops": flops.get(key, 0) if flops else None,
-                    "read_bytes": bytes_moved.read,
-                    "written_bytes": bytes_moved.written,
-                }
+def _traffic_rows(compute: Compute, io: Io) -> Iterator[dict[str, Any]]:
+    by: dict[str, tuple[Mapping[Any, int], Mapping[Any, Moved]]] = {
+        "phase": (compute.flops_by_phase, io.by_phase),
+        "op_kind": ({}, io.by_op_kind),
+        "component": (compute.flops_by_component, io.by_component),
+    }
+    for kind, (flops, moved) in by.items():
+        for key, bytes_moved in moved.items():
+            yield {
+                "by": kind,
+                "key": key,
+                "flops": flops.get(key, 0) if flops else None,
+                "read_bytes": bytes_moved.read,
+                "written_bytes": bytes_moved.written,
+            }

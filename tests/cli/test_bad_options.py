@@ -1,0 +1,92 @@
+"""What each command refuses, in one sentence and before anything runs."""
+
+import pytest
+from scripts import ASKED, HERE, call
+
+RIGHT = {
+    "profile": [
+        *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json"),
+    ],
+    "verify": ["--method=standard"],
+    "ceilings": ["--device=cpu"],
+    "advise": [*ASKED, *HERE],
+    "budget": [*ASKED, *HERE, "--samples=9", "--tokens=4000", "--epsilon=8", "--delta=0.01"],
+    "report": ["--tables=no", "--output-dir=r"],
+    "figure": ["--figure=tradeoff", "--tables=no", "--output=x.png"],
+}
+"""Options, of which a later one counts."""
+
+REFUSED = {
+    "profile": {
+        "--method: 'opacus-gost' is not allowed; did you mean": ["--method=opacus-gost"],
+        "--method: 'opacus_ghost' is not allowed; did you mean 'opacus-ghost'? allowed:": [
+            "--method=opacus_ghost"
+        ],
+        "--model: '../../etc' is not allowed; allowed: 1b, medium, small, tiny": [
+            "--model=../../etc"
+        ],
+        "--model: missing vocab_size, d_model, heads": ["--model={layers: 1}"],
+        "--model: '{layers: [' is not allowed; it must be a": ["--model={layers: ["],
+        "--model.layers: 0": ["--model={layers: 0, vocab_size: 9, d_model: 8, heads: 1}"],
+        "--batch-size: '0' is not allowed; it must be greater": ["--batch-size=0"],
+        "--dtype: 'half' is not allowed; it must be 'float32'": ["--dtype=half"],
+        "--device: 'tpu' is not allowed; it must be 'cpu' or 'cuda'": ["--device=tpu"],
+        "--instrument: 'clear' is not allowed; did you mean": ["--instrument=clear"],
+        "--spec is the whole experiment; leave out --model, --method": ["--spec=x"],
+        "--target: 'h200' is not allowed; the instrument clean measures this machine and takes no "
+        "target; instruments with a target: estimate, capacity\n": ["--target=h200"],
+        "--max-wait-s: 'soon' is not allowed; it must be a number of seconds": [
+            "--max-wait-s=soon"
+        ],
+        "argument --threads: '0' is not allowed; it must be 1, 2, 3 ...": ["--threads=0"],
+        "argument --threads: 'two' is not allowed; it must be": ["--threads=two"],
+    },
+    "verify": {
+        "--lora: only for hf:NAME, a Hugging Face model": ["--model=tiny", "--lora=rank=8"],
+        "--lora.rank: '0' is not allowed; it must be": ["--model=hf:tiny-llama", "--lora=rank=0"],
+        "--model: 'hf:tiny-lama' is not allowed; after hf: comes": ["--model=hf:tiny-lama"],
+        "--padding.fraction: '2' is not allowed": ["--model=hf:tiny-llama", "--padding=2"],
+        "--model: 'tinny' is not allowed; did you mean 'tiny'": ["--model=tinny"],
+        "[Errno 2] No such file or directory: 'no.json'": ["--stand-in=no.json"],
+    },
+    "prune": {"[Errno 2] No such file or directory: 'nowhere.yaml'": ["nowhere.yaml"]},
+    "tables": {"[Errno 2] No": ["--manifest", "no.json", "--output-dir", "t"]},
+    "report": {"[Errno 2] No such": []},
+    "figure": {
+        "--figure: 'tradeof' is not allowed; did you mean 'tradeoff'? allowed: accuracy": [
+            "--figure=tradeof"
+        ],
+        "argument --output: 'f\\x1b.xyz' is not allowed; its ending must be one of these; allowed: "
+        ".json, .pdf, .png, .svg\n": ["--output=f\x1b.xyz"],
+    },
+    "forget": {
+        "argument --outcome: 'ok' is not allowed; allowed: crashed, killed, oom, timeout, unsup": [
+            "--outcome=crashed,ok"
+        ],
+    },
+}
+"""Options by command and by the beginning of the sentence that refuses them."""
+
+EMPTY = dict.fromkeys(("profile", "verify", "ceilings", "figure"), "--output")
+EMPTY |= {"advise": "--json", "budget": "--json"}
+CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases.items()]
+CASES += [
+    (name, f"argument {option}: '' is not allowed; it must be a path\n", [f"{option}="])
+    for name, option in EMPTY.items()
+]
+
+
+@pytest.mark.parametrize(("command", "sentence", "options"), CASES)
+def test_bad_options_are_one_sentence_and_nothing_runs(
+    tmp_path, command, sentence, options
+) -> None:
+    done = call(command, *RIGHT.get(command, []), *options, cwd=tmp_path)
+    lines = done.stderr.splitlines(keepends=True)
+    *usage, said = [line for line in lines if not line.startswith("dpprof: no CUDA")]
+
+    by_parser = sentence.startswith("argument")
+    assert said.startswith(
+        f"dpprof {command}: error: {sentence}" if by_parser else f"error: {sentence}"
+    )
+    assert (done.returncode, bool(usage)) == ((2, True) if by_parser else (1, False))
+    assert list(tmp_path.iterdir()) == []
