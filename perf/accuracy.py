@@ -19,6 +19,7 @@ from typing import Any
 
 from dpprof.devices.cpu import CpuRecorder
 from dpprof.instruments import memory, phases
+from dpprof.instruments.estimate import estimate
 from dpprof.instruments.setup import open_experiment, set_up
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.recorder import Recorder
@@ -52,7 +53,7 @@ def look_three_ways(experiment: Experiment) -> dict[str, Any]:
     """Follow the allocator, record, estimate: the peaks and components of one step."""
     truth = _memory(phases.measure(experiment, ignore).memory)
     recorded = _memory(memory.measure(experiment, ignore).memory)
-    guess = _memory(memory.estimate(experiment, ignore).memory)
+    guess = _memory(estimate(experiment, ignore).memory)
     assert truth.peak_allocated_bytes is not None
     assert recorded.at_peak is not None
     assert recorded.attribution is not None

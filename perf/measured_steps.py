@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.records.result import Result, read_result
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import Experiment

@@ -25,7 +25,7 @@ import torch
 
 from dpprof.devices.cpu import Cpu
 from dpprof.figures.style import method_style
-from dpprof.instruments import memory
+from dpprof.instruments.estimate import estimate
 from dpprof.instruments.setup import import_method, set_up
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
@@ -83,7 +83,7 @@ def measure(shape: Shape, rounds: int) -> Row:
         for method in METHODS
         if method not in REFUSED.get(shape.model, ())
     }
-    counted = {method: memory.estimate(e, ignore) for method, e in experiments.items()}
+    counted = {method: estimate(e, ignore) for method, e in experiments.items()}
     steps: dict[str, list[float]] = {method: [] for method in METHODS}
     trainings = {
         method: set_up(e, import_method(e), Cpu(), lambda *_: None)

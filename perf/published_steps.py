@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dpprof.cli.options import make_experiment
-from dpprof.instruments.memory import trace_steps
+from dpprof.instruments.estimate import trace_steps
 from dpprof.memory.events import Op
 from dpprof.records.result import PredictedTime
 from dpprof.records.terms import Phase

@@ -16,6 +16,7 @@ from dpprof.analysis.difference.waterfall import (
     name_component,
 )
 from dpprof.instruments import memory
+from dpprof.instruments.estimate import estimate
 from dpprof.records.result import read_result, result_path
 from dpprof.report.terminal.difference import Detail, list_rows, render_text
 from dpprof.spec.validation import InputError
@@ -33,7 +34,7 @@ def files(tmp_path_factory):
     found = {}
     for method, instrument in RUNS:
         experiment = make_experiment(method=method, noise_multiplier=0.1, **WAYS[instrument])
-        run = memory.measure if instrument == "memory" else memory.estimate
+        run = memory.measure if instrument == "memory" else estimate
         recorded = run(experiment, lambda _: None).model_dump(exclude={"model", "samplers"})
         write_synthetic(root, experiment, instrument=instrument, recorded=recorded)
         found[method, instrument] = result_path(root, instrument, experiment.id, 0)

@@ -8,7 +8,7 @@ from factory import make_capacity, make_experiment, write_synthetic, write_synth
 from scripts import ASKED, HERE, MODEL, ROOT, call
 
 from dpprof.cli.advise import explain_batches, format_advice, list_smallest_ranks
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.planning.code_digest import verdict_digest
 from dpprof.records.advice import Advice, Option
 from dpprof.records.result import read_result

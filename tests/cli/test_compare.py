@@ -11,7 +11,7 @@ from scripts import ROOT
 
 from dpprof.cli.compare import main
 from dpprof.cli.explain import main as explain
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.records.comparison import FolderComparison
 from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import Experiment

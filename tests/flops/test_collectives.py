@@ -7,7 +7,7 @@ import pytest
 from factory import make_experiment
 
 from dpprof.flops.collectives import bytes_each_way
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.records.step_costs import Exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from memory_steps import executed, keep, linears
 from operator_names import COLLECTIVES, OPERATORS
 
 from dpprof.flops.op_costs import family_of, learn_rule
-from dpprof.instruments.memory import trace_steps
+from dpprof.instruments.estimate import trace_steps
 from dpprof.memory.events import Op
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import bound_step_s, count_model_flops, state_io

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dpprof.instruments import capacity, memory
 from dpprof.instruments.capacity import back_off, search
+from dpprof.instruments.estimate import estimate
 from dpprof.records.step_costs import Allocator
 from dpprof.spec.registry import UnsupportedError
 
@@ -109,7 +110,7 @@ def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:
 
     def predict(batch_size: int) -> int:
         experiment = make_experiment(**fields, target="cpu", batch_size=batch_size)
-        return memory.estimate(experiment, lambda _: None).memory.peak_allocated_bytes
+        return estimate(experiment, lambda _: None).memory.peak_allocated_bytes
 
     assert predict(told.batch_size) == told.peak_bytes <= 2**18
     assert predict(told.batch_size + 1) == told.next_peak_bytes > 2**18
@@ -134,15 +135,15 @@ def test_adaptive_clipping_starts_at_the_smallest_batch_that_pays_for_its_count(
 
     assert found.smallest_batch_size == min(found.estimates) == 6 < found.safe_batch_size
     largest = make_experiment(**fields, batch_size=found.batch_size)
-    predicted = memory.estimate(largest, lambda _: None)
+    predicted = estimate(largest, lambda _: None)
     assert predicted.memory.peak_allocated_bytes == found.peak_bytes
     with pytest.raises(UnsupportedError, match=r"more than 10 x noise_multiplier = 5.5 samples"):
-        memory.estimate(make_experiment(**fields, batch_size=5), lambda _: None)
+        estimate(make_experiment(**fields, batch_size=5), lambda _: None)
 
 
 def test_a_smallest_batch_that_does_not_fit_says_what_it_needs() -> None:
     fields = {"model": MODEL, "method": "opacus-adaptive", "seq_len": 32, "device": "cuda"}
-    needed = memory.estimate(
+    needed = estimate(
         make_experiment(**fields, target=TARGET, batch_size=11), lambda _: None
     ).memory.peak_allocated_bytes
     with pytest.raises(
@@ -167,8 +168,8 @@ def test_one_at_a_time_needs_three_estimates() -> None:
     fields = {"model": MODEL, "method": "microbatch", "seq_len": 64, "target": TARGET}
     fields |= {"device": "cuda"}
     found = capacity.measure(make_experiment(**fields), lambda _: None).capacity
-    five = memory.estimate(make_experiment(**fields, batch_size=5), lambda _: None)
-    three = memory.estimate(make_experiment(**fields, batch_size=3), lambda _: None)
+    five = estimate(make_experiment(**fields, batch_size=5), lambda _: None)
+    three = estimate(make_experiment(**fields, batch_size=3), lambda _: None)
 
     assert found.extrapolated
     assert found.limited_by == "search"
@@ -219,7 +220,7 @@ CASES += [
 
 def place(batch_size: int, fields: dict[str, object]) -> Allocator:
     experiment = make_experiment(device="cuda", batch_size=batch_size, **fields)
-    return memory.estimate(experiment, lambda _: None).memory.allocator
+    return estimate(experiment, lambda _: None).memory.allocator
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from children import HERE, refuse
 from factory import make_experiment
 from scripts import call
 
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.launch import ceilings_run
 from dpprof.launch.device_lock import hold_one
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings

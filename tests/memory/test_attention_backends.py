@@ -7,7 +7,7 @@ from memory_steps import costs, trace_call, workspaces
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.memory.attention_backends import AttentionCall, AttentionGpu, choose_backend
 
 BF16, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64

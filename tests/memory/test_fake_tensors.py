@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpprof.devices.cpu import Cpu
 from dpprof.flops.cost import COUNTED
 from dpprof.instruments import memory
-from dpprof.instruments.memory import estimate, state_estimate, trace_steps, tracing
+from dpprof.instruments.estimate import estimate, trace_steps
+from dpprof.instruments.memory import state_estimate, tracing
 from dpprof.instruments.setup import set_up
 from dpprof.memory import simulated_cuda, summary
 from dpprof.memory.fake_tensors import fake_tensors

@@ -9,6 +9,7 @@ import torch
 from factory import make_experiment
 
 from dpprof.instruments import memory, phases
+from dpprof.instruments.estimate import estimate
 from dpprof.records.reconciliation import bound_bytes
 from dpprof.records.result import Measurement
 from dpprof.spec.experiment import Experiment
@@ -82,7 +83,7 @@ def test_a_rank_holds_what_its_allocator_counts_and_what_was_predicted(
     followed = pools[experiment.world_size].compute(
         record, experiment.model_dump_json(), phases.measure
     )
-    predicted = memory.estimate(experiment, lambda _: None)
+    predicted = estimate(experiment, lambda _: None)
 
     for part in ("peak_allocated_bytes", "first_step_peak_allocated_bytes"):
         assert getattr(predicted.memory, part) == getattr(ranks[0].memory, part)

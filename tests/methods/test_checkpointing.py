@@ -5,7 +5,8 @@ import torch
 from factory import make_experiment
 from steps import gradient
 
-from dpprof.instruments.memory import estimate, measure
+from dpprof.instruments.estimate import estimate
+from dpprof.instruments.memory import measure
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError
 

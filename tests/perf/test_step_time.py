@@ -9,7 +9,7 @@ import yaml
 from factory import make_experiment
 
 import step_time
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.records.result import PredictedTime
 from dpprof.spec.validation import InputError
 from published_steps import Row, Source, predict, read_rows

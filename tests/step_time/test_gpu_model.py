@@ -7,7 +7,7 @@ import pytest
 from factory import make_experiment
 
 from dpprof.flops.cost import AttentionShape, Cost
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.spec.datasheets import A100, A100_PCIE, B200, H100, H100_NVL, H200, L4
 from dpprof.spec.target import Target
 from dpprof.step_time import gpu_model

@@ -5,6 +5,7 @@ not independent samples, because they share its memory layout, clocks and load f
 processes. So everything here resamples processes.
 """
 
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,6 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2_000
@@ -23,6 +23,11 @@ _TOGETHER = 128
 """How many bootstraps share one call of SciPy: more gain nothing and need memory."""
 
 NO_DIFFERENCE = "no difference detected"
+
+
+def _scipy_stats() -> Any:
+    """Import ``scipy.stats`` where it is needed: it takes as long as all else that advice does."""
+    return importlib.import_module("scipy.stats")
 
 
 class Interval(NamedTuple):
@@ -92,7 +97,7 @@ def _mann_whitney(
         if min(map(len, pairs[positions[0]])) < 2:  # noqa: PLR2004 (one value has no spread)
             continue
         values, base = zip(*(pairs[position] for position in positions), strict=True)
-        tested = stats.mannwhitneyu(values, base, alternative="two-sided", axis=1)
+        tested = _scipy_stats().mannwhitneyu(values, base, alternative="two-sided", axis=1)
         for position, p_value in zip(positions, tested.pvalue, strict=True):
             found[position] = float(p_value)
     return found
@@ -169,16 +174,20 @@ def _bootstrap(
             continue
         for start in range(0, len(alike), _TOGETHER):
             positions = alike[start : start + _TOGETHER]
-            bounds = stats.bootstrap(
-                tuple(zip(*(samples[position] for position in positions), strict=True)),
-                statistic,
-                vectorized=True,
-                axis=-1,
-                n_resamples=_RESAMPLES,
-                confidence_level=CONFIDENCE,
-                method="percentile",
-                rng=np.random.default_rng(_SEED),
-            ).confidence_interval
+            bounds = (
+                _scipy_stats()
+                .bootstrap(
+                    tuple(zip(*(samples[position] for position in positions), strict=True)),
+                    statistic,
+                    vectorized=True,
+                    axis=-1,
+                    n_resamples=_RESAMPLES,
+                    confidence_level=CONFIDENCE,
+                    method="percentile",
+                    rng=np.random.default_rng(_SEED),
+                )
+                .confidence_interval
+            )
             for position, low, high in zip(positions, bounds.low, bounds.high, strict=True):
                 found[position] = Interval(float(low), float(high))
     return found

@@ -11,6 +11,7 @@ from typing import Any
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings
 from dpprof.cli.common import Parser, ending_in_a_sentence, path, positive
 from dpprof.cli.options import add_experiment_options, read_experiments
+from dpprof.launch.forks import Forks
 from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.planning.code_digest import code_digest, verdict_digest
@@ -20,6 +21,7 @@ from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_run, result_path
 from dpprof.records.verdict import Standing
 from dpprof.spec import registry
+from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import is_other_mechanism
 from dpprof.spec.validation import InputError, refuse
@@ -169,16 +171,33 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
         known = None if again else _read_known(root, experiment)
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)
-        result = known or supervise(experiment, INSTRUMENT, 0, output, log)
+        result = known or supervise(experiment, INSTRUMENT, 0, output, log, forks=forks)
         tell_result(result)
         return result
 
+    forks = Forks(_list_modules(experiments))
     pool = ThreadPoolExecutor(max_workers=available_cores())
     try:
         return list(pool.map(find, experiments))
     except KeyboardInterrupt:
         # The workers die with this process, so an interruption need not wait for them.
         os._exit(130)
+
+
+def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
+    """Return the modules that capacities of these experiments need."""
+    methods = dict.fromkeys(one.method for one in experiments)
+    modules = [
+        "torch._dynamo",
+        "dpprof.instruments.capacity",
+        *registry.modules("methods", methods),
+    ]
+    model = experiments[0].model
+    if isinstance(model, Architecture):
+        kind = model.model_type
+        modules += [f"transformers.models.{kind}.modeling_{kind}", "dpprof.models.hugging_face"]
+        modules += ["peft"] if any(one.lora for one in experiments) else []
+    return modules
 
 
 def _read_known(root: Path, experiment: Experiment) -> Result | None:

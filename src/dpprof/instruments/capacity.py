@@ -13,21 +13,12 @@ from collections.abc import Callable
 
 import psutil
 
-from dpprof.devices.cpu import Cpu
-from dpprof.instruments.memory import (
-    TimelineRecorder,
-    Traced,
-    find_target,
-    set_up_fake,
-    state_estimate,
-    trace_steps,
-    tracing,
-)
-from dpprof.instruments.setup import import_method, make_batch
-from dpprof.memory.allocator_replay import Placement, place
+from dpprof.instruments.estimate import Traces
+from dpprof.instruments.memory import find_target, state_estimate
+from dpprof.instruments.setup import import_method
+from dpprof.memory.allocator_replay import Placement
 from dpprof.memory.caching_allocator import DEFAULT, EXPANDABLE, OutOfMemoryError, Settings
-from dpprof.memory.fake_tensors import fake_ranks
-from dpprof.methods.training_step import Enter
+from dpprof.methods.training_step import Enter, TrainingStep
 from dpprof.records.result import Capacity, Measurement
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -39,6 +30,10 @@ MOST = 65_536
 GROWTH = 16
 """The next batch is at most this many times the largest that fits, because the peaks of few samples
 may be equal."""
+
+FURTHER = 10
+"""The first batch that is tried has so many samples more than the smallest: few may take other
+ways. For most methods it has eleven, of which few sizes are multiples by chance."""
 
 SAFE_SHARE = 0.9
 """The share of the memory for a safe batch, where the allocator is not simulated."""
@@ -70,7 +65,7 @@ def search(
             known[batch] = peak(batch)
         return known[batch] <= budget
 
-    if not fits(least):
+    if not any(size <= budget for size in known.values()) and not fits(least):
         return None
     low = max(batch for batch, size in known.items() if size <= budget)
     beyond = [batch for batch, size in known.items() if size > budget]
@@ -156,70 +151,52 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             f"{experiment.method} takes batches of at least {least:,} samples, and none of more "
             f"than {MOST:,} is tried"
         )
-    batches = _Batches(experiment, enter, target, budget, least)
-    if method.one_at_a_time:
-        capacity = _extrapolate(batches, on_cuda=target is not None)
-    else:
-        capacity = _search_by_size(batches) if target is None else _search_by_placement(batches)
+    traces = Traces(experiment, enter, describing=False)
+    capacity = _find(method, batches := _Batches(experiment, traces, budget, least))
     if capacity is None:
         raise MemoryError(_explain(experiment, batches))
+    if not traces.confirms(capacity.stated_batch_size):
+        traces.interpolating = False
+        capacity = _find(method, _Batches(experiment, traces, budget, least))
+        assert capacity is not None
     stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})
-    measurement = state_estimate(batches.trace(capacity.stated_batch_size), stated_as)
+    if target is None:  # its times rest on descriptions of calls
+        traces = Traces(experiment, enter)
+    measurement = state_estimate(traces.trace(capacity.stated_batch_size), stated_as)
     return measurement.model_copy(update={"capacity": capacity})
 
 
+def _find(method: type[TrainingStep], batches: "_Batches") -> Capacity | None:
+    if method.one_at_a_time:
+        return _extrapolate(batches)
+    return _search_by_placement(batches) if batches.on_cuda else _search_by_size(batches)
+
+
 class _Batches:
-    """One experiment with many batch sizes.
+    """One experiment with many batch sizes."""
 
-    Peaks come from one training that takes every batch size in turn, which is fast. Where the
-    allocator would place it depends on the first step, so that takes a training for each.
-    """
-
-    def __init__(
-        self, experiment: Experiment, enter: Enter, target: Target | None, budget: int, least: int
-    ) -> None:
+    def __init__(self, experiment: Experiment, traces: Traces, budget: int, least: int) -> None:
         self.budget = budget
         self.least = least
         self.peaks: dict[int, int] = {}
         """Peaks of timelines by batch size."""
 
-        self._experiment = experiment.model_copy(update={"batch_size": least})
-        self._enter = enter
-        self._target = target
-        self._traced: dict[int, Traced] = {}
+        self.on_cuda = find_target(experiment) is not None
+        self._traces = traces
         self._placed: dict[tuple[int, bool, Settings], Placement | None] = {}
 
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
-        method = import_method(self._experiment)
-        ranks = fake_ranks(self._experiment.world_size)
-        with ranks, tracing(self._target) as recorder:
-            training = set_up_fake(self._experiment, method, recorder, self._target)
-            timeline_recorder = TimelineRecorder(recorder, training.step, self._enter)
+        if self.least + FURTHER <= MOST:
+            self._traces.frame(self.least + FURTHER, self.budget)
+            self._peak(self.least + FURTHER)
+        budgets = (int(share * self.budget) for share in shares)
+        return [search(self._peak, budget, self.peaks, least=self.least) for budget in budgets]
 
-            def run(batch_size: int) -> int:
-                nonlocal training  # frees the last batch before the next step begins
-                module = training.step.module
-                training = training._replace(
-                    batch=make_batch(module, Cpu(), self._experiment, batch_size)
-                )
-                step = timeline_recorder.run(training.batch)
-                if not step.is_steady:
-                    # Ghost clipping keeps the last batch's norms until the next step, so the first
-                    # step with another batch size is not steady.
-                    step = timeline_recorder.run(training.batch)
-                return step.peak_bytes
-
-            timeline_recorder.run(training.batch)
-            budgets = (int(share * self.budget) for share in shares)
-            return [search(run, budget, self.peaks, least=self.least) for budget in budgets]
-
-    def trace(self, batch_size: int) -> Traced:
-        """Trace a training with this batch size."""
-        if batch_size not in self._traced:
-            experiment = self._experiment.model_copy(update={"batch_size": batch_size})
-            self._traced[batch_size] = trace_steps(experiment, self._enter)
-        return self._traced[batch_size]
+    def _peak(self, batch_size: int) -> int:
+        if batch_size not in self.peaks:
+            self.peaks[batch_size] = self._traces.footprint(batch_size).peak_bytes
+        return self.peaks[batch_size]
 
     def place(self, batch_size: int) -> Placement:
         """Place a training with this batch size without a limit."""
@@ -236,12 +213,9 @@ class _Batches:
     ) -> Placement | None:
         key = batch_size, limited, settings
         if key not in self._placed:
-            step = self.trace(batch_size).steady
-            limit = self.budget if limited else None
+            footprint = self._traces.footprint(batch_size)
             try:
-                self._placed[key] = place(
-                    step.before, step.events, step.requested_bytes, limit, settings=settings
-                )
+                self._placed[key] = footprint.place(self.budget if limited else None, settings)
             except OutOfMemoryError:
                 self._placed[key] = None
         return self._placed[key]
@@ -266,8 +240,8 @@ class _Batches:
 
     def measure_need(self, batch_size: int) -> tuple[int, int | None]:
         """Return the peak of a batch, and what the allocator would reserve for it on CUDA."""
-        if self._target is None:
-            return self.trace(batch_size).steady.peak_bytes, None
+        if not self.on_cuda:
+            return self._peak(batch_size), None
         peaks = self.place(batch_size).peaks
         return peaks.allocated_bytes, peaks.reserved_bytes
 
@@ -335,7 +309,7 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
     )
 
 
-def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
+def _extrapolate(batches: _Batches) -> Capacity | None:
     """Search along a line through the smallest batches of a method that takes one at a time.
 
     On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
@@ -358,7 +332,7 @@ def _extrapolate(batches: _Batches, *, on_cuda: bool) -> Capacity | None:
         budget_bytes=batches.budget,
         batch_size=largest,
         peak_bytes=peaks(largest),
-        reserved_bytes=needs(largest) if on_cuda else None,
+        reserved_bytes=needs(largest) if batches.on_cuda else None,
         next_peak_bytes=peaks(largest + 1) if largest + 1 in known else None,
         limited_by="memory" if largest < MOST else "search",
         extrapolated=True,

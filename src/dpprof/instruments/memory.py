@@ -7,6 +7,7 @@ runs them. ``estimate`` runs them under fake tensors, without their memory or th
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from dpprof.instruments.process_counters import peak_rss_bytes
 from dpprof.instruments.samplers import SamplerPaths
 from dpprof.instruments.setup import Training, import_method, open_experiment, set_up
 from dpprof.memory import simulated_cuda
+from dpprof.memory.atoms import Recording, around_launches, sort_frees
 from dpprof.memory.attribution import StepObserver
 from dpprof.memory.caching_allocator import MIN_BLOCK
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
@@ -25,6 +27,7 @@ from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces
 from dpprof.memory.fake_tensors import INSTEAD, fake_ranks, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import (
+    count_model_flops,
     simulate_allocator,
     state_communication,
     state_compute,
@@ -35,8 +38,9 @@ from dpprof.memory.timeline import MemoryTimeline
 from dpprof.methods.training_step import Batch, Enter, TrainingStep
 from dpprof.records.births import components_by_code
 from dpprof.records.reconciliation import JOINED
-from dpprof.records.result import Measurement, Observed
+from dpprof.records.result import Measurement, ModelFacts, NormChoice, Observed
 from dpprof.records.step_costs import Memory
+from dpprof.records.terms import Component
 from dpprof.spec import registry
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.experiment import CPU_TARGET, Experiment
@@ -44,9 +48,6 @@ from dpprof.spec.registry import EntryPointError, UnsupportedError
 from dpprof.spec.target import Target
 from dpprof.step_time.predict import predict_time
 from dpprof.system.hardware import visible_gpus
-
-ESTIMATED_STEPS = 2
-"""The second step is like every later one: gradients and optimizer state exist."""
 
 _NOT_KNOWN = {
     "memory.peak_reserved_bytes": "the instrument clean measures it",
@@ -88,13 +89,16 @@ class TimelineRecorder:
             batch: The batch.
             counting: Whether operators are recorded with their costs.
         """
-        recorder = self._recorder
-        recorder.counting = counting
-        start = len(recorder.events)
+        start = len(self._recorder.events)
+        self.run_unread(batch, counting=counting)
+        births = components_by_code(self._step.births)
+        return MemoryTimeline(self._recorder, births, (start, len(self._recorder.events)))
+
+    def run_unread(self, batch: Batch, *, counting: bool) -> None:
+        """Run one step on a batch, and leave its events with the recorder."""
+        self._recorder.counting = counting
         with self._observer.watching():
             self._observer.run(batch)
-        births = components_by_code(self._step.births)
-        return MemoryTimeline(recorder, births, (start, len(recorder.events)))
 
 
 def record_timelines(
@@ -142,16 +146,17 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     total = int(torch.cuda.get_device_properties().total_memory) if on_cuda else None
     allocator = simulate_allocator(steady, total) if on_cuda else None
     memory = state_memory(experiment, first, steady, allocator_peak, real=True, allocator=allocator)
-    measurement = state(
-        experiment, training, timeline_recorder.paths, steady, memory=memory, ceilings=ceilings
-    )
+    facts = find_facts(experiment, training, timeline_recorder.paths)
+    measurement = state(experiment, facts, steady, memory=memory, ceilings=ceilings)
     observed = Observed(
         step_s=counted_s,
         steps=1,
         peak_rss_bytes=resident_bytes,
         peak_allocated_bytes=allocator_peak,
     )
-    return measurement.model_copy(update={"observed": observed})
+    return measurement.model_copy(
+        update={"observed": observed, "nonfinite_samples": training.step.nonfinite_samples}
+    )
 
 
 def _record_cpu(instead: Mapping[Any, Callable[..., Any]] | None = None) -> Recorder:
@@ -175,42 +180,91 @@ def _record_cuda() -> Recorder:
     return recorder
 
 
-def estimate(experiment: Experiment, enter: Enter) -> Measurement:
-    """Predict one experiment, without the memory and the time that it needs.
+class Facts(NamedTuple):
+    """What a result says of a training beside its steps."""
 
-    Args:
-        experiment: What to predict.
-        enter: Called as each phase begins.
+    model: ModelFacts
+    samplers: dict[str, str] | None
+    norm_plan: dict[str, NormChoice] | None
+    model_flops: int | None
+    reasons: dict[str, str]
 
-    Raises:
-        UnsupportedError: The device is a GPU without a known target.
-    """
-    return state_estimate(trace_steps(experiment, enter), experiment)
+
+def find_facts(experiment: Experiment, training: Training, paths: SamplerPaths) -> Facts:
+    """Return the facts of a training whose steps have run."""
+    step = training.step
+    return Facts(
+        training.model,
+        paths.by_layer,
+        step.norm_plan,
+        count_model_flops(experiment, step.module),
+        paths.reasons | step.reasons,
+    )
 
 
 class Traced(NamedTuple):
-    """A training that was traced: its first step, and one like every later one."""
+    """A training that was traced: its set-up, its first step, and one like every later one."""
 
-    training: Training
-    paths: SamplerPaths
-    first: MemoryTimeline
-    steady: MemoryTimeline
+    recording: Recording
+    facts: Facts
+    births: Mapping[CodeType, Component]
     target: Target | None
+    from_blocks: str
+    """Of which blocks there are traces, and why not of fewer."""
+
+    @property
+    def first(self) -> MemoryTimeline:
+        """The first step."""
+        return MemoryTimeline(self.recording, self.births, self.recording.marks[:2])
+
+    @property
+    def steady(self) -> MemoryTimeline:
+        """A later step."""
+        return MemoryTimeline(self.recording, self.births, self.recording.marks[2:])
 
 
-def trace_steps(experiment: Experiment, enter: Enter) -> Traced:
+def trace_whole(
+    experiment: Experiment, enter: Enter, why: str = "", *, describing: bool = True
+) -> Traced:
     """Set up a training under fake tensors, and record two steps.
+
+    Args:
+        experiment: What to trace.
+        enter: Called as each phase begins.
+        why: Why not fewer blocks are traced.
+        describing: Whether calls are described where that is needed.
 
     Raises:
         UnsupportedError: The device is a GPU without a known target.
     """
     method = import_method(experiment)
     target = find_target(experiment)
+    marks: list[int] = []
     with fake_ranks(experiment.world_size), tracing(target) as recorder:
+        recorder.describing &= describing
+        recorder.launches = []
         training = set_up_fake(experiment, method, recorder, target)
         timeline_recorder = TimelineRecorder(recorder, training.step, enter)
-        first, steady = record_timelines(timeline_recorder, training.batch, ESTIMATED_STEPS)
-    return Traced(training, timeline_recorder.paths, first, steady, target)
+        for is_last in (False, True):
+            marks.append(len(recorder.events))
+            timeline_recorder.run_unread(training.batch, counting=is_last)
+            marks.append(len(recorder.events))
+    first, first_end, steady, end = marks
+    return Traced(
+        Recording(
+            recorder.storages,
+            sort_frees(recorder.events, {*marks, *around_launches(recorder.launches)}),
+            (first, first_end, steady, end),
+            dict(recorder.notes),
+            recorder.block_bytes,
+            recorder.launches,
+            recorder.workspaces,
+        ),
+        find_facts(experiment, training, timeline_recorder.paths),
+        components_by_code(training.step.births),
+        target,
+        why,
+    )
 
 
 def set_up_fake(
@@ -231,13 +285,15 @@ def set_up_fake(
 
 def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:
     """Build the measurement of a traced training."""
-    training, paths, first, steady, target = traced
+    steady, target = traced.steady, traced.target
     allocator = None
     if target is not None:
         limit = int(experiment.memory_limit_bytes or target.memory_bytes)
         allocator = simulate_allocator(steady, limit)
-    memory = state_memory(experiment, first, steady, None, real=False, allocator=allocator)
-    return state(experiment, training, paths, steady, memory=memory, ceilings=target)
+    memory = state_memory(experiment, traced.first, steady, None, real=False, allocator=allocator)
+    if traced.from_blocks:
+        memory.assumed["blocks"] = traced.from_blocks
+    return state(experiment, traced.facts, steady, memory=memory, ceilings=target)
 
 
 def find_target(experiment: Experiment) -> Target | None:
@@ -294,8 +350,7 @@ def tracing(target: Target | None) -> Iterator[Recorder]:
 
 def state(
     experiment: Experiment,
-    training: Training,
-    paths: SamplerPaths,
+    facts: Facts,
     steady: MemoryTimeline,
     *,
     memory: Memory,
@@ -305,13 +360,12 @@ def state(
 
     Args:
         experiment: The experiment of the step.
-        training: What was run.
-        paths: The code paths of its layers.
+        facts: What is known of the training.
         steady: The timeline.
         memory: The summary of memory.
         ceilings: The device's limits, if known.
     """
-    compute = state_compute(experiment, training.step.module, steady, ceilings)
+    compute = state_compute(experiment, facts.model_flops, steady, ceilings)
     assert memory.timeline is not None
     not_run = {} if memory.timeline.elapsed_s else _NOT_RUN
     predicted = {f"memory.{name}" for name, value in memory if value is not None}
@@ -322,14 +376,13 @@ def state(
         time, why_not = predict_time(steady.ops, experiment, ceilings)
         unknown |= why_not
     return Measurement(
-        model=training.model,
-        samplers=paths.by_layer,
-        norm_plan=training.step.norm_plan,
-        nonfinite_samples=None if not_run else training.step.nonfinite_samples,
+        model=facts.model,
+        samplers=facts.samplers,
+        norm_plan=facts.norm_plan,
         memory=memory,
         compute=compute,
         time=time,
         io=state_io(steady, compute.executed_flops),
         communication=state_communication(steady, experiment.world_size),
-        reasons=unknown | not_run | paths.reasons | training.step.reasons,
+        reasons=unknown | not_run | facts.reasons,
     )

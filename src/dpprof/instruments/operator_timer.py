@@ -9,7 +9,7 @@ import operator
 import statistics
 
 from dpprof.devices.device import Device
-from dpprof.instruments.memory import trace_steps
+from dpprof.instruments.estimate import trace_steps
 from dpprof.memory.events import Op
 from dpprof.records.operators import OperatorShape, OperatorTime
 from dpprof.records.terms import Phase

@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 import sys
+from typing import NoReturn
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -32,12 +33,23 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
 
     answer_fd: int
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The files that the child inherits."""
+        lifeline = () if self.lifeline_fd is None else (self.lifeline_fd,)
+        return (*self.lock_fds, *lifeline, self.answer_fd)
+
 
 def main() -> None:
     """Carry out the assignment on the command line."""
-    faulthandler.enable()
     assignment = Assignment.model_validate_json(sys.argv[1])
     die_with(assignment.parent_pid)
+    carry_out(assignment)
+
+
+def carry_out(assignment: Assignment) -> NoReturn:
+    """Call the function and write its answer; this process ends with the assignment."""
+    faulthandler.enable()
     if assignment.lifeline_fd is not None:
         end_group_with(assignment.lifeline_fd)
     keep_to_this_process(assignment.lock_fds)

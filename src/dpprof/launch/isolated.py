@@ -13,12 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import IO, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from dpprof.launch import child
 from dpprof.launch.device_lock import hold_one, longest_wait_s
 from dpprof.launch.device_slots import DeviceSlot
+from dpprof.launch.forks import Forks
 from dpprof.planning.code_digest import CodeInUse
 from dpprof.records.provenance import describe_surroundings
 from dpprof.system.child_output import Output, Sink
@@ -107,13 +108,17 @@ class Isolation:
         timeout_s: float,
         sink: Sink | None = None,
         pass_fds: tuple[int, ...] = (),
+        forks: Forks | None = None,
     ) -> Ended[Answer]:
         """Call a function in a fresh process and return how the process ended.
 
         ``function`` is ``module:name``, which only the child imports; its result travels as
         JSON of ``answer_type``. After ``timeout_s`` the child counts as hung and is killed.
-        Without a sink its output goes to standard error. It inherits ``pass_fds``.
+        Without a sink its output goes to standard error. It inherits ``pass_fds``. With ``forks``
+        the process has imported already what they import.
         """
+        if forks is not None:
+            forks.prepare(self._environment)  # it outlives this child
         lifeline, held = os.pipe()
         # A file without a name disappears even if a process is killed.
         with tempfile.TemporaryFile() as answer, os.fdopen(lifeline, "rb"), os.fdopen(held, "wb"):
@@ -127,17 +132,9 @@ class Isolation:
             )
             start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(*self._lock_fds, lifeline, answer.fileno(), *pass_fds),
-                    start_new_session=True,
-                    env=self._environment,
-                )
-                assert process.stdout is not None
-                output = Output(process.stdout, sink or Sink(None))
+                start_child = _start if forks is None else forks.start
+                process, printed = start_child(assignment, pass_fds, self._environment)
+                output = Output(printed, sink or Sink(None))
                 try:
                     process.wait(timeout_s)
                 except subprocess.TimeoutExpired:
@@ -154,6 +151,23 @@ class Isolation:
         except ValidationError:  # the child ended before it was complete
             found = None
         return Ended(found, process.returncode, timed_out, tail, wall_s, others)
+
+
+def _start(
+    assignment: child.Assignment, pass_fds: tuple[int, ...], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start a child in an interpreter of its own; return it, and what it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(*assignment.descriptors, *pass_fds),
+        start_new_session=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    return process, process.stdout
 
 
 @contextmanager

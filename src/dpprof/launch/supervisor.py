@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dpprof.launch.device_slots import DeviceSlot, cpu_slot, gpu_slots
 from dpprof.launch.exit_status import judge_death
+from dpprof.launch.forks import Forks
 from dpprof.launch.gpu_contention import (
     judge_use,
     look_afterwards,
@@ -79,7 +80,13 @@ class _Tried(NamedTuple):
     """How a scheduler has ended this process meanwhile, if it has."""
 
 
-def _attempt(isolation: Isolation, experiment: Experiment, instrument: str, sink: Sink) -> _Tried:
+def _attempt(
+    isolation: Isolation,
+    experiment: Experiment,
+    instrument: str,
+    sink: Sink,
+    forks: Forks | None,
+) -> _Tried:
     """Run the experiment in a worker and judge how the worker ended.
 
     Other processes' use of the GPU is recorded before and after. With ``busy_gpu: refuse``
@@ -108,6 +115,7 @@ def _attempt(isolation: Isolation, experiment: Experiment, instrument: str, sink
                 timeout_s=experiment.timeout_s,
                 sink=sink,
                 pass_fds=(descriptor,),
+                forks=forks,
             )
             if ended.returncode == -signal.SIGTERM and scheduler_job():
                 time.sleep(_SIGNALS_SPREAD_S)
@@ -153,6 +161,7 @@ def supervise(
     threads: int | None = None,
     longest_wait_s: float | None = None,
     since_s: float = 0.0,
+    forks: Forks | None = None,
 ) -> Result:
     """Run one experiment until it ends in any way, and write one complete JSON.
 
@@ -167,7 +176,7 @@ def supervise(
 
     ``threads`` are those of a measurement whose experiment does not say ``cpu_threads``, at most
     and by default one for each core. ``longest_wait_s`` bounds the wait for the lock;
-    ``DPPROF_MAX_WAIT_S`` where it is not given.
+    ``DPPROF_MAX_WAIT_S`` where it is not given. ``forks`` starts workers of predictions.
 
     Raises:
         OSError: The result cannot be written; this is checked before the measurement.
@@ -202,7 +211,9 @@ def supervise(
         isolation.begin(**{TRACES: "" if traces is None else str(traces)})
         while True:
             sink.write(f"dpprof: {experiment.id} {instrument} r{replicate}\n")
-            attempt, measurement, terminated = _attempt(isolation, experiment, instrument, sink)
+            attempt, measurement, terminated = _attempt(
+                isolation, experiment, instrument, sink, forks
+            )
             if attempt.error is not None and log_path is not None:
                 error = attempt.error.model_copy(update={"log": str(log_path)})
                 attempt = attempt.model_copy(update={"error": error})

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from dpprof.memory.recorder import Workspace
+from dpprof.memory.events import Workspace
 
 aten = torch.ops.aten
 _REDUCED = (torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpprof.memory import attention_backends
-from dpprof.memory.recorder import Workspace
+from dpprof.memory.events import Workspace
 
 _WARP = 32
 _MOST_THREADS = 512

@@ -1,13 +1,16 @@
 """Records of a training: its storages, and its events in order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dpprof.flops.cost import Cost
 from dpprof.norms.code_paths import CodePath
 from dpprof.records.terms import OpKind, Phase
+
+Workspace = Callable[..., Sequence[int]]
+"""From an operator's arguments to the bytes of each allocation that its kernel makes and frees."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +86,32 @@ class Entered(NamedTuple):
     """A phase began."""
 
     phase: Phase
+
+
+class Launched(NamedTuple):
+    """An operator ran whose kernel may have allocated memory of its own, and freed it."""
+
+    packet: Any
+    """The operator's overload packet."""
+
+    op: str
+    arguments: Any
+    """Its arguments, with ``TensorKind`` in place of tensors and ``int`` in place of numbers."""
+
+    sizes: tuple[int, ...]
+    """Shape and strides of each tensor, and each number, one after another."""
+
+    phase: Phase
+    module: str | None
+    storages: int
+    """How many it allocated; the events that follow say so."""
+
+
+class TensorKind(NamedTuple):
+    """What a tensor is, apart from its sizes."""
+
+    dtype: Any
+    dimensions: int
 
 
 Event = Allocated | Freed | Saved | Unsaved | Entered | Op

@@ -8,7 +8,7 @@ counts twice. The recorder keeps sizes and names, never a tensor.
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,7 +22,19 @@ from dpprof.clipping.sums import own_part
 from dpprof.flops.cost import EINSUMS, Scope, kind_of_op
 from dpprof.flops.op_call import describe_call
 from dpprof.flops.op_costs import OperatorRule, learn_rule
-from dpprof.memory.events import Allocated, Entered, Event, Freed, Op, Saved, Storage, Unsaved
+from dpprof.memory.events import (
+    Allocated,
+    Entered,
+    Event,
+    Freed,
+    Launched,
+    Op,
+    Saved,
+    Storage,
+    TensorKind,
+    Unsaved,
+    Workspace,
+)
 from dpprof.memory.exchanged_tensors import Roles, around_propagation, find_roles, takes_dtensors
 from dpprof.memory.in_place_backward import INTO_FRESH, count_engines_references, find_in_place
 from dpprof.methods.tensors import tensors_in
@@ -63,10 +75,6 @@ class _Finalizer(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key", "number")
     key: int
     number: int
-
-
-Workspace = Callable[..., Sequence[int]]
-"""From an operator's arguments to the bytes of each allocation that its kernel makes and frees."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,13 +118,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.describing = False
         """Whether their calls are described too, so that they can be made again."""
 
+        self.launches: list[tuple[int, Launched]] | None = None
+        """Where among the events such operators are; None to leave them out."""
+
         self.recording = True
         """Whether anything is recorded; not while a model is built that is loaded afterwards."""
 
-        self._block = block_bytes
+        self.block_bytes = block_bytes
         self._is_there = is_there
         self._instead = dict(instead or {})
-        self._workspaces = dict(workspaces or {})
+        self.workspaces = dict(workspaces or {})
         self._roles = find_roles()
         self._alive: dict[int, _Finalizer] = {}
         self._module_of_node: dict[int, str | None] = {}
@@ -231,8 +242,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_roles(self._roles[rule.packet], args, kwargs)
         if self.handles and rule.packet in _USES_HANDLE:
             self._note_handles(has_bias=rule.packet is _ADDMM and args[0].dim() == 1)
-        if rule.packet in self._workspaces:
-            self._note_workspace(rule.name, self._workspaces[rule.packet](*args, **kwargs))
+        if rule.packet in self.workspaces:
+            self._note_workspace(rule, args, kwargs)
         if self.counting and not rule.is_free:
             call = describe_call(in_place or func, args, kwargs) if self.describing else ""
             self._note_cost(rule, args, kwargs, out, call)
@@ -305,7 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             new.node_number = node._sequence_nr()  # noqa: SLF001 (no public name)
 
     def _allocate(self, op: str, nbytes: int, module: str | None, **known: Any) -> Storage:
-        rounded = -(-nbytes // self._block) * self._block
+        rounded = -(-nbytes // self.block_bytes) * self.block_bytes
         storage = Storage(rounded, op, self.phase, module, nbytes, **known)
         self.storages.append(storage)
         self.events.append(Allocated(len(self.storages) - 1))
@@ -336,10 +347,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(Freed(before))
         return resized
 
-    def _note_workspace(self, op: str, sizes: Sequence[int]) -> None:
+    def _note_workspace(self, rule: OperatorRule, args: Any, kwargs: Any) -> None:
+        requests = [*filter(None, self.workspaces[rule.packet](*args, **kwargs))]
         before, module = len(self.storages), self._module()
-        for nbytes in filter(None, sizes):
-            self._allocate(op, nbytes, module, roles={"workspace"})
+        if self.launches is not None:
+            sizes: list[int] = []
+            arguments = describe_arguments((args, kwargs), sizes)
+            launched = Launched(
+                *(rule.packet, rule.name, arguments, tuple(sizes), self.phase, module),
+                len(requests),
+            )
+            self.launches.append((len(self.events), launched))
+        for requested in requests:
+            self._allocate(rule.name, requested, module, roles={"workspace"})
         self.events += map(Freed, reversed(range(before, len(self.storages))))
 
     def _is_recomputing(self, node: Any) -> bool:
@@ -378,6 +398,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return code, name
             frame = frame.f_back  # type: ignore[assignment]
         return None, None
+
+
+def describe_arguments(value: Any, sizes: list[int]) -> Any:
+    """Return arguments that can be compared; sizes of tensors, and numbers, go into a list."""
+    if isinstance(value, Tensor):
+        sizes += (*value.shape, *value.stride())
+        return TensorKind(value.dtype, value.dim())
+    if type(value) is int:
+        sizes.append(value)
+        return int
+    if isinstance(value, list | tuple):
+        return tuple(describe_arguments(item, sizes) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, describe_arguments(item, sizes)) for key, item in value.items())
+    return value
 
 
 def _name(code: CodeType, module: str) -> str | None:

@@ -207,13 +207,16 @@ def _sum_by_evidence(step: MemoryTimeline) -> dict[Evidence, int]:
 
 
 def state_compute(
-    experiment: Experiment, module: nn.Module, step: MemoryTimeline, ceilings: Target | None
+    experiment: Experiment,
+    model_flops: int | None,
+    step: MemoryTimeline,
+    ceilings: Target | None,
 ) -> Compute:
     """Summarise the FLOPs that a step executed and those that the model needs.
 
     Args:
         experiment: The experiment of the step.
-        module: The model, as the step trained it.
+        model_flops: What ``count_model_flops`` returns.
         step: A step in the steady state.
         ceilings: The device's limits, if known.
     """
@@ -229,7 +232,6 @@ def state_compute(
         by_module[op.module or OUTSIDE_MODEL] += op.cost.flops
         by_component[step.component_of(op.writes[0][0])] += op.cost.flops
     executed = by_phase.total()
-    model_flops = count_model_flops(experiment, module)
     dtype: Dtype = experiment.dtype
     return Compute(
         model_flops=model_flops,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dpprof.memory.atoms import Recording
 from dpprof.memory.events import Allocated, Entered, Event, Freed, Op, Saved, Storage, Unsaved
 from dpprof.memory.owners import Owner, find_owner
 from dpprof.memory.recorder import Recorder
@@ -28,21 +29,24 @@ class MemoryTimeline:
     """The memory of one step, from recorded events.
 
     Args:
-        recorder: Has recorded from before the model existed.
+        recorded: The storages, events and notes from before the model existed on.
         births: Components by the code of the function that allocates them.
         window: Indices of the step's first event and of the one after its last.
     """
 
     def __init__(
-        self, recorder: Recorder, births: Mapping[CodeType, Component], window: tuple[int, int]
+        self,
+        recorded: Recorder | Recording,
+        births: Mapping[CodeType, Component],
+        window: tuple[int, int],
     ) -> None:
-        self.notes = recorder.notes
-        self._storages = recorder.storages
+        self.notes = recorded.notes
+        self._storages = recorded.storages
         self._births = births
-        self.before: Sequence[Event] = recorder.events[: window[0]]
+        self.before: Sequence[Event] = recorded.events[: window[0]]
         """What was recorded before the step, from the first allocation on."""
 
-        self.events: Sequence[Event] = recorder.events[window[0] : window[1]]
+        self.events: Sequence[Event] = recorded.events[window[0] : window[1]]
         self._owners: dict[tuple[int, bool], Owner] = {}
 
     def requested_bytes(self, number: int) -> int:

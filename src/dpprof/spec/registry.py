@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import tomllib
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,11 @@ def is_own(group: Group, name: str) -> bool:
 def names(group: Group) -> list[str]:
     """Return the names of a group, sorted."""
     return sorted(_entries(group))
+
+
+def modules(group: Group, of: Iterable[str]) -> list[str]:
+    """Return the modules that names refer to."""
+    return [_entries(group)[name].module for name in of]
 
 
 def names_by_key() -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from factory import make_experiment
 from opacus.grad_sample import GradSampleModuleFastGradientClippingFSDP
 from rank_pool import RankPool
 
-from dpprof.instruments.memory import estimate
+from dpprof.instruments.estimate import estimate
 from dpprof.models.build import build_model
 from dpprof.spec import registry
 from dpprof.spec.registry import UnsupportedError

@@ -1,0 +1,91 @@
+"""A step of many blocks, assembled from traces of few, is the step of the traced whole."""
+
+import itertools
+
+import pytest
+from factory import make_experiment
+
+from dpprof.instruments.estimate import estimate
+from dpprof.instruments.memory import state_estimate, trace_whole
+from dpprof.instruments.setup import import_method
+
+DIMENSIONS = {"vocab_size": 211, "d_model": 32, "layers": 7, "heads": 4}
+OWN = ("standard", "flash", "flash-bk", "per-layer", "microbatch")
+OPACUS = tuple(
+    f"opacus-{name}"
+    for name in ("hooks", "functorch", "ew", "ghost", "fast-gradient-clipping", "per-layer")
+)
+HUGGING_FACE = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox", "opt", "phi", "gemma2")
+FIRST = (
+    {"method": "standard", "checkpointing": "reentrant"},
+    {"method": "flash-bk", "dtype": "bfloat16", "seq_len": 48},
+    {"method": "flash", "optimizer": "sgd", "target": "a100"},
+    {"method": "microbatch", "batch_size": 3},
+    {"method": "per-layer", "device": "cpu", "target": "cpu"},
+    {"method": "opacus-hooks", "attention": "opacus"},
+    {"method": "opacus-ghost", "device": "cpu", "target": "cpu", "batch_size": 1},
+    {"method": "opacus-functorch"},
+    {"method": "opacus-fast-gradient-clipping", "parallel": "kind=ddp,world_size=4"},
+    {"method": "flash-bk", "parallel": "kind=fsdp,world_size=8", "dtype": "bfloat16"},
+    {"method": "flash-bk", "hf": "llama", "checkpointing": "non-reentrant"},
+    {"method": "flash-bk", "hf": "gpt-neox", "lora": "rank=2"},
+    {"method": "standard", "hf": "opt", "dtype": "bfloat16"},
+    {"method": "opacus-hooks", "hf": "gpt2"},
+    {"method": "flash", "hf": "qwen2", "batch_size": 9},
+)
+"""Every way in which the records of different experiments differ, at least once."""
+
+
+def _combine():
+    """Yield the exhaustive set: more than 150 combinations."""
+    for method, dtype, batch_size in itertools.product(OWN, ("float32", "bfloat16"), (1, 2, 5, 33)):
+        yield {"method": method, "dtype": dtype, "batch_size": batch_size}
+    for method, batch_size in itertools.product(OPACUS, (1, 2, 5, 33)):
+        yield {"method": method, "batch_size": batch_size}
+    yield {"method": "opacus-adaptive", "batch_size": 12}
+    for method, way in itertools.product(OWN[:3], ("non-reentrant", "reentrant")):
+        yield {"method": method, "checkpointing": way, "seq_len": 130}
+    for method, kind, size in itertools.product(OWN[:3], ("fsdp", "ddp"), (2, 8, 64)):
+        for dtype in ("float32", "bfloat16"):
+            yield {"method": method, "parallel": f"kind={kind},world_size={size}", "dtype": dtype}
+    for method, hf in itertools.product(("standard", "flash-bk", "opacus-hooks"), HUGGING_FACE):
+        yield {"method": method, "hf": hf}
+    for method, hf in itertools.product(("flash-bk", "flash"), HUGGING_FACE):
+        yield {"method": method, "hf": hf, "lora": "rank=2", "dtype": "bfloat16"}
+    for method, target in itertools.product(OWN[:3], ("h100", "a100", "l40s", "b200")):
+        yield {"method": method, "target": target, "optimizer": "sgd", "seq_len": 300}
+    for method in (*OWN, *OPACUS):
+        yield {"method": method, "device": "cpu", "target": "cpu", "attention": "eager"}
+
+
+def _experiment(case):
+    hf = case.get("hf")
+    layers = {"gpt2": "n_layer"}.get(hf, "num_hidden_layers")
+    model = {"hf": f"hf:tiny-{hf}", layers: 7} if hf else DIMENSIONS
+    given = {"model": model, "batch_size": 4, "seq_len": 16, "device": "cuda", "target": "h100"}
+    return make_experiment(**given | {name: value for name, value in case.items() if name != "hf"})
+
+
+def _ignore(_phase) -> None:
+    pass
+
+
+def _compare(case) -> str:
+    experiment = _experiment(case)
+    import_method(experiment)
+    found = estimate(experiment, _ignore)
+    whole = state_estimate(trace_whole(experiment, _ignore), experiment)
+    said = found.memory.assumed.pop("blocks")
+    assert found == whole
+    return said
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_the_result_is_that_of_tracing_the_whole(case) -> None:
+    assert _compare(case).startswith("the 7 blocks follow from traces of ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(_combine()), ids=str)
+def test_every_result_is_that_of_tracing_the_whole(case) -> None:
+    _compare(case)

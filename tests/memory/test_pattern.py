@@ -1,0 +1,103 @@
+"""Records of few blocks nest, or are refused; another batch lies on a line, or is traced."""
+
+import pytest
+from factory import make_experiment
+
+from dpprof.instruments.estimate import Traces
+from dpprof.instruments.memory import trace_whole
+from dpprof.instruments.setup import import_method
+from dpprof.memory.events import Freed
+from dpprof.memory.footprint import Footprint
+from dpprof.memory.pattern import Pattern
+from dpprof.models.blocks import Blocks, NotAlikeError, with_blocks
+
+DIMENSIONS = {"vocab_size": 50, "d_model": 16, "layers": 9, "heads": 2}
+BLOCKS = Blocks("blocks", 1)
+
+
+def ignore(_phase) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    model = {"model": DIMENSIONS, "method": "flash-bk", "device": "cuda", "target": "h100"}
+    return make_experiment(**model)
+
+
+@pytest.fixture(scope="module")
+def recordings(experiment):
+    import_method(experiment)
+    return [trace_whole(with_blocks(experiment, n), ignore).recording for n in (1, 2, 3)]
+
+
+def test_a_record_that_was_traced_follows_from_smaller_ones(experiment, recordings) -> None:
+    pattern = Pattern(recordings, BLOCKS)
+    for blocks in (1, 3, 9):
+        traced = trace_whole(with_blocks(experiment, blocks), ignore).recording
+        found = pattern.assemble(blocks, pattern.sizes)
+        assert found.marks == traced.marks
+        assert len(found.events) == len(traced.events)
+        assert [s.module for s in found.storages] == [s.module for s in traced.storages]
+        assert pattern.footprint(blocks, pattern.sizes).peak_bytes == (
+            Footprint.of(traced).peak_bytes
+        )
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_record_with_an_event_less_does_not_nest(recordings, which) -> None:
+    changed = list(recordings)
+    events = list(changed[which].events)
+    at = next(at for at, event in enumerate(events) if isinstance(event, Freed))
+    del events[at]
+    marks = tuple(mark - (mark > at) for mark in changed[which].marks)
+    launches = [(place - (place > at), one) for place, one in changed[which].launches]
+    changed[which] = changed[which]._replace(events=events, marks=marks, launches=launches)
+
+    with pytest.raises(NotAlikeError, match=r"with one more block|comes next"):
+        Pattern(changed, BLOCKS)
+
+
+def test_a_size_that_is_not_affine_in_the_blocks_is_refused(recordings) -> None:
+    largest = recordings[2]
+    storages = list(largest.storages)
+    outside = next(at for at, one in enumerate(storages) if one.layer == "head")
+    kept = storages[outside].requested
+    storages[outside].requested += 1
+    try:
+        with pytest.raises(NotAlikeError, match="not affine in the number of blocks"):
+            Pattern([*recordings[:2], largest._replace(storages=storages)], BLOCKS)
+    finally:
+        storages[outside].requested = kept
+
+
+def test_a_batch_between_others_follows_and_a_third_confirms_it(experiment) -> None:
+    traces = Traces(experiment, ignore)
+    traced: list[tuple[int, int]] = []
+    trace = traces._trace
+
+    def note(batch_size: int, blocks: int):
+        traced.append((batch_size, blocks))
+        return trace(batch_size, blocks)
+
+    traces._trace = note
+    for batch_size in (8, 32, 13):
+        found = traces.footprint(batch_size)
+    assert {batch for batch, _ in traced} == {8, 32}
+
+    whole = trace_whole(experiment.model_copy(update={"batch_size": 13}), ignore).recording
+    assert found.peak_bytes == Footprint.of(whole).peak_bytes
+    assert found.place(None) == Footprint.of(whole).place(None)
+    assert not traces.confirms(8)  # it does not lie between
+    assert traces.confirms(13)
+    assert traces.confirms(8)
+
+
+def test_a_batch_beside_the_line_is_not_confirmed(experiment) -> None:
+    traces = Traces(experiment, ignore)
+    for batch_size in (2, 32, 13):
+        traces.footprint(batch_size)
+    [family] = traces._families
+    family.sizes[32] = family.sizes[32]._replace(least=family.sizes[32].least + 512)
+    traces._footprints.clear()
+    assert not traces.confirms(13)
