@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpprof.instruments import capacity, memory
+from dpprof.instruments import estimate as estimating
 from dpprof.instruments.capacity import back_off, search
 from dpprof.instruments.estimate import estimate
 from dpprof.records.step_costs import Allocator
@@ -76,9 +77,11 @@ def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     method, monkeypatch
 ) -> None:
     traced = []
-    trace = capacity.trace_steps
+    trace = estimating.trace_whole
     monkeypatch.setattr(
-        capacity, "trace_steps", lambda one, *rest: traced.append(one) or trace(one, *rest)
+        estimating,
+        "trace_whole",
+        lambda one, *rest, **options: traced.append(one) or trace(one, *rest, **options),
     )
     # With so many tokens, gradients of single samples are large, and few fit.
     fields = {"model": MODEL | {"vocab_size": 2000}, "method": method, "seq_len": 32}
