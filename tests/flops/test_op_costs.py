@@ -207,7 +207,7 @@ def test_products_in_bfloat16_are_as_many_flops_as_in_float32(method, place) -> 
     """A sample's gradients are larger than what they are made of, so none is made."""
     fields = {"model": SMALL | {"d_model": 64}, "seq_len": 8, "method": method}
     traced = [trace(**fields, **PLACES[place], dtype=dtype) for dtype in ("float32", "bfloat16")]
-    plans = [one.training.step.norm_plan or {} for one in traced]
+    plans = [one.facts.norm_plan or {} for one in traced]
     ways = [{name: choice.way for name, choice in plan.items()} for plan in plans]
 
     assert ways[0] == ways[1]

@@ -160,7 +160,9 @@ def test_a_mask_of_booleans_becomes_one_of_numbers_and_rules_flash_attention_out
 def assume(**fields) -> dict[str, str]:
     model = {"vocab_size": 50, "d_model": 16, "layers": 1, "heads": 2}
     experiment = make_experiment(model=model, method="standard", device="cuda", **fields)
-    return estimate(experiment, lambda _: None).memory.assumed
+    assumed = estimate(experiment, lambda _: None).memory.assumed
+    assert assumed.pop("blocks").startswith("all were traced: ")
+    return assumed
 
 
 def test_an_estimate_says_what_it_assumes_of_attention() -> None:

@@ -67,7 +67,7 @@ def test_nothing_new_in_the_config_or_the_code_runs_nothing(either: Checkout) ->
 
 def test_what_is_edited_deleted_or_asked_for_is_planned_alone(either: Checkout) -> None:
     """A method is edited, a result is deleted, and a batch size is asked for."""
-    either.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
+    either.edit("src/dpprof/methods/opacus/hooks.py", "\nclass ", "\nEDITED = True\n\n\nclass ")
     (deleted,) = (either.path / "results" / "clean").glob("*-b2-*.json")
     deleted.unlink()
     either.edit(CONFIG, "batch_size: 2", "batch_size: [2, 3]")
@@ -113,7 +113,7 @@ def test_an_edited_method_and_deleted_ceilings_are_measured_again_alone(
     finished: Checkout, before
 ) -> None:
     known = verdicts(finished)
-    finished.edit("src/dpprof/methods/opacus/hooks.py", "import nn", "import nn; EDITED = True")
+    finished.edit("src/dpprof/methods/opacus/hooks.py", "\nclass ", "\nEDITED = True\n\n\nclass ")
     (ceilings,) = (finished.path / "results" / "ceilings").iterdir()
     ceilings.unlink()
     finished.edit("src/dpprof/devices/limits.py", "1000.0", "2000.0")
