@@ -69,11 +69,14 @@ def find_blocks(experiment: Experiment) -> Blocks:
 @functools.lru_cache(maxsize=8)
 def _find_blocks(experiment: Experiment, *_: Any) -> Blocks:
     dimensions = _dimensions(experiment)
+    if dimensions is None and not isinstance(experiment.model, Architecture):
+        raise NotAlikeError("another package builds the model")  # which may need its elements
     with torch.device("meta"):
         model = build_model(experiment)
     if dimensions is not None:
         found = Blocks("blocks", dimensions.layers)
-    elif isinstance(experiment.model, Architecture):
+    else:
+        assert isinstance(experiment.model, Architecture)
         config = _read_config(experiment.model)
         _refuse_lists(config)
         count = config.num_hidden_layers
@@ -85,8 +88,6 @@ def _find_blocks(experiment: Experiment, *_: Any) -> Blocks:
         if len(lists) != 1:
             raise NotAlikeError(f"the model has {len(lists)} lists of {count} layers")
         found = Blocks(lists[0], count)
-    else:
-        raise NotAlikeError("another package builds the model")
     first, *others = model.get_submodule(found.container).children()
     described = list(_describe(first))
     for number, other in enumerate(others, start=1):
