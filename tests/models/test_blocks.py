@@ -61,3 +61,12 @@ def test_the_number_of_a_block_is_found_in_the_name_of_a_module() -> None:
     assert blocks.split("model.layers.3") == ("model.layers.{}", 3)
     for name in (None, "model.layers", "model.norm", "model.layers_2.1", "model.layers.last"):
         assert blocks.split(name) == (name, None)
+
+
+def test_a_model_of_another_package_is_not_built_to_be_compared(monkeypatch) -> None:
+    def build(_experiment):
+        raise AssertionError("it may read elements, and there are none yet")
+
+    monkeypatch.setattr("dpprof.models.blocks.registry.load", lambda *_: build)
+    with pytest.raises(NotAlikeError, match="another package builds the model"):
+        find_blocks(make_experiment(model="foreign"))

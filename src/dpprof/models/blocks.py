@@ -50,6 +50,7 @@ def join(name: str | None, block: int | None) -> str | None:
     return name if name is None or block is None else name.replace("{}", str(block), 1)
 
 
+@functools.lru_cache(maxsize=8)
 def find_blocks(experiment: Experiment) -> Blocks:
     """Find the blocks of an experiment's model, and compare them.
 
@@ -59,15 +60,6 @@ def find_blocks(experiment: Experiment) -> Blocks:
     Raises:
         NotAlikeError: They differ, or the model has no blocks that are known.
     """
-    fields = ("model", "seq_len", "attention", "lora", "trainable", "parameters_dtype")
-    return _find_blocks(
-        experiment.model_copy(update={"checkpointing": "none"}),
-        *(getattr(experiment, name) for name in fields),
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def _find_blocks(experiment: Experiment, *_: Any) -> Blocks:
     dimensions = _dimensions(experiment)
     if dimensions is None and not isinstance(experiment.model, Architecture):
         raise NotAlikeError("another package builds the model")  # which may need its elements
