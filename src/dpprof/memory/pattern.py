@@ -9,7 +9,6 @@ Between two batches whose records have the same atoms, sizes are affine in the b
 batch confirms it.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -65,6 +64,7 @@ class Pattern:
         self._blocks = blocks
         self._like = recordings[0]
         self._vocabulary = Vocabulary()
+        self._outlines: dict[int, tuple[list[Outlined], int]] = {}
         few, more, most = (self._read(one, further) for further, one in enumerate(recordings))
         self._few, self._more = few, more
         self._insertions = [*_find_insertions(few, more, most), (len(few), 0)]
@@ -149,11 +149,12 @@ class Pattern:
                 writer.write(repeated)
         return writer
 
-    @functools.cache  # noqa: B019 (a pattern lives as long as its traces)
     def _outline(self, count: int) -> tuple[list[Outlined], int]:
         """Return what a model with so many blocks allocates and frees, and a free number."""
-        writer = self._write(count, self.sizes)
-        return writer.outline, len(writer.storages)
+        if count not in self._outlines:
+            writer = self._write(count, self.sizes)
+            self._outlines[count] = writer.outline, len(writer.storages)
+        return self._outlines[count]
 
     def footprint(self, count: int, sizes: Sizes) -> Footprint:
         """Return what the training of a model with so many blocks allocates."""
