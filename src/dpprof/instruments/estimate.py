@@ -126,12 +126,13 @@ class Traces:
         )
 
     def frame(self, batch_size: int, budget: int) -> None:
-        """Trace a batch, and one that is a little too large for so many bytes."""
+        """Trace a batch, and one that is a little too large for so many bytes, that once only."""
         try:
             family = self._measure(batch_size)
             too_large = family.guess_beyond(batch_size, budget)
             if too_large is not None:
-                self._measure(too_large)
+                more = self._trace(too_large, family.blocks.count + 1)
+                family.guess(too_large, more.recording, batch_size)
         except NotAlikeError:
             return
 
@@ -139,7 +140,7 @@ class Traces:
         if self.interpolating:
             for family in self._families:
                 if family.reaches(batch_size):
-                    self._followed |= batch_size not in family.sizes
+                    self._followed |= batch_size not in family.sizes.keys() - family.guessed
                     return family.footprint(batch_size)
         try:
             return self._measure(batch_size).footprint(batch_size)
@@ -169,7 +170,7 @@ class Traces:
         if self._why_whole:
             raise NotAlikeError(self._why_whole)
         for family in self._families:
-            if batch_size in family.sizes:
+            if batch_size in family.sizes.keys() - family.guessed:
                 return family
         for family in self._families:
             least = family.blocks.count
@@ -179,6 +180,7 @@ class Traces:
             except NotAlikeError:
                 continue
             family.others.add(batch_size)
+            family.guessed.discard(batch_size)
             return family
         self._families.append(self._learn(batch_size))
         return self._families[-1]
@@ -214,7 +216,19 @@ class _Family:
         self.others: set[int] = set()
         """Batches of which two records were enough."""
 
+        self.guessed: set[int] = set()
+        """Batches of which there is one record, so that sizes may be wrong."""
+
         self._count = count
+
+    def guess(self, batch_size: int, more: Recording, known: int) -> None:
+        """Guess the sizes of a batch from one record, and from those of another batch.
+
+        Raises:
+            NotAlikeError: It has other atoms.
+        """
+        self.sizes[batch_size] = self.pattern.guess(more, batch_size / known)
+        self.guessed.add(batch_size)
 
     def assemble(self, batch_size: int) -> Recording:
         """Assemble the record of the whole model with a batch that was traced."""

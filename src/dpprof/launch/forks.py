@@ -17,6 +17,9 @@ from typing import IO, Any
 
 from dpprof.launch.child import Assignment, carry_out
 
+_MADE = 100_000
+"""So many objects are made before garbage is looked for: most of what traces make is none."""
+
 
 class Forks:
     """Forks children from one server process, which starts with the first child.
@@ -118,6 +121,7 @@ def _carry_out(
         os.dup2(printed, standard.fileno())
     os.close(printed)
     gc.freeze()  # what the server has imported is no garbage, and is shared
+    gc.set_threshold(_MADE)
     here, arguments = own.receive(), passed.receive()
     lifeline = assignment.lifeline_fd
     carry_out(

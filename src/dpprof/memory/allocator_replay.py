@@ -133,14 +133,13 @@ class _Player:
         """
         self._turn += 1
         for event in events:
-            match event:
-                case Allocated(number):
-                    self.keys[number] = self._turn, number
-                    self._allocator.allocate(self.keys[number], self._size_of(number))
-                case Freed(number):
-                    key = inherited.get(number) or self.keys.get(number)
-                    if key is not None:
-                        self._allocator.free(key)
+            if isinstance(event, Allocated):
+                key = self.keys[event.number] = self._turn, event.number
+                self._allocator.allocate(key, self._size_of(event.number))
+            elif isinstance(event, Freed):
+                left = inherited.get(event.number) or self.keys.get(event.number)
+                if left is not None:
+                    self._allocator.free(left)
 
 
 def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, int]:

@@ -59,7 +59,7 @@ class SimulatedPeaks(NamedTuple):
 
 def round_size(nbytes: int) -> int:
     """Return the least size of the block that holds a request; bytes."""
-    return max(MIN_BLOCK, _round_up(nbytes, MIN_BLOCK))
+    return -(-nbytes // MIN_BLOCK) * MIN_BLOCK or MIN_BLOCK
 
 
 def segment_size(size: int) -> int:
@@ -166,7 +166,7 @@ class CachingAllocator:
         self.retries = 0
         """How often the cache was released to make room (``num_alloc_retries``)."""
 
-        self.peaks = SimulatedPeaks(0, 0, 0)
+        self._most_requested = self._most_allocated = self._most_reserved = 0
         self._limit = limit_bytes
         self._settings = settings
         self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
@@ -225,14 +225,21 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
+    @property
+    def peaks(self) -> SimulatedPeaks:
+        """The largest values since ``reset_peaks``."""
+        return SimulatedPeaks(self._most_requested, self._most_allocated, self._most_reserved)
+
     def reset_peaks(self) -> None:
         """Let peaks start from what is allocated now."""
-        self.peaks = SimulatedPeaks(0, 0, 0)
-        self._note_peaks()
+        self._most_requested = self.requested_bytes
+        self._most_allocated = self.allocated_bytes
+        self._most_reserved = self.reserved_bytes
 
     def _note_peaks(self) -> None:
-        now = self.requested_bytes, self.allocated_bytes, self.reserved_bytes
-        self.peaks = SimulatedPeaks(*map(max, self.peaks, now))
+        self._most_requested = max(self._most_requested, self.requested_bytes)
+        self._most_allocated = max(self._most_allocated, self.allocated_bytes)
+        self._most_reserved = max(self._most_reserved, self.reserved_bytes)
 
     def _is_split(self, block: _Block, size: int) -> bool:
         rest = block.size - size
@@ -265,7 +272,8 @@ class CachingAllocator:
             if neighbour is None or not neighbour.free or neighbour.mapped != block.mapped:
                 continue
             block.pool.remove(neighbour)
-            first, second = sorted((block, neighbour), key=lambda one: one.address)
+            before = neighbour.address < block.address
+            first, second = (neighbour, block) if before else (block, neighbour)
             first.size += second.size
             first.next = second.next
             if second.next is not None:

@@ -121,13 +121,38 @@ class Pattern:
         Raises:
             NotAlikeError: It has other atoms.
         """
-        atoms = self._read(few, 0), self._read(more, 1)
-        for found, known in zip(atoms, (self._few, self._more), strict=True):
-            if len(found) != len(known) or any(
-                a[:3] != b[:3] for a, b in zip(found, known, strict=True)
-            ):
-                raise NotAlikeError("another batch has other atoms")
-        return self._measure(*atoms)
+        return self._measure(
+            self._read_like(few, 0, self._few), self._read_like(more, 1, self._more)
+        )
+
+    def _read_like(
+        self, recording: Recording, further: int, known: Sequence[Atom]
+    ) -> Sequence[Atom]:
+        found = self._read(recording, further)
+        if len(found) != len(known) or any(
+            a[:3] != b[:3] for a, b in zip(found, known, strict=True)
+        ):
+            raise NotAlikeError("another batch has other atoms")
+        return found
+
+    def guess(self, more: Recording, times: float) -> Sizes:
+        """Guess the sizes with another batch from one record: what holds for one must be confirmed.
+
+        Args:
+            more: Its record with one more than the smallest number of blocks.
+            times: How many times as large the batch is. What each further block adds is taken to
+                grow with it, or not at all where the record says so.
+
+        Raises:
+            NotAlikeError: It has other atoms.
+        """
+        found = self._read_like(more, 1, self._more)
+        alike = self._measure(self._few, found)  # wrong but for what blocks add themselves
+        shared = self.sizes.growth != 0
+        same = alike.least + alike.growth == self.sizes.least + self.sizes.growth
+        growth = np.where(shared & ~same, np.rint(self.sizes.growth * times), self.sizes.growth)
+        growth = growth.astype(np.int64)
+        return Sizes(alike.least + alike.growth - growth, growth)
 
     def assemble(self, count: int, sizes: Sizes) -> Recording:
         """Assemble the record of a model with so many blocks."""
