@@ -13,7 +13,7 @@ VENV := .venv
 INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: report install test test-slow lint docs perf schemas lock clean
+.PHONY: report install test test-slow lint docs perf schemas answers lock clean
 .DEFAULT_GOAL := report
 
 report: install
@@ -56,7 +56,7 @@ docs: install
 perf: install
 	python perf/overhead.py --output perf/overhead.md
 	taskset -c 1 python perf/cheap_runs.py --output perf/cheap_runs.md
-	python perf/ranks.py --output perf/ranks.md
+	python perf/questions.py --output perf/questions.md
 	python perf/recording.py --output perf/recording.md
 	python perf/accuracy.py --output perf/accuracy.md
 	python perf/methods.py --output perf/methods.md --figure docs/images/methods.png
@@ -66,6 +66,10 @@ perf: install
 # Schemas and the key tables of config/README.md, from the pydantic models.
 schemas: install
 	python workflow/scripts/write_schemas.py
+
+# Answers to the questions that the documentation asks, kept in the package.
+answers: install
+	python workflow/scripts/answers.py
 
 # Newest versions that pyproject.toml allows, with torch pinned; review the diff.
 lock:

@@ -16,6 +16,7 @@ from dpprof.launch.progress import tell_result
 from dpprof.launch.supervisor import supervise
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.advice import Option
+from dpprof.records.answers import kept_answers
 from dpprof.records.budget import MethodCost
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_run, result_path
@@ -201,9 +202,13 @@ def _list_modules(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _read_known(root: Path, experiment: Experiment) -> Result | None:
+    """Return a result that is still valid, from this folder or from the package."""
+    path = result_path(root, INSTRUMENT, experiment.id, 0)
+    digest = code_digest(INSTRUMENT, experiment)
+    if not path.exists() and f'"code_digest": "{digest}"' in kept_answers().get(path.name, ""):
+        write_atomically(path, kept_answers()[path.name])
     try:
         result = read_run(root, INSTRUMENT, experiment.id, 0)
     except (FileNotFoundError, ResultError):
         return None
-    current = result.code_digest == code_digest(INSTRUMENT, experiment)
-    return result if current and result.outcome in _FINAL else None
+    return result if result.code_digest == digest and result.outcome in _FINAL else None

@@ -1,0 +1,85 @@
+"""The answers that the package holds: they are those of these sources, and to all questions."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts import ROOT
+
+from dpprof.cli.capacities import make_parser, read_capacity_options
+from dpprof.instruments.capacity import measure
+from dpprof.planning.code_digest import code_digest
+from dpprof.records.answers import kept_answers
+from dpprof.records.result import Result
+
+KEPT = [Result.model_validate_json(text) for text in kept_answers().values()]
+SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "answers.py"))
+QUESTIONS = list(SCRIPT["find_questions"]())
+
+
+def test_each_answer_is_that_of_these_sources() -> None:
+    outdated = [
+        kept.experiment_id
+        for kept in KEPT
+        if kept.code_digest != code_digest("capacity", kept.experiment)
+    ]
+
+    assert KEPT
+    assert not outdated, "run make answers"
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=" ".join)
+def test_each_question_of_the_documentation_has_its_answers(question, capsys) -> None:
+    known = {kept.experiment_id for kept in KEPT}
+    parser = make_parser(question[0], "")
+    arguments, _ = parser.parse_known_args(question[1:])
+
+    assert known >= {one.id for one in read_capacity_options(arguments)}
+
+
+def compare_with_fresh(kept: Result) -> None:
+    """Compare all that a capacity says with what is found now."""
+    fresh = measure(kept.experiment, lambda *_: None).model_dump(mode="json")
+    known = kept.model_dump(mode="json")
+
+    assert known["reasons"].items() >= fresh.pop("reasons").items()
+    assert {name: known[name] for name in fresh} == fresh
+
+
+def find(method: str) -> Result:
+    return next(one for one in KEPT if one.experiment.method == method and one.outcome == "ok")
+
+
+def test_an_answer_equals_a_fresh_one() -> None:
+    compare_with_fresh(find("flash-bk"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT, ids=lambda one: one.experiment_id)
+def test_every_answer_equals_a_fresh_one(kept) -> None:
+    if kept.outcome == "ok":
+        compare_with_fresh(kept)
+
+
+def test_a_first_question_is_answered_without_torch(tmp_path: Path) -> None:
+    asked = QUESTIONS[0]
+    code = f"""
+import sys
+from dpprof.cli.main import main
+try:
+    main({[*asked, "--json", "advice.json"]!r})
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    advice = json.loads((tmp_path / "advice.json").read_text())
+    methods = {option["method"] for option in advice["options"]}
+
+    assert methods > {"flash-bk", "opacus-ghost", "standard"}
+    assert len(list(tmp_path.glob("results/capacity/*.json"))) == len(methods)
