@@ -207,8 +207,10 @@ class _Batches:
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
         if self.least + FURTHER <= MOST:
-            self._traces.frame(self.least + FURTHER, self.budget)
+            guess = self._traces.frame(self.least + FURTHER, self.budget)
             self._peak(self.least + FURTHER)
+            if self.least < guess < self.least + FURTHER:
+                self._peak(guess)
         budgets = (int(share * self.budget) for share in shares)
         return [search(self._peak, budget, self.peaks, least=self.least) for budget in budgets]
 

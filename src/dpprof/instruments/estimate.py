@@ -125,16 +125,22 @@ class Traces:
             self._followed and len(family.sizes) < _LINE
         )
 
-    def frame(self, batch_size: int, budget: int) -> None:
-        """Trace a batch, and one that is a little too large for so many bytes, that once only."""
+    def frame(self, batch_size: int, budget: int) -> int:
+        """Trace a batch, and one that is a little too large for so many bytes, that once only.
+
+        Returns:
+            A batch that may need about so many bytes.
+        """
         try:
             family = self._measure(batch_size)
-            too_large = family.guess_beyond(batch_size, budget)
-            if too_large is not None:
+            guess = family.guess_batch(batch_size, budget)
+            if guess > batch_size:
+                too_large = guess + (guess - batch_size) // _SPARE + 2
                 more = self._trace(too_large, family.blocks.count + 1)
                 family.guess(too_large, more.recording, batch_size)
         except NotAlikeError:
-            return
+            return batch_size
+        return guess
 
     def _find_footprint(self, batch_size: int) -> Footprint:
         if self.interpolating:
@@ -187,7 +193,8 @@ class Traces:
 
     def _learn(self, batch_size: int) -> "_Family":
         problem = NotAlikeError(f"there are {self._blocks.count} blocks")
-        for least in range(1, _MOST_LEAST + 1):
+        enough = self._families[-1].blocks.count if self._families else 1
+        for least in range(enough, _MOST_LEAST + 1):
             if self._blocks.count <= least + _NEEDED:
                 break
             few = replace(self._blocks, count=least)
@@ -247,18 +254,15 @@ class _Family:
             and all(map(self._is_line, known, known[1:], known[2:]))
         )
 
-    def guess_beyond(self, batch_size: int, budget: int) -> int | None:
-        """Guess a batch that is a little too large for so many bytes; None if this one is.
+    def guess_batch(self, batch_size: int, budget: int) -> int:
+        """Guess which batch needs so many bytes, from one that was traced.
 
         Sizes that are multiples of the batch are taken to grow with it.
         """
         sizes = self.sizes[batch_size]
         scaled = Sizes(*(np.where(one % batch_size, one, 2 * one) for one in sizes))
         low, high = (self.pattern.footprint(self._count, one).peak_bytes for one in (sizes, scaled))
-        if low > budget or high <= low:
-            return None
-        more = batch_size * (budget - low) // (high - low)
-        return batch_size + more + more // _SPARE + 2
+        return batch_size + (batch_size * (budget - low) // (high - low) if high > low else 0)
 
     def _is_line(self, low: int, middle: int, high: int) -> bool:
         found = interpolate(low, high, middle, self.sizes[low], self.sizes[high])
