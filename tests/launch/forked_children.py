@@ -45,9 +45,10 @@ def test_a_crash_reaches_only_its_own_child(forks, isolation, tmp_path) -> None:
     assert isolation.run(int, "os:getpid", timeout_s=60, forks=forks).answer != os.getpid()
 
 
-def test_a_child_that_hangs_is_killed_at_its_timeout(forks, isolation) -> None:
+@pytest.mark.parametrize("timeout_s", [0, 1])
+def test_a_child_that_hangs_is_killed_at_its_timeout(forks, isolation, timeout_s) -> None:
     since = time.monotonic()
-    ended = isolation.run(int, "time:sleep", 600, timeout_s=1, forks=forks)
+    ended = isolation.run(int, "time:sleep", 600, timeout_s=timeout_s, forks=forks)
     assert (ended.timed_out, ended.returncode, ended.answer) == (True, -9, None)
     assert time.monotonic() - since < 60
 

@@ -11,4 +11,4 @@ def test_forked_children_answer_fail_print_and_end_as_others_do() -> None:
     tests = Path(__file__).with_name("forked_children.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "5 passed" in done.stdout, done.stdout
+    assert "6 passed" in done.stdout, done.stdout

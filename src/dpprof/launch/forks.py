@@ -92,6 +92,10 @@ class Forked:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a forked child", timeout or 0.0)
 
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        self._process.kill()
+
 
 class _Descriptors:
     """Open files that travel to a child, where they have other numbers."""

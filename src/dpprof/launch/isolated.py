@@ -141,6 +141,7 @@ class Isolation:
                     timed_out = True
                 finally:
                     end_group(process.pid)
+                    process.kill()  # it may not lead its group yet
                     process.wait()
             wall_s, others = time.monotonic() - start, others_busy_cores()
             tail = output.finish()
