@@ -72,23 +72,6 @@ def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monk
     assert found.reasons["operators"] == "operators are timed on processors alone"
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--operators-s=0"], "'0' is not allowed; it must be a whole number from 1 to 86400"),
-        (["--operators-of", "nowhere.json"], "nowhere.json"),
-    ],
-)
-def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, problem) -> None:
-    device = ["--device=cpu", "--output=x.json"]
-    done = call("ceilings", *device, *options, cwd=tmp_path)
-
-    assert done.returncode != 0
-    assert problem in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "x.json").exists()
-
-
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
     with ThreadPoolExecutor() as pool:
         with hold_one([["cpu"]], refuse, shared=True):
@@ -110,14 +93,6 @@ def test_this_processor_is_measured_and_it_is_said(tmp_path, monkeypatch) -> Non
     assert list(ceilings.reasons) == ["matmul.tf32", "operators"]
     assert ceilings.matmul["float32"].samples[0].size == 256
     assert len(ceilings.code_digest) == 64
-
-
-def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
-    (tmp_path / "x.json").mkdir()
-    done = call("ceilings", "--device=cpu", "--output=x.json", cwd=tmp_path)
-
-    assert done.returncode == 1
-    assert "is a folder, not a file to write" in done.stderr
 
 
 @pytest.mark.gpu
