@@ -8,9 +8,9 @@ from factory import (
     PRIVACY,
     make_capacity,
     make_experiment,
-    make_manifest,
     make_noise,
     write_manifest,
+    write_runs,
     write_synthetic,
 )
 from scripts import ASKED, HERE, ROOT, call
@@ -143,9 +143,8 @@ def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:
     experiment = make_experiment(method="flash-bk", seq_len=8, device="cuda", target="h200")
     found = make_capacity(1000.0)
-    write_synthetic(tmp_path, experiment, instrument="capacity", recorded=found)
     spent = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
-    runs = make_manifest((experiment, 0), instrument="capacity")
+    runs = write_runs(tmp_path, (experiment, "capacity", {"recorded": found}))
     manifest = runs.model_copy(update={"privacy": spent})
     write_manifest(tmp_path, manifest)
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from factory import (
     make_experiment,
-    make_manifest,
     write_manifest,
+    write_runs,
     write_synthetic,
     write_synthetic_verdict,
 )
@@ -98,8 +98,7 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
 
 def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     experiment = make_experiment()
-    write_synthetic(tmp_path, experiment)
-    manifest = write_manifest(tmp_path, make_manifest((experiment, 0)))
+    manifest = write_manifest(tmp_path, write_runs(tmp_path, (experiment, "clean", {})))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     script = ROOT / "workflow" / "scripts" / "tables.py"
     options = [f"--manifest={manifest}", "--output-dir=results/tables"]
@@ -119,8 +118,8 @@ def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
     scratch.mkdir(parents=True)
     (checkout / "results").symlink_to(scratch)
     experiment = make_experiment()
-    write_synthetic(checkout, experiment)
-    manifest = write_manifest(checkout, make_manifest((experiment, 0))).relative_to(checkout)
+    planned = write_runs(checkout, (experiment, "clean", {}))
+    manifest = write_manifest(checkout, planned).relative_to(checkout)
     options = ["--manifest", str(manifest), "--output-dir", "results/tables"]
     done = call("tables", *options, cwd=checkout)
 
