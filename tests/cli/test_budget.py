@@ -2,8 +2,8 @@
 
 import json
 
-import jsonschema
 import pytest
+from documents import validate
 from factory import (
     PRIVACY,
     make_capacity,
@@ -13,7 +13,7 @@ from factory import (
     write_runs,
     write_synthetic,
 )
-from scripts import ASKED, HERE, ROOT, call
+from scripts import ASKED, HERE, call
 
 from dpprof.accounting.noise import plan_noise
 from dpprof.accounting.plan import Schedule, describe_noise
@@ -23,7 +23,6 @@ from dpprof.cli import budget, tables
 from dpprof.cli.budget import explain_choice, format_budget
 
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
-SCHEMA = ROOT / "workflow" / "schemas" / "budget.schema.json"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +41,7 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     done = call("budget", *ASKED, *HERE, *SPENT, *options, "--delta=1e-3", cwd=asked)
     found = json.loads((asked / "b.json").read_text())
 
-    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    validate(found, "budget")
     assert found["privacy"]["samples"] == 10_000
     assert (found["noise"]["batch_size"], found["methods"][0]["steps"]) == (512, 98)
     assert [one["batch_size"] for one in found["noise"]["batches"]] == [128, 256, 512, 1024, 2048]

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.first_batch import TRIES
-from dpprof.memory.events import Allocated, Freed
 from dpprof.memory.recorder import Recorder
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.spec.registry import UnsupportedError
 
 B = T = 4
@@ -242,13 +242,7 @@ def peaks(way, first_batch: str, wide: int, samples: int, tokens: int) -> list[i
         with Recorder(is_there=lambda tensor, _: not tensor.is_meta) as recorder:
             clipping.backward(squares(model, x))
             model.zero_grad()
-        live = most = 0
-        for event in recorder.events:
-            if isinstance(event, Allocated | Freed):
-                size = recorder.storages[event.number].nbytes
-                live += size if isinstance(event, Allocated) else -size
-                most = max(most, live)
-        found.append(most)
+        found.append(MemoryTimeline(recorder, {}, (0, len(recorder.events))).peak_bytes)
     return found
 
 

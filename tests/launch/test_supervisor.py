@@ -7,18 +7,16 @@ import threading
 from importlib.metadata import version
 from pathlib import Path
 
-import jsonschema
 import psutil
 import pytest
 from children import wait_for
+from documents import validate
 from factory import make_experiment
 from fake_gpus import profile_command
 
 from dpprof.launch.exit_status import judge_death
 from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -40,8 +38,7 @@ def test_ok_with_a_model_of_another_package(tmp_path) -> None:
     assert result.model.parameters_total == 11 * 3 + 3 * 11
     assert "attempt 1: ok" in log
     assert (result.verification, result.reasons["verification"]) == (None, "joined in tables")
-    schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
-    jsonschema.validate(json.loads((tmp_path / "result.json").read_text()), schema)
+    validate(json.loads((tmp_path / "result.json").read_text()), "result")
 
 
 def test_oom_is_real_and_says_what_was_requested(tmp_path) -> None:
