@@ -12,10 +12,9 @@ import pytest
 from factory import (
     make_experiment,
     make_kernels,
-    make_manifest,
     make_memory,
     make_predicted_time,
-    write_synthetic,
+    write_runs,
 )
 from factory import write_synthetic_ceilings as write_ceilings
 
@@ -74,27 +73,20 @@ def write_results(root: Path, methods=METHODS, **failure) -> Manifest:
     for rank, method in enumerate(methods):
         one = make_experiment(method=method)
         step_s = (0.010 * (rank + 1), 0.011 * (rank + 1), 0.012 * (rank + 1))
-        peak = 20 * MIB + rank * MIB
-        for replicate in range(2):
-            write_synthetic(
-                root, one, replicate=replicate, step_s=step_s, peak_allocated_bytes=peak
-            )
-        recorded = record(rank)
-        write_synthetic(root, one, instrument="memory", recorded=recorded)
+        timed = {"step_s": step_s, "peak_allocated_bytes": 20 * MIB + rank * MIB}
         estimated = record(rank, more=512) | {"time": make_predicted_time(0.0105 * (rank + 1))}
-        write_synthetic(root, one, instrument="estimate", recorded=estimated)
         kernels = make_kernels(
             {("forward", "gemm"): 0.004 * (rank + 1), ("step", "optimizer"): 0.002}, idle_s=0.001
         )
-        write_synthetic(root, one, instrument="kernels", kernels=kernels)
-        runs += make_manifest((one, 0), (one, 1)).runs
-        for instrument in ("memory", "estimate", "kernels"):
-            runs += make_manifest((one, 0), instrument=instrument).runs
+        runs += [(one, "clean", timed | {"replicate": replicate}) for replicate in range(2)]
+        runs += [
+            (one, "memory", {"recorded": record(rank)}),
+            (one, "estimate", {"recorded": estimated}),
+            (one, "kernels", {"kernels": kernels}),
+        ]
     if failure:
-        bad = make_experiment(method="opacus-ew")
-        write_synthetic(root, bad, **failure)
-        runs += make_manifest((bad, 0)).runs
-    return Manifest(runs=tuple(runs))
+        runs.append((make_experiment(method="opacus-ew"), "clean", failure))
+    return write_runs(root, *runs)
 
 
 def tables_of(root: Path, manifest: Manifest):

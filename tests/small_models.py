@@ -146,6 +146,11 @@ def draw(B: int, T: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, weights
 
 
+def squares(model: nn.Module, *inputs: Tensor) -> Tensor:
+    """Losses of samples: the squares of what a model makes of them, summed."""
+    return model(*inputs).square().flatten(1).sum(1)
+
+
 def gradients(model: nn.Module) -> Tensor:
     """Join the gradients of a model's trained parameters, zero where there is none, in float64."""
     trained = [p for p in model.parameters() if p.requires_grad]

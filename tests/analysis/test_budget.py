@@ -5,27 +5,26 @@ from factory import (
     PRIVACY,
     make_capacity,
     make_experiment,
-    make_manifest,
     make_noise,
+    tables_of_runs,
     write_synthetic,
 )
 
 from dpprof.accounting.plan import AtEpsilon
 from dpprof.analysis.advice.budget import Planned, make_budget
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
 from dpprof.records.budget import Budget
 from dpprof.records.verdict import Standing
 
 FITS = {"step_s": 1.0}
 
 
+def describe(method: str):
+    return make_experiment(method=method, seq_len=8, device="cuda", target="h200")
+
+
 def result(folder, method: str, outcome: str = "ok", **capacity):
-    experiment = make_experiment(method=method, seq_len=8, device="cuda", target="h200")
-    found = make_capacity(**FITS | capacity)
-    return write_synthetic(
-        folder, experiment, instrument="capacity", recorded=found, outcome=outcome
-    )
+    found = {"recorded": make_capacity(**FITS | capacity), "outcome": outcome}
+    return write_synthetic(folder, describe(method), instrument="capacity", **found)
 
 
 def ask(folder, price: float | None = 2.0, **methods) -> Budget:
@@ -133,9 +132,11 @@ def test_the_standing_of_a_method_is_told(tmp_path) -> None:
 
 
 def tables_of(root, planned):
-    results = [result(root, method) for method in ("standard", "flash-bk")]
-    manifest = make_manifest(*((one.experiment, 0) for one in results), instrument="capacity")
-    return build_tables(collect(manifest, root, partial=False), planned)
+    runs = [
+        (describe(method), "capacity", {"recorded": make_capacity(**FITS)})
+        for method in ("standard", "flash-bk")
+    ]
+    return tables_of_runs(root, *runs, planned=planned)
 
 
 def test_the_tables_have_every_method_epsilon_and_batch(tmp_path) -> None:

@@ -4,11 +4,10 @@ import csv
 
 import pandas as pd
 import pytest
-from factory import make_experiment, make_manifest, make_memory, write_manifest, write_synthetic
+from factory import make_experiment, make_memory, write_manifest, write_runs
 
 from dpprof.analysis.tables.frames import TableFolder, read_table, write_frame, write_rows
 from dpprof.cli.tables import main
-from dpprof.planning.planner import Manifest
 
 WRITTEN = {
     "=1+1": "'=1+1",
@@ -53,13 +52,13 @@ def test_texts_are_read_as_they_were_and_numbers_stay_numbers(tmp_path) -> None:
 
 
 def test_what_a_run_says_reaches_figures_and_report_as_it_was(tmp_path) -> None:
-    fails, steps = make_experiment(method="flash"), make_experiment(method="standard")
-    write_synthetic(tmp_path, fails, outcome="crashed", message="=1+1")
     recorded = make_memory({"parameters": 8})
     recorded["memory"]["timeline"]["op"] = ["@x", "aten::mm", "-x"]
-    write_synthetic(tmp_path, steps, instrument="memory", recorded=recorded)
-    runs = (make_manifest((fails, 0)), make_manifest((steps, 0), instrument="memory"))
-    planned = Manifest(runs=tuple(run for one in runs for run in one.runs))
+    planned = write_runs(
+        tmp_path,
+        (make_experiment(method="flash"), "clean", {"outcome": "crashed", "message": "=1+1"}),
+        (make_experiment(method="standard"), "memory", {"recorded": recorded}),
+    )
     manifest, tables = write_manifest(tmp_path, planned), tmp_path / "tables"
     main([f"--manifest={manifest}", f"--output-dir={tables}"])
 

@@ -1,11 +1,9 @@
 import datetime as dt
 
 import pytest
-from factory import CPU, make_experiment, make_manifest, write_synthetic
+from factory import CPU, make_experiment, tables_of_runs, write_synthetic
 
-from dpprof.analysis.collection import collect
 from dpprof.analysis.conditions import SharedHosts, find_shared_hosts
-from dpprof.analysis.tables.build import build_tables
 from dpprof.records.result import Result
 
 NOON = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)
@@ -75,11 +73,11 @@ def test_runs_that_shared_their_host_are_counted(ran, case) -> None:
 
 def test_it_is_one_finding_for_all_runs(tmp_path) -> None:
     experiment = make_experiment(device="cuda")
-    for number in range(3):
-        device = GPU | {"uuid": f"GPU-{number % 2}"}
-        write_synthetic(tmp_path, experiment, replicate=number, device=device)
-    manifest = make_manifest(*((experiment, number) for number in range(3)))
-    found = build_tables(collect(manifest, tmp_path, partial=False))["findings"]
+    runs = [
+        (experiment, "clean", {"replicate": number, "device": GPU | {"uuid": f"GPU-{number % 2}"}})
+        for number in range(3)
+    ]
+    found = tables_of_runs(tmp_path, *runs)["findings"]
 
     assert found.to_dict("records") == [
         {

@@ -222,14 +222,13 @@ def test_partial_lists_what_is_missing(tmp_path) -> None:
 
 
 def test_results_of_older_code_are_marked(tmp_path) -> None:
-    write_synthetic(tmp_path, STANDARD, code_digest="a" * 64)
-    write_synthetic(tmp_path, GHOST, code_digest="a" * 64)
     for method, digest in (("standard", "a" * 64), ("opacus-ghost", "b" * 64)):
         path = tmp_path / code_path(f"clean-{method}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(digest + "\n")
-    collected = collect(make_manifest((STANDARD, 0), (GHOST, 0)), tmp_path, partial=False)
-    runs = build_tables(collected)["runs"]
+    measured = {"code_digest": "a" * 64}
+    runs = tables_of_runs(tmp_path, (STANDARD, "clean", measured), (GHOST, "clean", measured))
+    runs = runs["runs"]
 
     assert row_of(runs, STANDARD)["code_is_current"]
     assert not row_of(runs, GHOST)["code_is_current"]

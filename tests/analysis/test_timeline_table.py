@@ -5,21 +5,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from factory import (
-    make_capacity,
-    make_experiment,
-    make_manifest,
-    make_memory,
-    write_manifest,
-    write_synthetic,
-)
+from factory import make_capacity, make_experiment, make_memory, write_manifest, write_runs
 
 from dpprof.analysis.collection import collect
 from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.build import TimelineFile, build_tables
 from dpprof.analysis.tables.frames import TableFolder, rows_of
 from dpprof.cli.tables import main
-from dpprof.planning.planner import Manifest, read_manifest
+from dpprof.planning.planner import read_manifest
 
 
 @pytest.fixture
@@ -34,15 +27,12 @@ def manifest(tmp_path) -> Path:
                 "elapsed_s": [0.0, 1e-07, 0.1 + 0.2],
                 "op": [None, "aten::mm, out", 'a "quoted" name'],
             }
-        write_synthetic(tmp_path, experiment, instrument="estimate", recorded=recorded)
-        write_synthetic(tmp_path, experiment, phases_s={"forward": [0.1, 0.4], "step": []})
-        runs += make_manifest((experiment, 0), instrument="estimate").runs
-        runs += make_manifest((experiment, 0)).runs
+        runs.append((experiment, "estimate", {"recorded": recorded}))
+        runs.append((experiment, "clean", {"phases_s": {"forward": [0.1, 0.4], "step": []}}))
     target = make_experiment(device="cuda", target="h200")
     found = make_capacity() | {"memory": recorded["memory"], "io": recorded["io"]}
-    write_synthetic(tmp_path, target, instrument="capacity", recorded=found)
-    runs += make_manifest((target, 0), instrument="capacity").runs
-    return write_manifest(tmp_path, Manifest(runs=tuple(runs)))
+    runs.append((target, "capacity", {"recorded": found}))
+    return write_manifest(tmp_path, write_runs(tmp_path, *runs))
 
 
 def test_tables_written_while_reading_have_the_bytes_of_whole_ones(tmp_path, manifest) -> None:

@@ -1,5 +1,8 @@
 """What each command refuses, in one sentence and before anything runs."""
 
+import os
+from pathlib import Path
+
 import pytest
 from scripts import ASKED, HERE, call
 
@@ -8,9 +11,9 @@ RIGHT = {
         *("--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4", "--output=x.json"),
     ],
     "verify": ["--method=standard"],
-    "ceilings": ["--device=cpu"],
+    "ceilings": ["--device=cpu", "--output=x.json"],
     "advise": [*ASKED, *HERE],
-    "budget": [*ASKED, *HERE, "--samples=9", "--tokens=4000", "--epsilon=8", "--delta=0.01"],
+    "budget": [*ASKED, *HERE, "--samples=9", "--tokens=8000", "--epsilon=8", "--delta=0.01"],
     "report": ["--tables=no", "--output-dir=r"],
     "figure": ["--figure=tradeoff", "--tables=no", "--output=x.png"],
 }
@@ -18,7 +21,6 @@ RIGHT = {
 
 REFUSED = {
     "profile": {
-        "--method: 'opacus-gost' is not allowed; did you mean": ["--method=opacus-gost"],
         "--method: 'opacus_ghost' is not allowed; did you mean 'opacus-ghost'? allowed:": [
             "--method=opacus_ghost"
         ],
@@ -42,12 +44,21 @@ REFUSED = {
         "argument --threads: 'two' is not allowed; it must be": ["--threads=two"],
     },
     "verify": {
+        "--method: 'opacus-gost' is not allowed; did you mean 'opacus-ghost'": [
+            *("--model=small", "--method=opacus-gost")
+        ],
         "--lora: only for hf:NAME, a Hugging Face model": ["--model=tiny", "--lora=rank=8"],
         "--lora.rank: '0' is not allowed; it must be": ["--model=hf:tiny-llama", "--lora=rank=0"],
         "--model: 'hf:tiny-lama' is not allowed; after hf: comes": ["--model=hf:tiny-lama"],
         "--padding.fraction: '2' is not allowed": ["--model=hf:tiny-llama", "--padding=2"],
         "--model: 'tinny' is not allowed; did you mean 'tiny'": ["--model=tinny"],
         "[Errno 2] No such file or directory: 'no.json'": ["--stand-in=no.json"],
+    },
+    "ceilings": {
+        "argument --operators-s: '0' is not allowed; it must be a whole number from 1 to 86400": [
+            "--operators-s=0"
+        ],
+        "[Errno 2] No such file or directory: 'nowhere.json'": ["--operators-of", "nowhere.json"],
     },
     "prune": {"[Errno 2] No such file or directory: 'nowhere.yaml'": ["nowhere.yaml"]},
     "tables": {"[Errno 2] No": ["--manifest", "no.json", "--output-dir", "t"]},
@@ -67,12 +78,12 @@ REFUSED = {
 }
 """Options by command and by the beginning of the sentence that refuses them."""
 
-EMPTY = dict.fromkeys(("profile", "verify", "ceilings", "figure"), "--output")
-EMPTY |= {"advise": "--json", "budget": "--json"}
+OUTPUTS = dict.fromkeys(("profile", "verify", "ceilings", "figure"), "--output")
+OUTPUTS |= {"advise": "--json", "budget": "--json"}
 CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases.items()]
 CASES += [
     (name, f"argument {option}: '' is not allowed; it must be a path\n", [f"{option}="])
-    for name, option in EMPTY.items()
+    for name, option in OUTPUTS.items()
 ]
 
 
@@ -90,3 +101,28 @@ def test_bad_options_are_one_sentence_and_nothing_runs(
     )
     assert (done.returncode, bool(usage)) == ((2, True) if by_parser else (1, False))
     assert list(tmp_path.iterdir()) == []
+
+
+IN_THE_WAY = {
+    "is a device, a pipe or a socket": (22, os.mkfifo),
+    "is a folder": (21, Path.mkdir),
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_an_output_that_cannot_be_written_is_found_out_first_and_stays(
+    tmp_path, command, what
+) -> None:
+    number, make = IN_THE_WAY[what]
+    place = tmp_path / "x.json"
+    make(place)
+    before = place.stat().st_mode
+    model = ["--model=tiny"] if command == "verify" else []
+    done = call(command, *RIGHT[command], *model, f"{OUTPUTS[command]}=x.json", cwd=tmp_path)
+
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("dpprof: no CUDA")]
+    assert said == f"error: [Errno {number}] {what}, not a file to write: 'x.json'"
+    assert place.stat().st_mode == before
+    assert list(tmp_path.iterdir()) == [place]

@@ -2,18 +2,18 @@
 
 import json
 
-import jsonschema
 import pytest
+from documents import validate
 from factory import (
     PRIVACY,
     make_capacity,
     make_experiment,
-    make_manifest,
     make_noise,
     write_manifest,
+    write_runs,
     write_synthetic,
 )
-from scripts import ASKED, HERE, ROOT, call
+from scripts import ASKED, HERE, call
 
 from dpprof.accounting.noise import plan_noise
 from dpprof.accounting.plan import Schedule, describe_noise
@@ -23,7 +23,6 @@ from dpprof.cli import budget, tables
 from dpprof.cli.budget import explain_choice, format_budget
 
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
-SCHEMA = ROOT / "workflow" / "schemas" / "budget.schema.json"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +41,7 @@ def test_a_budget_is_printed_and_written_for_programs(asked) -> None:
     done = call("budget", *ASKED, *HERE, *SPENT, *options, "--delta=1e-3", cwd=asked)
     found = json.loads((asked / "b.json").read_text())
 
-    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    validate(found, "budget")
     assert found["privacy"]["samples"] == 10_000
     assert (found["noise"]["batch_size"], found["methods"][0]["steps"]) == (512, 98)
     assert [one["batch_size"] for one in found["noise"]["batches"]] == [128, 256, 512, 1024, 2048]
@@ -72,18 +71,9 @@ BAD = {
     ),
     "unknown dtype": ([*HERE, "--dtype=fp8"], "--dtype: 'fp8' is not allowed; it must be"),
     "no epsilon": ([*HERE, "--epsilon=0"], "--epsilon: '0' is not allowed; it must be greater"),
-    "sure failure": ([*HERE, "--delta=1"], "--delta: '1' is not allowed; it must be less than 1"),
-    "more than all": (
-        [*HERE, "--batch-size=2e4"],
-        "--batch-size: '2e4' is not allowed; it must be at most the samples of the data, 10,000",
-    ),
     "few tokens": (
         [*HERE, "--batch-size=512", "--tokens=4095"],
         "--tokens: 4095 is not allowed; it must be at least 4,096 tokens for a batch of 512",
-    ),
-    "negative price": (
-        [*HERE, "--price-per-hour=-1"],
-        "--price-per-hour: '-1' is not allowed; it must be greater than or equal to 0",
     ),
     "beyond reach": (
         [*HERE, "--epsilon=0.01", "--accountant=rdp", "--batch-size=2048"],
@@ -152,9 +142,8 @@ def test_people_see_noise_over_batches_then_hours_by_method(tmp_path) -> None:
 def test_tables_of_a_config_with_a_budget_price_its_capacities(tmp_path) -> None:
     experiment = make_experiment(method="flash-bk", seq_len=8, device="cuda", target="h200")
     found = make_capacity(1000.0)
-    write_synthetic(tmp_path, experiment, instrument="capacity", recorded=found)
     spent = PRIVACY.model_copy(update={"batch_size": 64, "accountant": "rdp"})
-    runs = make_manifest((experiment, 0), instrument="capacity")
+    runs = write_runs(tmp_path, (experiment, "capacity", {"recorded": found}))
     manifest = runs.model_copy(update={"privacy": spent})
     write_manifest(tmp_path, manifest)
 

@@ -3,9 +3,9 @@
 import json
 import re
 
-import jsonschema
 import pytest
 import yaml
+from documents import validate
 from factory import make_capacity, make_experiment, make_held, make_memory, write_synthetic
 from scripts import ROOT
 
@@ -16,7 +16,6 @@ from dpprof.records.comparison import FolderComparison
 from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import Experiment
 
-SCHEMA = json.loads((ROOT / "workflow" / "schemas" / "comparison.schema.json").read_text())
 SIZES = {"parameters": 800, "noise": 100}
 FLASH = make_experiment(method="flash")
 
@@ -54,7 +53,7 @@ def gate(capsys, *arguments) -> tuple[int, str]:
 def gate_json(capsys, *arguments) -> FolderComparison:
     code, out = gate(capsys, *arguments, "--format", "json")
     document = json.loads(out)
-    jsonschema.validate(document, SCHEMA)
+    validate(document, "comparison")
     assert document["exit_status"] == code
     return document
 

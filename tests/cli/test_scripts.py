@@ -1,17 +1,15 @@
 """The command lines, run as a user runs them."""
 
 import json
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from factory import (
     make_experiment,
-    make_manifest,
     write_manifest,
+    write_runs,
     write_synthetic,
     write_synthetic_verdict,
 )
@@ -24,12 +22,6 @@ from dpprof.records.result import read_result
 from dpprof.spec.experiment import Experiment
 
 ONCE = {"model": "tiny", "method": "standard", "batch_size": "1", "seq_len": "4"}
-
-
-def profile(tmp_path: Path, **options: str) -> subprocess.CompletedProcess[str]:
-    given = ONCE | {"warmup_steps": "1", "timed_steps": "1", "output": "x.json"} | options
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    return call("profile", *arguments, cwd=tmp_path)
 
 
 def test_a_spec_and_the_options_that_it_stands_for_are_the_same_experiment(tmp_path) -> None:
@@ -86,15 +78,6 @@ def test_forget_unverified_forgets_verdicts_that_did_not_pass_and_no_result(tmp_
     assert len(list((tmp_path / "results/clean").iterdir())) == 3
 
 
-def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path) -> None:
-    (tmp_path / "x.json").mkdir()
-    done = profile(tmp_path)
-
-    assert done.returncode == 1
-    assert "error: [Errno 21] is a folder, not a file to write: 'x.json'" in done.stderr
-    assert "ok after" not in done.stderr
-
-
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in ONCE.items()]
     script = ROOT / "workflow" / "scripts" / "profile.py"
@@ -113,24 +96,9 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     assert read_result(tmp_path / "x.json").outcome == "unsupported"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("log", ["/dev/full", "logs/x.log"])
-def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
-    script = ROOT / "workflow" / "scripts" / "verify.py"
-    options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
-    command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(script), *options]
-    done = subprocess.run(command, cwd=tmp_path, check=False)
-
-    assert done.returncode == 0
-    assert json.loads((tmp_path / "x.json").read_text())["passed"] is True
-    if log.startswith("logs"):
-        assert "standard on built-in: verified" in (tmp_path / log).read_text()
-
-
 def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     experiment = make_experiment()
-    write_synthetic(tmp_path, experiment)
-    manifest = write_manifest(tmp_path, make_manifest((experiment, 0)))
+    manifest = write_manifest(tmp_path, write_runs(tmp_path, (experiment, "clean", {})))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
     script = ROOT / "workflow" / "scripts" / "tables.py"
     options = [f"--manifest={manifest}", "--output-dir=results/tables"]
@@ -150,8 +118,8 @@ def test_tables_are_made_of_results_behind_a_link(tmp_path) -> None:
     scratch.mkdir(parents=True)
     (checkout / "results").symlink_to(scratch)
     experiment = make_experiment()
-    write_synthetic(checkout, experiment)
-    manifest = write_manifest(checkout, make_manifest((experiment, 0))).relative_to(checkout)
+    planned = write_runs(checkout, (experiment, "clean", {}))
+    manifest = write_manifest(checkout, planned).relative_to(checkout)
     options = ["--manifest", str(manifest), "--output-dir", "results/tables"]
     done = call("tables", *options, cwd=checkout)
 
@@ -164,37 +132,6 @@ def test_every_field_of_an_experiment_is_an_option_with_help(tmp_path) -> None:
 
     for name in Experiment.model_fields:
         assert f"--{name.replace('_', '-')} VALUE" in text
-
-
-ON_A_TARGET = ["--model=tiny", "--methods=standard", "--seq-len=4", "--target=cpu"]
-BUDGET = ["--samples=9", "--tokens=4000", "--epsilon=8", "--delta=0.01"]
-OUTPUTS = {
-    "profile": (
-        ["--model=tiny", "--method=standard", "--batch-size=1", "--seq-len=4"],
-        "--output",
-    ),
-    "verify": (["--model=tiny", "--method=standard"], "--output"),
-    "ceilings": (["--device=cpu"], "--output"),
-    "advise": (ON_A_TARGET, "--json"),
-    "budget": ([*ON_A_TARGET, *BUDGET], "--json"),
-    "figure": (["--figure=tradeoff", "--tables=no"], "--output"),
-}
-
-
-@pytest.mark.parametrize("command", OUTPUTS)
-def test_nothing_but_a_regular_file_is_replaced(tmp_path, command: str) -> None:
-    options, output = OUTPUTS[command]
-    pipe = tmp_path / "x.json"
-    os.mkfifo(pipe)
-    done = call(command, *options, f"{output}=x.json", cwd=tmp_path)
-
-    assert done.returncode == 1
-    (said,) = [line for line in done.stderr.splitlines() if not line.startswith("dpprof: no CUDA")]
-    assert said == (
-        "error: [Errno 22] is a device, a pipe or a socket, not a file to write: 'x.json'"
-    )
-    assert pipe.is_fifo()
-    assert list(tmp_path.iterdir()) == [pipe]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """What cannot be seen from a layer's first axis is found by one check on a user's own batch."""
 
+from functools import partial
+
 import pytest
 import torch
 from products import one_in
-from small_models import EVERY, KINDS, batch, build, is_clear
+from small_models import EVERY, KINDS, batch, build, is_clear, squares
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -101,7 +103,7 @@ def test_a_layer_that_trains_on_a_part_is_found() -> None:
     model = nn.Sequential(nn.Linear(5, 6), Part(6, 3)).double()
     clipping = BookKeeping(model, 0.1)
     with pytest.raises(WrongTrainingError, match="gradient of the batch's loss is not that of"):
-        clipping.check(lambda x: model(x).square().sum((1, 2)), torch.randn(3, 4, 5).double())
+        clipping.check(partial(squares, model), torch.randn(3, 4, 5).double())
 
 
 class Dropping(nn.Module):
@@ -123,7 +125,7 @@ def test_dropout_stays_as_it_is(way) -> None:
     model = Dropping().double()
     clipping, masks = way(model, 0.1), []
     model.dropout.register_forward_hook(lambda *given: masks.append((given[2] == 0).any()))
-    checked = clipping.check(lambda x: model(x).square().sum((1, 2)), torch.randn(3, 4, 5).double())
+    checked = clipping.check(partial(squares, model), torch.randn(3, 4, 5).double())
 
     assert any(masks)
     assert not all(masks)
@@ -135,20 +137,20 @@ def test_dropout_stays_as_it_is(way) -> None:
 def test_dropout_that_is_drawn_again_in_backward_is_found(way) -> None:
     model = Dropping(preserve_rng_state=False).double()
     with pytest.raises((WrongTrainingError, RuntimeError), match="preserve_rng_state=True"):
-        way(model, 0.1).check(
-            lambda x: model(x).square().sum((1, 2)), torch.randn(3, 4, 5).double()
-        )
+        way(model, 0.1).check(partial(squares, model), torch.randn(3, 4, 5).double())
 
 
 def test_a_model_that_draws_numbers_in_training_is_evaluated() -> None:
     model = Dropping().double()
-    losses = lambda x: model(x).square().sum((1, 2))  # noqa: E731
     drop = lambda x: functional.dropout(x, 0.5, model.training)  # noqa: E731
     x = torch.randn(3, 4, 5).double()
     model.dropout.forward = drop
-    assert "so it is with dropout on" in BookKeeping(model, 0.1).check(losses, x).checked
+    assert (
+        "so it is with dropout on"
+        in BookKeeping(model, 0.1).check(partial(squares, model), x).checked
+    )
 
     model = Dropping().double()
     model.dropout.forward = lambda x: drop(x) - x.mean(0)
     with pytest.raises(WrongTrainingError, match="the model or the loss mixes samples"):
-        BookKeeping(model, 0.1).check(losses, x)
+        BookKeeping(model, 0.1).check(partial(squares, model), x)

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from small_models import EVERY, FLAT, is_clear
+from small_models import EVERY, FLAT, is_clear, squares
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.first_batch import TRIES
-from dpprof.memory.events import Allocated, Freed
 from dpprof.memory.recorder import Recorder
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.spec.registry import UnsupportedError
 
 B = T = 4
@@ -108,10 +108,6 @@ MODELS = {
 }
 
 
-def losses_of(model, x):
-    return model(x).square().sum((1, 2))
-
-
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_refused_by_name_each_time_until_it_is_trusted(name, way) -> None:
@@ -121,11 +117,11 @@ def test_it_is_refused_by_name_each_time_until_it_is_trusted(name, way) -> None:
     clipping = way(model, 0.5)
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=message):
-            clipping.backward(losses_of(model, x))
+            clipping.backward(squares(model, x))
         assert is_clear(model)
     clipping.remove()
 
-    way(model, 0.5, first_batch="trusted").backward(losses_of(model, x))
+    way(model, 0.5, first_batch="trusted").backward(squares(model, x))
 
 
 def mix_by_contrast(model, x):
@@ -134,7 +130,7 @@ def mix_by_contrast(model, x):
 
 
 def mix_by_scale(model, x):
-    losses = losses_of(model, x)
+    losses = squares(model, x)
     return losses / losses.sum()
 
 
@@ -164,11 +160,11 @@ def test_a_single_sample_waits_for_the_next_larger_batch(way) -> None:
     torch.manual_seed(0)
     model = Between(lambda h: h - h.mean(0))
     clipping = way(model, 0.5)
-    clipping.backward(losses_of(model, torch.randn(1, T, D)))
+    clipping.backward(squares(model, torch.randn(1, T, D)))
     assert not clipping.first_batch_verified
     clipping.backward(torch.zeros(0))
     with pytest.raises(UnsupportedError, match=MIXED):
-        clipping.backward(losses_of(model, torch.randn(B, T, D)))
+        clipping.backward(squares(model, torch.randn(B, T, D)))
 
 
 @pytest.mark.parametrize("way", EVERY)
@@ -193,7 +189,7 @@ def test_a_layer_without_a_gradient_is_waited_for_some_batches(way) -> None:
     clipping, looks = way(model, 0.5), []
     for _ in range(TRIES + 1):
         looks.append(clipping.first_batch_verified)
-        clipping.backward(losses_of(model, torch.randn(B, T, D)))
+        clipping.backward(squares(model, torch.randn(B, T, D)))
         model.zero_grad()
     assert looks == [False] * TRIES + [True]
 
@@ -205,13 +201,13 @@ def test_samples_that_are_not_finite_do_not_stand_in_its_way(way) -> None:
     clipping = way(model, 0.5)
     x = torch.randn(B, T, D)
     x[2] = torch.nan
-    clipping.backward(losses_of(model, x))
+    clipping.backward(squares(model, x))
     assert clipping.first_batch_verified
     assert clipping.nonfinite_samples == 1
 
     clipping.remove()
     clipping = way(model, 0.5)
-    clipping.backward(losses_of(model, torch.full((B, T, D), torch.nan)))
+    clipping.backward(squares(model, torch.full((B, T, D), torch.nan)))
     assert not clipping.first_batch_verified
 
 
@@ -244,15 +240,9 @@ def peaks(way, first_batch: str, wide: int, samples: int, tokens: int) -> list[i
     x, found = torch.randn(samples, tokens, wide), []
     for _ in range(3):
         with Recorder(is_there=lambda tensor, _: not tensor.is_meta) as recorder:
-            clipping.backward(losses_of(model, x))
+            clipping.backward(squares(model, x))
             model.zero_grad()
-        live = most = 0
-        for event in recorder.events:
-            if isinstance(event, Allocated | Freed):
-                size = recorder.storages[event.number].nbytes
-                live += size if isinstance(event, Allocated) else -size
-                most = max(most, live)
-        found.append(most)
+        found.append(MemoryTimeline(recorder, {}, (0, len(recorder.events))).peak_bytes)
     return found
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from small_models import EVERY, gradients, is_clear, private
+from small_models import EVERY, gradients, is_clear, private, squares
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
@@ -21,11 +21,6 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double()
 
 
-def losses_of(model, x=None):
-    x = draw() if x is None else x
-    return model(x).square().sum((1, 2))
-
-
 def draw():
     return torch.randn(B, T, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -33,7 +28,7 @@ def draw():
 def take(clipping, model):
     """The clipped sum of the usual batch."""
     model.zero_grad()
-    clipping.backward(losses_of(model))
+    clipping.backward(squares(model, draw()))
     return gradients(model)
 
 
@@ -83,7 +78,7 @@ def test_a_refused_batch_cannot_be_stepped_on(way) -> None:
     model = build()
     clipping = way(model, C)
     optimizer = private(clipping, model, noise_multiplier=1.0)
-    losses = losses_of(model)
+    losses = squares(model, draw())
     model.eval()
     with pytest.raises(RuntimeError, match="training was True"):
         clipping.backward(losses)
@@ -95,7 +90,7 @@ def test_a_refused_batch_cannot_be_stepped_on(way) -> None:
 def test_a_graph_is_differentiated_once(way) -> None:
     model = build()
     clipping = way(model, C)
-    losses = losses_of(model)
+    losses = squares(model, draw())
     clipping.backward(losses)
     model.zero_grad()
     with pytest.raises(RuntimeError, match="second time"):
@@ -135,7 +130,7 @@ def test_two_clippings_of_one_model_or_of_shared_layers_are_refused() -> None:
 def test_forward_may_run_in_another_thread(way) -> None:
     model = build()
     clipping, found = way(model, C), []
-    thread = threading.Thread(target=lambda: found.append(losses_of(model)))
+    thread = threading.Thread(target=lambda: found.append(squares(model, draw())))
     thread.start()
     thread.join()
     clipping.backward(found[0])

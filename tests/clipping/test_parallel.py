@@ -1,13 +1,12 @@
 """Clipping on several ranks is clipping of the joint batch on one, with noise once per element."""
 
 import itertools
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import parallel_cases
 import pytest
 import torch
+from documents import PRIVATE_TRAINING, find_code
 from parallel_training import WAYS, Case, Trained, train_alone, train_ranks
 from products import one_in
 from rank_pool import RankPools
@@ -244,9 +243,7 @@ def test_sums_of_a_batch_that_was_left_do_not_enter_the_next(pools) -> None:
 
 @pytest.mark.parametrize("kind", KINDS_OF_RANKS)
 def test_the_loop_in_the_documents_trains_on_several_ranks(pools, kind) -> None:
-    document = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
-    blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
-    (loop,) = (block for block in blocks if "fully_shard" in block)
+    loop = find_code(PRIVATE_TRAINING, "fully_shard")
     ranks = pools[2].compute(parallel_cases.run_loop, loop, kind)
 
     (before, after, batches), (_, other, others) = ranks

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import FLAT, is_clear, private
+from small_models import FLAT, is_clear, private, squares
 from torch import nn
 from torch.distributed import destroy_process_group
 from torch.distributed._composable.replicate import replicate
@@ -29,6 +29,9 @@ def one_rank(tmp_path_factory):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     destroy_process_group()
+
+
+X = torch.ones(2, 3)
 
 
 class Small(nn.Module):
@@ -135,10 +138,6 @@ def test_distributed_data_parallel_that_the_clipping_does_not_know() -> None:
         BookKeeping(nn.Sequential(DistributedDataParallel(Small())), 1.0)
 
 
-def losses_of(model) -> torch.Tensor:
-    return model(torch.ones(2, 3)).square().sum(1)
-
-
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_a_parameter_that_is_used_outside_of_its_layer(way, wrap) -> None:
@@ -147,7 +146,7 @@ def test_a_parameter_that_is_used_outside_of_its_layer(way, wrap) -> None:
     model_inside = getattr(model, "module", model)
     model_inside.outside = True
     with pytest.raises(RuntimeError, match=r"last\.weight was used outside of its layer"):
-        clipping.backward(losses_of(model))
+        clipping.backward(squares(model, X))
     assert is_clear(model)
 
 
@@ -156,7 +155,7 @@ def test_a_backward_that_is_not_the_clipping_s(wrap) -> None:
     model = wrap(Small())
     BookKeeping(model, 1.0)
     with pytest.raises(RuntimeError, match=r"call backward\(losses\) of its Clipping"):
-        losses_of(model).sum().backward()
+        squares(model, X).sum().backward()
     assert is_clear(model)
 
 
@@ -165,9 +164,9 @@ def test_gradients_that_fsdp_reduced_by_itself_are_not_stepped_on(way) -> None:
     model = sharded()
     clipping = way(model, 1.0)
     with clipping.disabled():
-        losses_of(model).sum().backward()
+        squares(model, X).sum().backward()
     with pytest.raises(RuntimeError, match="has a gradient that is not a sum of this clipping"):
-        clipping.backward(losses_of(model))
+        clipping.backward(squares(model, X))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def test_a_shard_that_was_changed_after_it_was_clipped(change) -> None:
     model = sharded()
     clipping = BookKeeping(model, 1.0)
     optimizer = private(clipping, model, noise_multiplier=1.0)
-    clipping.backward(losses_of(model))
+    clipping.backward(squares(model, X))
     change(model.last.weight.grad)
     with pytest.raises(RuntimeError, match=r"gradient of last\.weight, or the bound, changed"):
         optimizer.step()
@@ -202,7 +201,7 @@ def test_per_layer_clipping_and_check() -> None:
 def hold_back(model, clipping):
     model.set_requires_gradient_sync(False)
     with clipping.disabled():
-        losses_of(model).sum().backward()
+        squares(model, X).sum().backward()
 
 
 LATER = {
@@ -228,7 +227,7 @@ def test_what_changes_after_the_clipping_was_made(what) -> None:
     clipping = BookKeeping(model, 1.0)
     change(model, clipping)
     with pytest.raises((RuntimeError, UnsupportedError), match=message):
-        clipping.backward(losses_of(model))
+        clipping.backward(squares(model, X))
 
 
 def test_no_losses_without_a_run_of_the_model() -> None:
@@ -240,9 +239,9 @@ def test_no_losses_without_a_run_of_the_model() -> None:
 def test_ddp_communicates_again_once_its_clipping_is_removed() -> None:
     model = DistributedDataParallel(Small())
     clipping = BookKeeping(model, 1.0)
-    assert clipping.check(lambda x: model(x).square().sum(1), torch.randn(3, 3)).samples == 3
+    assert clipping.check(lambda x: squares(model, x), torch.randn(3, 3)).samples == 3
     clipping.remove()
-    losses_of(model).sum().backward()
+    squares(model, X).sum().backward()
     assert model.require_backward_grad_sync
     assert all(p.grad is not None for p in model.parameters())
 
@@ -250,11 +249,11 @@ def test_ddp_communicates_again_once_its_clipping_is_removed() -> None:
 def test_no_sync_changes_nothing() -> None:
     model = DistributedDataParallel(Small())
     clipping = BookKeeping(model, 1.0)
-    clipping.backward(losses_of(model))
+    clipping.backward(squares(model, X))
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     with model.no_sync():
-        clipping.backward(losses_of(model))
+        clipping.backward(squares(model, X))
     assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))
 
 

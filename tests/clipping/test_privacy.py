@@ -1,11 +1,10 @@
 """What is private about it: sensitivity, noise and epsilon are those of the stated mechanism."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
+from documents import PRIVATE_TRAINING, find_code
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.data_loader import DPDataLoader
 from opacus.optimizers.optimizer import _generate_noise
@@ -195,16 +194,14 @@ class FailsOnNothing(Small):
 
 @pytest.mark.parametrize("samples", [40, 6])
 def test_the_loop_in_the_documents_trains_on_empty_batches_too(samples) -> None:
-    document = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
-    blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
-    loop = next(block for block in blocks if "NoisyOptimizer" in block)
+    loop = find_code(PRIVATE_TRAINING, "NoisyOptimizer")
     torch.manual_seed(0)
     model = FailsOnNothing("layer norm", 6, 9, bias=True)
     before = [p.detach().clone() for p in model.parameters()]
     loader = DataLoader(data(samples), batch_size=2 if samples == 6 else 4)
     names = {"model": model, "data_loader": loader}
 
-    exec(compile(loop, str(document), "exec"), names)  # noqa: S102
+    exec(loop, names)  # noqa: S102
 
     (steps,) = (count for _, _, count in names["accountant"].history)
     assert steps == len(names["data_loader"])

@@ -1,12 +1,12 @@
 """A run that was stopped and resumed ends with the same bits as one that was not."""
 
 import io
-import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from documents import PRIVATE_TRAINING, find_code
 from opacus.schedulers import ExponentialNoise
 from products import one_in
 from rank_pool import FORKS
@@ -330,8 +330,6 @@ states = [one.state_dict() for one in (model, optimizer, accountant)]
 torch.save([*states, sampling.get_state(), torch.get_rng_state()], "final.pt")
 """
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "private-training.md"
-
 
 def run_script(
     folder: Path, code: str, attempt: int, moment: str = "never", number: int = 0
@@ -354,8 +352,7 @@ def run_script(
 def test_the_loop_in_the_documents_ends_with_the_same_bits_however_often_it_is_killed(
     tmp_path, physical_batch, kills
 ) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
-    (loop,) = (block for block in blocks if "os.replace" in block)
+    loop = find_code(PRIVATE_TRAINING, "os.replace")
     assert "split(16)" in loop
     code = SETUP + loop.replace("split(16)", f"split({physical_batch})") + END
     whole, killed = tmp_path / "whole", tmp_path / "killed"

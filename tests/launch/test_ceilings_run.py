@@ -48,12 +48,13 @@ def test_predictions_for_this_processor_rest_on_operators_that_were_timed_on_it(
     tmp_path, failing, monkeypatch
 ) -> None:
     monkeypatch.setattr(ceilings_run, "_TIME_OPERATORS", "children:time_operators")
-    experiment = make_experiment(model="tiny", seq_len=32, batch_size=4)
+    experiment = make_experiment()
     spec = tmp_path / f"{experiment.id}.json"
     spec.write_text(experiment.model_dump_json())
     output = ceilings_path(tmp_path, device_name(describe_cpu(1)))
     output.parent.mkdir(parents=True)
-    table = ceilings_run.measure_apart("cpu", output, [spec]).operators
+    # A busy machine takes more than the usual time, and would leave the experiment out.
+    table = ceilings_run.measure_apart("cpu", output, [spec], 1200).operators
     monkeypatch.chdir(tmp_path)
     step = estimate(experiment, lambda _: None).time.predicted_step_s
 
@@ -70,23 +71,6 @@ def test_operators_of_a_gpu_are_not_timed_and_the_reason_is_there(tmp_path, monk
 
     assert found.operators is None
     assert found.reasons["operators"] == "operators are timed on processors alone"
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--operators-s=0"], "'0' is not allowed; it must be a whole number from 1 to 86400"),
-        (["--operators-of", "nowhere.json"], "nowhere.json"),
-    ],
-)
-def test_bad_input_is_found_before_anything_is_measured(tmp_path, options, problem) -> None:
-    device = ["--device=cpu", "--output=x.json"]
-    done = call("ceilings", *device, *options, cwd=tmp_path)
-
-    assert done.returncode != 0
-    assert problem in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "x.json").exists()
 
 
 def test_it_waits_for_a_prediction_too(tmp_path, failing) -> None:
@@ -110,14 +94,6 @@ def test_this_processor_is_measured_and_it_is_said(tmp_path, monkeypatch) -> Non
     assert list(ceilings.reasons) == ["matmul.tf32", "operators"]
     assert ceilings.matmul["float32"].samples[0].size == 256
     assert len(ceilings.code_digest) == 64
-
-
-def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
-    (tmp_path / "x.json").mkdir()
-    done = call("ceilings", "--device=cpu", "--output=x.json", cwd=tmp_path)
-
-    assert done.returncode == 1
-    assert "is a folder, not a file to write" in done.stderr
 
 
 @pytest.mark.gpu

@@ -3,11 +3,10 @@
 import json
 from types import SimpleNamespace
 
-import jsonschema
 import pytest
+from documents import validate
 from factory import make_experiment
 from fake_gpus import fake_driver
-from fresh_process import ROOT
 
 from dpprof.launch import device_lock, gpu_contention
 from dpprof.launch.device_slots import gpu_slots
@@ -233,5 +232,4 @@ def test_not_to_wait_and_not_to_refuse_leave_ids_what_they_were() -> None:
 
 def test_a_run_on_a_gpu_fits_the_schema(gpus, run, tmp_path) -> None:
     run("oom")
-    schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
-    jsonschema.validate(json.loads((tmp_path / "x.json").read_text()), schema)
+    validate(json.loads((tmp_path / "x.json").read_text()), "result")

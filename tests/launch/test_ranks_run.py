@@ -7,9 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-import jsonschema
 import psutil
 import pytest
+from documents import validate
 from factory import make_experiment
 
 from dpprof.launch import supervisor
@@ -17,7 +17,6 @@ from dpprof.launch.supervisor import supervise
 from dpprof.records.result import read_result
 from dpprof.system.hardware import available_cores
 
-ROOT = Path(__file__).parents[2]
 NAMES = "clean, phases, memory, estimate, capacity"
 TWO = "kind=ddp,world_size=2"
 
@@ -58,8 +57,7 @@ def test_every_rank_has_a_part(tmp_path) -> None:
     assert result.throughput.tokens_per_s == pytest.approx(16 / step_s)
     assert result.reasons["energy"].startswith("each rank")
     assert result.reasons["communication"] == "the instruments memory and estimate count it"
-    schema = json.loads((ROOT / "workflow" / "schemas" / "result.schema.json").read_text())
-    jsonschema.validate(json.loads((tmp_path / "result.json").read_text()), schema)
+    validate(json.loads((tmp_path / "result.json").read_text()), "result")
 
 
 def test_a_killed_rank_ends_all_and_is_named(tmp_path, monkeypatch) -> None:

@@ -78,28 +78,3 @@ def test_it_runs_beside_a_prediction_and_waits_for_a_measurement(tmp_path, monke
             time.sleep(0.5)
             assert not (tmp_path / "after.json").exists()
         assert waits.result(timeout=60).cases == []
-
-
-BAD = {
-    "--model": (("standard", "smal"), "--model: 'smal' is not allowed; did you mean 'small'?"),
-    "--method": (("opacus-gost", "small"), "--method: 'opacus-gost' is not allowed; did you mean"),
-}
-
-
-@pytest.mark.parametrize("option", BAD)
-def test_bad_input_is_one_sentence_and_writes_nothing(option, tmp_path) -> None:
-    (method, model), sentence = BAD[option]
-    done = verify(tmp_path, method, model=model)
-
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {sentence}")
-    assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_output_that_cannot_be_written_is_found_out_first(tmp_path) -> None:
-    verdict_path(tmp_path, "test-linear", "standard").mkdir(parents=True)
-    done = verify(tmp_path, "standard")
-
-    assert done.returncode == 1
-    assert "is a folder, not a file to write" in done.stderr

@@ -1,13 +1,11 @@
 """Metrics of a training loop against numbers worked out by hand, on a clock moved by hand."""
 
-import re
-import runpy
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from documents import find_code
 from factory import make_experiment
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -302,12 +300,9 @@ def test_a_watched_training_ends_with_the_same_parameters(method) -> None:
 
 
 def test_the_guides_example_runs(tmp_path, monkeypatch) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    (tmp_path / "example.py").write_text(code)
     monkeypatch.chdir(tmp_path)
 
-    runpy.run_path("example.py")
+    exec(find_code("how-to/monitor.md", "Monitor"), {"__name__": "__main__"})  # noqa: S102
 
     events = EventAccumulator("runs/example").Reload().Scalars("perf/mfu")
     assert [event.step for event in events] == list(range(10, 25))

@@ -13,13 +13,7 @@ from dpprof.norms.float32_products import exact_products, name_precision
 matmul = torch.backends.cuda.matmul
 
 
-@pytest.fixture(autouse=True)
-def tf32():
-    """What ``dtype: tf32`` sets."""
-    usual = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(usual)
+pytestmark = pytest.mark.usefixtures("tf32")
 
 
 @pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpprof.memory.events import Allocated
 from dpprof.memory.recorder import Recorder
+from dpprof.memory.timeline import MemoryTimeline
 from dpprof.norms.code_paths import Way
 from dpprof.norms.linear import WAYS, choose_way, gram_tile_size, price_gram, price_product
 from dpprof.norms.scale import scale_gradients
@@ -57,13 +57,9 @@ def test_workspace_is_bounded_whatever_the_shape(way, dtype, shape) -> None:
         squares = WAYS[way](x, g)
         del squares
 
-    live = peak = 0
-    for event in recorder.events:
-        size = recorder.storages[event.number].nbytes
-        live += size if isinstance(event, Allocated) else -size
-        peak = max(peak, live)
-    assert live == 0
-    assert 0 < peak <= WORKSPACE_BYTES
+    timeline = MemoryTimeline(recorder, {}, (0, len(recorder.events)))
+    assert timeline.totals[-1] == 0
+    assert 0 < timeline.peak_bytes <= WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(("T", "d", "p"), [(100, 30, 40), (600, 30, 40), (300, 700, 1100)])

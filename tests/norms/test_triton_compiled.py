@@ -27,14 +27,6 @@ def compiled_here(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.fixture
-def tf32():
-    usual = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(usual)
-
-
 def find_program(kernel: str):
     from dpprof.norms import triton_kernels  # noqa: PLC0415 (it imports triton)
 

@@ -122,25 +122,6 @@ def say_what_has_no_encoding(_experiment, _enter):
     raise RuntimeError("half a \ud800 character")
 
 
-def leave_somebody_behind(_experiment, _enter):
-    """Fork into another session, where the group's end is not heard."""
-    if os.fork() == 0:
-        os.setsid()
-        Path(os.environ["DPPROF_TEST_MARKER"]).write_text(str(os.getpid()))
-        time.sleep(3600)
-    while not Path(os.environ["DPPROF_TEST_MARKER"]).exists():
-        time.sleep(0.01)
-    os._exit(7)
-
-
-def wait_beside_somebody(_experiment, _enter):
-    """Stay, beside a process in another session."""
-    if os.fork() == 0:
-        os.setsid()
-        Path(os.environ["DPPROF_TEST_MARKER"]).write_text(str(os.getpid()))
-    time.sleep(3600)
-
-
 def _on_rank_1(experiment, enter, act):
     """Act on rank 1, in the phase clip, while other ranks wait for it in forward."""
     from torch import distributed  # noqa: PLC0415

@@ -66,10 +66,6 @@ CASES = {
         "Nothing was replicated, so how far times differ by noise alone is unknown.",
     ),
     "only failures": (lambda root: tables_of(root, outcome="oom"), "No experiment succeeded"),
-    "hostile message": (
-        lambda root: tables_of(root, outcome="crashed", message=HOSTILE),
-        r"\input{/etc/passwd}",
-    ),
     "no times": (without_times, "no time was measured"),
     "nothing but recorded memory": (
         with_memory,

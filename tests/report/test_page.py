@@ -4,11 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, tables_of_runs
 from html_pages import METHODS, read_content, record, tables_of, write_html, write_results
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
 from dpprof.report.content import build_document
 from dpprof.report.page.content import DETAILS, Detail, tell_contents
 from dpprof.report.page.data import plain
@@ -66,12 +64,11 @@ def test_details_get_coarser_and_each_says_what_is_left_out() -> None:
 
 
 def test_coarser_pages_quote_fewer_logs(tmp_path) -> None:
-    runs = [(make_experiment(batch_size=1 + at), 0) for at in range(30)]
-    for one, _ in runs:
-        write_synthetic(tmp_path, one, outcome="crashed")
+    failed = {"outcome": "crashed"}
+    runs = [(make_experiment(batch_size=1 + at), "clean", failed) for at in range(30)]
+    tables = tables_of_runs(tmp_path, *runs)
     (tmp_path / "results" / "logs").mkdir()
     (tmp_path / "results" / "logs" / "x.log").write_text("<" * 4096, encoding="utf-8")
-    tables = build_tables(collect(make_manifest(*runs), tmp_path, partial=False))
     tables["runs"]["error_log"] = "results/logs/x.log"
     contents = tell_contents(build_document(tables, []), tables, tmp_path / "results")
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from browsing import SIZE, Opened
-from factory import make_experiment, make_manifest, write_synthetic
+from factory import make_experiment, write_runs
 from html_pages import METHODS, MIB, list_steps, record_rows, tables_of, write_html, write_results
 
 from dpprof.analysis.difference.shared_axis import share_axis
 from dpprof.analysis.difference.waterfall import list_holdings, subtract
-from dpprof.planning.planner import Manifest
 from dpprof.records.result import read_result
 
 HOSTILE = (
@@ -366,12 +365,11 @@ def test_there_is_a_sensible_page_of_little(browser, case, sentence, tmp_path) -
 def write_many(root, count) -> Path:
     """Write the page of many experiments, each with times, a recorded step and what it holds."""
     experiments = [make_experiment(method="flash-bk", batch_size=1 + at) for at in range(count)]
+    runs = []
     for at, one in enumerate(experiments):
-        write_synthetic(root, one, step_s=(0.01 + at / 1e4,), peak_allocated_bytes=20 * MIB + at)
-        write_synthetic(root, one, instrument="memory", recorded=record_long(at))
-    runs = [(one, 0) for one in experiments]
-    manifests = make_manifest(*runs).runs + make_manifest(*runs, instrument="memory").runs
-    return write_html(root, tables_of(root, Manifest(runs=manifests)))
+        timed = {"step_s": (0.01 + at / 1e4,), "peak_allocated_bytes": 20 * MIB + at}
+        runs += [(one, "clean", timed), (one, "memory", {"recorded": record_long(at)})]
+    return write_html(root, tables_of(root, write_runs(root, *runs)))
 
 
 def record_long(number) -> dict:

@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic
+from factory import make_experiment, tables_of_runs
 from pydantic import BaseModel
 from pypdf import PdfReader
 from reading import table_of, titles_of, trust_of
 
-from dpprof.analysis.collection import collect
-from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
 from dpprof.report.rendering.document import Document, Drawing, Paragraph, Section
@@ -25,12 +23,13 @@ SLOW = make_experiment(method="opacus-ghost")
 BAD = make_experiment(method="opacus-hooks")
 
 
-def document_of(root, *, partial: bool = False) -> Document:
-    write_synthetic(root, GOOD, step_s=(0.010,), peak_rss_bytes=100 * 2**20)
-    write_synthetic(root, SLOW, step_s=(0.025,), peak_rss_bytes=150 * 2**20, attempts=2)
-    write_synthetic(root, BAD, outcome="crashed", message=EVIL)
-    runs = [(GOOD, 0), (SLOW, 0), (BAD, 0), *([(BAD, 1)] if partial else [])]
-    tables = build_tables(collect(make_manifest(*runs), root, partial=partial))
+def document_of(root) -> Document:
+    tables = tables_of_runs(
+        root,
+        (GOOD, "clean", {"step_s": (0.010,), "peak_rss_bytes": 100 * 2**20}),
+        (SLOW, "clean", {"step_s": (0.025,), "peak_rss_bytes": 150 * 2**20, "attempts": 2}),
+        (BAD, "clean", {"outcome": "crashed", "message": EVIL}),
+    )
     (root / "figures").mkdir(exist_ok=True)
     draw(tables).savefig(root / "figures" / "outcomes.pdf")
     drawings = [
@@ -90,13 +89,6 @@ def test_a_message_injects_nothing(written) -> None:
     assert "\x1b" not in markdown + document.model_dump_json()
     assert "<script>alert(1)</script>" in pdf  # shown, as text
     assert "#set" in pdf
-
-
-def test_a_partial_report_says_so_and_lists_the_missing(tmp_path) -> None:
-    markdown = render_markdown(document_of(tmp_path, partial=True)).replace("\\", "")
-
-    assert "This report is partial: 1 planned run has no result yet." in markdown
-    assert f"- {BAD.id} clean r1" in markdown
 
 
 def test_a_second_attempt_is_told(written) -> None:

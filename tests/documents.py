@@ -1,0 +1,23 @@
+"""What documents and published schemas say."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+from fresh_process import ROOT
+
+PRIVATE_TRAINING = "how-to/private-training.md"
+
+
+def find_code(page: str, word: str) -> str:
+    """Return the first Python code in a page of ``docs`` that has a word."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return next(block for block in blocks if word in block)
+
+
+def validate(document: Any, name: str) -> None:
+    """Refuse a document that does not fit the published schema of its name."""
+    path = ROOT / "workflow" / "schemas" / f"{name}.schema.json"
+    jsonschema.validate(document, json.loads(path.read_text()))
