@@ -7,7 +7,6 @@ which rank failed, and how.
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -104,16 +103,10 @@ def _start(
         lock_fds=[],
         answer_fd=answer.fileno(),
     )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(phase_fd, store_fd, answer.fileno()),
-        env=os.environ | _share_cores(experiment),
-    )
-    assert process.stdout is not None
-    return _Rank(number, process, Output(process.stdout, Sink(None)), phase_fd, answer)
+    environment = os.environ | _share_cores(experiment)
+    given = (phase_fd, store_fd)
+    process, printed = child.start(assignment, given, environment, new_session=False)
+    return _Rank(number, process, Output(printed, Sink(None)), phase_fd, answer)
 
 
 def _share_cores(experiment: Experiment) -> dict[str, str]:
