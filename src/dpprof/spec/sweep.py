@@ -77,10 +77,8 @@ Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9./][A-Za-z0-9+._/:@-]{0,500}$"
 SweepName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
-class Config(BaseModel):
+class Config(BaseModel, extra="forbid"):
     """The config file."""
-
-    model_config = _STRICT
 
     defaults: Sweep = Field(  # type: ignore[valid-type]
         default_factory=Sweep, description="values for keys that a sweep leaves out"
