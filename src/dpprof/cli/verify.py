@@ -70,10 +70,7 @@ def _read_model(arguments: argparse.Namespace) -> str | StandIn:
     if model is not None and model.lstrip().startswith((PREFIX, "{")):
         sizes = {"batch_size": "1", "seq_len": "1", "device": "cpu"}
         stated = {"model": model, "method": arguments.method, **sizes, **given}
-        stand_in = StandIn.of(make_experiment(stated))
-        if stand_in is None:
-            return BUILT_IN
-        return stand_in
+        return StandIn.of(make_experiment(stated)) or BUILT_IN
     if given:
         options_given = ", ".join(f"--{name}" for name in given)
         raise InputError(f"{options_given}: only for {PREFIX}NAME, a Hugging Face model")
