@@ -9,6 +9,10 @@ Z_90 = 1.645
 """Standard deviations on each side of the median in a 90 % interval of a normal distribution."""
 
 
+class UnknownTimeError(LookupError):
+    """A time cannot be predicted; the message says why."""
+
+
 class OpTime(NamedTuple):
     """The predicted seconds of one call of an operator."""
 

@@ -19,10 +19,10 @@ from dpprof.records.result import PredictedTime, Time
 from dpprof.records.terms import BASES, Basis
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.gpu_model import CLOCKS, GpuModel, NoPeakError
-from dpprof.step_time.op_time import Z_90, OpTime
+from dpprof.step_time.gpu_model import CLOCKS, GpuModel
+from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.step_time.operator_shape import moved_bytes, shape_of
-from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table
+from dpprof.step_time.own_table import OwnTable, read_own_table
 
 
 class StepTime(NamedTuple):
@@ -114,7 +114,7 @@ def predict_time(
             step = predict_step_here(ops, read_own_table(Path.cwd(), experiment.cpu_threads))
         else:
             step = predict_step(ops, experiment.dtype, target)
-    except (NoPeakError, NoTableError, ResultError) as error:
+    except (UnknownTimeError, ResultError) as error:
         return None, {"time": f"not predicted: {error}"}
     time = Time(step_s=[], predicted_step_s=step)
     return time, {"time.median_s": "nothing ran; the instrument clean measures it"}
@@ -129,7 +129,7 @@ def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTi
         target: The GPU.
 
     Raises:
-        NoPeakError: The peak of a dtype that the step multiplies in is not known.
+        UnknownTimeError: The peak of a dtype that the step multiplies in is not known.
     """
     model = GpuModel(target, dtype)
     times = [model.predict(op.cost, moved_bytes(op)) for op in ops]
