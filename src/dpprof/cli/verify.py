@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.cli.options import make_experiment
 from dpprof.launch.verification_run import verify_apart
 from dpprof.planning.code_digest import named_in_verdicts
@@ -16,7 +16,7 @@ from dpprof.records.verdict import BUILT_IN, Verdict, verdict_path
 from dpprof.spec import registry
 from dpprof.spec.architecture import PREFIX
 from dpprof.spec.validation import InputError, one_of, refuse
-from dpprof.system.console import keep_log, say
+from dpprof.system.console import say
 
 _FINE_TUNING = ("lora", "trainable", "padding")
 
@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help="the verdict's file to write (default: results/verify/MODEL-METHOD.json)",
     )
-    add_log_option(parser, "what else is printed")
-    arguments = parser.parse_args(argv)
-    keep_log(arguments.log)
+    arguments = parser.parse_and_log(argv, "what else is printed")
     with ending_in_a_sentence("no verdict was written"):
         model = _read_model(arguments)
         registry.check("methods", arguments.method, "--method")
