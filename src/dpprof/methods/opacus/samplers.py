@@ -26,12 +26,6 @@ _TABLES = {"GRAD_SAMPLERS": OpacusPath.GRAD_SAMPLER, "NORM_SAMPLERS": OpacusPath
 Sampler = Callable[[nn.Embedding, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 
 
-def has_trained_padding(model: nn.Module) -> bool:
-    """Tell whether a model trains a lookup table that has a row for padding."""
-    tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-    return any(one.padding_idx is not None and one.weight.requires_grad for one in tables)
-
-
 def leave_padding_out(module: AbstractGradSampleModule) -> None:
     """Replace the samplers of lookup tables, for this model alone."""
     for table in _TABLES:
