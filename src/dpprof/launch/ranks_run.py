@@ -35,10 +35,6 @@ class _Rank(NamedTuple):
     phase_fd: int
     answer: IO[bytes]
 
-    def has_ended(self) -> bool:
-        """Return whether the process has ended."""
-        return self.process.poll() is not None
-
     def report(self) -> WorkerAnswer | None:
         """Return the rank's report; None if it died before the report was complete."""
         self.answer.seek(0)
@@ -125,10 +121,11 @@ def _wait(ranks: list[_Rank]) -> _Rank | None:
     waiting = list(ranks)
     while waiting:
         time.sleep(_POLL_S)
-        ended = [rank for rank in waiting if rank.has_ended()]
+        ended = [rank for rank in waiting if rank.process.poll() is not None]
         if not all(rank.measurement() for rank in ended):
             # Looked at once more: the first one may have died after its turn and before another's.
-            failed = [one for one in waiting if one.has_ended() and not one.measurement()]
+            ended = [rank for rank in waiting if rank.process.poll() is not None]
+            failed = [rank for rank in ended if not rank.measurement()]
             return min(failed, key=_Rank.reported_at)
         waiting = [rank for rank in waiting if rank not in ended]
     return None
