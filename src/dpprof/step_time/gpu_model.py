@@ -14,13 +14,8 @@ from dpprof.spec.target import Dtype, Target, ceiling_of
 from dpprof.step_time.op_time import OpTime, UnknownTimeError
 from dpprof.step_time.product_table import PeakRates, ProductTable, bound_s, read_product_table
 
-_MEASURED = {
-    datasheets.H100: "h100",
-    datasheets.H200: "h200",
-    datasheets.A100: "a100",
-    datasheets.B200: "b200",
-    datasheets.L40S: "l40s",
-}
+_TABLES = ("a100", "b200", "h100", "h200", "l40s")
+_MEASURED: dict[Target, str] = {getattr(datasheets, name.upper()): name for name in _TABLES}
 """Devices with a table of their own."""
 
 _OF_ARCHITECTURE = {"8.0": "a100", "8.9": "l40s", "9.0": "h100", "10.0": "b200"}
