@@ -137,10 +137,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     Raises:
         InputError: A sweep leaves out a required key, or has too many runs.
     """
-
-    @functools.cache
-    def auto() -> str:
-        return resolve_device()
+    auto = functools.cache(resolve_device)
 
     def resolved(keys: dict[str, Any]) -> dict[str, Any]:
         return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}
