@@ -9,7 +9,7 @@ gradients. So the rules get zeros as the gradients of padding. A test fails once
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -79,10 +79,9 @@ def watch_hooks(module: AbstractGradSampleModule, watch: Watch) -> Iterator[None
         yield
 
 
-@contextmanager
 def watch_expanded_weights(
     module: nn.Module, optimizer: DPOptimizer, watch: Watch
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Watch a model with expanded weights: which layers have per-sample gradients at clipping.
 
     Expanded weights have no sampler, and the optimizer has no hook before clipping.
@@ -96,5 +95,4 @@ def watch_expanded_weights(
                 watch(layer, OpacusPath.EXPANDED_WEIGHTS, lambda: None, ())
         clip_and_accumulate()
 
-    with substitute(optimizer, "clip_and_accumulate", look_and_clip):
-        yield
+    return substitute(optimizer, "clip_and_accumulate", look_and_clip)
