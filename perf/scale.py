@@ -135,21 +135,21 @@ def measure_reporting(results: int, folder: Path) -> Iterator[Row]:
     tables, output = folder / "results" / "tables", folder / "results"
     figures = {
         f"figure {name}": [
-            *("figure", f"--figure={name}", f"--tables={tables}"),
+            *("figure.py", f"--figure={name}", f"--tables={tables}"),
             *(f"--output={output}/figures/{name}.{kind}" for kind in ("png", "pdf", "json")),
         ]
         for name in registry.names("figures")
     }
     steps = {
-        "tables": ["tables", f"--manifest={manifest}", f"--output-dir={tables}"],
+        "tables": ["tables.py", f"--manifest={manifest}", f"--output-dir={tables}"],
         **figures,
-        "report": ["report", f"--tables={tables}", f"--output-dir={output}"],
+        "report": ["report.py", f"--tables={tables}", f"--output-dir={output}"],
     }
-    script = str(ROOT / "workflow" / "scripts" / "run_command.py")
     imports = [import_both(folder) for _ in range(3)]
     costs = {}
-    for name, arguments in steps.items():
-        costs[name] = run([sys.executable, script, *arguments], folder)
+    for name, (script, *options) in steps.items():
+        path = str(ROOT / "workflow" / "scripts" / script)
+        costs[name] = run([sys.executable, path, *options], folder)
         imports.append(import_both(folder))
         say(f"reporting: {name}")
     unit = median_of(imports)

@@ -1,4 +1,4 @@
-"""The script of the workflow, run as its rules run it, and its commands in this process."""
+"""The scripts of the workflow, run as a user runs them, and their commands in this process."""
 
 import contextlib
 import io
@@ -9,16 +9,17 @@ from pathlib import Path
 from dpprof.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "workflow" / "scripts" / "run_command.py"
 MODEL = "{vocab_size: 16, d_model: 8, layers: 1, heads: 2}"
 ASKED = ["--model", MODEL, "--seq-len", "8", "--methods", "standard", "flash-bk"]
 HERE = ["--target", "l4", "--memory-limit-bytes", "25MiB"]
 
 
 def run(name: str, *options: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command by the script."""
+    """Run a script, such as ``profile.py``, or a command that has none, such as ``forget``."""
+    is_script = name.endswith(".py")
+    begin = [str(ROOT / "workflow" / "scripts" / name)] if is_script else ["-m", "dpprof", name]
     return subprocess.run(
-        [sys.executable, str(SCRIPT), name, *options],
+        [sys.executable, *begin, *options],
         capture_output=True,
         text=True,
         check=False,

@@ -35,11 +35,11 @@ def installed(tmp_path_factory) -> Path:
 
 def test_an_installed_package_is_measured(installed, tmp_path) -> None:
     """By a script of the workflow, without Snakemake and in any folder."""
-    script = ROOT / "workflow" / "scripts" / "run_command.py"
+    script = ROOT / "workflow" / "scripts" / "profile.py"
     fields = FIELDS | {"warmup_steps": 2, "timed_steps": 1, "device": "cpu"}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
     done = subprocess.run(
-        [sys.executable, str(script), "profile", *given, "--output=x.json"],
+        [sys.executable, str(script), *given, "--output=x.json"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,

@@ -15,7 +15,7 @@ from factory import (
     write_synthetic,
     write_synthetic_verdict,
 )
-from scripts import SCRIPT, call
+from scripts import ROOT, call
 
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.frames import write_sums
@@ -97,10 +97,10 @@ def test_an_output_that_cannot_be_written_is_found_out_before_measuring(tmp_path
 
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in ONCE.items()]
+    script = ROOT / "workflow" / "scripts" / "profile.py"
     command = [
         sys.executable,
-        str(SCRIPT),
-        "profile",
+        str(script),
         *arguments,
         "--dtype=tf32",
         "--output=x.json",
@@ -116,8 +116,9 @@ def test_a_full_log_disk_and_a_closed_terminal_cost_no_result(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("log", ["/dev/full", "logs/x.log"])
 def test_a_full_log_disk_and_a_closed_terminal_cost_no_verdict(tmp_path, log: str) -> None:
-    options = ["verify", "--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
-    command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(SCRIPT), *options]
+    script = ROOT / "workflow" / "scripts" / "verify.py"
+    options = ["--model=tiny", "--method=standard", "--output=x.json", f"--log={log}"]
+    command = ["bash", "-c", '"$@" 2>&-', "bash", sys.executable, str(script), *options]
     done = subprocess.run(command, cwd=tmp_path, check=False)
 
     assert done.returncode == 0
@@ -131,8 +132,9 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(tmp_path) -> None:
     write_synthetic(tmp_path, experiment)
     manifest = write_manifest(tmp_path, make_manifest((experiment, 0)))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    options = ["tables", f"--manifest={manifest}", "--output-dir=results/tables"]
-    limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(SCRIPT), *options]
+    script = ROOT / "workflow" / "scripts" / "tables.py"
+    options = [f"--manifest={manifest}", "--output-dir=results/tables"]
+    limited = ["bash", "-c", 'ulimit -f 1; "$@"', "bash", sys.executable, str(script), *options]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert done.returncode == 1

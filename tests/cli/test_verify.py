@@ -36,7 +36,7 @@ def test_a_model_and_the_file_that_stands_for_it_are_one_subject(tmp_path, monke
 def test_a_hugging_face_model_is_verified_on_a_small_one(tmp_path) -> None:
     pytest.importorskip("transformers")
     options = ["--model=hf:tiny-llama", "--padding=0.3", "--method=standard", "--output=y.json"]
-    done = run("verify", *options, cwd=tmp_path)
+    done = run("verify.py", *options, cwd=tmp_path)
     verdict = json.loads((tmp_path / "y.json").read_text())
 
     assert verdict["passed"] is True, verdict["reason"]

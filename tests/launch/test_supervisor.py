@@ -342,7 +342,7 @@ def test_who_waits_is_told_for_whom(asleep, tmp_path) -> None:
     second.communicate(timeout=120)
 
     assert f"waiting for process {supervisor.pid} (" in said
-    assert "run_command.py profile" in said
+    assert "profile.py" in said
     assert "running since 20" in said
 
 

@@ -62,11 +62,11 @@ def sleeping(finished: Checkout) -> Checkout:
     return finished
 
 
-def process_running(asked: str, folder: Path) -> list[psutil.Process]:
+def process_running(script: str, folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "cwd"]):
         command = " ".join(process.info["cmdline"] or [])
-        if asked in command and "bash" not in command and process.info["cwd"] == str(folder):
+        if script in command and "bash" not in command and process.info["cwd"] == str(folder):
             found.append(process)
     return [process for process in found if process.parent() not in found]
 
@@ -75,7 +75,7 @@ def test_a_killed_supervisor_costs_nothing_that_was_finished(sleeping: Checkout)
     sweep = sleeping.start(TABLES)
     wait_for((sleeping.path / "reached").exists)
     finished = sleeping.results()
-    (supervisor,) = process_running("run_command.py profile", sleeping.path)
+    (supervisor,) = process_running("scripts/profile.py", sleeping.path)
     supervisor.kill()
     said, _ = sweep.communicate(timeout=300)
 
@@ -92,7 +92,7 @@ def test_a_supervisor_that_dies_each_time_is_run_by_the_next_snakemake(sleeping:
     for _ in range(3):
         wait_for(marker.exists)
         finished = sleeping.results()
-        (supervisor,) = process_running("run_command.py profile", sleeping.path)
+        (supervisor,) = process_running("scripts/profile.py", sleeping.path)
         supervisor.kill()
         marker.unlink()  # so that the next attempt waits too
     said, _ = sweep.communicate(timeout=300)
@@ -172,7 +172,7 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
     marker = sleeping.path / "reached"
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("run_command.py profile", sleeping.path)
+    (run,) = process_running("scripts/profile.py", sleeping.path)
     kill_snakemake(sweep, number)
     marker.rename(marker.with_name("let go"))
     sleeping.environment = {}
@@ -191,14 +191,14 @@ def test_a_run_that_outlives_its_snakemake_is_not_measured_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "module", "function"),
+    ("script", "module", "function"),
     [
-        ("verify", "verification/verify.py", "def verify(model, method):"),
-        ("ceilings", "devices/limits.py", "def measure(name):"),
+        ("verify.py", "verification/verify.py", "def verify(model, method):"),
+        ("ceilings.py", "devices/limits.py", "def measure(name):"),
     ],
 )
 def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
-    checkout: Checkout, command: str, module: str, function: str
+    checkout: Checkout, script: str, module: str, function: str
 ) -> None:
     marker = checkout.path / "reached"
     stop = f"open({str(marker)!r}, 'w').close()\n    import time\n    time.sleep(3600)"
@@ -206,13 +206,13 @@ def test_a_verdict_or_ceilings_under_way_are_made_again_after_a_kill(
     sweep = checkout.start(TABLES)
     wait_for(marker.exists)
     finished = checkout.results()
-    running = process_running(f"run_command.py {command}", checkout.path)
+    running = process_running(f"scripts/{script}", checkout.path)
     os.killpg(sweep.pid, signal.SIGKILL)
     sweep.wait(timeout=60)
     for process in running:
         process.wait(timeout=60)
 
-    assert not list(checkout.path.glob("results/verify/*.json")) or command != "verify"
+    assert not list(checkout.path.glob("results/verify/*.json")) or script != "verify.py"
     checkout.edit(f"src/dpprof/{module}", f"{function}\n    {stop}", function)
     checkout.snakemake("--unlock")
     checkout.snakemake(TABLES)
@@ -226,7 +226,7 @@ def test_a_run_under_way_is_waited_for_and_not_measured_again(sleeping: Checkout
     marker = sleeping.path / "reached"
     sweep = sleeping.start(TABLES)
     wait_for(marker.exists)
-    (run,) = process_running("run_command.py profile", sleeping.path)
+    (run,) = process_running("scripts/profile.py", sleeping.path)
     kill_snakemake(sweep, signal.SIGKILL)
     sleeping.environment = {}
     sleeping.snakemake("--unlock")

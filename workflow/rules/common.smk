@@ -83,10 +83,9 @@ onstart:
 
 
 def script_of(command):
-    """Name the script with a command; where only the rules are here, the installed dpprof."""
-    path = HERE / "workflow" / "scripts" / "run_command.py"
-    script = shlex.quote(str(path)) if path.is_file() else "-P -m dpprof"
-    return f"{script} {command}"
+    """Name the script of a command; where only the rules are here, the installed dpprof."""
+    path = HERE / "workflow" / "scripts" / f"{command}.py"
+    return shlex.quote(str(path)) if path.is_file() else f"-P -m dpprof {command}"
 
 
 def plan_file(path):

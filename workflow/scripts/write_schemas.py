@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import run_command  # noqa: F401 (makes dpprof importable)
+import _source_tree  # noqa: F401
 from dpprof.analysis.tables.columns import TABLES, write_page
 from dpprof.records.schemas import generated_files
 from dpprof.system.files import write_if_changed

@@ -1,0 +1,5 @@
+"""Measure what a device can do at most, and leave one JSON file."""
+
+import _source_tree
+
+_source_tree.run("ceilings")

@@ -1,0 +1,5 @@
+"""Measure one experiment in a process of its own and leave one JSON file."""
+
+import _source_tree
+
+_source_tree.run("profile")
