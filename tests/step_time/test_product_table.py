@@ -43,7 +43,6 @@ def test_a_measured_shape_takes_its_own_time() -> None:
     share = round(UNIT * law(64, 128, 256)) / UNIT
     assert found.seconds == pytest.approx(2 * 64 * 128 * 256 / 1e12 / share)
     assert (found.basis, found.spread) == ("measured at this shape", 0.01)
-    assert found.low < found.seconds < found.high
 
 
 @pytest.mark.parametrize("shape", [(100, 300, 700), (3000, 70, 90), (65, 4000, 1111)])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from dpprof.spec.privacy import Privacy
 
@@ -38,10 +38,8 @@ def schedule(privacy: Privacy, tokens_per_sample: float, batch_size: int) -> Sch
     return Schedule(privacy.samples, batch_size, steps)
 
 
-class NoiseOfBatch(BaseModel):
+class NoiseOfBatch(BaseModel, frozen=True, extra="forbid"):
     """What a budget asks for with batches of a size, on a fixed number of tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch_size: int = Field(description="expected samples of a step")
     sample_rate: float = Field(description="probability with which a step draws a sample")
@@ -102,10 +100,8 @@ def choose_batch(noises: Sequence[NoiseOfBatch], largest: int) -> int:
     return min(near)
 
 
-class AtEpsilon(BaseModel):
+class AtEpsilon(BaseModel, frozen=True, extra="forbid"):
     """A training with as many steps as planned, and as little noise in each, at some epsilon."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     epsilon: float
     same_batch_noise_multiplier: float | None = Field(
@@ -120,10 +116,8 @@ class AtEpsilon(BaseModel):
     reason: str | None = Field(None, description="why a figure is null")
 
 
-class NoisePlan(BaseModel):
+class NoisePlan(BaseModel, frozen=True, extra="forbid"):
     """The noise of a training for a privacy budget."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens_per_sample: float
     batches: list[NoiseOfBatch] = Field(description="over batch sizes, for the first epsilon")

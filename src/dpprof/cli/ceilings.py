@@ -7,11 +7,11 @@ with the reason.
 import argparse
 from collections.abc import Sequence
 
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.launch.ceilings_run import OPERATORS_S, measure_apart
 from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.spec.experiment import read_spec
-from dpprof.system.console import keep_log, say
+from dpprof.system.console import say
 
 LONGEST_S = 24 * 3600
 
@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=OPERATORS_S,
         help=f"about how many seconds that may take (default: {OPERATORS_S})",
     )
-    add_log_option(parser, "what else is printed")
-    arguments = parser.parse_args(argv)
-    keep_log(arguments.log)
+    arguments = parser.parse_and_log(argv, "what else is printed")
     with ending_in_a_sentence("no ceilings were written"):
         for spec in arguments.operators_of:
             read_spec(spec)

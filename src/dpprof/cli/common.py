@@ -12,7 +12,7 @@ from dpprof.launch.device_lock import DeviceBusyError
 from dpprof.records.record import ResultError
 from dpprof.spec.registry import EntryPointError
 from dpprof.spec.validation import InputError, one_of
-from dpprof.system.console import fail, printable, say, shorten_lines
+from dpprof.system.console import fail, keep_log, printable, say, shorten_lines
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +29,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with the usage and an error message."""
         super().error(shorten_lines(printable(message)))
+
+    def parse_and_log(self, argv: Sequence[str] | None, what: str) -> argparse.Namespace:
+        """Parse options, with ``--log`` for where ``what`` goes, and keep that log from now on."""
+        self.add_argument("--log", type=path, help=f"where {what} goes (default: here)")
+        arguments = self.parse_args(argv)
+        keep_log(arguments.log)
+        return arguments
 
 
 def natural(text: str) -> int:
@@ -77,11 +84,6 @@ def path_ending_in(endings: Sequence[str]) -> Callable[[str], Path]:
         return found
 
     return read
-
-
-def add_log_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option ``--log``."""
-    parser.add_argument("--log", type=path, help=f"where {what} goes (default: here)")
 
 
 def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:

@@ -62,8 +62,8 @@ def draw(difference: Difference, output: Path) -> None:
     write_atomically(output, drawn.getvalue())
 
 
-def make_parser() -> Parser:
-    """Make the options."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
     parser = Parser(
         "explain",
         __doc__,
@@ -102,12 +102,7 @@ def make_parser() -> Parser:
         metavar="FILE",
         help="also draw the waterfall and both timelines: a .png, .pdf or .svg",
     )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
-    arguments = make_parser().parse_args(argv)
+    arguments = parser.parse_args(argv)
     with ending_in_a_sentence():
         if arguments.output is not None:
             check_writable(arguments.output)

@@ -5,18 +5,11 @@ from collections.abc import Sequence
 
 from dpprof.analysis.standings import find_marks
 from dpprof.analysis.tables.frames import TableFolder
-from dpprof.cli.common import (
-    Parser,
-    add_log_option,
-    ending_in_a_sentence,
-    path,
-    path_ending_in,
-)
+from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
 from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
 from dpprof.figures.verification_signs import MEANINGS, mark_methods
 from dpprof.report.rendering.document import Drawing
 from dpprof.spec import registry
-from dpprof.system.console import keep_log
 from dpprof.system.files import check_writable, write_atomically
 
 KINDS = (".png", ".pdf", ".svg", ".json")
@@ -36,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="a .png, .pdf or .svg to write, or a .json for the caption",
     )
-    add_log_option(parser, "what is printed")
-    arguments = parser.parse_args(argv)
-    keep_log(arguments.log)
+    arguments = parser.parse_and_log(argv, "what is printed")
     with ending_in_a_sentence():
         registry.check("figures", arguments.figure, "--figure")
         draw = registry.load("figures", arguments.figure)

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 from dpprof.analysis.tables.frames import TableFolder
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.report.content import build_document
 from dpprof.report.page.write import write_page
 from dpprof.report.rendering.document import read_drawing
 from dpprof.report.rendering.write import write_report
 from dpprof.spec import registry
-from dpprof.system.console import keep_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,9 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         required=True,
         help="where the report goes; its figures are in the folder figures in it",
     )
-    add_log_option(parser, "what is printed")
-    arguments = parser.parse_args(argv)
-    keep_log(arguments.log)
+    arguments = parser.parse_and_log(argv, "what is printed")
     figures = arguments.output_dir / "figures"
     with ending_in_a_sentence():
         captions = (figures / f"{name}.json" for name in registry.names("figures"))

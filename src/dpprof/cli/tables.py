@@ -7,13 +7,13 @@ from dpprof.analysis.collection import Collected, collect
 from dpprof.analysis.tables.build import TimelineFile, build_tables
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.frames import write_frame, write_sums
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.launch.accounting_run import account_apart
 from dpprof.launch.scheduler import drop_copies
 from dpprof.planning.artifacts import RESULTS
 from dpprof.planning.planner import Manifest, read_manifest
 from dpprof.spec.validation import InputError
-from dpprof.system.console import keep_log, say
+from dpprof.system.console import say
 from dpprof.system.files import open_atomically, write_atomically
 
 
@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="list missing and damaged results, and leave them out",
     )
-    add_log_option(parser, "what is printed")
-    arguments = parser.parse_args(argv)
-    keep_log(arguments.log)
+    arguments = parser.parse_and_log(argv, "what is printed")
     with ending_in_a_sentence():
         manifest = read_manifest(arguments.manifest)
         # The manifest lies in results/plan, beside the results that it lists. Links are not

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpprof.cli.common import Parser, add_log_option, ending_in_a_sentence, path
+from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.cli.options import make_experiment
 from dpprof.launch.verification_run import verify_apart
 from dpprof.planning.code_digest import named_in_verdicts
@@ -16,7 +16,7 @@ from dpprof.records.verdict import BUILT_IN, Verdict, verdict_path
 from dpprof.spec import registry
 from dpprof.spec.architecture import PREFIX
 from dpprof.spec.validation import InputError, one_of, refuse
-from dpprof.system.console import keep_log, say
+from dpprof.system.console import say
 
 _FINE_TUNING = ("lora", "trainable", "padding")
 
@@ -31,7 +31,28 @@ def format_verdict(verdict: Verdict) -> str:
     return f"{verdict.method} on {verdict.model}: {said}{how}{why}{holes}"
 
 
-def _make_parser() -> Parser:
+def _read_model(arguments: argparse.Namespace) -> str | StandIn:
+    """Return the model to verify on: a name, or the stand-in of a Hugging Face model."""
+    options = {name: getattr(arguments, name) for name in _FINE_TUNING}
+    given = {name: value for name, value in options.items() if value is not None}
+    model = arguments.model
+    if model is not None and model.lstrip().startswith((PREFIX, "{")):
+        sizes = {"batch_size": "1", "seq_len": "1", "device": "cpu"}
+        stated = {"model": model, "method": arguments.method, **sizes, **given}
+        return StandIn.of(make_experiment(stated)) or BUILT_IN
+    if given:
+        options_given = ", ".join(f"--{name}" for name in given)
+        raise InputError(f"{options_given}: only for {PREFIX}NAME, a Hugging Face model")
+    if model is None:
+        return read_stand_in(arguments.stand_in)
+    models = [BUILT_IN, *registry.names("models")]
+    if model not in models:
+        raise refuse("--model", model, f"{one_of(models, model)}, or {PREFIX}NAME")
+    return BUILT_IN if model == BUILT_IN else named_in_verdicts(model)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
     parser = Parser(
         "verify",
         __doc__,
@@ -58,37 +79,7 @@ def _make_parser() -> Parser:
         metavar="FILE",
         help="the verdict's file to write (default: results/verify/MODEL-METHOD.json)",
     )
-    add_log_option(parser, "what else is printed")
-    return parser
-
-
-def _read_model(arguments: argparse.Namespace) -> str | StandIn:
-    """Return the model to verify on: a name, or the stand-in of a Hugging Face model."""
-    options = {name: getattr(arguments, name) for name in _FINE_TUNING}
-    given = {name: value for name, value in options.items() if value is not None}
-    model = arguments.model
-    if model is not None and model.lstrip().startswith((PREFIX, "{")):
-        sizes = {"batch_size": "1", "seq_len": "1", "device": "cpu"}
-        stated = {"model": model, "method": arguments.method, **sizes, **given}
-        stand_in = StandIn.of(make_experiment(stated))
-        if stand_in is None:
-            return BUILT_IN
-        return stand_in
-    if given:
-        options_given = ", ".join(f"--{name}" for name in given)
-        raise InputError(f"{options_given}: only for {PREFIX}NAME, a Hugging Face model")
-    if model is None:
-        return read_stand_in(arguments.stand_in)
-    models = [BUILT_IN, *registry.names("models")]
-    if model not in models:
-        raise refuse("--model", model, f"{one_of(models, model)}, or {PREFIX}NAME")
-    return BUILT_IN if model == BUILT_IN else named_in_verdicts(model)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
-    arguments = _make_parser().parse_args(argv)
-    keep_log(arguments.log)
+    arguments = parser.parse_and_log(argv, "what else is printed")
     with ending_in_a_sentence("no verdict was written"):
         model = _read_model(arguments)
         registry.check("methods", arguments.method, "--method")

@@ -6,7 +6,6 @@ fails, runs and remains.
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from dpprof.cli.common import Parser, ending_in_a_sentence, path
 from dpprof.launch.isolated import ended_by_signals
@@ -28,18 +27,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     keep_log(None)
     with ending_in_a_sentence("the page is not renewed any more; a sweep goes on"):
-        page = LivePage(_root_of(arguments.results))
+        results = arguments.results.absolute()  # links are not followed, as results may be one
+        if results.name != RESULTS.name:
+            why = f"it must be a folder named {RESULTS}"
+            raise InputError(f"--results: {arguments.results} is not allowed; {why}")
+        page = LivePage(results.parent)
         os.nice(19)
         print(f"{arguments.results / LIVE_PAGE.name} shows the sweep; Ctrl-C ends it", flush=True)
         with ended_by_signals():  # its last page must not say that it is renewed
             page.follow()
-
-
-def _root_of(results: Path) -> Path:
-    """Return the folder that holds ``results``; links are not followed, as results may be one."""
-    absolute = results.absolute()
-    if absolute.name != RESULTS.name:
-        raise InputError(
-            f"--results: {results} is not allowed; it must be a folder named {RESULTS}"
-        )
-    return absolute.parent

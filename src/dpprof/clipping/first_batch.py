@@ -15,8 +15,8 @@ other samples of the batch, other data or later steps. ``Clipping.check`` sees s
 Shape legend: B samples, T tokens, p width of an output.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -167,11 +167,9 @@ def _lies_on_another_axis(gradients: Tensor, sample: int) -> bool:
     )
 
 
-@contextmanager
-def _random_state_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _random_state_kept(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """Restore the state of PyTorch's generators at the end of the context."""
     devices = {p.device for p in parameters if p.device.type != "cpu"}
     kind = next((device.type for device in devices), "cuda")
     indices = sorted({device.index for device in devices if device.type == kind})
-    with torch.random.fork_rng(devices=indices, device_type=kind):
-        yield
+    return torch.random.fork_rng(devices=indices, device_type=kind)

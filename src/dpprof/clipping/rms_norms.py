@@ -11,8 +11,6 @@ Shape legend: B samples, T tokens, d width.
 
 import inspect
 import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +77,13 @@ def recognise(layer: nn.Module) -> Recognised | None:
         return None
     key = (type(layer), len(weight), *read_settings(layer).items())
     if key not in _recognised:
-        with _unwatched():
+        with (  # real numbers in full precision, unseen by any mode
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),  # noqa: SLF001
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+        ):
             cases = list(itertools.product(_PROBES, (False, True)))  # in evaluation, in training
             fits = (one for one in formulas if all(_computes(layer, one, *case) for case in cases))
             _recognised[key] = next(fits, None)
@@ -115,15 +119,3 @@ def _computes(
         and found.dtype == expected.dtype
         and torch.allclose(found, expected, rtol=tolerance, atol=0)
     )
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Compute with real numbers inside the context, in full precision, and unseen by any mode."""
-    with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())  # noqa: SLF001
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.no_grad())
-        yield

@@ -21,11 +21,6 @@ def own_part(gradient: Tensor) -> Tensor:
     return shard
 
 
-def _mark(gradient: Tensor, bound: float) -> None:
-    """Mark a gradient, in its present version, as a sum that was clipped to a bound."""
-    setattr(gradient, _MARK, (_version(gradient), bound))
-
-
 def bound_of(gradient: Tensor) -> float | None:
     """Return the bound of a clipped sum; None if it is another gradient, or changed since."""
     version, bound = getattr(gradient, _MARK, (None, None))
@@ -43,4 +38,4 @@ def add_to_grad(parameter: nn.Parameter, summed: Tensor, bound: float) -> None:
         )
     else:
         own_part(parameter.grad).add_(own_part(summed))
-    _mark(parameter.grad, bound)
+    setattr(parameter.grad, _MARK, (_version(parameter.grad), bound))

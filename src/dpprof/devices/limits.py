@@ -19,12 +19,6 @@ from dpprof.records.ceilings import Limits
 from dpprof.spec.registry import UnsupportedError
 from dpprof.spec.target import DTYPES, Dtype
 
-_TORCH: Mapping[Dtype, torch.dtype] = {
-    "float32": torch.float32,
-    "tf32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 _CALLS = 1_000
 
 Action = Callable[[], object]
@@ -137,7 +131,8 @@ def _time_products(device: Device, extent: Extent, dtype: Dtype) -> _Timed:
         UnsupportedError: The device has no products of this dtype.
     """
     device.use_precision(dtype)
-    options: Any = {"dtype": _TORCH[dtype], "device": device.torch_device}
+    stored = getattr(torch, "float32" if dtype == "tf32" else dtype)
+    options: Any = {"dtype": stored, "device": device.torch_device}
 
     def prepare(size: int) -> Action:
         left, right = (torch.randn(size, size, **options) for _ in range(2))

@@ -12,7 +12,7 @@ element that an elementwise operator writes or a reduction reads.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, OpFamily, ProductShape, is_aligned
+from dpprof.methods.tensors import tensors_in
 from dpprof.norms import triton_ops
 
 aten = torch.ops.aten
@@ -185,8 +186,8 @@ class OperatorRule(NamedTuple):
         mutated: SizedTensors = []
         for position, value in (*enumerate(args), *kwargs.items()):
             side = mutated if position in self.mutated else inputs
-            side += [(tensor, _nbytes(tensor)) for tensor in _flat(value)]
-        writes = mutated or [(tensor, _nbytes(tensor)) for tensor in _flat(out)]
+            side += [(tensor, _nbytes(tensor)) for tensor in tensors_in(value)]
+        writes = mutated or [(tensor, _nbytes(tensor)) for tensor in tensors_in(out)]
         if self.functional in _FRESH:
             inputs.clear()
         if self.functional in _LOOKUPS and inputs:
@@ -370,14 +371,6 @@ def _find_by_tags(packet: Any, functional: Any) -> OpFamily:
         if re.search(pattern, functional.__name__):
             return family
     return "elementwise" if "backward" in functional.__name__ else "other"
-
-
-def _flat(value: Any) -> Sequence[Tensor]:
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _flat(item)]
-    return ()
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -1,14 +1,16 @@
 """The child process of a measurement: calls one function and writes its answer.
 
-``isolated.py`` starts it as ``python -m dpprof.launch.child ASSIGNMENT``.
+Its parent starts it as ``python -m dpprof.launch.child ASSIGNMENT``.
 """
 
 import faulthandler
 import json
 import os
 import pkgutil
+import subprocess
 import sys
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import IO, NoReturn
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -38,6 +40,27 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
         """The files that the child inherits."""
         lifeline = () if self.lifeline_fd is None else (self.lifeline_fd,)
         return (*self.lock_fds, *lifeline, self.answer_fd)
+
+
+def start(
+    assignment: Assignment,
+    pass_fds: tuple[int, ...],
+    environment: Mapping[str, str],
+    *,
+    new_session: bool = True,
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start a child in an interpreter of its own; return it, and what it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, assignment.model_dump_json()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(*assignment.descriptors, *pass_fds),
+        start_new_session=new_session,
+        env=environment,
+    )
+    assert process.stdout is not None
+    return process, process.stdout
 
 
 def main() -> None:

@@ -38,19 +38,15 @@ def gpu_slots(threads: int, number: int = 1) -> list[DeviceSlot]:
 
     ``number`` neighbours together are one slot.
     """
-    gpus = interchangeable_gpus()
-    return [_slot(gpus[at : at + number], threads) for at in range(len(gpus) - number + 1)]
-
-
-def _slot(gpus: Sequence[Gpu], threads: int) -> DeviceSlot:
-    uuids = ",".join(gpu.uuid for gpu in gpus)
-    return DeviceSlot(
-        tuple(f"cuda-{gpu.uuid}" for gpu in gpus),
-        partial(_describe, gpus),
-        _limit_threads(threads)
-        | {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        uuids,
-    )
+    gpus, slots = interchangeable_gpus(), []
+    for at in range(len(gpus) - number + 1):
+        own = gpus[at : at + number]
+        uuids = ",".join(gpu.uuid for gpu in own)
+        environment = _limit_threads(threads)
+        environment |= {"CUDA_VISIBLE_DEVICES": uuids, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        locks = tuple(f"cuda-{gpu.uuid}" for gpu in own)
+        slots.append(DeviceSlot(locks, partial(_describe, own), environment, uuids))
+    return slots
 
 
 def _describe(gpus: Sequence[Gpu]) -> dict[str, Any]:

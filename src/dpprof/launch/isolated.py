@@ -9,16 +9,15 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
@@ -132,7 +131,7 @@ class Isolation:
             )
             start, others_busy_cores, timed_out = time.monotonic(), watch_others(), False
             with no_survivors():
-                start_child = _start if forks is None else forks.start
+                start_child = child.start if forks is None else forks.start
                 process, printed = start_child(assignment, pass_fds, self._environment)
                 output = Output(printed, sink or Sink(None))
                 try:
@@ -152,23 +151,6 @@ class Isolation:
         except ValidationError:  # the child ended before it was complete
             found = None
         return Ended(found, process.returncode, timed_out, tail, wall_s, others)
-
-
-def _start(
-    assignment: child.Assignment, pass_fds: tuple[int, ...], environment: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Start a child in an interpreter of its own; return it, and what it prints."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(*assignment.descriptors, *pass_fds),
-        start_new_session=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    return process, process.stdout
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple, Self
 import psutil
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from dpprof.records.result import Failure, Kernels, Result
+from dpprof.records.result import Result
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS
 from dpprof.system.console import say
@@ -189,25 +189,15 @@ def tell_result(result: Result) -> None:
         text += f", {what} {memory.peak_allocated_bytes / 2**20:,.0f} MiB"
     elif memory is not None and memory.peak_rss_bytes is not None:
         text += f", peak RSS {memory.peak_rss_bytes / 2**20:,.0f} MiB"
-    if result.kernels is not None:
-        text += f": {_tell_kernels(result.kernels)}"
-    if result.error is not None:
-        text += f": {tell_failure(result.error)}"
+    if (kernels := result.kernels) is not None:
+        parts = sorted(kernels.by_op_kind.items(), key=lambda part: part[1], reverse=True)[:3]
+        shares = [f"{name} {seconds / kernels.step_s:.0%}" for name, seconds in parts]
+        told = ", ".join([*shares, f"idle {kernels.idle_s / kernels.step_s:.0%}"])
+        text += f": traced step {kernels.step_s * 1000:.1f} ms, {told}"
+    if (error := result.error) is not None:
+        phase = f" in {error.phase}" if error.phase else ""
+        text += f": {error.kind}{phase}: {error.message[:200]}"
     say(f"        {text}")
-
-
-def tell_failure(error: Failure) -> str:
-    """Return why a run failed, in a line: kind, phase, and the beginning of the message."""
-    phase = f" in {error.phase}" if error.phase else ""
-    return f"{error.kind}{phase}: {error.message[:200]}"
-
-
-def _tell_kernels(kernels: Kernels) -> str:
-    """Return the op kinds that take most of a traced step, and the idle share."""
-    parts = sorted(kernels.by_op_kind.items(), key=lambda part: part[1], reverse=True)[:3]
-    shares = [f"{name} {seconds / kernels.step_s:.0%}" for name, seconds in parts]
-    told = ", ".join([*shares, f"idle {kernels.idle_s / kernels.step_s:.0%}"])
-    return f"traced step {kernels.step_s * 1000:.1f} ms, {told}"
 
 
 def format_duration(seconds: float) -> str:

@@ -7,7 +7,6 @@ which rank failed, and how.
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -35,10 +34,6 @@ class _Rank(NamedTuple):
     output: Output
     phase_fd: int
     answer: IO[bytes]
-
-    def has_ended(self) -> bool:
-        """Return whether the process has ended."""
-        return self.process.poll() is not None
 
     def report(self) -> WorkerAnswer | None:
         """Return the rank's report; None if it died before the report was complete."""
@@ -104,16 +99,10 @@ def _start(
         lock_fds=[],
         answer_fd=answer.fileno(),
     )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", child.__name__, assignment.model_dump_json()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(phase_fd, store_fd, answer.fileno()),
-        env=os.environ | _share_cores(experiment),
-    )
-    assert process.stdout is not None
-    return _Rank(number, process, Output(process.stdout, Sink(None)), phase_fd, answer)
+    environment = os.environ | _share_cores(experiment)
+    given = (phase_fd, store_fd)
+    process, printed = child.start(assignment, given, environment, new_session=False)
+    return _Rank(number, process, Output(printed, Sink(None)), phase_fd, answer)
 
 
 def _share_cores(experiment: Experiment) -> dict[str, str]:
@@ -132,10 +121,11 @@ def _wait(ranks: list[_Rank]) -> _Rank | None:
     waiting = list(ranks)
     while waiting:
         time.sleep(_POLL_S)
-        ended = [rank for rank in waiting if rank.has_ended()]
+        ended = [rank for rank in waiting if rank.process.poll() is not None]
         if not all(rank.measurement() for rank in ended):
             # Looked at once more: the first one may have died after its turn and before another's.
-            failed = [one for one in waiting if one.has_ended() and not one.measurement()]
+            ended = [rank for rank in waiting if rank.process.poll() is not None]
+            failed = [rank for rank in ended if not rank.measurement()]
             return min(failed, key=_Rank.reported_at)
         waiting = [rank for rank in waiting if rank not in ended]
     return None

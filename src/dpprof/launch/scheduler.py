@@ -13,7 +13,6 @@ from pathlib import Path
 from dpprof.records.record import ResultError
 from dpprof.records.result import Failure, Result, interrupted_path, read_result
 from dpprof.records.terms import Outcome, Phase
-from dpprof.system.files import write_atomically
 
 MAX_ATTEMPTS = 2
 """A run that crashed or was killed is tried again in a fresh process; other outcomes are final."""
@@ -47,20 +46,6 @@ def describe_end(job: str, number: int, phase: Phase) -> Failure:
 def is_interrupted(result: Result) -> bool:
     """Return whether a run has attempts left."""
     return result.outcome in RETRIED and len(result.attempts) < MAX_ATTEMPTS
-
-
-def keep_copy(output: Path) -> None:
-    """Keep a copy of a result that Snakemake will delete.
-
-    Raises:
-        OSError: The copy cannot be written.
-    """
-    write_atomically(interrupted_path(output), output.read_bytes())
-
-
-def drop_copy(output: Path) -> None:
-    """Delete the copy of a result, if there is one."""
-    interrupted_path(output).unlink(missing_ok=True)
 
 
 def drop_copies(results: Path) -> None:

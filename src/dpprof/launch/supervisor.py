@@ -27,9 +27,7 @@ from dpprof.launch.scheduler import (
     MAX_ATTEMPTS,
     RETRIED,
     describe_end,
-    drop_copy,
     is_interrupted,
-    keep_copy,
     read_earlier,
     scheduler_job,
 )
@@ -43,11 +41,13 @@ from dpprof.records.result import (
     Failure,
     Measurement,
     Result,
+    interrupted_path,
 )
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import PREDICTIONS
 from dpprof.system.child_output import Sink
 from dpprof.system.console import say
+from dpprof.system.files import write_atomically
 from dpprof.system.hardware import available_cores
 
 _WORK = "dpprof.launch.worker:work"
@@ -206,7 +206,7 @@ def supervise(
             sink.write(f"dpprof: earlier attempt {number}: {attempt.outcome}{told}\n")
         if earlier and not is_interrupted(earlier):
             say("this code has already measured this run; its result is kept")
-            drop_copy(output)
+            interrupted_path(output).unlink(missing_ok=True)
             return earlier
         isolation.begin(**{TRACES: "" if traces is None else str(traces)})
         while True:
@@ -245,9 +245,9 @@ def supervise(
         )
         # For a scheduler a job has failed, too, whose worker was killed for its memory.
         if keep and scheduler_job() and result.outcome == "killed":
-            keep_copy(output)
+            write_atomically(interrupted_path(output), output.read_bytes())
         else:
-            drop_copy(output)
+            interrupted_path(output).unlink(missing_ok=True)
         if terminated:
             say("the scheduler has ended this job; the attempt is recorded")
             raise terminated

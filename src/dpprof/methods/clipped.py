@@ -3,7 +3,7 @@
 Shape legend: B batch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.methods.training_step import Batch, Enter, TrainingStep, sample_losses
+from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep, sample_losses
 from dpprof.norms.code_paths import Watch
 from dpprof.norms.triton_ops import chosen_tiles, explain_missing_tiles
 from dpprof.records.births import Function
@@ -67,6 +67,10 @@ class ClippedStep(TrainingStep):
     def apply_gradient(self) -> None:
         """Step the wrapped optimizer."""
         self.optimizer.original_optimizer.step()
+
+    def clip_groups(self) -> Sequence[ClipGroup]:
+        """Return the groups of the clipping."""
+        return [ClipGroup(*group) for group in self.clipping.groups]
 
     def sample_norms(self) -> Tensor | None:
         """Return the samples' norms over all parameters; (B,)."""

@@ -3,12 +3,10 @@
 Cost per linear layer: as ``flash-bk``, but no output gradients are kept.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.methods.clipped import ClippedStep
-from dpprof.methods.training_step import ClipGroup
 
 
 class PerLayer(ClippedStep):
@@ -21,10 +19,3 @@ class PerLayer(ClippedStep):
     mechanism: ClassVar[str] = "per-layer clipping"
     parallel_kinds = ()
     clipping_type = PerLayerClipping
-    clipping: PerLayerClipping
-
-    def clip_groups(self) -> Sequence[ClipGroup]:
-        """Return one group for each layer."""
-        layers = (layer.parameters(recurse=False) for layer in self.module.modules())
-        trainable = ([p for p in layer if p.requires_grad] for layer in layers)
-        return [ClipGroup(own, self.clipping.bound) for own in trainable if own]

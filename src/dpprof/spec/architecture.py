@@ -98,7 +98,11 @@ def resolve(value: Any) -> Any:
         return _make(name, overrides)
     base = _find(name.removeprefix(PREFIX))
     changed = {key for key, one in overrides.items() if key not in base or base[key] != one}
-    return _make(_name_variant(_last_part(name), overrides, changed), base | overrides)
+    # The option by which Opacus's users untie weights is spelled.
+    untied = overrides.get("tie_word_embeddings") is False and "tie_word_embeddings" in changed
+    variant = _last_part(name) + ("-untied" if untied else "")
+    variant += "-custom" if changed - {"tie_word_embeddings"} else ""
+    return _make(variant, base | overrides)
 
 
 def _last_part(name: str) -> str:
@@ -109,13 +113,6 @@ def _last_part(name: str) -> str:
         if path.name == "config.json"
         else path.name.removesuffix(".json")
     )
-
-
-def _name_variant(name: str, overrides: Mapping[str, Any], changed: set[str]) -> str:
-    """Name a config with overrides; the option by which Opacus's users untie weights is spelled."""
-    untied = overrides.get("tie_word_embeddings") is False and "tie_word_embeddings" in changed
-    name += "-untied" if untied else ""
-    return name + ("-custom" if changed - {"tie_word_embeddings"} else "")
 
 
 def _make(name: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,23 +64,17 @@ def refuse_config_files(arguments: Sequence[str]) -> None:
 
     ``arguments`` is Snakemake's command line, which its own parser has accepted.
     """
-    for path in _config_files(arguments):
-        try:
-            read_config_file(path)
-        except (InputError, OSError) as error:
-            sys.exit(f"error: {error}")
-
-
-def _config_files(arguments: Sequence[str]) -> list[Path]:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--configfile", "--configfiles", nargs="+", action="extend", default=[], type=Path
     )
-    parser.add_argument(
-        "--config", "-C", nargs="*"
-    )  # otherwise argparse would read it as --configfile abbreviated
-    found: list[Path] = parser.parse_known_args(arguments)[0].configfile
-    return found
+    # Otherwise argparse would read it as --configfile abbreviated.
+    parser.add_argument("--config", "-C", nargs="*")
+    for path in parser.parse_known_args(arguments)[0].configfile:
+        try:
+            read_config_file(path)
+        except (InputError, OSError) as error:
+            sys.exit(f"error: {error}")
 
 
 def parse_config_text(text: str) -> Any:
@@ -187,7 +181,11 @@ def _measure(node: yaml.Node, known: dict[int, int], depth: int = 1) -> int:
     if id(node) not in known:
         below = 1
         if isinstance(node, yaml.ScalarNode):
-            _refuse_odd_number(node)
+            if node.tag in _NUMBERS and _ODD_NUMBER.fullmatch(node.value):
+                raise InputError(
+                    f"line {node.start_mark.line + 1}: {node.value[:80]} is not allowed; YAML "
+                    "reads it as an octal number or as minutes and seconds, so write a plain number"
+                )
         elif isinstance(node, yaml.MappingNode):
             _refuse_twice((_key_of(key) for key, _ in node.value), node.start_mark.line + 1)
             below += sum(_measure(value, known, depth + 1) for _, value in node.value)
@@ -203,11 +201,3 @@ def _key_of(node: yaml.Node) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise InputError(f"line {node.start_mark.line + 1}: a key must be a name")
     return str(node.value)
-
-
-def _refuse_odd_number(node: yaml.ScalarNode) -> None:
-    if node.tag in _NUMBERS and _ODD_NUMBER.fullmatch(node.value):
-        raise InputError(
-            f"line {node.start_mark.line + 1}: {node.value[:80]} is not allowed; YAML reads it as "
-            "an octal number or as minutes and seconds, so write a plain number"
-        )

@@ -15,11 +15,11 @@ context (pytorch#109888, unsloth-zoo#1053), and the libraries' kernels add to th
 
 def _gpu(  # noqa: PLR0917 (a row of a table)
     total_bytes: float,
-    tflops: tuple[float, float, float, float],
     gb_per_s: float,
+    at: str,
+    tflops: tuple[float, float, float, float],
     cc: str,
     multiprocessors: int,
-    at: str,
 ) -> Target:
     dtypes: tuple[Dtype, ...] = ("float64", "float32", "tf32", "bfloat16")
     return Target(
@@ -32,50 +32,42 @@ def _gpu(  # noqa: PLR0917 (a row of a table)
     )
 
 
-_HOPPER = (67, 67, 494.7, 989.4)
-_AMPERE = (19.5, 19.5, 156, 312)
+_H100_SXM = ((67, 67, 494.7, 989.4), "9.0", 132)
+_A100 = ((19.5, 19.5, 156, 312), "8.0", 108)
 
-H200 = _gpu(150_109_945_856, _HOPPER, 4800, "9.0", 132, "H200 Tensor Core GPU data sheet, SXM")
-H100 = _gpu(
-    85_017_493_504, _HOPPER, 3350, "9.0", 132, "H100 Tensor Core GPU data sheet, SXM5 80 GB"
-)
+H200 = _gpu(150_109_945_856, 4800, "H200 Tensor Core GPU data sheet, SXM", *_H100_SXM)
+H100 = _gpu(85_017_493_504, 3350, "H100 Tensor Core GPU data sheet, SXM5 80 GB", *_H100_SXM)
 H100_PCIE = _gpu(
     81_008 * 2**20,
-    (51, 51, 378, 756),
     2000,
+    "H100 Tensor Core GPU architecture white paper, PCIe 80 GB",
+    (51, 51, 378, 756),
     "9.0",
     114,
-    "H100 Tensor Core GPU architecture white paper, PCIe 80 GB",
 )
 H100_NVL = _gpu(
     93.00 * 2**30,
-    (60, 60, 417.5, 835),
     3900,
+    "H100 Tensor Core GPU data sheet, NVL 94 GB",
+    (60, 60, 417.5, 835),
     "9.0",
     132,
-    "H100 Tensor Core GPU data sheet, NVL 94 GB",
 )
-A100 = _gpu(
-    85_093_711_872, _AMPERE, 2039, "8.0", 108, "A100 Tensor Core GPU data sheet, SXM4 80 GB"
-)
-A100_PCIE = _gpu(
-    81_049 * 2**20, _AMPERE, 1935, "8.0", 108, "A100 Tensor Core GPU data sheet, PCIe 80 GB"
-)
-A100_40GB = _gpu(
-    42_298_834_944, _AMPERE, 1555, "8.0", 108, "A100 Tensor Core GPU data sheet, SXM4 40 GB"
-)
+A100 = _gpu(85_093_711_872, 2039, "A100 Tensor Core GPU data sheet, SXM4 80 GB", *_A100)
+A100_PCIE = _gpu(81_049 * 2**20, 1935, "A100 Tensor Core GPU data sheet, PCIe 80 GB", *_A100)
+A100_40GB = _gpu(42_298_834_944, 1555, "A100 Tensor Core GPU data sheet, SXM4 40 GB", *_A100)
 B200 = _gpu(
-    182_631 * 2**20, (37, 75, 1100, 2250), 7700, "10.0", 148, "Blackwell data sheet, HGX B200"
+    182_631 * 2**20, 7700, "Blackwell data sheet, HGX B200", (37, 75, 1100, 2250), "10.0", 148
 )
-L40S = _gpu(47_803_531_264, (1.43, 91.6, 183, 362), 864, "8.9", 142, "L40S data sheet")
-L4 = _gpu(23_622_320_128, (0.47, 30.3, 60, 121), 300, "8.9", 58, "L4 Tensor Core GPU data sheet")
+L40S = _gpu(47_803_531_264, 864, "L40S data sheet", (1.43, 91.6, 183, 362), "8.9", 142)
+L4 = _gpu(23_622_320_128, 300, "L4 Tensor Core GPU data sheet", (0.47, 30.3, 60, 121), "8.9", 58)
 RTX_4090 = _gpu(
     25_756_172_288,
-    (1.29, 82.6, 82.6, 165.2),
     1008,
+    "Ada GPU architecture white paper, appendix on the RTX 4090",
+    (1.29, 82.6, 82.6, 165.2),
     "8.9",
     128,
-    "Ada GPU architecture white paper, appendix on the RTX 4090",
 )
 
 CPU = None

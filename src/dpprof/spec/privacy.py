@@ -2,14 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from dpprof.spec.quantities import NotNegative, Positive, Whole, one_or_many, refuse_bool
 from dpprof.spec.validation import refuse
@@ -18,10 +11,8 @@ Accountant = Literal["prv", "rdp"]
 Share = Annotated[float, Field(gt=0, lt=1), BeforeValidator(refuse_bool)]
 
 
-class Privacy(BaseModel):
+class Privacy(BaseModel, frozen=True, extra="forbid"):
     """A privacy budget, and the training that spends it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     samples: Whole = Field(description="samples (sequences) in the data")
     tokens: Whole = Field(description="tokens to train on, over all epochs")

@@ -53,13 +53,10 @@ class _OneOrMany:
         return {"anyOf": [many["items"], many]}
 
 
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else [value]
-
-
 def one_or_many(item: Any) -> Any:
     """Return the type of a key that takes one value or a list of at least one."""
-    return Annotated[list[item], Field(min_length=1), BeforeValidator(_listed), _OneOrMany()]
+    listed = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
+    return Annotated[list[item], Field(min_length=1), listed, _OneOrMany()]
 
 
 _SIZE = r"\s*([0-9]+(\.0+)?\s*[A-Za-z]*|[0-9]*\.[0-9]+\s*(?![Bb]\s*$)[A-Za-z]+)\s*"

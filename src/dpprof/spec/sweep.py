@@ -77,10 +77,8 @@ Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9./][A-Za-z0-9+._/:@-]{0,500}$"
 SweepName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
-class Config(BaseModel):
+class Config(BaseModel, extra="forbid"):
     """The config file."""
-
-    model_config = _STRICT
 
     defaults: Sweep = Field(  # type: ignore[valid-type]
         default_factory=Sweep, description="values for keys that a sweep leaves out"
@@ -139,10 +137,7 @@ def expand(config: Config, resolve_device: Callable[[], str]) -> dict[str, list[
     Raises:
         InputError: A sweep leaves out a required key, or has too many runs.
     """
-
-    @functools.cache
-    def auto() -> str:
-        return resolve_device()
+    auto = functools.cache(resolve_device)
 
     def resolved(keys: dict[str, Any]) -> dict[str, Any]:
         return keys | {"device": [auto() if v == "auto" else v for v in keys["device"]]}

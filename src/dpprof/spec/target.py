@@ -29,18 +29,17 @@ def ceiling_of(op_dtype: str, dtype: Dtype) -> Dtype:
     return _CEILINGS.get(op_dtype, "tf32" if dtype == "tf32" else "float32")
 
 
-def _for_every_dtype(value: object) -> object:
-    """Return ceilings by dtype; a single number counts for every dtype."""
-    if isinstance(value, Mapping):
-        return value
-    return dict.fromkeys(DTYPES, value)
+_FOR_EVERY_DTYPE = BeforeValidator(
+    lambda value: value if isinstance(value, Mapping) else dict.fromkeys(DTYPES, value)
+)
+"""Ceilings by dtype; a single number counts for every dtype."""
 
 
 class Target(BaseModel, frozen=True, extra="forbid"):
     """A device, described by the limits that bound a training step on it."""
 
     memory_bytes: Size = Field(description="memory that training can allocate")
-    flops_per_s: Annotated[dict[Dtype, Positive], BeforeValidator(_for_every_dtype)] = Field(
+    flops_per_s: Annotated[dict[Dtype, Positive], _FOR_EVERY_DTYPE] = Field(
         description="dense FLOP/s of matrix products: one number, or one for each dtype"
     )
     bandwidth_bytes_per_s: Positive = Field(description="bandwidth of that memory")

@@ -11,16 +11,11 @@ from typing import NamedTuple
 from dpprof.flops.cost import COUNTED, AttentionShape, Cost, ProductShape
 from dpprof.spec import datasheets
 from dpprof.spec.target import Dtype, Target, ceiling_of
-from dpprof.step_time.op_time import OpTime
+from dpprof.step_time.op_time import OpTime, UnknownTimeError
 from dpprof.step_time.product_table import PeakRates, ProductTable, bound_s, read_product_table
 
-_MEASURED = {
-    datasheets.H100: "h100",
-    datasheets.H200: "h200",
-    datasheets.A100: "a100",
-    datasheets.B200: "b200",
-    datasheets.L40S: "l40s",
-}
+_TABLES = ("a100", "b200", "h100", "h200", "l40s")
+_MEASURED: dict[Target, str] = {getattr(datasheets, name.upper()): name for name in _TABLES}
 """Devices with a table of their own."""
 
 _OF_ARCHITECTURE = {"8.0": "a100", "8.9": "l40s", "9.0": "h100", "10.0": "b200"}
@@ -125,13 +120,6 @@ CLOCKS = 0.05
 """Spread of all times of a device together: clocks, cooling and drivers differ."""
 
 
-class NoPeakError(LookupError):
-    """The target does not say how fast it multiplies matrices of a dtype."""
-
-    def __init__(self, dtype: Dtype) -> None:
-        super().__init__(f"the target's flops_per_s has no {dtype}")
-
-
 def _share_of_bandwidth(cost: Cost) -> Estimate:
     if cost.op == "_to_copy" and cost.dtype == "bfloat16":
         return WIDENING
@@ -164,7 +152,7 @@ class GpuModel:
             moved_bytes: What it reads and writes, each once.
 
         Raises:
-            NoPeakError: It is a product or attention of a dtype whose peak is not known.
+            UnknownTimeError: It is a product or attention of a dtype whose peak is not known.
         """
         streamed_s = moved_bytes / self._target.bandwidth_bytes_per_s
         if cost.product is not None:
@@ -220,5 +208,5 @@ class GpuModel:
         ceiling = ceiling_of(op_dtype, self._dtype)
         found = self._target.flops_per_s.get(ceiling)
         if found is None:
-            raise NoPeakError(ceiling)
+            raise UnknownTimeError(f"the target's flops_per_s has no {ceiling}")
         return found

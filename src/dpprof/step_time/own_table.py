@@ -9,6 +9,7 @@ fastest traffic in the table, and no operator takes less time than the shortest 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from dpprof.records.ceilings import ceilings_path, device_name, read_ceilings
 from dpprof.records.operators import OperatorShape, OperatorTable, OperatorTime
-from dpprof.step_time.op_time import Z_90, OpTime
+from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.step_time.product_table import Floats, fit_plane
 from dpprof.system.hardware import available_cores, cpu_name
 
@@ -49,13 +50,6 @@ class _Group(NamedTuple):
         apart = np.where(self.layouts == layout, 0.0, _OTHER_LAYOUT)
         apart[~usable] = np.inf
         return fit_plane(self.sizes, self.speeds, sizes, apart, _NEIGHBOURS)
-
-
-class NoTableError(LookupError):
-    """No operators were timed on this machine as an experiment would run them."""
-
-    def __init__(self, why: str = "no operators were timed on this machine") -> None:
-        super().__init__(f"{why}; dpprof ceilings --device cpu --operators-of times them")
 
 
 class OwnTable:
@@ -142,25 +136,23 @@ def read_own_table(root: Path, threads: int | None) -> OwnTable:
         threads: The experiment's threads; None for all cores.
 
     Raises:
-        NoTableError: Nothing was timed, or by another PyTorch, or on another number of threads.
+        UnknownTimeError: Nothing was timed, or by another PyTorch, or on another number of threads.
         ResultError: The ceilings' file is cut, edited, or of another version.
     """
     cores = available_cores()
     described = {"type": "cpu", "name": cpu_name(), "cores": cores}
-    try:
+    here, threads = version("torch"), threads or cores
+    why = "no operators were timed on this machine"
+    with suppress(FileNotFoundError):
         ceilings = read_ceilings(ceilings_path(root, device_name(described)))
-    except FileNotFoundError:
-        raise NoTableError from None
-    if ceilings.operators is None:
-        raise NoTableError
-    timed_by = ceilings.provenance["packages"]["torch"]
-    here = version("torch")
-    if timed_by != here:
-        raise NoTableError(f"operators were timed by PyTorch {timed_by}, and this is {here}")
-    timed_on, threads = ceilings.operators.threads, threads or cores
-    if timed_on != threads:
-        raise NoTableError(f"operators were timed on {timed_on} threads, and this has {threads}")
-    return OwnTable(ceilings.operators)
+        table, timed_by = ceilings.operators, ceilings.provenance["packages"]["torch"]
+        if table is not None and timed_by == here and table.threads == threads:
+            return OwnTable(table)
+        if table is not None and timed_by != here:
+            why = f"operators were timed by PyTorch {timed_by}, and this is {here}"
+        elif table is not None:
+            why = f"operators were timed on {table.threads} threads, and this has {threads}"
+    raise UnknownTimeError(f"{why}; dpprof ceilings --device cpu --operators-of times them")
 
 
 def _moved_bytes(one: OperatorShape) -> int:

@@ -19,10 +19,10 @@ from dpprof.records.result import PredictedTime, Time
 from dpprof.records.terms import BASES, Basis
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.gpu_model import CLOCKS, GpuModel, NoPeakError
-from dpprof.step_time.op_time import Z_90, OpTime
+from dpprof.step_time.gpu_model import CLOCKS, GpuModel
+from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.step_time.operator_shape import moved_bytes, shape_of
-from dpprof.step_time.own_table import NoTableError, OwnTable, read_own_table
+from dpprof.step_time.own_table import OwnTable, read_own_table
 
 
 class StepTime(NamedTuple):
@@ -71,7 +71,11 @@ def combine(
         issuing_s = host_s * math.exp(sigmas * host_spread)
         if on_host:
             return slower * device_s + issuing_s * len(ops)
-        return _overlap(seconds, slower, issuing_s)
+        issued = ended = 0.0
+        for each in seconds:  # waits to be issued, and for the one before it
+            issued += issuing_s
+            ended = max(ended, issued) + slower * each
+        return ended
 
     median_s = run(0)
     rests_on = {
@@ -81,15 +85,6 @@ def combine(
     }
     waiting = 1 - device_s / median_s if median_s else 0.0
     return StepTime(median_s, run(-Z_90), run(Z_90), rests_on, max(waiting, 0.0))
-
-
-def _overlap(seconds: Sequence[float], slower: float, host_s: float) -> float:
-    """Return when the last operator ends, if each waits to be issued and for the one before it."""
-    issued = ended = 0.0
-    for each in seconds:
-        issued += host_s
-        ended = max(ended, issued) + slower * each
-    return ended
 
 
 DRIFT = 0.05
@@ -115,17 +110,14 @@ def predict_time(
     if experiment.parallel is not None:
         return None, {"time": "how long ranks take to communicate is not predicted"}
     try:
-        step = _predict(ops, experiment, target)
-    except (NoPeakError, NoTableError, ResultError) as error:
+        if target is None:
+            step = predict_step_here(ops, read_own_table(Path.cwd(), experiment.cpu_threads))
+        else:
+            step = predict_step(ops, experiment.dtype, target)
+    except (UnknownTimeError, ResultError) as error:
         return None, {"time": f"not predicted: {error}"}
     time = Time(step_s=[], predicted_step_s=step)
     return time, {"time.median_s": "nothing ran; the instrument clean measures it"}
-
-
-def _predict(ops: Sequence[Op], experiment: Experiment, target: Target | None) -> PredictedTime:
-    if target is not None:
-        return predict_step(ops, experiment.dtype, target)
-    return predict_step_here(ops, read_own_table(Path.cwd(), experiment.cpu_threads))
 
 
 def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTime:
@@ -137,7 +129,7 @@ def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTi
         target: The GPU.
 
     Raises:
-        NoPeakError: The peak of a dtype that the step multiplies in is not known.
+        UnknownTimeError: The peak of a dtype that the step multiplies in is not known.
     """
     model = GpuModel(target, dtype)
     times = [model.predict(op.cost, moved_bytes(op)) for op in ops]

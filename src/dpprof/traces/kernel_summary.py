@@ -47,7 +47,10 @@ def state_kernels(trace: Trace, family_of: FamilyOf, *, on_cuda: bool) -> dict[s
         "total_s": total_s,
         "by_op_kind": {name: by_op_kind[name] for name in OP_KINDS if name in by_op_kind},
         "by_phase": {name: by_phase[name] for name in PHASES if name in by_phase},
-        "by_phase_and_op_kind": _launched(ran, count),
+        "by_phase_and_op_kind": [
+            Launched(phase=phase, op_kind=op_kind, **_per_step(some, count))
+            for (phase, op_kind), some in _group(ran, lambda one: (one.phase, one.op_kind)).items()
+        ],
         "other_share": by_op_kind.get("other", 0.0) / total_s,
         "idle_s": sum(idle_s) / count,
         "waiting_s": _waiting_s(ran, steps) / count if on_cuda else None,
@@ -90,13 +93,6 @@ def _seconds(ran: Sequence[Ran]) -> float:
 
 def _per_step(ran: Sequence[Ran], steps: int) -> dict[str, float]:
     return {"seconds": _seconds(ran) / steps, "launches": len(ran) / steps}
-
-
-def _launched(ran: Sequence[Ran], steps: int) -> list[Launched]:
-    return [
-        Launched(phase=phase, op_kind=op_kind, **_per_step(some, steps))
-        for (phase, op_kind), some in _group(ran, lambda one: (one.phase, one.op_kind)).items()
-    ]
 
 
 def _largest(ran: Sequence[Ran], steps: int) -> list[Kernel]:

@@ -18,7 +18,6 @@ from dpprof.records.verdict import TOLERANCE, Scenario
 from dpprof.spec.registry import UnsupportedError
 from dpprof.verification import reference
 from dpprof.verification.steps import (
-    STEPS,
     StepResult,
     WrongError,
     begin_steps,
@@ -26,6 +25,7 @@ from dpprof.verification.steps import (
     compute,
     finish,
     look,
+    take_steps,
 )
 from dpprof.verification.subjects import Subject, choose_frozen, choose_layer
 
@@ -73,12 +73,9 @@ def poison(method: type[TrainingStep], subject: Subject) -> None:
     poisoned_sample = _sample_gradients(model, batch.map(lambda ids: ids[:1]))
     if _is_finite(poisoned_sample) or not _is_finite(others):
         raise UnsupportedError("no single sample of this model can be made non-finite")
-    step = begin_steps(method, subject.experiment, model)
     expected = [torch.cat([one.new_zeros(1, one.shape[1]), one]) for one in others]
-    for _ in range(STEPS):
-        compute(step, batch)
-        _compare(method, look(step), expected)
-        finish(step)
+    for taken in take_steps(method, subject._replace(model=model, batch=batch)):
+        _compare(method, taken, expected)
 
 
 def _sample_gradients(model: nn.Module, batch: Batch) -> list[Tensor]:

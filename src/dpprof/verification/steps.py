@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from dpprof.records.verdict import TOLERANCE
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import FLAT, NO_CLIPPING
 from dpprof.verification.reference import PlacedGroup
+from dpprof.verification.subjects import Subject
 
 STEPS = 2
 """More than one, because a step must not affect the next."""
@@ -79,6 +80,15 @@ def finish(step: TrainingStep) -> None:
     """End the step, as ``TrainingStep.run`` does."""
     step.apply_gradient()
     step.optimizer.zero_grad()
+
+
+def take_steps(method: type[TrainingStep], subject: Subject) -> Iterator[StepResult]:
+    """Run ``STEPS`` steps that change no weight."""
+    step = begin_steps(method, subject.experiment, subject.model)
+    for _ in range(STEPS):
+        compute(step, subject.batch)
+        yield look(step)
+        finish(step)
 
 
 def _place_groups(step: TrainingStep, trainable: Sequence[nn.Parameter]) -> list[PlacedGroup]:

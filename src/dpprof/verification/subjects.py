@@ -48,9 +48,14 @@ def describe_case(model: str | StandIn, method: str, attention: str, batch_size:
     Raises:
         UnsupportedError: transformers refuses the config of a stand-in.
     """
+    if isinstance(model, StandIn):
+        described = model.model_dump(exclude_none=True, exclude={"model"})
+        described["model"] = _complete(model.model)
+    else:
+        described = {"model": REDUCED if model == BUILT_IN else model}
     return Experiment.model_validate(
         {
-            **_describe_model(model),
+            **described,
             "method": method,
             "batch_size": batch_size,
             "seq_len": SEQ_LEN,
@@ -60,13 +65,6 @@ def describe_case(model: str | StandIn, method: str, attention: str, batch_size:
             "noise_multiplier": 0.0,
         }
     )
-
-
-def _describe_model(model: str | StandIn) -> dict[str, Any]:
-    if isinstance(model, str):
-        return {"model": REDUCED if model == BUILT_IN else model}
-    fields = model.model_dump(exclude_none=True, exclude={"model"})
-    return {"model": _complete(model.model), **fields}
 
 
 def _complete(architecture: Architecture) -> Architecture:

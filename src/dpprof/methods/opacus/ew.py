@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from dpprof.methods.opacus.per_sample import OpacusPerSample
-from dpprof.methods.opacus.samplers import has_trained_padding, watch_expanded_weights
+from dpprof.methods.opacus.samplers import watch_expanded_weights
 from dpprof.norms.code_paths import Watch
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
@@ -31,7 +31,8 @@ class OpacusEw(OpacusPerSample):
             raise UnsupportedError("PyTorch's expanded weights do not work under autocast")
         if experiment.checkpointing != "none":
             raise UnsupportedError("PyTorch's expanded weights do not work under checkpointing")
-        if has_trained_padding(model):
+        tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
+        if any(one.padding_idx is not None and one.weight.requires_grad for one in tables):
             raise UnsupportedError(
                 "PyTorch's expanded weights give the row of an embedding's padding_idx a gradient, "
                 "which it does not have"

@@ -9,7 +9,7 @@ gradients. So the rules get zeros as the gradients of padding. A test fails once
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -24,12 +24,6 @@ _TABLES = {"GRAD_SAMPLERS": OpacusPath.GRAD_SAMPLER, "NORM_SAMPLERS": OpacusPath
 """Opacus's tables of samplers by type of layer; only ghost clipping has the second."""
 
 Sampler = Callable[[nn.Embedding, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
-
-
-def has_trained_padding(model: nn.Module) -> bool:
-    """Tell whether a model trains a lookup table that has a row for padding."""
-    tables = (layer for layer in model.modules() if isinstance(layer, nn.Embedding))
-    return any(one.padding_idx is not None and one.weight.requires_grad for one in tables)
 
 
 def leave_padding_out(module: AbstractGradSampleModule) -> None:
@@ -85,10 +79,9 @@ def watch_hooks(module: AbstractGradSampleModule, watch: Watch) -> Iterator[None
         yield
 
 
-@contextmanager
 def watch_expanded_weights(
     module: nn.Module, optimizer: DPOptimizer, watch: Watch
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Watch a model with expanded weights: which layers have per-sample gradients at clipping.
 
     Expanded weights have no sampler, and the optimizer has no hook before clipping.
@@ -102,5 +95,4 @@ def watch_expanded_weights(
                 watch(layer, OpacusPath.EXPANDED_WEIGHTS, lambda: None, ())
         clip_and_accumulate()
 
-    with substitute(optimizer, "clip_and_accumulate", look_and_clip):
-        yield
+    return substitute(optimizer, "clip_and_accumulate", look_and_clip)

@@ -22,7 +22,6 @@ from dpprof.verification.training.gradients import (
     clip,
     compare_losses,
     compare_norms,
-    compare_unclipped,
     diagnose,
     find_difference,
     find_shared_layer,
@@ -217,8 +216,15 @@ class _Check:
         if losses.dim() or not self.loop.by_hand:
             averages = self.loop.averages
             compare_losses(losses.cpu().double(), samples.losses_B, self.limit, averages=averages)
-            is_mean = not losses.dim() and averages
-            compare_unclipped(self.loop, found, samples, count if is_mean else 1, self.limit)
+            divisor = count if averages and not losses.dim() else 1
+            unclipped = clip(samples, [(self.loop.trained, math.inf)], divisor)
+            first, _ = find_difference(found, unclipped, self.limit)
+            if first is not None:
+                raise WrongTrainingError(
+                    f"{self.loop.names[first]}: the gradient of the batch's loss is not that of "
+                    "its samples alone: samples are mixed, or the mean is over all tokens of the "
+                    "batch"
+                )
         self.checked.append("each sample's loss is its own")
 
     def _refuse_other_loss(self, value: Any) -> None:

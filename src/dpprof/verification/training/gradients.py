@@ -259,18 +259,5 @@ def compare_losses(found: Tensor, alone_B: Tensor, limit: float, *, averages: bo
     raise WrongTrainingError(next(reasons, otherwise))
 
 
-def compare_unclipped(
-    loop: Loop, found: Gradients, samples: Samples, divisor: float, limit: float
-) -> None:
-    """Compare the gradient of the batch's loss with those of its samples, all unclipped."""
-    expected = clip(samples, [(loop.trained, math.inf)], divisor)
-    first, _ = find_difference(found, expected, limit)
-    if first is not None:
-        raise WrongTrainingError(
-            f"{loop.names[first]}: the gradient of the batch's loss is not that of its samples "
-            "alone: samples are mixed, or the mean is over all tokens of the batch"
-        )
-
-
 def _is_close(found: Tensor, expected: Tensor, limit: float) -> Tensor:
     return (found - expected).abs() <= limit * expected.abs() + 1e-12

@@ -330,7 +330,8 @@ class Loop:
         attributes = [(one, dict(vars(one))) for one in owners if one is not None]
         groups = [(group, dict(group)) for group in self.optimizer.param_groups]
         state = {
-            p: {k: _copy(v) for k, v in one.items()} for p, one in self.optimizer.state.items()
+            p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()}
+            for p, one in self.optimizer.state.items()
         }
         try:
             yield values
@@ -355,10 +356,6 @@ def _setting(*changes: tuple[Any, str, Any]) -> Iterator[None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _find_hooks(model: nn.Module) -> list[Any]:
