@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpprof.analysis.difference.waterfall import format_size, name_component
+from dpprof.analysis.difference.waterfall import format_change, name_component
 from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement, Run, Unlike
 from dpprof.report.rendering.markdown import escape_line, on_one_line
 from dpprof.report.wording import plural
@@ -122,7 +122,7 @@ def _spell_change(one: ComparedFigure) -> str:
         return share
     size = f"{now - was:+,}"
     if one.unit == "bytes":
-        size = f"{'+' if now > was else ''}{format_size(int(now - was))}"
+        size = format_change(int(now - was))
     return f"{size} ({share})" if share else size
 
 

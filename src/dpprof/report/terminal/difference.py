@@ -11,6 +11,7 @@ from dpprof.analysis.difference.waterfall import (
     LEVELS,
     Bar,
     fold_blocks,
+    format_change,
     format_size,
     name_component,
 )
@@ -175,7 +176,7 @@ def render_text(difference: Difference, detail: Detail) -> str:
     for row in rows:
         size = row.difference_bytes
         label = "  " * row.depth + row.name
-        lines.append((f"{size:+,}", _signed(size), _draw(row, low, high), label))
+        lines.append((f"{size:+,}", format_change(size), _draw(row, low, high), label))
     lines.append((f"{a.peak_bytes:,}", format_size(a.peak_bytes), "", _describe("A", a)))
     numbers, sizes = (max(len(line[at]) for line in lines) for at in (0, 1))
     shared = [f"Both: {', '.join(difference.shared)}."] if difference.shared else []
@@ -192,16 +193,11 @@ def render_text(difference: Difference, detail: Detail) -> str:
     return "\n".join(map(on_one_line, said))
 
 
-def _signed(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{format_size(size)}"
-
-
 def _describe(letter: str, side: Side) -> str:
     """Say which run a side is, and where its peak is."""
-    how = "predicted" if side.predicted else "recorded"
     made = "" if side.op is None else f", at {side.op}"
     made += "" if side.module is None else f" of {side.module}"
-    return f"{letter}: {side.name}, {how}, in {side.phase.replace('_', ' ')}{made}"
+    return f"{letter}: {side.name}, {side.how}{made}"
 
 
 def _draw(row: Row, low: int, high: int) -> str:
