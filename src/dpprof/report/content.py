@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from dpprof.analysis.selection import choose_runs, compose_peaks
+from dpprof.analysis.selection import Tables, choose_runs, compose_peaks
 from dpprof.analysis.standings import find_marks
 from dpprof.report.answer.methods import build_first_section
 from dpprof.report.answer.question import ask
@@ -23,8 +23,6 @@ from dpprof.report.rendering.document import (
 from dpprof.report.sections import budget, capacity, cost, kernels, memory, outcomes, step_time
 from dpprof.report.sections.verification import TITLE as VERIFICATION
 from dpprof.report.sections.verification import mark_methods, tell_verification
-
-Tables = Mapping[str, pd.DataFrame]
 
 _OTHERS = "More figures"
 _FIGURES_OF: dict[str, tuple[str, ...]] = {

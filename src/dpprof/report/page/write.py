@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jinja2
 import vl_convert
 
+from dpprof.analysis.selection import Tables
 from dpprof.report.page.content import tell_contents
-from dpprof.report.page.data import Tables
 from dpprof.report.rendering.document import Document
 from dpprof.system.console import printable, say
 from dpprof.system.files import write_atomically

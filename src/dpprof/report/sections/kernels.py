@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.selection import add_op_kinds, median_over_processes
 from dpprof.records.terms import OP_KINDS
 from dpprof.report.rendering.document import Blocks, Paragraph
 from dpprof.report.sections.tables import (
@@ -28,17 +29,13 @@ def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Blocks:
     """Return the time of a step by op kind; nothing where no run was traced."""
     if traces.empty:
         return []
-    sums = kernels.groupby(["experiment_id", "replicate", "op_kind"])["seconds"].sum()
-    spread = sums.unstack().groupby("experiment_id").median()  # noqa: PD010 (nothing to aggregate)
-    # Named apart from the axes of experiments, of which one is the optimizer.
-    rows = _over_processes(traces).merge(
-        spread.add_suffix("_s"), left_on="experiment_id", right_index=True
-    )
-    most = spread.max().nlargest(_MOST_OP_KINDS)
-    shown = [name for name in OP_KINDS if name in most]
-    left = [str(name) for name in spread if name not in shown]
+    rows = median_over_processes(add_op_kinds(traces, kernels))
+    there = sorted(set(kernels["op_kind"]))
+    most = rows[[f"{name}_s" for name in there]].max().nlargest(_MOST_OP_KINDS)
+    shown = [str(name) for name in OP_KINDS if f"{name}_s" in most]
+    left = [name for name in there if name not in shown]
     rows = rows.assign(rest_s=rows[[f"{name}_s" for name in left]].sum(axis=1))
-    columns = {str(name): amount(f"{name}_s", _MS) for name in shown}
+    columns = {name: amount(f"{name}_s", _MS) for name in shown}
     columns |= {"rest": amount("rest_s", _MS)} if left else {}
     columns |= {"idle": amount("idle_s", _MS), "step": amount("step_s", _MS)}
     columns["other"] = share("other_share", 1)
@@ -70,16 +67,9 @@ def _tell_files(traces: pd.DataFrame) -> Blocks:
     ]
 
 
-def _over_processes(traces: pd.DataFrame) -> pd.DataFrame:
-    figures = [name for name in map(str, traces) if name.endswith("_s") or name == "other_share"]
-    medians = traces.groupby("experiment_id")[figures].median()
-    facts = traces.drop(columns=figures).drop_duplicates("experiment_id")
-    return facts.merge(medians, left_on="experiment_id", right_index=True)
-
-
 def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Blocks:
     """Return what binds a step, and how fast bytes move; nothing where ceilings are unknown."""
-    rows = _over_processes(traces)
+    rows = median_over_processes(traces)
     rows = rows[rows["compute_bound_s"] + rows["memory_bound_s"] > 0]
     if rows.empty:
         return []
