@@ -4,10 +4,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
+from scipy.optimize import isotonic_regression
 
 Place = tuple[float, float]
 
@@ -113,18 +115,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
     Neighbours that are too near share their middle, as do the groups that they become.
     """
-    groups: list[list[float]] = []
-    for height in heights:
-        groups.append([height])
-        while len(groups) > 1 and _low(groups[-1], gap) - _high(groups[-2], gap) < gap:
-            last = groups.pop()
-            groups[-1] += last
-    return [_low(group, gap) + place * gap for group in groups for place in range(len(group))]
-
-
-def _low(group: Sequence[float], gap: float) -> float:
-    return sum(group) / len(group) - gap * (len(group) - 1) / 2
-
-
-def _high(group: Sequence[float], gap: float) -> float:
-    return sum(group) / len(group) + gap * (len(group) - 1) / 2
+    if not heights:
+        return []
+    gaps = gap * np.arange(len(heights))
+    return list(isotonic_regression(np.asarray(heights) - gaps).x + gaps)
