@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -76,18 +77,10 @@ def height_of(bars: int) -> float:
 
 def bracket(axis: Axes, low: "pd.Series[float]", high: "pd.Series[float]") -> None:
     """Draw an error bar over each bar whose lower and upper ends are known."""
-    for row, (least, most) in enumerate(zip(low, high, strict=True)):
-        if pd.notna(least) and pd.notna(most):
-            # Centred between low and high, because the bar itself may end outside them.
-            axis.errorbar(
-                (least + most) / 2,
-                row,
-                xerr=(most - least) / 2,
-                fmt="none",
-                ecolor="black",
-                elinewidth=0.8,
-                capsize=2,
-            )
+    # Centred between low and high, because the bar itself may end outside them.
+    middle, reach = (low + high).astype(float) / 2, (high - low).astype(float) / 2
+    style: dict[str, Any] = {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+    axis.errorbar(middle, range(len(low)), xerr=reach, fmt="none", **style)
 
 
 def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:
