@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.panels import split
-from dpprof.figures.style import method_style, name_methods
+from dpprof.figures.style import method_style, sort_methods
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -30,7 +31,9 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
             _draw_method(axis, str(method), rows.sort_values("epsilon"))
         _draw_baseline(axis, known, panel.rows)
         _dress(axis, sorted(set(panel.rows["epsilon"])))
-    name_methods(figure, {*private["method"], *known.loc[known["epsilon"].isna(), "method"]})
+    named = sort_methods({*private["method"], *known.loc[known["epsilon"].isna(), "method"]})
+    handles = [Line2D([], [], label=name, **method_style(name)) for name in named]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
