@@ -15,6 +15,7 @@ from dpprof.analysis.standings import (
     name_unverified,
     sign,
 )
+from dpprof.figures.verification_signs import MEANINGS
 from dpprof.records.verdict import TOLERANCE
 from dpprof.report.rendering.document import (
     Blocks,
@@ -30,10 +31,7 @@ from dpprof.report.wording import plural, text_of
 
 TITLE = "Do the methods compute the same gradient?"
 
-_NOTES: Mapping[str, str] = {
-    DAGGER: f"{DAGGER} Not verified, see: {TITLE}",
-    DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}",
-}
+_NOTES = {one: f"{one} {meaning}, see: {TITLE}" for one, meaning in MEANINGS.items()}
 
 _VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
 
