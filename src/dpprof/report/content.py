@@ -20,7 +20,7 @@ from dpprof.report.rendering.document import (
     Picture,
     Section,
 )
-from dpprof.report.sections import budget, capacity, cost, kernels, memory, outcomes, step_time
+from dpprof.report.sections import budget, cost, kernels, memory, outcomes, step_time
 from dpprof.report.sections.verification import TITLE as VERIFICATION
 from dpprof.report.sections.verification import mark_methods, tell_verification
 
@@ -92,7 +92,7 @@ def _appendix(tables: Tables, composition: pd.DataFrame) -> dict[str, Blocks]:
         "Missing results": outcomes.tell_missing(tables["missing"]),
         "Comparison": step_time.by_method(tables["methods"]) + step_time.compare(experiments),
         "How far the figures repeat": step_time.repeat(experiments),
-        "Capacity": capacity.tell_capacity(tables["advice"]),
+        "Capacity": memory.tell_capacity(tables["advice"]),
         "Predicted peaks": memory.predictions(composition, costs),
         "Privacy budget": budget.tell_budget(tables["noise"], tables["budget"]),
         "Owners of memory": memory.owners(composition),
