@@ -14,7 +14,7 @@ from dpprof.analysis.tables.build import build_tables
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
 from dpprof.report.rendering.document import Document, Drawing, Paragraph, Section
-from dpprof.report.rendering.markdown import escape_markdown
+from dpprof.report.rendering.templates import escape_markdown
 from dpprof.report.rendering.write import render_markdown, write_report
 
 EVIL = (

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from dpprof.analysis.difference.waterfall import format_change, name_component
 from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement, Run, Unlike
-from dpprof.report.rendering.markdown import escape_line, on_one_line
+from dpprof.report.rendering.templates import escape_line, on_one_line
 from dpprof.report.wording import plural
 
 _MOST_ROWS = 20

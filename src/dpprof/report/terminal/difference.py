@@ -15,7 +15,7 @@ from dpprof.analysis.difference.waterfall import (
     format_size,
     name_component,
 )
-from dpprof.report.rendering.markdown import on_one_line
+from dpprof.report.rendering.templates import on_one_line
 from dpprof.report.wording import listed
 
 OUTSIDE = "outside the model"
