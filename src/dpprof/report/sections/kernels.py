@@ -94,26 +94,17 @@ def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Blocks:
 
 def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
     """Return the speed of compute-bound and of memory-bound kernels, by experiment."""
-    moved = kernels["read_bytes"] + kernels["written_bytes"]
-    sums = kernels.assign(moved=moved).groupby(["experiment_id", "bound"])[
-        ["flops", "moved", "seconds"]
-    ]
-    total = sums.sum()
-    ceilings = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]]
-    computed, carried = (_of_bound(total, name) for name in ("compute", "memory"))
-    known = ceilings.first()
-    return pd.DataFrame(
-        {
-            "of_peak": computed["flops"] / computed["seconds"] / known["ceiling_flops_per_s"],
-            "memory_bytes_per_s": carried["moved"] / carried["seconds"],
-            "of_bandwidth": carried["moved"] / carried["seconds"] / known["ceiling_bytes_per_s"],
-        },
-        index=known.index,
-    )
-
-
-def _of_bound(total: pd.DataFrame, bound: str) -> pd.DataFrame:
-    return total[total.index.get_level_values("bound") == bound].droplevel("bound")
+    work = kernels.assign(moved=kernels["read_bytes"] + kernels["written_bytes"])
+    sums = work.groupby(["bound", "experiment_id"])[["flops", "moved", "seconds"]].sum()
+    per_s = sums[["flops", "moved"]].div(sums["seconds"], axis=0)
+    known = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].first()
+    bound = per_s.index.get_level_values("bound")
+    computed, carried = (per_s[bound == one].droplevel("bound") for one in ("compute", "memory"))
+    return known.assign(
+        of_peak=computed["flops"] / known["ceiling_flops_per_s"],
+        memory_bytes_per_s=carried["moved"],
+        of_bandwidth=carried["moved"] / known["ceiling_bytes_per_s"],
+    )[["of_peak", "memory_bytes_per_s", "of_bandwidth"]]
 
 
 def _share_of_step(name: str) -> Column:
