@@ -26,7 +26,7 @@ from dpprof.report.rendering.document import (
     Section,
     Table,
 )
-from dpprof.report.sections.tables import Column, tabulate, text, words
+from dpprof.report.sections.tables import formatted, tabulate, text, words
 from dpprof.report.wording import plural, text_of
 
 TITLE = "Do the methods compute the same gradient?"
@@ -47,8 +47,8 @@ def tell_verification(verification: pd.DataFrame) -> Blocks:
         "method": text("method"),
         "mechanism": text("mechanism"),
         "clips": words(_clips),
-        "error of gradients": _error("max_relative_error"),
-        "of norms": _error("max_relative_error_of_norms"),
+        "error of gradients": formatted("max_relative_error", ".1e"),
+        "of norms": formatted("max_relative_error_of_norms", ".1e"),
         "reference": text("reference"),
         "verdict": words(lambda row: _VERDICTS.get(row["verified"], "not verified")),
     }
@@ -79,10 +79,6 @@ def _tell_holes(verification: pd.DataFrame) -> Blocks:
     )
     items = tuple(f"{hole} ({', '.join(methods)})" for hole, methods in holes.items())
     return [Paragraph(text=said), Bullets(items=items)]
-
-
-def _error(name: str) -> Column:
-    return Column(lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.1e}")
 
 
 def _clips(row: Any) -> str:
