@@ -47,20 +47,16 @@ def label_points(
     canvas.draw()
     renderer = canvas.get_renderer()
     inside = axis.get_window_extent(renderer)
-    taken = [_around(axis.transData.transform(point), figure.dpi) for point in points]
-    marks = list(taken)
+    half = 3.0 * figure.dpi / 72
+    centres = [axis.transData.transform(point) for point in points]
+    marks = [Bbox([centre - half, centre + half]) for centre in centres]
+    taken = [*marks]
     taken += [Bbox(axis.transData.transform(line)).padded(1.0) for line in lines]
     for text, mark in zip(names_of, marks, strict=True):
         others = [box for box in taken if box is not mark]
         best = min(_places(), key=lambda place: _badness(text, place, others, inside, renderer))
         _put(text, best)
         taken.append(text.get_window_extent(renderer))
-
-
-def _around(centre: Any, dpi: float) -> Bbox:
-    half = 3.0 * dpi / 72
-    x, y = centre
-    return Bbox([[x - half, y - half], [x + half, y + half]])
 
 
 def _places() -> Iterator[tuple[str, float, float]]:

@@ -42,11 +42,6 @@ class Panels(NamedTuple):
     shown: list[Panel]
     beyond: int
 
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a panel."""
-        return max(len(panel.rows) for panel in self.shown)
-
     def lay_out(self, most: int = 2, **options: Any) -> tuple[Figure, list[Any]]:
         """Return a figure with one axis per panel, with at most ``most`` in a row."""
         columns = min(most, len(self.shown))

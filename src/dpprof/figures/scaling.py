@@ -108,18 +108,18 @@ def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
     figure.draw_without_rendering()
     for row in rows:
         axis = max(reversed(list(row)), key=lambda one: len(_named_lines(one)))
-        label_ends(axis, [_end_of(line) for line in _named_lines(axis)])
+        ends = [
+            (float(x), float(y), str(line.get_label()))
+            for line in _named_lines(axis)
+            for x, y in np.asarray(line.get_xydata())[-1:]
+        ]
+        label_ends(axis, ends)
 
 
 def _named_lines(axis: Axes) -> list[Line2D]:
     """Return the lines of methods that have a point; those of error bars have no name."""
     named = (line for line in axis.lines if not str(line.get_label()).startswith("_"))
     return [line for line in named if np.asarray(line.get_xydata()).size]
-
-
-def _end_of(line: Line2D) -> tuple[float, float, str]:
-    x, y = np.asarray(line.get_xydata())[-1]
-    return float(x), float(y), str(line.get_label())
 
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:

@@ -66,7 +66,8 @@ def draw(difference: Difference, title: str = "") -> Figure:
     figure, axes = new_figure(2, 1, row_inches=height, gridspec_kw=widths)
     highest = max(difference.a.peak_bytes, difference.b.peak_bytes)
     unit = choose_byte_unit(highest)
-    colours = _colour(difference)
+    a, b = (method_style(side.method)["color"] for side in (difference.a, difference.b))
+    colours = (a, b if a != b else _SAME_METHOD)
     _draw_steps(axes[0, 0], difference, steps, colours, unit)
     _draw_timelines(axes[0, 1], difference, colours, unit)
     figure.suptitle("\n".join(textwrap.wrap(printable(title), _TITLE)), fontsize=8)
@@ -101,12 +102,6 @@ def _name_layers(bar: Bar) -> str:
         for name in layers[:_MOST_LAYERS]
     ]
     return ", ".join(named) + (", ..." if len(layers) > _MOST_LAYERS else "")
-
-
-def _colour(difference: Difference) -> tuple[str, str]:
-    """Return the colours of A and B: those of their methods, if these differ."""
-    a, b = (method_style(side.method)["color"] for side in (difference.a, difference.b))
-    return (a, b if a != b else _SAME_METHOD)
 
 
 def _draw_steps(

@@ -83,7 +83,8 @@ def _tell_options(target: str, options: pd.DataFrame) -> Iterator[str]:
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
     ranked = options[options["verdict"].isin(["first", "close", "slower"])]
     unranked = options[(options["verdict"] == "unranked") & options["safe_batch_size"].notna()]
-    base = _row_of(options, BASELINE)
+    plain = options[options["method"] == BASELINE]
+    base = plain.iloc[0] if len(plain) else None
     if len(ranked):
         yield _tell_ranked(target, what, ranked, base) + _tell_unfit(options) + failed
     elif len(unranked):
@@ -160,12 +161,9 @@ def _absolute(row: Any) -> str:
     if pd.notna(row["median_step_s"]):
         facts.append(f"takes {number(row['median_step_s'], _MS)} ms")
     if pd.notna(row["peak_bytes"]):
-        facts.append(f"peaks at {number(row['peak_bytes'], _MIB)} MiB {_kind(row)}")
+        kind = "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
+        facts.append(f"peaks at {number(row['peak_bytes'], _MIB)} MiB {kind}")
     return " and ".join(facts)
-
-
-def _kind(row: Any) -> str:
-    return "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
 
 
 def _tell_peaks(private: pd.DataFrame) -> str:
@@ -266,11 +264,6 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
     if len(unfit):
         said += f"; {listed(unfit)} {plural(len(unfit), 'does', 'do')} not fit"
     return f"{said}."
-
-
-def _row_of(rows: pd.DataFrame, method: str) -> Any:
-    found = rows[rows["method"] == method]
-    return found.iloc[0] if len(found) else None
 
 
 def _tell_nothing(runs: pd.DataFrame) -> str:

@@ -1,7 +1,5 @@
 """The sections on traces: kernels, what binds them, and the device's ceilings."""
 
-from typing import Any
-
 import pandas as pd
 
 from dpprof.analysis.selection import add_op_kinds, median_over_processes
@@ -112,22 +110,23 @@ def _share_of_step(name: str) -> Column:
 
 
 _CEILINGS = {
-    "flops_per_s": ("GFLOP/s", 1e9),
-    "bytes_per_s": ("GB/s", 1e9),
-    "launch_s": ("µs", 1e-6),
+    "flops_per_s": ("{} products", "GFLOP/s", 1e9),
+    "bytes_per_s": ("copy bandwidth", "GB/s", 1e9),
+    "launch_s": ("launch", "µs", 1e-6),
 }
+"""The name, the unit and its size of each figure."""
 
 
 def ceilings(table: pd.DataFrame) -> Blocks:
     """Return the ceilings of the devices; nothing where none were measured."""
     columns = {
         "device": text("device"),
-        "figure": words(_name_figure),
-        "measured": Column(lambda row: significant(row["measured"], _CEILINGS[row["figure"]][1])),
+        "figure": words(lambda row: _CEILINGS[row["figure"]][0].format(row["dtype"])),
+        "measured": Column(lambda row: significant(row["measured"], _CEILINGS[row["figure"]][2])),
         "data sheet": Column(
-            lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][1])
+            lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][2])
         ),
-        "unit": words(lambda row: _CEILINGS[row["figure"]][0]),
+        "unit": words(lambda row: _CEILINGS[row["figure"]][1]),
     }
     caption = (
         "The measured ceilings of each device: the fastest matrix product of any size for each "
@@ -135,10 +134,3 @@ def ceilings(table: pd.DataFrame) -> Blocks:
         "element (launch)."
     )
     return tabulate(caption, columns, table, "ceilings.csv")
-
-
-_FIGURES = {"bytes_per_s": "copy bandwidth", "launch_s": "launch"}
-
-
-def _name_figure(row: Any) -> str:
-    return _FIGURES.get(row["figure"]) or f"{row['dtype']} products"

@@ -48,7 +48,7 @@ def say(difference: Difference) -> str:
     first = gains[0]
     if abs(first.difference_bytes) <= abs(total):
         parts = [f"{_size(first)} of it {_verb(first)} {_word(first)}{_where(first)}"]
-        second = gains[1:2] if _is_notable(gains[1:2], total) else []
+        second = [bar for bar in gains[1:2] if abs(bar.difference_bytes) >= _NOTABLE * abs(total)]
         parts += [f"{_size(bar)} {_verb(bar)} {_word(bar)}" for bar in second]
     else:
         parts = [f"it holds {_size(first)} {_more(sign)} of {_word(first)}{_where(first)}"]
@@ -70,10 +70,6 @@ def _word(bar: Bar) -> str:
 
 def _verb(bar: Bar) -> str:
     return "is" if bar.name in _SINGULAR else "are"
-
-
-def _is_notable(bars: Sequence[Bar], total: int) -> bool:
-    return abs(_sum(bars)) >= _NOTABLE * abs(total)
 
 
 def _where(bar: Bar) -> str:
