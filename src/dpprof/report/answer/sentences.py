@@ -32,7 +32,6 @@ from dpprof.report.wording import (
     rows_in,
     significant,
     span,
-    span_of_ratios,
     times,
 )
 
@@ -197,11 +196,10 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     count = f"the other {len(others)}" if len(others) > 1 else str(others["method"].iloc[0])
     takes = plural(len(others), "takes", "take")
     ratios = others["step_ratio"].dropna().astype(float)
-    if len(ratios):
-        said = f"{count} {takes} {span_of_ratios(ratios)}"
-    else:
-        steps = others["median_step_s"].astype(float)
-        said = f"{count} {takes} {reach(*(number(steps.agg(end), _MS) for end in ENDS))} ms"
+    steps = others["median_step_s"].astype(float) / _MS
+    known, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
+    ends = (number(known.agg(end), digits=digits) for end in ENDS)
+    said = f"{count} {takes} {reach(*ends)} {unit}"
     if alike := _not_slower(fastest, tables):
         said += (
             f", of which {listed(alike)} not detectably more" if len(others) > len(alike) else ""
