@@ -1,7 +1,7 @@
 """Names written beside what they name, so that no legend has to be looked up."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,13 @@ _LINE = 8.0
 
 _TRIES = 6
 """How many lines a name may be moved up or down, before it stands where it overlaps least."""
+
+_PLACES = [
+    (side, away, way * line * _LINE)
+    for line, way in itertools.product(range(_TRIES), (1, -1))
+    for side, away in (("left", 5.0), ("right", -5.0))
+]
+"""Where a name may stand, the nearest to its point first: side, and offset in points."""
 
 
 def label_points(
@@ -54,18 +61,9 @@ def label_points(
     taken += [Bbox(axis.transData.transform(line)).padded(1.0) for line in lines]
     for text, mark in zip(names_of, marks, strict=True):
         others = [box for box in taken if box is not mark]
-        best = min(_places(), key=lambda place: _badness(text, place, others, inside, renderer))
+        best = min(_PLACES, key=lambda place: _badness(text, place, others, inside, renderer))
         _put(text, best)
         taken.append(text.get_window_extent(renderer))
-
-
-def _places() -> Iterator[tuple[str, float, float]]:
-    """Yield where a name may stand, the nearest to its point first: side, and offset in points."""
-    yield from (("left", 5.0, 0.0), ("right", -5.0, 0.0))
-    for line, way in itertools.product(range(1, _TRIES), (1, -1)):
-        yield from (
-            (side, away, way * line * _LINE) for side, away in (("left", 5.0), ("right", -5.0))
-        )
 
 
 def _put(text: Any, place: tuple[str, float, float]) -> None:

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from dpprof.analysis.selection import choose_runs
@@ -107,19 +106,17 @@ def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
     """Write the methods' names beside their lines: in each row in the last panel that has most."""
     figure.draw_without_rendering()
     for row in rows:
-        axis = max(reversed(list(row)), key=lambda one: len(_named_lines(one)))
-        ends = [
-            (float(x), float(y), str(line.get_label()))
-            for line in _named_lines(axis)
-            for x, y in np.asarray(line.get_xydata())[-1:]
-        ]
-        label_ends(axis, ends)
-
-
-def _named_lines(axis: Axes) -> list[Line2D]:
-    """Return the lines of methods that have a point; those of error bars have no name."""
-    named = (line for line in axis.lines if not str(line.get_label()).startswith("_"))
-    return [line for line in named if np.asarray(line.get_xydata()).size]
+        # Lines of error bars have no name, and lines without a point have no end.
+        ends = {
+            axis: [
+                (float(x), float(y), str(line.get_label()))
+                for line in axis.lines
+                for x, y in np.asarray(line.get_xydata())[-1:]
+                if not str(line.get_label()).startswith("_")
+            ]
+            for axis in row
+        }
+        label_ends(*max(reversed(ends.items()), key=lambda one: len(one[1])))
 
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
