@@ -122,7 +122,9 @@ def _here(tables: Tables) -> list[_Place]:
             "step (ms)": rows["median_step_s"].map(lambda step: number(step, 1e-3)),
             "peak (MiB)": rows["peak_bytes"].map(lambda size: number(size, 2**20)),
         }
-    failed = _failures(measured.iloc[0], tables["runs"])
+    runs = tables["runs"]
+    failures = rows_in(measured.iloc[0], runs[runs["outcome"] != "ok"]).drop_duplicates("method")
+    failed = failures.set_index("method")["outcome"].astype(str)
     columns = {
         heading: pd.concat([cells, failed[~failed.index.isin(cells.index)]])
         for heading, cells in columns.items()
@@ -139,12 +141,6 @@ def _here(tables: Tables) -> list[_Place]:
 
 
 _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
-
-
-def _failures(setting: Any, runs: pd.DataFrame) -> "pd.Series[str]":
-    """Return how methods ended that did not succeed in a setting."""
-    failed = rows_in(setting, runs[runs["outcome"] != "ok"])
-    return failed.drop_duplicates("method").set_index("method")["outcome"].astype(str)
 
 
 def _tabulate(places: Sequence[_Place], known: pd.DataFrame) -> Blocks:
