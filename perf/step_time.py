@@ -21,7 +21,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from dpprof.figures.style import SERIES_COLOURS, SERIES_MARKERS, new_figure
+from dpprof.figures.style import SERIES_COLOURS, new_figure
 from dpprof.records.result import PredictedTime
 from dpprof.system.console import say
 from published_steps import Row, predict, read_rows
@@ -123,7 +123,7 @@ def draw(compared: Sequence[Compared]) -> Figure:
     figure, axes = new_figure(row_inches=3.6)
     axis = axes[0, 0]
     names = list(dict.fromkeys(one.row.source.name for one in compared))
-    looks = dict(zip(names, zip(SERIES_COLOURS, SERIES_MARKERS, strict=False), strict=False))
+    looks = dict(zip(names, zip(SERIES_COLOURS, "osD^vPX", strict=False), strict=False))
     for one in compared:
         step, (colour, marker) = one.predicted, looks[one.row.source.name]
         below, above = step.median - step.low, step.high - step.median

@@ -2,7 +2,7 @@ import pytest
 from factory import make_experiment, make_memory, tables_of_runs
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from dpprof.figures import breakdown
+from dpprof.figures.parts import draw_breakdown, draw_predicted
 from dpprof.figures.style import COMPONENT_COLOURS, NothingToDrawError
 from dpprof.spec.datasheets import L4
 
@@ -31,7 +31,7 @@ def widths_of(axis) -> dict[str, list[float]]:
 
 
 def test_bars_are_the_owners_at_the_peak_and_the_number_is_their_ratio(tmp_path) -> None:
-    (axis,) = breakdown.draw(measured(tmp_path)).axes
+    (axis,) = draw_breakdown(measured(tmp_path)).axes
 
     assert widths_of(axis) == {
         "parameters": [10, 10],
@@ -45,7 +45,7 @@ def test_bars_are_the_owners_at_the_peak_and_the_number_is_their_ratio(tmp_path)
 
 
 def test_a_tick_marks_the_allocators_peak_where_it_is_known(tmp_path) -> None:
-    (axis,) = breakdown.draw(measured(tmp_path)).axes
+    (axis,) = draw_breakdown(measured(tmp_path)).axes
     ticks = next(line for line in axis.lines if line.get_marker() == "|")
 
     assert list(ticks.get_xdata()) == pytest.approx([41.0, float("nan")], nan_ok=True)
@@ -58,7 +58,7 @@ def test_what_is_predicted_for_another_device_is_no_part_of_it(tmp_path) -> None
     tables = tables_of_runs(tmp_path, (elsewhere, "estimate", {"recorded": make_memory(OWNED)}))
 
     with pytest.raises(NothingToDrawError, match="succeeded without a target"):
-        breakdown.draw(tables)
+        draw_breakdown(tables)
 
 
 @pytest.mark.parametrize("lengths", [[4], [4, 8]])
@@ -67,7 +67,7 @@ def test_even_with_every_component_no_legend_is_cut(lengths, tmp_path) -> None:
     method = "opacus-fast-gradient-clipping"
     experiments = [make_experiment(method=method, seq_len=length) for length in lengths]
     runs = [(experiment, "memory", {"recorded": recorded}) for experiment in experiments]
-    figure = breakdown.draw(tables_of_runs(tmp_path, *runs))
+    figure = draw_breakdown(tables_of_runs(tmp_path, *runs))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     box = figure.legends[0].get_window_extent(canvas.get_renderer())
@@ -88,7 +88,7 @@ def estimate(method="standard", size=4 * GIB, **fields):
 
 def test_bars_are_the_owners_in_gib_beside_the_targets_memory(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, estimate(), estimate("opacus-hooks", size=16 * GIB))
-    (axis,) = breakdown.draw_predicted(tables).axes
+    (axis,) = draw_predicted(tables).axes
 
     assert widths_of(axis) == {"parameters": [4, 16], "noise": [4, 16]}
     assert [text.get_text() for text in axis.texts] == ["1.00x", "4.00x"]
@@ -98,7 +98,7 @@ def test_bars_are_the_owners_in_gib_beside_the_targets_memory(tmp_path) -> None:
 
 
 def test_the_line_is_seen_however_far_it_is(tmp_path) -> None:
-    (axis,) = breakdown.draw_predicted(tables_of_runs(tmp_path, estimate(size=2**20))).axes
+    (axis,) = draw_predicted(tables_of_runs(tmp_path, estimate(size=2**20))).axes
 
     assert axis.get_xlim()[1] > L4.memory_bytes / GIB
 
@@ -106,7 +106,7 @@ def test_the_line_is_seen_however_far_it_is(tmp_path) -> None:
 def test_every_batch_length_and_target_has_a_panel(tmp_path) -> None:
     sizes = (2, 8), (4, 8), (4, 16)
     runs = [estimate(batch_size=b, seq_len=t) for b, t in sizes]
-    figure = breakdown.draw_predicted(tables_of_runs(tmp_path, *runs, estimate(target="h200")))
+    figure = draw_predicted(tables_of_runs(tmp_path, *runs, estimate(target="h200")))
 
     assert {axis.get_title().partition(", ")[2] for axis in figure.axes if axis.axison} == {
         "T = 4, B = 2 on h200",
@@ -115,9 +115,7 @@ def test_every_batch_length_and_target_has_a_panel(tmp_path) -> None:
 
 
 def test_this_machine_is_a_target_without_a_line(tmp_path) -> None:
-    figure = breakdown.draw_predicted(
-        tables_of_runs(tmp_path, estimate(device="cpu", target="cpu"))
-    )
+    figure = draw_predicted(tables_of_runs(tmp_path, estimate(device="cpu", target="cpu")))
 
     assert not figure.axes[0].lines
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["parameters", "noise"]
@@ -127,4 +125,4 @@ def test_without_a_target_there_is_nothing_to_draw(tmp_path) -> None:
     tables = tables_of_runs(tmp_path, estimate(device="cpu", target=None))
 
     with pytest.raises(NothingToDrawError, match="for a target"):
-        breakdown.draw_predicted(tables)
+        draw_predicted(tables)

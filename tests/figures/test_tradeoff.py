@@ -55,6 +55,7 @@ def test_error_bars_are_the_intervals_of_the_ratios(tmp_path) -> None:
         for container in axis.containers
         for bars in container.lines[2]
         for segment in bars.get_segments()
+        if len(segment)
     }
 
     # Three processes: from the fastest over standard's slowest, to the slowest over its fastest.

@@ -12,7 +12,7 @@ from reading import table_of, titles_of, trust_of
 from dpprof.figures.outcomes import draw
 from dpprof.report.content import build_document
 from dpprof.report.rendering.document import Document, Drawing, Paragraph, Section
-from dpprof.report.rendering.markdown import escape_markdown
+from dpprof.report.rendering.templates import escape_markdown
 from dpprof.report.rendering.write import render_markdown, write_report
 
 EVIL = (

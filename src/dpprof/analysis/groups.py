@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from dpprof.analysis.collection import Collected
@@ -89,7 +89,7 @@ class Noise:
 
     def __init__(self, groups: Sequence[ExperimentRuns]) -> None:
         self._step_s: dict[str, list[Sequence[float]]] = defaultdict(list)
-        self._floors: dict[tuple[str, tuple[int, int]], float | None] = {}
+        self._floor = cache(lambda key, counts: noise_floor(self._step_s[key], counts))
         for group in groups:
             for key in self._keys(group):
                 self._step_s[key].append(group.step_s)
@@ -105,11 +105,6 @@ class Noise:
         floors = (self._floor(key, counts) for key in self._keys(group))
         floor = next((floor for floor in floors if floor is not None), None)
         return Sides(group.step_s, base.step_s, floor)
-
-    def _floor(self, key: str, counts: tuple[int, int]) -> float | None:
-        if (key, counts) not in self._floors:
-            self._floors[key, counts] = noise_floor(self._step_s[key], counts)
-        return self._floors[key, counts]
 
     @staticmethod
     def _keys(group: ExperimentRuns) -> tuple[str, str]:

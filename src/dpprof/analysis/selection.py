@@ -1,6 +1,6 @@
 """Which runs and settings figures and reports show, of the many that a sweep has."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 
@@ -19,9 +19,35 @@ def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:
 
 def compose_peaks(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the peaks of the chosen runs, with the bytes of each component as a column."""
-    owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
-    by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
+    by_owner = spread_owners(tables["owners"])
     return choose_runs(tables["peaks"]).merge(by_owner, left_on=RUN_KEY, right_index=True)
+
+
+def spread_owners(owners: pd.DataFrame) -> pd.DataFrame:
+    """Return the bytes of each component at the peak, a column each, by run."""
+    by_owner = owners.set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
+    return by_owner.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
+
+
+def spread_phases(phases: pd.DataFrame) -> pd.DataFrame:
+    """Return the median seconds of each phase, a column each, over processes by experiment."""
+    medians = phases.groupby(["experiment_id", "phase"])["median_s"].median()
+    return medians.unstack()  # noqa: PD010 (there is nothing to aggregate)
+
+
+def add_op_kinds(traces: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """Return traces with the seconds of each op kind in a column, such as ``gemm_s``."""
+    seconds = kernels.groupby([*RUN_KEY, "op_kind"])["seconds"].sum()
+    by_op_kind = seconds.unstack().add_suffix("_s")  # noqa: PD010 (nothing to aggregate)
+    return traces.merge(by_op_kind, left_on=RUN_KEY, right_index=True)
+
+
+def median_over_processes(traces: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per traced experiment, with the medians of its times over processes."""
+    figures = [name for name in map(str, traces) if name.endswith("_s") or name == "other_share"]
+    medians = traces.groupby("experiment_id")[figures].median()
+    facts = traces.drop(columns=figures).drop_duplicates("experiment_id")
+    return facts.merge(medians, left_on="experiment_id", right_index=True)
 
 
 def needed_bytes(peaks: pd.DataFrame) -> "pd.Series[float]":
@@ -59,7 +85,7 @@ def find_here(experiments: pd.DataFrame) -> pd.DataFrame:
     """
     # Positions are learned, so one model has more parameters for longer sequences.
     known = _with_size(measured(experiments), experiments)
-    groups = [rows for _, rows in group_by(SETTING, known)]
+    groups = _group_by(SETTING, known)
     if not groups:
         return experiments.head(0)
     chosen = max(groups, key=_how_much_is_known)
@@ -73,13 +99,7 @@ def find_on_targets(tables: Tables) -> dict[str, pd.DataFrame]:
     The setting is one in which a method fits, of the largest model and the longest sequence.
     """
     advice = _with_size(tables["advice"], tables["runs"])
-    named = advice["target"].fillna("this machine")
-    found = {
-        str(target): max((one for _, one in group_by(WITHOUT_BATCH, rows)), key=_how_large)
-        for target, rows in advice.groupby(named, sort=False)
-    }
-    ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
-    return {target: found[target].reset_index(drop=True) for target in ranked}
+    return _choose_by_target(advice, WITHOUT_BATCH, _how_large)
 
 
 def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
@@ -87,14 +107,25 @@ def find_predicted(tables: Tables) -> dict[str, pd.DataFrame]:
     peaks = _with_size(compose_peaks(tables), tables["peaks"])
     peaks = peaks[peaks["target"].notna()]
     found = {}
-    for target, rows in peaks.groupby("target", sort=False):
-        chosen = max((one for _, one in group_by(SETTING, rows)), key=_how_much_is_known)
-        chosen = chosen.drop_duplicates("method").reset_index(drop=True)
+    for target, rows in _choose_by_target(peaks, SETTING, _how_much_is_known).items():
+        chosen = rows.drop_duplicates("method").reset_index(drop=True)
         base = chosen.loc[chosen["method"] == BASELINE, "peak_bytes"].astype(float)
         ratio = chosen["peak_bytes"] / (base.iloc[0] if len(base) else float("nan"))
-        found[str(target)] = chosen.assign(peak_ratio=ratio)
+        found[target] = chosen.assign(peak_ratio=ratio)
+    return found
+
+
+def _choose_by_target(
+    rows: pd.DataFrame, axes: list[str], rank: Callable[[pd.DataFrame], tuple[float, ...]]
+) -> dict[str, pd.DataFrame]:
+    """Return for each target, the largest first, the rows of the setting of the highest rank."""
+    named = rows["target"].fillna("this machine")
+    found = {
+        str(target): max(_group_by(axes, on_it), key=rank)
+        for target, on_it in rows.groupby(named, sort=False)
+    }
     ranked = sorted(found, key=lambda target: _rank_target(found[target]), reverse=True)
-    return {target: found[target] for target in ranked}
+    return {target: found[target].reset_index(drop=True) for target in ranked}
 
 
 def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
@@ -103,10 +134,11 @@ def _with_size(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(model_size=rows["model"].map(most).astype(float))
 
 
-def group_by(axes: list[str], rows: pd.DataFrame) -> Iterator[tuple[object, pd.DataFrame]]:
+def _group_by(axes: list[str], rows: pd.DataFrame) -> list[pd.DataFrame]:
     """Group rows by axes, of which some may be unknown."""
     # As texts, because an axis that is unknown everywhere has no type that groups well.
-    return iter(rows.groupby([rows[name].map(str) for name in axes], sort=False))
+    groups = rows.groupby([rows[name].map(str) for name in axes], sort=False)
+    return [group for _, group in groups]
 
 
 def _how_much_is_known(rows: pd.DataFrame) -> tuple[float, ...]:

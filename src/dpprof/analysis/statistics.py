@@ -8,7 +8,7 @@ processes. So everything here resamples processes.
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -81,26 +81,14 @@ def attainable_coverage(count: int) -> float:
     return 1 - 2.0 ** (1 - count)
 
 
-def _mann_whitney(
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
-) -> list[float | None]:
+def _mann_whitney(values: Sequence[float], base: Sequence[float]) -> float | None:
     """Return the two-sided p-value of the Mann-Whitney U test; None where a side has one process.
 
-    It is exact up to eight values a side. SciPy chooses one method for all rows of a call, by
-    whether any has ties, so rows with ties and rows without are tested apart.
+    It is exact up to eight values a side.
     """
-    found: list[float | None] = [None] * len(pairs)
-    for positions in _group(
-        (len(values), len(base), len({*values, *base}) < len(values) + len(base))
-        for values, base in pairs
-    ):
-        if min(map(len, pairs[positions[0]])) < 2:  # noqa: PLR2004 (one value has no spread)
-            continue
-        values, base = zip(*(pairs[position] for position in positions), strict=True)
-        tested = _scipy_stats().mannwhitneyu(values, base, alternative="two-sided", axis=1)
-        for position, p_value in zip(positions, tested.pvalue, strict=True):
-            found[position] = float(p_value)
-    return found
+    if min(len(values), len(base)) < 2:  # noqa: PLR2004 (one value has no spread)
+        return None
+    return float(_scipy_stats().mannwhitneyu(values, base, alternative="two-sided").pvalue)
 
 
 def can_differ(count: int, base_count: int) -> bool:
@@ -146,7 +134,8 @@ def compare_all(pairs: Sequence[Sides]) -> list[Comparison]:
     intervals = _bootstrap(
         sides, lambda one, other, axis: np.median(one, axis=axis) / np.median(other, axis=axis)
     )
-    return list(map(_judge, pairs, intervals, _mann_whitney(sides)))
+    p_values = (_mann_whitney(*side) for side in sides)
+    return list(map(_judge, pairs, intervals, p_values))
 
 
 def _judge(pair: Sides, interval: Interval | None, p_value: float | None) -> Comparison:
@@ -169,33 +158,24 @@ def _bootstrap(
     The seed is fixed, so rows of a call are resampled as each would be alone.
     """
     found: list[Interval | None] = [None] * len(samples)
-    for alike in _group(tuple(map(len, sample)) for sample in samples):
-        if min(map(len, samples[alike[0]])) < 2:  # noqa: PLR2004 (one value has no spread)
-            continue
-        for start in range(0, len(alike), _TOGETHER):
-            positions = alike[start : start + _TOGETHER]
-            bounds = (
-                _scipy_stats()
-                .bootstrap(
-                    tuple(zip(*(samples[position] for position in positions), strict=True)),
-                    statistic,
-                    vectorized=True,
-                    axis=-1,
-                    n_resamples=_RESAMPLES,
-                    confidence_level=CONFIDENCE,
-                    method="percentile",
-                    rng=np.random.default_rng(_SEED),
-                )
-                .confidence_interval
+    alike: dict[object, list[int]] = defaultdict(list)
+    for position, sample in enumerate(samples):
+        if min(map(len, sample)) > 1:  # one value has no spread
+            alike[tuple(map(len, sample))].append(position)
+    for some in alike.values():
+        for start in range(0, len(some), _TOGETHER):
+            positions = some[start : start + _TOGETHER]
+            resampled = _scipy_stats().bootstrap(
+                tuple(zip(*(samples[position] for position in positions), strict=True)),
+                statistic,
+                vectorized=True,
+                axis=-1,
+                n_resamples=_RESAMPLES,
+                confidence_level=CONFIDENCE,
+                method="percentile",
+                rng=np.random.default_rng(_SEED),
             )
+            bounds = resampled.confidence_interval
             for position, low, high in zip(positions, bounds.low, bounds.high, strict=True):
                 found[position] = Interval(float(low), float(high))
     return found
-
-
-def _group(keys: Iterable[object]) -> Iterator[list[int]]:
-    """Yield the positions of equal keys."""
-    positions: dict[object, list[int]] = defaultdict(list)
-    for position, key in enumerate(keys):
-        positions[key].append(position)
-    yield from positions.values()

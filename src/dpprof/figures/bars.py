@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -50,7 +51,8 @@ def stack_panels(
 
     ``columns`` are those of the parts, by name. Bars are sorted by their lengths.
     """
-    figure, axes = panels.lay_out(row_inches=height_of(panels.most_rows))
+    most = max(len(panel.rows) for panel in panels.shown)
+    figure, axes = panels.lay_out(row_inches=height_of(most))
     drawn = []
     for axis, panel in zip(axes, panels.shown, strict=True):
         rows = panel.sorted_by(panel.rows[list(columns.values())].sum(axis=1))
@@ -76,18 +78,10 @@ def height_of(bars: int) -> float:
 
 def bracket(axis: Axes, low: "pd.Series[float]", high: "pd.Series[float]") -> None:
     """Draw an error bar over each bar whose lower and upper ends are known."""
-    for row, (least, most) in enumerate(zip(low, high, strict=True)):
-        if pd.notna(least) and pd.notna(most):
-            # Centred between low and high, because the bar itself may end outside them.
-            axis.errorbar(
-                (least + most) / 2,
-                row,
-                xerr=(most - least) / 2,
-                fmt="none",
-                ecolor="black",
-                elinewidth=0.8,
-                capsize=2,
-            )
+    # Centred between low and high, because the bar itself may end outside them.
+    middle, reach = (low + high).astype(float) / 2, (high - low).astype(float) / 2
+    style: dict[str, Any] = {"ecolor": "black", "elinewidth": 0.8, "capsize": 2}
+    axis.errorbar(middle, range(len(low)), xerr=reach, fmt="none", **style)
 
 
 def note(axis: Axes, lengths: "pd.Series[float]", texts: "pd.Series[str]") -> None:

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.panels import split
-from dpprof.figures.style import method_style, name_methods
+from dpprof.figures.style import method_style, sort_methods
+
+_SETTING = ["model", "lora", "parallel", "seq_len", "dtype", "target"]
 
 
 def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
@@ -28,9 +31,13 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     for axis, panel in zip(axes, panels.shown, strict=True):
         for method, rows in panel.rows.groupby("method"):
             _draw_method(axis, str(method), rows.sort_values("epsilon"))
-        _draw_baseline(axis, known, panel.rows)
+        setting = panel.rows[_SETTING].drop_duplicates()
+        for hours in known[known["method"] == BASELINE].merge(setting, on=_SETTING)["gpu_hours"]:
+            axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
         _dress(axis, sorted(set(panel.rows["epsilon"])))
-    name_methods(figure, {*private["method"], *known.loc[known["epsilon"].isna(), "method"]})
+    named = sort_methods({*private["method"], *known.loc[known["epsilon"].isna(), "method"]})
+    handles = [Line2D([], [], label=name, **method_style(name)) for name in named]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -41,13 +48,6 @@ def _draw_method(axis: Axes, method: str, rows: pd.DataFrame) -> None:
     axis.errorbar(
         rows["epsilon"], hours, yerr=ends, linewidth=1, elinewidth=0.6, markersize=4, **style
     )
-
-
-def _draw_baseline(axis: Axes, known: pd.DataFrame, shown: pd.DataFrame) -> None:
-    setting = ["model", "lora", "parallel", "seq_len", "dtype", "target"]
-    plain = known[known["method"] == BASELINE].merge(shown[setting].drop_duplicates(), on=setting)
-    for hours in plain["gpu_hours"]:
-        axis.axhline(hours, linestyle="--", linewidth=1, color=method_style(BASELINE)["color"])
 
 
 def _dress(axis: Axes, epsilons: list[float]) -> None:

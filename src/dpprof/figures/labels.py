@@ -1,13 +1,15 @@
 """Names written beside what they name, so that no legend has to be looked up."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
+from scipy.optimize import isotonic_regression
 
 Place = tuple[float, float]
 
@@ -17,6 +19,13 @@ _LINE = 8.0
 
 _TRIES = 6
 """How many lines a name may be moved up or down, before it stands where it overlaps least."""
+
+_PLACES = [
+    (side, away, way * line * _LINE)
+    for line, way in itertools.product(range(_TRIES), (1, -1))
+    for side, away in (("left", 5.0), ("right", -5.0))
+]
+"""Where a name may stand, the nearest to its point first: side, and offset in points."""
 
 
 def label_points(
@@ -45,29 +54,16 @@ def label_points(
     canvas.draw()
     renderer = canvas.get_renderer()
     inside = axis.get_window_extent(renderer)
-    taken = [_around(axis.transData.transform(point), figure.dpi) for point in points]
-    marks = list(taken)
+    half = 3.0 * figure.dpi / 72
+    centres = [axis.transData.transform(point) for point in points]
+    marks = [Bbox([centre - half, centre + half]) for centre in centres]
+    taken = [*marks]
     taken += [Bbox(axis.transData.transform(line)).padded(1.0) for line in lines]
     for text, mark in zip(names_of, marks, strict=True):
         others = [box for box in taken if box is not mark]
-        best = min(_places(), key=lambda place: _badness(text, place, others, inside, renderer))
+        best = min(_PLACES, key=lambda place: _badness(text, place, others, inside, renderer))
         _put(text, best)
         taken.append(text.get_window_extent(renderer))
-
-
-def _around(centre: Any, dpi: float) -> Bbox:
-    half = 3.0 * dpi / 72
-    x, y = centre
-    return Bbox([[x - half, y - half], [x + half, y + half]])
-
-
-def _places() -> Iterator[tuple[str, float, float]]:
-    """Yield where a name may stand, the nearest to its point first: side, and offset in points."""
-    yield from (("left", 5.0, 0.0), ("right", -5.0, 0.0))
-    for line, way in itertools.product(range(1, _TRIES), (1, -1)):
-        yield from (
-            (side, away, way * line * _LINE) for side, away in (("left", 5.0), ("right", -5.0))
-        )
 
 
 def _put(text: Any, place: tuple[str, float, float]) -> None:
@@ -113,18 +109,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
     Neighbours that are too near share their middle, as do the groups that they become.
     """
-    groups: list[list[float]] = []
-    for height in heights:
-        groups.append([height])
-        while len(groups) > 1 and _low(groups[-1], gap) - _high(groups[-2], gap) < gap:
-            last = groups.pop()
-            groups[-1] += last
-    return [_low(group, gap) + place * gap for group in groups for place in range(len(group))]
-
-
-def _low(group: Sequence[float], gap: float) -> float:
-    return sum(group) / len(group) - gap * (len(group) - 1) / 2
-
-
-def _high(group: Sequence[float], gap: float) -> float:
-    return sum(group) / len(group) + gap * (len(group) - 1) / 2
+    if not heights:
+        return []
+    gaps = gap * np.arange(len(heights))
+    return list(isotonic_regression(np.asarray(heights) - gaps).x + gaps)

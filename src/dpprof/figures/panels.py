@@ -42,11 +42,6 @@ class Panels(NamedTuple):
     shown: list[Panel]
     beyond: int
 
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a panel."""
-        return max(len(panel.rows) for panel in self.shown)
-
     def lay_out(self, most: int = 2, **options: Any) -> tuple[Figure, list[Any]]:
         """Return a figure with one axis per panel, with at most ``most`` in a row."""
         columns = min(most, len(self.shown))
@@ -110,14 +105,11 @@ def split(
     named += naming_axes(rows, but={*named, *inside})
     size = rows[["parameters_total", "batch_size", "seq_len"]].astype(float).prod(axis=1)
     groups = [group for _, group in rows.assign(_size=size).groupby(outside, dropna=False)]
-    ranked = sorted(range(len(groups)), key=lambda number: _rank(groups[number]), reverse=True)
+    ranks = [(group["method"].nunique(), float(group["_size"].max())) for group in groups]
+    ranked = sorted(range(len(groups)), key=ranks.__getitem__, reverse=True)
     kept = [groups[number] for number in sorted(ranked[:most])]
     panels = [Panel(_title(group.iloc[0], named), group) for group in kept]
     return Panels(panels, len(groups) - len(panels))
-
-
-def _rank(group: pd.DataFrame) -> tuple[int, float]:
-    return group["method"].nunique(), float(group["_size"].max())
 
 
 def _title(row: Any, named: Iterable[str]) -> str:

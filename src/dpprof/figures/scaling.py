@@ -1,4 +1,4 @@
-"""How do memory and time grow with batch size and sequence length?"""
+"""How do memory, time and the cost of a token grow with batch size and sequence length?"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,14 +8,20 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
+from dpprof.analysis.selection import choose_runs
+from dpprof.analysis.tables.axes import count_tokens
 from dpprof.figures.labels import label_ends
-from dpprof.figures.panels import Panel, break_title, split
+from dpprof.figures.panels import Panel, Panels, break_title, split
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure
 
 _LABELS = {"batch_size": "batch size", "seq_len": "sequence length (tokens)"}
+_COSTS = {
+    "executed_flops": (1e6, "MFLOP per token"),
+    "bytes_moved": (2**20, "MiB moved per token"),
+    "step_s": (1e-6, "time per token (µs)"),
+}
 _ROWS = 4
 _MAX_TICKS = 6
 _MOST_MARKS = 16
@@ -44,48 +50,73 @@ def draw_seq_len(tables: Mapping[str, pd.DataFrame]) -> Figure:
 
 def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     known = experiments.dropna(subset=["median_step_s", "peak_bytes"])
-    missing = f"no two successful experiments differ only in {along}"
-    inside = {"but": [along], "also": ["peak_kind"]}
-    every = split(known, missing, **inside, most=len(known)).shown
-    scaling = [panel.rows for panel in every if _varies(panel.rows, along)]
-    if not scaling:
-        raise NothingToDrawError(missing)
-    panels = split(pd.concat(scaling), missing, **inside, most=_ROWS)
-    shown = panels.shown
-    figure, axes = new_figure(2, len(shown), row_inches=2.2)
-    for (memory, time), panel in zip(axes, shown, strict=True):
+    panels = _find_panels(known, along, also=["peak_kind"])
+    if panels is None:
+        raise NothingToDrawError(f"no two successful experiments differ only in {along}")
+    figure, axes = new_figure(2, len(panels.shown), row_inches=2.2)
+    for (memory, time), panel in zip(axes, panels.shown, strict=True):
         for method, points in panel.rows.groupby("method"):
-            if _varies(points, along):
-                _draw_method(memory, time, str(method), points.sort_values(along), along)
-        dress(memory, panel, along, "peak (MiB)")
-        dress(time, panel, along, "step time (ms)")
+            _draw_method(memory, time, str(method), points.sort_values(along), along)
+        _dress(memory, panel, along, "peak (MiB)")
+        _dress(time, panel, along, "step time (ms)")
     panels.note_hidden_panels(figure)
-    name_lines(figure, axes)
+    _name_lines(figure, axes)
     return figure
 
 
-def name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
+def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
+    """FLOPs, bytes moved and time per token over the sequence length, all else equal.
+
+    FLOPs count matrix products and attention. Bytes are what operators must read and write. Time
+    is measured by the instrument clean. Dashed lines are lower bounds from a target's data sheet,
+    where nothing ran.
+    """
+    along = "seq_len"
+    parameters = tables["experiments"][["experiment_id", "parameters_total"]]
+    known = _per_token(choose_runs(tables["costs"]).merge(parameters, on="experiment_id"))
+    here = known["target"].isna()
+    found = (_find_panels(rows, along) for rows in (known[here], known[~here]))
+    panels = [panel for some in found if some is not None for panel in some.shown][:_ROWS]
+    if not panels:
+        raise NothingToDrawError(f"no two experiments with counted FLOPs differ only in {along}")
+    figure, axes = new_figure(len(_COSTS), len(panels), row_inches=2.2)
+    for row, panel in zip(axes, panels, strict=True):
+        for axis, (cost, (unit, label)) in zip(row, _COSTS.items(), strict=True):
+            for method, points in panel.rows.groupby("method"):
+                _draw_cost(axis, str(method), points.sort_values(along), cost, unit)
+            _dress(axis, panel, along, label)
+            axis.set_title("")
+        row[0].set_title(panel.title, loc="left")
+    _name_lines(figure, axes)
+    return figure
+
+
+def _find_panels(rows: pd.DataFrame, along: str, also: Iterable[str] = ()) -> Panels | None:
+    """Return panels of experiments that differ only in method and along the axis, if there are."""
+    if rows.empty:
+        return None
+    every = split(rows, "", but=[along], also=also, most=len(rows)).shown
+    grown = pd.concat(
+        panel.rows[panel.rows.groupby("method")[along].transform("nunique") > 1] for panel in every
+    )
+    return None if grown.empty else split(grown, "", but=[along], also=also, most=_ROWS)
+
+
+def _name_lines(figure: Figure, rows: Iterable[Iterable[Axes]]) -> None:
     """Write the methods' names beside their lines: in each row in the last panel that has most."""
     figure.draw_without_rendering()
     for row in rows:
-        axis = max(reversed(list(row)), key=lambda one: len(_named_lines(one)))
-        label_ends(axis, [_end_of(line) for line in _named_lines(axis)])
-
-
-def _named_lines(axis: Axes) -> list[Line2D]:
-    """Return the lines of methods that have a point; those of error bars have no name."""
-    named = (line for line in axis.lines if not str(line.get_label()).startswith("_"))
-    return [line for line in named if np.asarray(line.get_xydata()).size]
-
-
-def _end_of(line: Line2D) -> tuple[float, float, str]:
-    x, y = np.asarray(line.get_xydata())[-1]
-    return float(x), float(y), str(line.get_label())
-
-
-def _varies(rows: pd.DataFrame, along: str) -> bool:
-    """Return whether a method has two different values along the axis."""
-    return bool((~rows.duplicated(["method", along])).groupby(rows["method"]).sum().gt(1).any())
+        # Lines of error bars have no name, and lines without a point have no end.
+        ends = {
+            axis: [
+                (float(x), float(y), str(line.get_label()))
+                for line in axis.lines
+                for x, y in np.asarray(line.get_xydata())[-1:]
+                if not str(line.get_label()).startswith("_")
+            ]
+            for axis in row
+        }
+        label_ends(*max(reversed(ends.items()), key=lambda one: len(one[1])))
 
 
 def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, along: str) -> None:
@@ -104,6 +135,32 @@ def _draw_method(memory: Axes, time: Axes, method: str, points: pd.DataFrame, al
     time.errorbar(points[along], step_ms, yerr=reach, capsize=2, **bars)
 
 
+def _per_token(rows: pd.DataFrame) -> pd.DataFrame:
+    tokens = rows.apply(count_tokens, axis=1)
+    least = rows["roofline_step_s"].where(rows["target"].notna())
+    return rows.assign(
+        executed_flops=rows["executed_flops"] / tokens,
+        bytes_moved=(rows["bytes_read"] + rows["bytes_written"]) / tokens,
+        step_s=rows["median_step_s"].astype(float).fillna(least.astype(float)) / tokens,
+        bare=rows["median_step_s"].isna(),
+    )
+
+
+def _draw_cost(axis: Axes, method: str, points: pd.DataFrame, cost: str, unit: float) -> None:
+    known = points.dropna(subset=[cost])
+    dashed = cost == "step_s" and known["bare"].any()
+    axis.plot(
+        known["seq_len"],
+        known[cost] / unit,
+        linewidth=1,
+        markersize=4,
+        linestyle="--" if dashed else "-",
+        label=method,
+        markevery=mark_some(known["seq_len"].to_numpy(float)),
+        **method_style(method),
+    )
+
+
 def mark_some(along: npt.NDArray[np.float64]) -> list[int] | None:
     """Return the points of a line that get a mark; None for all, as long as they are few.
 
@@ -119,7 +176,7 @@ def mark_some(along: npt.NDArray[np.float64]) -> list[int] | None:
     return sorted({int(np.abs(np.log(along / place)).argmin()) for place in places})
 
 
-def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
+def _dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
     """Set a panel's title, scales, ticks and labels."""
     values = sorted(panel.rows[along].unique())
     if len(values) > _MAX_TICKS:

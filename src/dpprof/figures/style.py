@@ -6,7 +6,6 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from dpprof.analysis.tables.axes import BASELINE
 
@@ -39,8 +38,6 @@ _METHODS: dict[str, tuple[str, str]] = {
 _OTHER_MARKERS = ("p", "*", "8")
 SERIES_COLOURS = _PALETTE
 """Colours of series that are no methods, in order."""
-
-SERIES_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 
 COMPONENT_COLOURS: dict[str, str] = {
     "parameters": _PALETTE[0],
@@ -181,12 +178,6 @@ def method_style(method: str) -> dict[str, Any]:
 def sort_methods(names: Iterable[str]) -> list[str]:
     """Return methods in the order of every figure: the baseline first, then by name."""
     return sorted(set(names), key=lambda name: (name != BASELINE, name))
-
-
-def name_methods(figure: Figure, names: Iterable[str]) -> None:
-    """Draw a legend of methods under all panels."""
-    handles = [Line2D([], [], label=name, **method_style(name)) for name in sort_methods(names)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
 
 
 def new_figure(

@@ -73,21 +73,17 @@ def _rank(rows: pd.DataFrame) -> tuple[Any, ...]:
 
 
 def _draw_areas(axis: Axes, step: pd.DataFrame, unit: int, least: float) -> None:
-    bottom = pd.Series(0.0, index=step.index)
-    for name, colour in COMPONENT_COLOURS.items():
-        if (step[name] > least).any():
-            top = bottom + step[name] / unit
-            axis.fill_between(
-                step["ops"],
-                bottom,
-                top,
-                facecolor=colour,
-                hatch=HATCHES.get(name),
-                edgecolor="#333333",
-                linewidth=0,
-                label=name.replace("_", " "),
-            )
-            bottom = top
+    names = [name for name in COMPONENT_COLOURS if (step[name] > least).any()]
+    hatches: Any = [HATCHES.get(name) for name in names]
+    axis.stackplot(
+        step["ops"],
+        step[names].to_numpy(float).T / unit,
+        labels=[name.replace("_", " ") for name in names],
+        colors=[COMPONENT_COLOURS[name] for name in names],
+        hatch=hatches,
+        edgecolor="#333333",
+        linewidth=0,
+    )
 
 
 def mark_phases(

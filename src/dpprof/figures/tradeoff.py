@@ -1,8 +1,9 @@
 """How much memory does a method need for its speed?"""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -12,6 +13,7 @@ from dpprof.figures.panels import split
 from dpprof.figures.style import COLUMN_INCHES, method_style, new_figure
 
 _PEAKS = {"allocated": "peak allocated", "rss": "peak RSS"}
+_RATIOS = ("times standard", "times standard")
 _MISSING = "no experiment has both a time and a peak"
 
 
@@ -25,71 +27,33 @@ def draw(tables: Mapping[str, pd.DataFrame]) -> Figure:
     rows = find_here(tables["experiments"]).dropna(subset=["median_step_s", "peak_bytes"])
     rows = rows[rows["peak_kind"] == rows["peak_kind"].min()]  # peaks of two kinds do not compare
     title = split(rows.head(1), _MISSING).shown[0].title
-    axis_names = "step time", _PEAKS[rows["peak_kind"].iloc[0]]
+    peak_name = _PEAKS[rows["peak_kind"].iloc[0]]
     if rows["step_ratio"].notna().all() and rows["peak_ratio"].notna().all():
-        points, units = rows.apply(_over_standard, axis=1), ("times standard",) * 2
+        x, low, high = (rows[name] for name in ("step_ratio", "step_ratio_low", "step_ratio_high"))
+        y, base, units = rows["peak_ratio"], rows["peak_bytes"] / rows["peak_ratio"], _RATIOS
     else:
-        points, units = rows.apply(_absolute, axis=1), ("ms", "MiB")
+        x, low, high = (rows[name] * 1e3 for name in ("median_step_s", "step_low_s", "step_high_s"))
+        y, base, units = rows["peak_bytes"] / 2**20, 2**20, ("ms", "MiB")
+    across = _reach(x, low, high)
+    up = _reach(y, rows["peak_min_bytes"] / base, rows["peak_max_bytes"] / base)
+    names, points = list(map(str, rows["method"])), list(zip(x, y, strict=True))
     figure, axes = new_figure(row_inches=2.4, width_inches=2 * COLUMN_INCHES)
     axis = axes[0, 0]
-    for method, point in zip(rows["method"], points, strict=True):
-        axis.errorbar(
-            point.x,
-            point.y,
-            xerr=_reach(point.x, point.across),
-            yerr=_reach(point.y, point.up),
-            markersize=5,
-            elinewidth=0.8,
-            capsize=2,
-            **method_style(str(method)),
-        )
-    axis.set_xlabel(f"{axis_names[0]} ({units[0]})")
-    axis.set_ylabel(f"{axis_names[1]} ({units[1]})")
+    for at, method in enumerate(names):
+        style = method_style(method) | {"markersize": 5, "elinewidth": 0.8, "capsize": 2}
+        axis.errorbar(*points[at], xerr=across[:, [at]], yerr=up[:, [at]], **style)
+    axis.set_xlabel(f"step time ({units[0]})")
+    axis.set_ylabel(f"{peak_name} ({units[1]})")
     axis.set_title(title)
     axis.margins(0.12)
-    label_points(
-        figure,
-        axis,
-        [(point.x, point.y) for point in points],
-        [str(name) for name in rows["method"]],
-        [((low, point.y), (high, point.y)) for point in points for low, high in [point.across]],
-    )
+    ends = zip(low.fillna(x), high.fillna(x), y, strict=True)
+    label_points(figure, axis, points, names, [((a, y), (b, y)) for a, b, y in ends])
     return figure
 
 
-class _Point(NamedTuple):
-    x: float
-    y: float
-    across: tuple[float, float]
-    up: tuple[float, float]
-
-
-def _over_standard(row: Any) -> _Point:
-    base = row["peak_bytes"] / row["peak_ratio"]
-    return _Point(
-        row["step_ratio"],
-        row["peak_ratio"],
-        _or_point(row["step_ratio_low"], row["step_ratio_high"], row["step_ratio"]),
-        (row["peak_min_bytes"] / base, row["peak_max_bytes"] / base),
-    )
-
-
-def _absolute(row: Any) -> _Point:
-    step = row["median_step_s"]
-    low, high = _or_point(row["step_low_s"], row["step_high_s"], step)
-    return _Point(
-        step * 1e3,
-        row["peak_bytes"] / 2**20,
-        (low * 1e3, high * 1e3),
-        (row["peak_min_bytes"] / 2**20, row["peak_max_bytes"] / 2**20),
-    )
-
-
-def _or_point(low: float, high: float, point: float) -> tuple[float, float]:
-    return (point, point) if pd.isna(low) or pd.isna(high) else (low, high)
-
-
-def _reach(middle: float, ends: tuple[float, float]) -> list[list[float]] | None:
-    """Return an error bar's lengths below and above; None where it has none."""
-    low, high = ends
-    return [[middle - low], [high - middle]] if high > low else None
+def _reach(
+    middle: "pd.Series[float]", low: "pd.Series[float]", high: "pd.Series[float]"
+) -> npt.NDArray[np.float64]:
+    """Return the lengths of error bars below and above; unknown where there is none."""
+    known = high > low
+    return np.array([(middle - low).where(known), (high - middle).where(known)], dtype=float)

@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dpprof.analysis.difference.difference import Difference, Side
+from dpprof.analysis.difference.difference import Difference
 from dpprof.analysis.difference.shared_axis import Curve
-from dpprof.analysis.difference.waterfall import Bar, fold_blocks, format_size, name_component
+from dpprof.analysis.difference.waterfall import (
+    Bar,
+    fold_blocks,
+    format_change,
+    format_size,
+    name_component,
+)
 from dpprof.figures.bars import VISIBLE, name_bars
 from dpprof.figures.style import (
     BYTE_UNITS,
@@ -60,7 +66,8 @@ def draw(difference: Difference, title: str = "") -> Figure:
     figure, axes = new_figure(2, 1, row_inches=height, gridspec_kw=widths)
     highest = max(difference.a.peak_bytes, difference.b.peak_bytes)
     unit = choose_byte_unit(highest)
-    colours = _colour(difference)
+    a, b = (method_style(side.method)["color"] for side in (difference.a, difference.b))
+    colours = (a, b if a != b else _SAME_METHOD)
     _draw_steps(axes[0, 0], difference, steps, colours, unit)
     _draw_timelines(axes[0, 1], difference, colours, unit)
     figure.suptitle("\n".join(textwrap.wrap(printable(title), _TITLE)), fontsize=8)
@@ -97,12 +104,6 @@ def _name_layers(bar: Bar) -> str:
     return ", ".join(named) + (", ..." if len(layers) > _MOST_LAYERS else "")
 
 
-def _colour(difference: Difference) -> tuple[str, str]:
-    """Return the colours of A and B: those of their methods, if these differ."""
-    a, b = (method_style(side.method)["color"] for side in (difference.a, difference.b))
-    return (a, b if a != b else _SAME_METHOD)
-
-
 def _draw_steps(
     axis: Axes,
     difference: Difference,
@@ -124,15 +125,14 @@ def _draw_steps(
             hatch=HATCHES.get(step.component, "" if step.component in COMPONENT_COLOURS else "//"),
             **style,
         )
-        _label(
-            axis, row, max(level, level + step.size) / factor, f"{_sign(step.size)}", step.layers
-        )
+        end = max(level, level + step.size) / factor
+        _label(axis, row, end, format_change(step.size), step.layers)
         level += step.size
     last = len(steps) + 1
     axis.plot([level / factor] * 2, [last - 0.65, last + 0.35], color="#333333", linewidth=0.5)
     axis.barh(last, a.peak_bytes / factor, color=colours[0], **style)
     for row, side in ((0, b), (last, a)):
-        _label(axis, row, side.peak_bytes / factor, format_size(side.peak_bytes), _say_how(side))
+        _label(axis, row, side.peak_bytes / factor, format_size(side.peak_bytes), side.how)
     name_bars(axis, [_fold(b.name), *(step.name for step in steps), _fold(a.name)])
     axis.set_xlabel(f"live memory at the peak ({unit})")
     axis.set_xlim(0, axis.get_xlim()[1] * 1.6)
@@ -141,15 +141,6 @@ def _draw_steps(
 def _fold(name: str) -> str:
     """Return a name in lines that leave room for the bars."""
     return textwrap.fill(printable(name), _NAME, max_lines=2, placeholder=" ...")
-
-
-def _sign(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{format_size(size)}"
-
-
-def _say_how(side: Side) -> str:
-    how = "predicted" if side.predicted else "recorded"
-    return f"{how}, in {side.phase.replace('_', ' ')}"
 
 
 def _label(axis: Axes, row: int, at: float, size: str, layers: str) -> None:

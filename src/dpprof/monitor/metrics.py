@@ -20,21 +20,6 @@ METRIC_NAMES = {
 """The attribute of ``Metrics`` under each name, in the order of writing."""
 
 
-@dataclass
-class Window:
-    """Consecutive steps that are timed together."""
-
-    steps: int = 0
-    samples: int = 0
-    tokens: int = 0
-
-    def add(self, samples: int, tokens: int) -> None:
-        """Add a step with the samples and tokens of its batch."""
-        self.steps += 1
-        self.samples += samples
-        self.tokens += tokens
-
-
 class Quantity(NamedTuple):
     """A number, or None with the reason why it is unknown."""
 
@@ -91,7 +76,7 @@ class Metrics:
 
 
 def derive_metrics(
-    window: Window,
+    window: Mapping[str, int],
     elapsed_s: float,
     *,
     model: Quantity,
@@ -103,7 +88,7 @@ def derive_metrics(
     """Compute metrics of at least one timed step.
 
     Args:
-        window: The timed steps.
+        window: The timed steps, and their samples and tokens, as numbers by name.
         elapsed_s: How long they took.
         model: Model FLOPs of a token.
         executed: Executed FLOPs of a token.
@@ -111,7 +96,7 @@ def derive_metrics(
         step: ``Metrics.measured_at_step``.
         includes_profiling: Whether they were profiled.
     """
-    tokens_per_s = window.tokens / elapsed_s
+    tokens_per_s = window["tokens"] / elapsed_s
     mfu = _divide(model, peak, times=tokens_per_s)
     hfu = _divide(executed, peak, times=tokens_per_s)
     multiplier = _divide(executed, model)
@@ -125,9 +110,9 @@ def derive_metrics(
         measured_at_step=step,
         carried=False,
         includes_profiling=includes_profiling,
-        step_time_s=elapsed_s / window.steps,
-        steps_per_s=window.steps / elapsed_s,
-        samples_per_s=window.samples / elapsed_s,
+        step_time_s=elapsed_s / window["steps"],
+        steps_per_s=window["steps"] / elapsed_s,
+        samples_per_s=window["samples"] / elapsed_s,
         tokens_per_s=tokens_per_s,
         mfu=mfu.value,
         hfu=hfu.value,

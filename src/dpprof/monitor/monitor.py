@@ -13,6 +13,7 @@ import math
 import operator
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import Any, Self
 import torch
 
 from dpprof.flops.counter import FlopCounter
-from dpprof.monitor.metrics import METRIC_NAMES, Metrics, Quantity, Window, derive_metrics
+from dpprof.monitor.metrics import METRIC_NAMES, Metrics, Quantity, derive_metrics
 from dpprof.monitor.sinks import Sink
 from dpprof.spec.datasheets import find_by_device_name
 from dpprof.spec.target import DTYPES, Dtype
@@ -84,7 +85,7 @@ class Monitor:
         self._first = self._next = _check_count("first_step", first_step, least=0)
         self._clock = clock
         self._lap_s = 0.0
-        self._window: Window | None = None
+        self._window: Counter[str] | None = None
         self._warned = False
         self.metrics = None
 
@@ -124,7 +125,7 @@ class Monitor:
             if counter:
                 self._measure(number, counter, elapsed_s, samples, tokens)
             elif self._window is not None:
-                self._window.add(samples, tokens)
+                self._window.update(steps=1, samples=samples, tokens=tokens)
         except BaseException:
             self._window = None
             raise
@@ -150,7 +151,7 @@ class Monitor:
         always = self._freq == 1
         if self._window is not None:
             if always:
-                self._window.add(samples, tokens)
+                self._window.update(steps=1, samples=samples, tokens=tokens)
                 elapsed_s += within_s
             self.metrics = derive_metrics(
                 self._window,
@@ -161,7 +162,7 @@ class Monitor:
                 step=number,
                 includes_profiling=always,
             )
-        self._window = Window()
+        self._window = Counter()
 
     def _lap(self) -> float:
         """Wait for the device, and return the seconds since the last call."""

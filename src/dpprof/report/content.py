@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from dpprof.analysis.selection import choose_runs, compose_peaks
+from dpprof.analysis.selection import Tables, choose_runs, compose_peaks
 from dpprof.analysis.standings import find_marks
 from dpprof.report.answer.methods import build_first_section
 from dpprof.report.answer.question import ask
@@ -20,11 +20,9 @@ from dpprof.report.rendering.document import (
     Picture,
     Section,
 )
-from dpprof.report.sections import budget, capacity, cost, kernels, memory, outcomes, step_time
+from dpprof.report.sections import budget, cost, kernels, memory, outcomes, step_time
 from dpprof.report.sections.verification import TITLE as VERIFICATION
 from dpprof.report.sections.verification import mark_methods, tell_verification
-
-Tables = Mapping[str, pd.DataFrame]
 
 _OTHERS = "More figures"
 _FIGURES_OF: dict[str, tuple[str, ...]] = {
@@ -94,7 +92,7 @@ def _appendix(tables: Tables, composition: pd.DataFrame) -> dict[str, Blocks]:
         "Missing results": outcomes.tell_missing(tables["missing"]),
         "Comparison": step_time.by_method(tables["methods"]) + step_time.compare(experiments),
         "How far the figures repeat": step_time.repeat(experiments),
-        "Capacity": capacity.tell_capacity(tables["advice"]),
+        "Capacity": memory.tell_capacity(tables["advice"]),
         "Predicted peaks": memory.predictions(composition, costs),
         "Privacy budget": budget.tell_budget(tables["noise"], tables["budget"]),
         "Owners of memory": memory.owners(composition),

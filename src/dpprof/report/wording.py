@@ -55,11 +55,6 @@ def is_alike(ratio: float) -> bool:
     return abs(ratio - 1) < ALIKE
 
 
-def span_of_ratios(ratios: "pd.Series[float]") -> str:
-    """Return the range of ratios in words: ``1.36 to 2.84 times``."""
-    return f"{reach(*(number(ratios.agg(end), digits=2) for end in ENDS))} times"
-
-
 def rounded(value: float | None) -> str:
     """Return a figure with three significant digits, and no more: ``14,700,000``."""
     if value is None or pd.isna(value):

@@ -38,7 +38,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
     ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
     fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
     judged = [_judge(option, fastest) for option in options]
-    judged.sort(key=_rank)
+    judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
     budgets = [result.capacity.budget_bytes for result in results if result.capacity]
     return Advice(
         model=experiment.model_name,
@@ -84,14 +84,13 @@ def _describe(result: Result, standing: Standing) -> Option:
     """Return a method's option, with what speaks against it; ``_judge`` adds the speed verdict."""
     experiment, capacity, compute = result.experiment, result.capacity, result.compute
     private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
+    known: dict[str, Any] = {"method": experiment.method, "private": private}
+    known |= {"mechanism": standing.mechanism, "verified": standing.verified}
     if capacity is None or compute is None:
         return Option(
-            method=experiment.method,
             verdict="does not fit" if result.outcome == "oom" else "failed",
-            private=private,
-            mechanism=standing.mechanism,
-            verified=standing.verified,
             message=result.error.message if result.error else result.outcome,
+            **known,
         )
     tight = capacity.safe_batch_size is None
     bound_s = None if tight else compute.roofline_step_s
@@ -105,11 +104,7 @@ def _describe(result: Result, standing: Standing) -> Option:
     if private and standing.verified is False:
         verdict, message = "wrong", f"its gradient is wrong: {standing.reason}"
     return Option(
-        method=experiment.method,
         verdict=verdict,
-        private=private,
-        mechanism=standing.mechanism,
-        verified=standing.verified,
         largest_batch_size=capacity.batch_size,
         largest_peak_bytes=capacity.peak_bytes,
         smallest_batch_size=capacity.smallest_batch_size,
@@ -122,11 +117,8 @@ def _describe(result: Result, standing: Standing) -> Option:
         dp_flop_multiplier=compute.dp_flop_multiplier,
         limited_by=capacity.limited_by,
         message=message,
+        **known,
     )
-
-
-def _rank(option: Option) -> tuple[bool, bool, float]:
-    return not option.private, option.verdict == "wrong", -(option.tokens_per_s or 0.0)
 
 
 def _judge(option: Option, fastest: Option | None) -> Option:

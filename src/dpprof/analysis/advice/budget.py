@@ -52,17 +52,11 @@ def make_budget(
     """
     advice = advise(results, target, standings)
     return Budget(
-        model=advice.model,
-        lora=advice.lora,
-        seq_len=advice.seq_len,
-        dtype=advice.dtype,
-        target=target,
+        **advice.model_dump(include=set(Budget.model_fields)),
         privacy=privacy,
         warnings=privacy.warnings,
         noise=noise,
         methods=_price_methods(results, advice, privacy, noise),
-        sure_of_memory=advice.sure_of_memory,
-        sure_of_time=advice.sure_of_time,
     )
 
 

@@ -36,6 +36,12 @@ class Side(NamedTuple):
     op: str | None
     """The operator that made the peak; None where the step began with it."""
 
+    @property
+    def how(self) -> str:
+        """How its peak is known, and in which phase it is."""
+        known = "predicted" if self.predicted else "recorded"
+        return f"{known}, in {self.phase.replace('_', ' ')}"
+
 
 class Difference(NamedTuple):
     """Why A's peak is higher, or lower, than B's."""
@@ -86,8 +92,8 @@ def explain_difference(a: Result, b: Result) -> Difference:
     assert b.memory is not None
     assert a.memory.timeline is not None
     assert b.memory.timeline is not None
-    axes = find_axes(a), find_axes(b)
-    of_a, of_b = _name_apart(a, b)
+    axes = _find_axes(a), _find_axes(b)
+    of_a, of_b = _name_apart((a, b), axes)
     return Difference(
         a=_describe(a, of_a),
         b=_describe(b, of_b),
@@ -122,7 +128,7 @@ def _is_predicted(result: Result) -> bool:
     return bool(result.memory and result.memory.timeline and not result.memory.timeline.elapsed_s)
 
 
-def find_axes(result: Result) -> dict[str, Any]:
+def _find_axes(result: Result) -> dict[str, Any]:
     """Return an experiment's axes, with the batch size that its memory is of."""
     axes = axes_of(result.experiment)
     if result.capacity is not None:
@@ -130,21 +136,21 @@ def find_axes(result: Result) -> dict[str, Any]:
     return axes
 
 
-def _name_apart(a: Result, b: Result) -> tuple[str, str]:
+def _name_apart(
+    results: tuple[Result, Result], axes: tuple[dict[str, Any], dict[str, Any]]
+) -> list[str]:
     """Name both runs by their methods, and by the axes in which they differ."""
-    axes = find_axes(a), find_axes(b)
     apart = [key for key in axes[0] if axes[0][key] != axes[1][key] and key not in _NOT_NAMED]
     facts = [_format_axes(apart, side) for side in axes]
     methods = [str(side["method"]) for side in axes]
     if methods[0] == methods[1] and facts[0] == facts[1]:
-        facts = [[_how(result)] for result in (a, b)]
+        facts = [[_how(result)] for result in results]
     if methods[0] == methods[1] and facts[0] == facts[1]:
         facts = [["A"], ["B"]]
-    names = [
+    return [
         f"{method} ({', '.join(known)})" if known else method
         for method, known in zip(methods, facts, strict=True)
     ]
-    return names[0], names[1]
 
 
 def _how(result: Result) -> str:

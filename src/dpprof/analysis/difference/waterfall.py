@@ -107,6 +107,11 @@ def format_size(size: int) -> str:
     return f"{size:,} bytes"
 
 
+def format_change(size: int) -> str:
+    """Return the same with its sign, such as +540.0 MiB."""
+    return f"{'+' if size > 0 else ''}{format_size(size)}"
+
+
 def name_component(component: str) -> str:
     """Return a component in words."""
     return _WORDS.get(component, component.replace("_", " "))

@@ -119,7 +119,10 @@ def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder)
         for side in (baseline, candidate)
     ]
     pairs = islice(product(sides[0].items(), sides[1].items()), _MOST_PAIRS)
-    differences = [(a, b, _differing_keys(one, other)) for (a, one), (b, other) in pairs]
+    differences = [
+        (a, b, [key for key in Experiment.model_fields if getattr(one, key) != getattr(other, key)])
+        for (a, one), (b, other) in pairs
+    ]
     a, b, keys = min(differences, key=lambda pair: len(pair[2]))
     if len(keys) > _MOST_NAMED:
         return "no experiment is in both folders"
@@ -128,8 +131,3 @@ def explain_nothing_in_common(baseline: ResultsFolder, candidate: ResultsFolder)
         for key in keys
     ]
     return f"no experiment is in both folders; the most similar differ in {', '.join(differing)}"
-
-
-def _differing_keys(one: Experiment, other: Experiment) -> list[str]:
-    keys = type(one).model_fields
-    return [key for key in keys if getattr(one, key) != getattr(other, key)]

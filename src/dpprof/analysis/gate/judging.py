@@ -14,7 +14,6 @@ from dpprof.analysis.groups import ExperimentRuns
 from dpprof.analysis.statistics import NO_DIFFERENCE, Comparison, can_differ
 from dpprof.records.comparison import ComparedFigure, FigureName, Judgement, Metric, TimeStatistics
 from dpprof.records.result import Result
-from dpprof.records.step_costs import Memory
 from dpprof.records.terms import OUTCOMES
 from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import device_of
@@ -53,42 +52,45 @@ def list_families(result: Result, metrics: Container[Metric]) -> dict[FamilyKey,
     among them.
     """
     families: dict[FamilyKey, FigureFamily] = defaultdict(dict)
-    if result.outcome == "ok":
-        for key, figure, value in _exact_figures(result):
-            if figure.metric in metrics:
-                families[key][figure] = value
+    stated = None if result.capacity is None else result.capacity.stated_batch_size
+    for family, figure, value in _exact_figures(result) if result.outcome == "ok" else ():
+        if value is not None and figure.metric in metrics:
+            of = None if family == "largest batches" else stated
+            families[FamilyKey(family, of)][figure] = value
     return dict(families)
 
 
-def _exact_figures(result: Result) -> Iterator[tuple[FamilyKey, ExactFigure, Number]]:
-    """Yield every exact figure of a result, with its family."""
-    of = None
+def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | None]]:
+    """Yield every exact figure with the name of its family; None where it is unknown."""
     if (found := result.capacity) is not None:
-        of, safe = found.stated_batch_size, found.safe_batch_size or 0
-        sizes: dict[FigureName, int] = {
-            "largest batch": found.batch_size,
-            "largest safe batch": safe,
+        batch = ExactFigure("memory", "largest batch", "samples", more_is_better=True)
+        yield "largest batches", batch, found.batch_size
+        safe = batch._replace(name="largest safe batch")
+        yield "largest batches", safe, found.safe_batch_size or 0
+    if (memory := result.memory) is not None:
+        peaks: dict[FigureName, int | None] = {
+            "peak": memory.peak_allocated_bytes,
+            "peak of the first step": memory.first_step_peak_allocated_bytes,
         }
-        for name, size in sizes.items():
-            figure = ExactFigure("memory", name, "samples", more_is_better=True)
-            yield FamilyKey("largest batches"), figure, size
-    if result.memory is not None:
-        for figure, value in _peaks(result.memory):
-            yield FamilyKey(figure.name, of), figure, value
-        held = result.memory.at_peak.components if result.memory.at_peak else {}
+        if (simulated := memory.allocator) is not None:
+            fits = None if simulated.fits is None else int(simulated.fits)
+            yield "fits", ExactFigure("memory", "fits", None, more_is_better=True), fits
+            peaks["reserved"] = simulated.reserved_bytes
+            peaks["reserved with expandable segments"] = simulated.expandable_reserved_bytes
+        for name, size in peaks.items():
+            yield name, ExactFigure("memory", name), size
+        held = memory.at_peak.components if memory.at_peak else {}
         for component, size in held.items():
-            figure = ExactFigure("memory", "component", part=component)
-            yield FamilyKey("components", of), figure, size
-    for family, figure, value in _work(result):
-        yield FamilyKey(family, of), figure, value
+            yield "components", ExactFigure("memory", "component", part=component), size
+    yield from _work(result)
     target, time = result.experiment.target, result.time
     # The predicted time for a CPU rests on times measured on it, so it is not exact.
     if target is not None and device_of(target) != "cpu" and time and time.predicted_step_s:
         figure = ExactFigure("time", "predicted step time", "seconds")
-        yield FamilyKey("predicted step time", of), figure, time.predicted_step_s.median
+        yield "predicted step time", figure, time.predicted_step_s.median
 
 
-def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int]]:
+def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int | None]]:
     """Yield FLOPs, and bytes moved and sent, each with the name of its family."""
     if (compute := result.compute) is not None:
         flops: dict[FigureName, int | None] = {
@@ -97,8 +99,7 @@ def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int]]:
             "model FLOPs": compute.model_flops,
         }
         for name, count in flops.items():
-            if count is not None:
-                yield "FLOPs", ExactFigure("flops", name, "FLOPs"), count
+            yield "FLOPs", ExactFigure("flops", name, "FLOPs"), count
     if (io := result.io) is not None:
         moved = ExactFigure("flops", "bytes moved")
         yield "operators", moved, io.bytes_read + io.bytes_written
@@ -109,21 +110,6 @@ def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int]]:
     for one in result.communication or ():
         figure = ExactFigure("flops", "bytes sent", "bytes", one.collective, one.phase)
         yield "communication", figure, one.bytes_each_way
-
-
-def _peaks(memory: Memory) -> Iterator[tuple[ExactFigure, int]]:
-    peaks: dict[FigureName, int | None] = {
-        "peak": memory.peak_allocated_bytes,
-        "peak of the first step": memory.first_step_peak_allocated_bytes,
-    }
-    if (simulated := memory.allocator) is not None:
-        peaks["reserved"] = simulated.reserved_bytes
-        peaks["reserved with expandable segments"] = simulated.expandable_reserved_bytes
-        if simulated.fits is not None:
-            yield ExactFigure("memory", "fits", None, more_is_better=True), int(simulated.fits)
-    for name, size in peaks.items():
-        if size is not None:
-            yield ExactFigure("memory", name), size
 
 
 def judge_outcomes(

@@ -148,17 +148,15 @@ def _list_parts(run: PlannedRun, result: Result) -> Iterator[tuple[str, dict[str
 
 def _outcomes(collected: Collected) -> pd.DataFrame:
     """Return outcome counts per method; the success rate covers the runs that have a result."""
-    ended: dict[str, Counter[str]] = defaultdict(Counter)
-    for run, result in collected.found:
-        ended[run.method][result.outcome] += 1
-    for run in collected.missing:
-        ended[run.method]["missing"] += 1
+    ended = Counter((run.method, result.outcome) for run, result in collected.found)
+    missing = Counter(run.method for run in collected.missing)
     rows = []
-    for method, counts in sorted(ended.items()):
-        runs = counts.total() - counts["missing"]
-        row = {"method": method, "runs": runs, "missing": counts["missing"]}
+    for method in sorted(missing.keys() | {method for method, _ in ended}):
+        counts = {name: ended[method, name] for name in OUTCOMES}
+        runs = sum(counts.values())
         rate = counts["ok"] / runs if runs else None
-        rows.append(row | {name: counts[name] for name in OUTCOMES} | {"success_rate": rate})
+        row = {"method": method, "runs": runs, "missing": missing[method], "success_rate": rate}
+        rows.append(row | counts)
     return make_frame("outcomes", rows)
 
 

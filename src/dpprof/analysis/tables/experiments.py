@@ -228,19 +228,16 @@ def tabulate_methods(experiments: pd.DataFrame) -> pd.DataFrame:
     if allocated.any():
         peaks = experiments["peak_ratio"].where(allocated)
         experiments = experiments.assign(peak_ratio=peaks)
-    rows = []
-    for method, group in experiments.groupby("method"):
-        row: dict[str, Any] = {"method": method, "experiments": len(group)}
-        for ratio in _RATIOS:
-            known = group[ratio].astype(float).dropna()
-            found = {"median": known.median(), "min": known.min(), "max": known.max()}
-            row |= {f"{ratio}_count": len(known)}
-            row |= {f"{ratio}_{name}": value for name, value in found.items()}
-        row["mechanism"] = next(iter(group["mechanism"].dropna()), None)
-        row["verified"] = _all_verified(group["verified"])
-        row["max_relative_error"] = group["max_relative_error"].astype(float).max()
-        rows.append(row)
-    return make_frame("methods", rows)
+    known = experiments.astype(dict.fromkeys([*_RATIOS, "max_relative_error"], float))
+    ends = ("count", "median", "min", "max")
+    rows = known.groupby("method").agg(
+        experiments=("experiment_id", "size"),
+        **{f"{ratio}_{end}": (ratio, end) for ratio in _RATIOS for end in ends},
+        mechanism=("mechanism", "first"),
+        verified=("verified", _all_verified),
+        max_relative_error=("max_relative_error", "max"),
+    )
+    return rows.reset_index()
 
 
 def _all_verified(verified: "pd.Series[bool]") -> bool | None:

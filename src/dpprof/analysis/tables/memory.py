@@ -79,7 +79,10 @@ def tabulate_memory(
     collected: Collected, groups: Sequence[ExperimentRuns]
 ) -> dict[str, pd.DataFrame]:
     """Return the tables of the runs that recorded or estimated memory, by name."""
-    measured = _Measured(groups)
+    alike: dict[str, list[ExperimentRuns]] = defaultdict(list)
+    for group in groups:
+        if group.experiment.target is None:
+            alike[_rest(group.experiment)].append(group)
     rows: dict[str, list[dict[str, Any]]] = {
         name: [] for name in ("peaks", "costs", "owners", "holdings", "traffic")
     }
@@ -90,34 +93,26 @@ def tabulate_memory(
             continue
         at_peak, key = memory.at_peak, key_of(run)
         assert at_peak is not None
-        group, common = measured.find(result.experiment), key | axes_of(result.experiment)
-        rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, group))
-        rows["costs"].append(common | _cost_row(result, compute, io, group, collected.ceilings))
+        found = _find_measured(alike[_rest(result.experiment)], result.experiment)
+        common = key | axes_of(result.experiment)
+        rows["peaks"].append(common | _peak_row(result, memory, memory.attribution, at_peak, found))
+        rows["costs"].append(common | _cost_row(result, compute, io, found, collected.ceilings))
         rows["owners"] += [
             key | {"component": component, "bytes": size}
             for component, size in at_peak.components.items()
         ]
         rows["holdings"] += [key | held.model_dump() for held in at_peak.largest]
         rows["traffic"] += [key | row for row in _traffic_rows(compute, io)]
-    return {name: make_frame(name, found) for name, found in rows.items()}
+    return {name: make_frame(name, of_it) for name, of_it in rows.items()}
 
 
-class _Measured:
-    """Finds measurements that a recorded or predicted peak can be compared with."""
-
-    def __init__(self, groups: Sequence[ExperimentRuns]) -> None:
-        self._here = {group.experiment.id: group for group in groups}
-        self._elsewhere: dict[str, list[ExperimentRuns]] = defaultdict(list)
-        for group in groups:
-            if group.experiment.target is None:
-                self._elsewhere[_rest(group.experiment)].append(group)
-
-    def find(self, experiment: Experiment) -> ExperimentRuns | None:
-        """Return the measurements of this experiment, or of an equal one on its target's device."""
-        if experiment.target is None:
-            return self._here[experiment.id]
-        alike = self._elsewhere[_rest(experiment)]
-        return next((group for group in alike if _ran_on_target(group, experiment)), None)
+def _find_measured(
+    alike: Iterable[ExperimentRuns], experiment: Experiment
+) -> ExperimentRuns | None:
+    """Return the measurements of this experiment, or of an equal one on its target's device."""
+    if experiment.target is None:
+        return next(group for group in alike if group.experiment.id == experiment.id)
+    return next((group for group in alike if _ran_on_target(group, experiment)), None)
 
 
 def _rest(experiment: Experiment) -> str:

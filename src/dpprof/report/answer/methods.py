@@ -7,7 +7,8 @@ import pandas as pd
 
 from dpprof.analysis.selection import Tables, find_here, find_on_targets, find_predicted
 from dpprof.analysis.tables.axes import BASELINE
-from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section, Table
+from dpprof.report.rendering.document import Blocks, Drawing, Picture, Section
+from dpprof.report.sections.tables import tabulate, text, whole
 from dpprof.report.wording import (
     THIS_MACHINE,
     name_setting,
@@ -45,7 +46,7 @@ def build_first_section(tables: Tables, drawings: Sequence[Drawing]) -> Section:
     blocks: Blocks = []
     places = [*_targets(tables), *_here(tables)]
     if places:
-        blocks.append(_tabulate(places, tables["verification"]))
+        blocks += _tabulate(places, tables["methods"])
     picture = choose_picture(tables, drawings)
     if picture is not None:
         blocks.append(picture)
@@ -76,7 +77,7 @@ def _targets(tables: Tables) -> list[_Place]:
 
 
 def _capacity(target: str, options: pd.DataFrame) -> _Place:
-    rows = options.set_index("method")
+    rows = options.drop_duplicates("method").set_index("method")
     row = options.iloc[0]
     columns = {f"batch on {target}": rows.apply(_batch, axis=1)}
     if rows["tokens_per_s"].notna().any():
@@ -121,7 +122,9 @@ def _here(tables: Tables) -> list[_Place]:
             "step (ms)": rows["median_step_s"].map(lambda step: number(step, 1e-3)),
             "peak (MiB)": rows["peak_bytes"].map(lambda size: number(size, 2**20)),
         }
-    failed = _failures(measured.iloc[0], tables["runs"])
+    runs = tables["runs"]
+    failures = rows_in(measured.iloc[0], runs[runs["outcome"] != "ok"]).drop_duplicates("method")
+    failed = failures.set_index("method")["outcome"].astype(str)
     columns = {
         heading: pd.concat([cells, failed[~failed.index.isin(cells.index)]])
         for heading, cells in columns.items()
@@ -140,42 +143,19 @@ def _here(tables: Tables) -> list[_Place]:
 _PEAKS = {"allocated": "allocator's ", "rss": "resident "}
 
 
-def _failures(setting: Any, runs: pd.DataFrame) -> "pd.Series[str]":
-    """Return how methods ended that did not succeed in a setting."""
-    failed = rows_in(setting, runs[runs["outcome"] != "ok"])
-    return failed.drop_duplicates("method").set_index("method")["outcome"].astype(str)
-
-
-def _tabulate(places: Sequence[_Place], verification: pd.DataFrame) -> Table:
+def _tabulate(places: Sequence[_Place], known: pd.DataFrame) -> Blocks:
+    cells = {name: column for one in places for name, column in one.columns.items()}
+    methods = dict.fromkeys(name for column in cells.values() for name in column.index)
     # Sorted by what is known of the most methods; of as many, by the first place.
-    methods = list(dict.fromkeys(str(name) for one in places for name in _methods_of(one)))
     main = max(places, key=lambda one: one.order.notna().sum()).order
-    rank = main.reindex(methods)
+    rank = main.reindex(list(methods))
     ordered = sorted(
         methods, key=lambda name: (name != BASELINE, rank[name] != rank[name], rank[name])
     )
-    header, rows = ["method"], [[name] for name in ordered]
-    for place in places:
-        for heading, cells in place.columns.items():
-            header.append(heading)
-            for row, name in zip(rows, ordered, strict=True):
-                row.append(str(cells.get(name, "-")))
-    header.append("verified")
-    for row, name in zip(rows, ordered, strict=True):
-        row.append(_verdict(verification.loc[verification["method"] == name, "verified"]))
-    return Table(
-        caption=" ".join(one.caption for one in places),
-        header=tuple(header),
-        rows=tuple(map(tuple, rows)),
-        numeric=(False, *(True,) * (len(header) - 2), False),
-    )
-
-
-def _methods_of(place: _Place) -> list[Any]:
-    return [name for cells in place.columns.values() for name in cells.index]
-
-
-def _verdict(verified: "pd.Series[Any]") -> str:
-    if verified.eq(False).any():
-        return "failed"
-    return "yes" if len(verified) and verified.eq(True).all() else "not known"
+    rows = pd.DataFrame({name: column.reindex(ordered) for name, column in cells.items()})
+    verdicts = known.set_index("method")["verified"].map({True: "yes", False: "failed"})
+    rows = rows.assign(method=ordered, verified=verdicts.reindex(ordered).fillna("not known"))
+    columns = {"method": text("method"), **{name: whole(name) for name in cells}}
+    columns["verified"] = text("verified")
+    caption = " ".join(one.caption for one in places)
+    return tabulate(caption, columns, rows, "methods.csv")

@@ -32,7 +32,6 @@ from dpprof.report.wording import (
     rows_in,
     significant,
     span,
-    span_of_ratios,
     times,
 )
 
@@ -83,7 +82,8 @@ def _tell_options(target: str, options: pd.DataFrame) -> Iterator[str]:
     failed = f"; {listed(wrong)} failed verification" if len(wrong) else ""
     ranked = options[options["verdict"].isin(["first", "close", "slower"])]
     unranked = options[(options["verdict"] == "unranked") & options["safe_batch_size"].notna()]
-    base = _row_of(options, BASELINE)
+    plain = options[options["method"] == BASELINE]
+    base = plain.iloc[0] if len(plain) else None
     if len(ranked):
         yield _tell_ranked(target, what, ranked, base) + _tell_unfit(options) + failed
     elif len(unranked):
@@ -160,12 +160,9 @@ def _absolute(row: Any) -> str:
     if pd.notna(row["median_step_s"]):
         facts.append(f"takes {number(row['median_step_s'], _MS)} ms")
     if pd.notna(row["peak_bytes"]):
-        facts.append(f"peaks at {number(row['peak_bytes'], _MIB)} MiB {_kind(row)}")
+        kind = "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
+        facts.append(f"peaks at {number(row['peak_bytes'], _MIB)} MiB {kind}")
     return " and ".join(facts)
-
-
-def _kind(row: Any) -> str:
-    return "allocated" if row["peak_kind"] == "allocated" else "resident, libraries included"
 
 
 def _tell_peaks(private: pd.DataFrame) -> str:
@@ -199,11 +196,10 @@ def _tell_rest(timed: pd.DataFrame, fastest: Any, tables: Tables) -> str:
     count = f"the other {len(others)}" if len(others) > 1 else str(others["method"].iloc[0])
     takes = plural(len(others), "takes", "take")
     ratios = others["step_ratio"].dropna().astype(float)
-    if len(ratios):
-        said = f"{count} {takes} {span_of_ratios(ratios)}"
-    else:
-        steps = others["median_step_s"].astype(float)
-        said = f"{count} {takes} {reach(*(number(steps.agg(end), _MS) for end in ENDS))} ms"
+    steps = others["median_step_s"].astype(float) / _MS
+    known, unit, digits = (ratios, "times", 2) if len(ratios) else (steps, "ms", 1)
+    ends = (number(known.agg(end), digits=digits) for end in ENDS)
+    said = f"{count} {takes} {reach(*ends)} {unit}"
     if alike := _not_slower(fastest, tables):
         said += (
             f", of which {listed(alike)} not detectably more" if len(others) > len(alike) else ""
@@ -266,11 +262,6 @@ def _tell_predicted(target: str, rows: pd.DataFrame) -> str:
     if len(unfit):
         said += f"; {listed(unfit)} {plural(len(unfit), 'does', 'do')} not fit"
     return f"{said}."
-
-
-def _row_of(rows: pd.DataFrame, method: str) -> Any:
-    found = rows[rows["method"] == method]
-    return found.iloc[0] if len(found) else None
 
 
 def _tell_nothing(runs: pd.DataFrame) -> str:

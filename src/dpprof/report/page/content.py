@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpprof.analysis.selection import Tables
 from dpprof.analysis.tables.axes import RUN_KEY
 from dpprof.analysis.tables.frames import rows_of
 from dpprof.report.page.data import (
-    Tables,
     list_experiments,
     list_failures,
     list_kernels,

@@ -1,12 +1,11 @@
 """What the HTML report shows, from the tables: experiments, peaks, kernels, failures."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.selection import RECORDERS, Tables, spread_owners
 from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, name_model
 from dpprof.analysis.tables.frames import naming_axes
 from dpprof.figures.style import (
@@ -18,8 +17,6 @@ from dpprof.figures.style import (
     sort_methods,
 )
 from dpprof.records.terms import COMPONENTS, OUTCOMES
-
-Tables = Mapping[str, pd.DataFrame]
 
 _DIGITS = 9
 """Significant digits of a number on the page; whole numbers are exact."""
@@ -106,17 +103,11 @@ def list_peaks(tables: Tables, experiments: pd.DataFrame) -> pd.DataFrame:
     They come in the order of the experiments, each recorded one before the estimate.
     """
     peaks = tables["peaks"]
-    place = {name: at for at, name in enumerate(experiments["experiment_id"])}
-    rank = {name: at for at, name in enumerate(RECORDERS)}
-    ordered = (
-        peaks[peaks["instrument"].isin(RECORDERS)]
-        .assign(_place=lambda rows: rows["experiment_id"].map(place))
-        .assign(_rank=lambda rows: rows["instrument"].map(rank))
-        .sort_values(["_place", "_rank"], kind="stable")
-    )
-    first = ordered.drop_duplicates(["experiment_id", "instrument"])
-    owners = tables["owners"].set_index([*RUN_KEY, "component"])["bytes"].unstack()  # noqa: PD010
-    by_owner = owners.reindex(columns=pd.Index(COMPONENTS)).fillna(0)
+    order = [(name, one) for name in experiments["experiment_id"] for one in RECORDERS]
+    run = ["experiment_id", "instrument"]
+    first = peaks.drop_duplicates(run).set_index(run, drop=False)
+    first = first.loc[[key for key in order if key in first.index]].reset_index(drop=True)
+    by_owner = spread_owners(tables["owners"])
     held = [name for name in COMPONENTS if (by_owner[name] > 0).any()]
     return first.merge(
         by_owner[held], left_on=RUN_KEY, right_index=True, suffixes=("", "_component")

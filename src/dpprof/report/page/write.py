@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jinja2
 import vl_convert
 
+from dpprof.analysis.selection import Tables
 from dpprof.report.page.content import tell_contents
-from dpprof.report.page.data import Tables
 from dpprof.report.rendering.document import Document
 from dpprof.system.console import printable, say
 from dpprof.system.files import write_atomically
@@ -23,26 +23,14 @@ LIMIT_BYTES = 5_000_000
 """The largest page; what would not fit is thinned, and the page says so."""
 
 _FOLDER = TEMPLATES / "page"
-_SCRIPTS = (
-    "text.js",
-    "elements.js",
-    "data.js",
-    "table.js",
-    "chart.js",
-    "view.js",
-    "answer.js",
-    "tradeoff.js",
-    "experiments.js",
-    "difference.js",
-    "step.js",
-    "peaks.js",
-    "kernels.js",
-    "accuracy.js",
-    "compare.js",
-    "outcomes.js",
-    "main.js",
-)
-"""In the order in which the page needs them."""
+_FIRST = ("text.js", "elements.js", "data.js")
+"""The scripts that all others of the page need."""
+
+_LAST = ("main.js",)
+"""The script that needs all others."""
+
+_LIVE = ("live.js",)
+"""The script that a page has while the sweep runs."""
 
 
 class SweepStatus(NamedTuple):
@@ -83,7 +71,7 @@ def render_page(title: str, content: str, sweep: SweepStatus | None = None) -> s
     """
     scripts = [bundle_charts(), read_scripts()]
     if sweep is not None and sweep.is_live:
-        scripts.insert(0, _join(["live.js"]))
+        scripts.insert(0, _join(_LIVE))
     style = (_FOLDER / "page.css").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), undefined=jinja2.StrictUndefined, autoescape=True
@@ -128,7 +116,9 @@ def bundle_charts() -> str:
 @functools.cache
 def read_scripts() -> str:
     """Return the page's own script."""
-    return _join(_SCRIPTS)
+    apart = {*_FIRST, *_LAST, *_LIVE}
+    views = sorted(path.name for path in _FOLDER.glob("*.js") if path.name not in apart)
+    return _join([*_FIRST, *views, *_LAST])
 
 
 def _join(names: Iterable[str]) -> str:

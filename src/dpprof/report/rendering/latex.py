@@ -23,6 +23,7 @@ _SPECIAL = {
     # After the end of a row LaTeX would read these as its arguments.
     **{character: f"{{{character}}}" for character in "[]*"},
 }
+_NOT_LATIN_1 = re.compile(r"[^ -~\xa1-\xff]")
 _LIGATURE = re.compile(r"([-,])(?=\1)")
 """LaTeX would turn two of these into a dash or a quotation mark."""
 
@@ -52,13 +53,9 @@ def escape_latex(value: Any) -> str:
     """Return a text escaped for LaTeX; characters that its fonts lack become code points."""
     if isinstance(value, _Markup):
         return value
-    text = "".join(_SPECIAL.get(character, _known(character)) for character in str(value))
+    text = "".join(_SPECIAL.get(character, character) for character in str(value))
+    text = _NOT_LATIN_1.sub(lambda found: f"U+{ord(found[0]):04X}", text)
     return _LIGATURE.sub(r"\1{}", text)
-
-
-def _known(character: str) -> str:
-    in_latin_1 = " " <= character <= "~" or "\xa1" <= character <= "\xff"
-    return character if in_latin_1 else f"U+{ord(character):04X}"
 
 
 def _cell(text: str) -> str:

@@ -6,8 +6,7 @@ import typst
 
 from dpprof.report.rendering.document import Document
 from dpprof.report.rendering.latex import render_latex
-from dpprof.report.rendering.markdown import escape_markdown
-from dpprof.report.rendering.templates import make_environment
+from dpprof.report.rendering.templates import escape_markdown, make_environment
 from dpprof.system.files import write_atomically
 from dpprof.system.paths import TEMPLATES
 

@@ -8,6 +8,7 @@ from dpprof.report.rendering.document import Blocks, Bullets
 from dpprof.report.sections.tables import (
     Column,
     amount,
+    formatted,
     tabulate,
     text,
     three_digits,
@@ -40,11 +41,11 @@ def _tell_noise(rows: pd.DataFrame) -> Blocks:
     columns = {
         "batch": amount("batch_size", digits=0),
         "used": words(lambda row: "yes" if row["chosen"] else ""),
-        "sample rate": _scientific("sample_rate"),
+        "sample rate": formatted("sample_rate", ".3g"),
         "steps": amount("steps", digits=0),
         "noise multiplier": amount("noise_multiplier", digits=3),
-        "of a step": _scientific("step_noise"),
-        "of the training": _scientific("training_noise"),
+        "of a step": formatted("step_noise", ".3g"),
+        "of the training": formatted("training_noise", ".3g"),
     }
     budget = f"({one['epsilon']:g}, {one['delta']:g})-differential privacy"
     caption = (
@@ -86,10 +87,6 @@ def _tell_hours(rows: pd.DataFrame) -> Blocks:
         "Poisson sampling; hours are those of the expected number of samples."
     )
     return tabulate(caption, columns, rows, "budget.csv")
-
-
-def _scientific(name: str) -> Column:
-    return Column(lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.3g}")
 
 
 def _micro_batches(row: Any) -> str:

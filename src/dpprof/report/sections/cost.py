@@ -43,8 +43,15 @@ def costs(costs: pd.DataFrame) -> Blocks:
     )
     elsewhere = costs["target"].notna()
     told = {caption: costs[~elsewhere], "The same for targets, predicted.": costs[elsewhere]}
-    tables = [table for text, rows in told.items() for table in _tell_costs(text, rows)]
-    return [*tables, *_tell_peaks(costs)]
+    tables: Blocks = []
+    for said, rows in told.items():
+        columns = {
+            heading: three_digits(name, unit)
+            for heading, (name, unit) in _COSTS.items()
+            if rows[name].notna().any()
+        }
+        tables += tabulate_experiments(said, columns, rows, "costs.csv")
+    return tables + _tell_peaks(costs)
 
 
 def _tell_peaks(costs: pd.DataFrame) -> Blocks:
@@ -62,15 +69,6 @@ def _tell_peaks(costs: pd.DataFrame) -> Blocks:
         for why in sorted(set(missing["utilisation_reason"].dropna()))
     ]
     return [Paragraph(text=" ".join(said))] if said else []
-
-
-def _tell_costs(caption: str, rows: pd.DataFrame) -> Blocks:
-    columns = {
-        heading: three_digits(name, unit)
-        for heading, (name, unit) in _COSTS.items()
-        if rows[name].notna().any()
-    }
-    return tabulate_experiments(caption, columns, rows, "costs.csv")
 
 
 def exchange(experiments: pd.DataFrame) -> Blocks:

@@ -1,9 +1,8 @@
 """The sections on traces: kernels, what binds them, and the device's ceilings."""
 
-from typing import Any
-
 import pandas as pd
 
+from dpprof.analysis.selection import add_op_kinds, median_over_processes
 from dpprof.records.terms import OP_KINDS
 from dpprof.report.rendering.document import Blocks, Paragraph
 from dpprof.report.sections.tables import (
@@ -28,17 +27,13 @@ def by_op_kind(kernels: pd.DataFrame, traces: pd.DataFrame) -> Blocks:
     """Return the time of a step by op kind; nothing where no run was traced."""
     if traces.empty:
         return []
-    sums = kernels.groupby(["experiment_id", "replicate", "op_kind"])["seconds"].sum()
-    spread = sums.unstack().groupby("experiment_id").median()  # noqa: PD010 (nothing to aggregate)
-    # Named apart from the axes of experiments, of which one is the optimizer.
-    rows = _over_processes(traces).merge(
-        spread.add_suffix("_s"), left_on="experiment_id", right_index=True
-    )
-    most = spread.max().nlargest(_MOST_OP_KINDS)
-    shown = [name for name in OP_KINDS if name in most]
-    left = [str(name) for name in spread if name not in shown]
+    rows = median_over_processes(add_op_kinds(traces, kernels))
+    there = sorted(set(kernels["op_kind"]))
+    most = rows[[f"{name}_s" for name in there]].max().nlargest(_MOST_OP_KINDS)
+    shown = [str(name) for name in OP_KINDS if f"{name}_s" in most]
+    left = [name for name in there if name not in shown]
     rows = rows.assign(rest_s=rows[[f"{name}_s" for name in left]].sum(axis=1))
-    columns = {str(name): amount(f"{name}_s", _MS) for name in shown}
+    columns = {name: amount(f"{name}_s", _MS) for name in shown}
     columns |= {"rest": amount("rest_s", _MS)} if left else {}
     columns |= {"idle": amount("idle_s", _MS), "step": amount("step_s", _MS)}
     columns["other"] = share("other_share", 1)
@@ -70,16 +65,9 @@ def _tell_files(traces: pd.DataFrame) -> Blocks:
     ]
 
 
-def _over_processes(traces: pd.DataFrame) -> pd.DataFrame:
-    figures = [name for name in map(str, traces) if name.endswith("_s") or name == "other_share"]
-    medians = traces.groupby("experiment_id")[figures].median()
-    facts = traces.drop(columns=figures).drop_duplicates("experiment_id")
-    return facts.merge(medians, left_on="experiment_id", right_index=True)
-
-
 def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Blocks:
     """Return what binds a step, and how fast bytes move; nothing where ceilings are unknown."""
-    rows = _over_processes(traces)
+    rows = median_over_processes(traces)
     rows = rows[rows["compute_bound_s"] + rows["memory_bound_s"] > 0]
     if rows.empty:
         return []
@@ -104,26 +92,17 @@ def bound(traces: pd.DataFrame, kernels: pd.DataFrame) -> Blocks:
 
 def _rates(kernels: pd.DataFrame) -> pd.DataFrame:
     """Return the speed of compute-bound and of memory-bound kernels, by experiment."""
-    moved = kernels["read_bytes"] + kernels["written_bytes"]
-    sums = kernels.assign(moved=moved).groupby(["experiment_id", "bound"])[
-        ["flops", "moved", "seconds"]
-    ]
-    total = sums.sum()
-    ceilings = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]]
-    computed, carried = (_of_bound(total, name) for name in ("compute", "memory"))
-    known = ceilings.first()
-    return pd.DataFrame(
-        {
-            "of_peak": computed["flops"] / computed["seconds"] / known["ceiling_flops_per_s"],
-            "memory_bytes_per_s": carried["moved"] / carried["seconds"],
-            "of_bandwidth": carried["moved"] / carried["seconds"] / known["ceiling_bytes_per_s"],
-        },
-        index=known.index,
-    )
-
-
-def _of_bound(total: pd.DataFrame, bound: str) -> pd.DataFrame:
-    return total[total.index.get_level_values("bound") == bound].droplevel("bound")
+    work = kernels.assign(moved=kernels["read_bytes"] + kernels["written_bytes"])
+    sums = work.groupby(["bound", "experiment_id"])[["flops", "moved", "seconds"]].sum()
+    per_s = sums[["flops", "moved"]].div(sums["seconds"], axis=0)
+    known = kernels.groupby("experiment_id")[["ceiling_flops_per_s", "ceiling_bytes_per_s"]].first()
+    bound = per_s.index.get_level_values("bound")
+    computed, carried = (per_s[bound == one].droplevel("bound") for one in ("compute", "memory"))
+    return known.assign(
+        of_peak=computed["flops"] / known["ceiling_flops_per_s"],
+        memory_bytes_per_s=carried["moved"],
+        of_bandwidth=carried["moved"] / known["ceiling_bytes_per_s"],
+    )[["of_peak", "memory_bytes_per_s", "of_bandwidth"]]
 
 
 def _share_of_step(name: str) -> Column:
@@ -131,22 +110,23 @@ def _share_of_step(name: str) -> Column:
 
 
 _CEILINGS = {
-    "flops_per_s": ("GFLOP/s", 1e9),
-    "bytes_per_s": ("GB/s", 1e9),
-    "launch_s": ("µs", 1e-6),
+    "flops_per_s": ("{} products", "GFLOP/s", 1e9),
+    "bytes_per_s": ("copy bandwidth", "GB/s", 1e9),
+    "launch_s": ("launch", "µs", 1e-6),
 }
+"""The name, the unit and its size of each figure."""
 
 
 def ceilings(table: pd.DataFrame) -> Blocks:
     """Return the ceilings of the devices; nothing where none were measured."""
     columns = {
         "device": text("device"),
-        "figure": words(_name_figure),
-        "measured": Column(lambda row: significant(row["measured"], _CEILINGS[row["figure"]][1])),
+        "figure": words(lambda row: _CEILINGS[row["figure"]][0].format(row["dtype"])),
+        "measured": Column(lambda row: significant(row["measured"], _CEILINGS[row["figure"]][2])),
         "data sheet": Column(
-            lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][1])
+            lambda row: significant(row["datasheet"], _CEILINGS[row["figure"]][2])
         ),
-        "unit": words(lambda row: _CEILINGS[row["figure"]][0]),
+        "unit": words(lambda row: _CEILINGS[row["figure"]][1]),
     }
     caption = (
         "The measured ceilings of each device: the fastest matrix product of any size for each "
@@ -154,10 +134,3 @@ def ceilings(table: pd.DataFrame) -> Blocks:
         "element (launch)."
     )
     return tabulate(caption, columns, table, "ceilings.csv")
-
-
-_FIGURES = {"bytes_per_s": "copy bandwidth", "launch_s": "launch"}
-
-
-def _name_figure(row: Any) -> str:
-    return _FIGURES.get(row["figure"]) or f"{row['dtype']} products"

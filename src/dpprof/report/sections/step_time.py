@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from dpprof.analysis.selection import spread_phases
 from dpprof.analysis.statistics import CONFIDENCE, NO_DIFFERENCE, attainable_coverage
 from dpprof.records.terms import PHASES
 from dpprof.report.rendering.document import Blocks, Paragraph
@@ -139,8 +140,7 @@ def phases(table: pd.DataFrame, experiments: pd.DataFrame) -> Blocks:
     """Return the time by phase; nothing without runs of the instrument phases."""
     if table.empty:
         return []
-    medians = table.groupby(["experiment_id", "phase"])["median_s"].median()
-    over_processes = medians.unstack()  # noqa: PD010 (there is nothing to aggregate)
+    over_processes = spread_phases(table)
     shown = [phase for phase in PHASES if phase in over_processes]
     rows = experiments.merge(over_processes, left_on="experiment_id", right_index=True)
     rows = rows.assign(sum=rows[shown].sum(axis=1))

@@ -50,6 +50,11 @@ def three_digits(name: str, unit: float = 1.0) -> Column:
     return Column(lambda row: significant(row[name], unit))
 
 
+def formatted(name: str, form: str) -> Column:
+    """Return a column of figures in a format of Python; a dash where one is unknown."""
+    return Column(lambda row: "-" if pd.isna(row[name]) else format(row[name], form))
+
+
 def share(name: str, digits: int = 0) -> Column:
     """Return a column of shares in percent."""
     return Column(lambda row: percent(row[name], digits))

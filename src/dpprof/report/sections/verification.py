@@ -15,6 +15,7 @@ from dpprof.analysis.standings import (
     name_unverified,
     sign,
 )
+from dpprof.figures.verification_signs import MEANINGS
 from dpprof.records.verdict import TOLERANCE
 from dpprof.report.rendering.document import (
     Blocks,
@@ -25,15 +26,12 @@ from dpprof.report.rendering.document import (
     Section,
     Table,
 )
-from dpprof.report.sections.tables import Column, tabulate, text, words
+from dpprof.report.sections.tables import formatted, tabulate, text, words
 from dpprof.report.wording import plural, text_of
 
 TITLE = "Do the methods compute the same gradient?"
 
-_NOTES: Mapping[str, str] = {
-    DAGGER: f"{DAGGER} Not verified, see: {TITLE}",
-    DOUBLE_DAGGER: f"{DOUBLE_DAGGER} Another mechanism than flat clipping, see: {TITLE}",
-}
+_NOTES = {one: f"{one} {meaning}, see: {TITLE}" for one, meaning in MEANINGS.items()}
 
 _VERDICTS: Mapping[Any, str] = {True: "verified", False: "failed"}
 
@@ -49,8 +47,8 @@ def tell_verification(verification: pd.DataFrame) -> Blocks:
         "method": text("method"),
         "mechanism": text("mechanism"),
         "clips": words(_clips),
-        "error of gradients": _error("max_relative_error"),
-        "of norms": _error("max_relative_error_of_norms"),
+        "error of gradients": formatted("max_relative_error", ".1e"),
+        "of norms": formatted("max_relative_error_of_norms", ".1e"),
         "reference": text("reference"),
         "verdict": words(lambda row: _VERDICTS.get(row["verified"], "not verified")),
     }
@@ -81,10 +79,6 @@ def _tell_holes(verification: pd.DataFrame) -> Blocks:
     )
     items = tuple(f"{hole} ({', '.join(methods)})" for hole, methods in holes.items())
     return [Paragraph(text=said), Bullets(items=items)]
-
-
-def _error(name: str) -> Column:
-    return Column(lambda row: "-" if pd.isna(row[name]) else f"{row[name]:.1e}")
 
 
 def _clips(row: Any) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpprof.analysis.difference.waterfall import format_size, name_component
-from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement, Run, Unlike
-from dpprof.report.rendering.markdown import escape_line, on_one_line
+from dpprof.analysis.difference.waterfall import format_change, name_component
+from dpprof.records.comparison import ComparedFigure, FolderComparison, Judgement
+from dpprof.report.rendering.templates import escape_line, on_one_line
 from dpprof.report.wording import plural
 
 _MOST_ROWS = 20
@@ -122,7 +122,7 @@ def _spell_change(one: ComparedFigure) -> str:
         return share
     size = f"{now - was:+,}"
     if one.unit == "bytes":
-        size = f"{'+' if now > was else ''}{format_size(int(now - was))}"
+        size = format_change(int(now - was))
     return f"{size} ({share})" if share else size
 
 
@@ -147,22 +147,17 @@ def _remarks(found: FolderComparison) -> list[str]:
     said = []
     if found.not_comparable and found.verdict == "regression":
         said.append(f"Not everything is comparable: {found.reason}.")
-    said += [_tell_unlike(one) for one in found.not_comparable]
+    for one in found.not_comparable:
+        why = f"because {one.name} is {one.baseline} and {one.candidate}"
+        said.append(f"Not compared, {why}: {_list(one.experiment_ids)}.")
     sides = (("baseline", found.only_in_baseline), ("candidate", found.only_in_candidate))
-    said += [f"Only in the {side}: {_list_runs(runs)}." for side, runs in sides if runs]
+    for side, runs in sides:
+        named = [f"{run.experiment_id} ({run.instrument})" for run in runs]
+        said += [f"Only in the {side}: {_list(named)}."] if named else []
     judged = ", ".join(f"{count:,} of {metric}" for metric, count in found.judged.items())
     told = f"{found.experiments:,} {plural(found.experiments, 'experiment')} in common"
     told += f", in {found.runs:,} {plural(found.runs, 'run')}. Figures judged: {judged}."
     return [*said, told]
-
-
-def _tell_unlike(one: Unlike) -> str:
-    names = _list([*one.experiment_ids])
-    return f"Not compared, because {one.name} is {one.baseline} and {one.candidate}: {names}."
-
-
-def _list_runs(runs: Sequence[Run]) -> str:
-    return _list([f"{run.experiment_id} ({run.instrument})" for run in runs])
 
 
 def _list(names: Sequence[str]) -> str:

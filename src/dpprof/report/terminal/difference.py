@@ -11,10 +11,11 @@ from dpprof.analysis.difference.waterfall import (
     LEVELS,
     Bar,
     fold_blocks,
+    format_change,
     format_size,
     name_component,
 )
-from dpprof.report.rendering.markdown import on_one_line
+from dpprof.report.rendering.templates import on_one_line
 from dpprof.report.wording import listed
 
 OUTSIDE = "outside the model"
@@ -47,7 +48,7 @@ def say(difference: Difference) -> str:
     first = gains[0]
     if abs(first.difference_bytes) <= abs(total):
         parts = [f"{_size(first)} of it {_verb(first)} {_word(first)}{_where(first)}"]
-        second = gains[1:2] if _is_notable(gains[1:2], total) else []
+        second = [bar for bar in gains[1:2] if abs(bar.difference_bytes) >= _NOTABLE * abs(total)]
         parts += [f"{_size(bar)} {_verb(bar)} {_word(bar)}" for bar in second]
     else:
         parts = [f"it holds {_size(first)} {_more(sign)} of {_word(first)}{_where(first)}"]
@@ -69,10 +70,6 @@ def _word(bar: Bar) -> str:
 
 def _verb(bar: Bar) -> str:
     return "is" if bar.name in _SINGULAR else "are"
-
-
-def _is_notable(bars: Sequence[Bar], total: int) -> bool:
-    return abs(_sum(bars)) >= _NOTABLE * abs(total)
 
 
 def _where(bar: Bar) -> str:
@@ -175,7 +172,7 @@ def render_text(difference: Difference, detail: Detail) -> str:
     for row in rows:
         size = row.difference_bytes
         label = "  " * row.depth + row.name
-        lines.append((f"{size:+,}", _signed(size), _draw(row, low, high), label))
+        lines.append((f"{size:+,}", format_change(size), _draw(row, low, high), label))
     lines.append((f"{a.peak_bytes:,}", format_size(a.peak_bytes), "", _describe("A", a)))
     numbers, sizes = (max(len(line[at]) for line in lines) for at in (0, 1))
     shared = [f"Both: {', '.join(difference.shared)}."] if difference.shared else []
@@ -192,16 +189,11 @@ def render_text(difference: Difference, detail: Detail) -> str:
     return "\n".join(map(on_one_line, said))
 
 
-def _signed(size: int) -> str:
-    return f"{'+' if size > 0 else ''}{format_size(size)}"
-
-
 def _describe(letter: str, side: Side) -> str:
     """Say which run a side is, and where its peak is."""
-    how = "predicted" if side.predicted else "recorded"
     made = "" if side.op is None else f", at {side.op}"
     made += "" if side.module is None else f" of {side.module}"
-    return f"{letter}: {side.name}, {how}, in {side.phase.replace('_', ' ')}{made}"
+    return f"{letter}: {side.name}, {side.how}{made}"
 
 
 def _draw(row: Row, low: int, high: int) -> str:
