@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dpprof.instruments import capacity, memory
 from dpprof.instruments import estimate as estimating
-from dpprof.instruments.capacity import advance, back_off, search
+from dpprof.instruments.capacity import back_off, search
 from dpprof.instruments.estimate import estimate
 from dpprof.records.step_costs import Allocator
 from dpprof.spec.registry import UnsupportedError
@@ -68,19 +68,6 @@ def test_backing_off_asks_few_batches_with_a_good_guess(guess, most_asked) -> No
     )
     assert found == 16
     assert len(asked) == len(set(asked)) <= most_asked
-
-
-@given(start=st.integers(0, 9), further=st.integers(0, 70), beyond=st.integers(0, 70))
-def test_advancing_ends_before_the_first_batch_that_does_not_hold(start, further, beyond) -> None:
-    last, asked = start + further, []
-
-    def holds(batch: int) -> bool:
-        asked.append(batch)
-        return batch <= last
-
-    assert advance(holds, start, last + beyond) == last
-    assert all(start < batch <= last + beyond for batch in asked)
-    assert len(asked) == len(set(asked)) <= 2 * (further + 1).bit_length() + 1
 
 
 @pytest.mark.parametrize(

@@ -130,25 +130,6 @@ def back_off(
     return low if low >= least else None
 
 
-def advance(holds: Callable[[int], bool], start: int, most: int) -> int:
-    """Find a batch for which something holds and for the next one does not.
-
-    Args:
-        holds: Called as rarely as possible.
-        start: It holds for this one, or this is no batch.
-        most: The largest batch to try.
-    """
-    low, high, step = start, most + 1, 1
-    while high - low > 1:
-        at = min(low + step, high - 1) if high > most else (low + high) // 2
-        if holds(at):
-            low = at
-        else:
-            high = at
-        step *= 2
-    return low
-
-
 def measure(experiment: Experiment, enter: Enter) -> Measurement:
     """Find the largest batch of one experiment's model, method and sequence length.
 
@@ -297,18 +278,17 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
     if by_size is None:
         return None
 
-    safe = batches.back_off_from(
-        by_size, lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget
+    largest = batches.back_off_from(
+        by_size, lambda batch_size: batches.place_within(batch_size) is not None
     )
-    largest = advance(
-        lambda batch_size: batches.place_within(batch_size) is not None,
-        safe or batches.least - 1,
-        by_size,
-    )
-    if largest < batches.least:
+    if largest is None:
         return None
     placed = batches.place_within(largest)
     assert placed is not None
+    safe = batches.back_off_from(
+        largest,
+        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget,
+    )
     expandable = back_off(
         lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None,
         by_size,
