@@ -12,13 +12,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import StrMethodFormatter
 
 from dpprof.analysis.standings import Marks
 from dpprof.figures.labels import label_ends
 from dpprof.figures.panels import Panel, Panels
 from dpprof.figures.scaling import dress
-from dpprof.figures.style import method_style, say_nothing_to_draw
+from dpprof.figures.style import COLUMN_INCHES, method_style, say_nothing_to_draw
 from dpprof.figures.verification_signs import mark_methods
 from dpprof.records.advice import Advice
 
@@ -26,7 +27,7 @@ _ALONG, _SPEED = "seq_len", "tokens_per_s"
 _MARGIN = 1.15
 """The room on either side of the lengths, as a factor."""
 
-_NOTE = 46
+_NOTE = 90
 """The letters of a line below a panel."""
 
 _CROSS: dict[str, Any] = {"marker": "x", "color": "black", "linestyle": "none"}
@@ -54,7 +55,7 @@ def draw(advices: Sequence[Advice], marks: Marks) -> Figure:
         return say_nothing_to_draw("Nothing to draw: no time is predicted for any safe batch.")
     rows["too_large"] = rows["safe_batch_size"].isna() & (rows["verdict"] != "failed")
     panels = [Panel(str(title), found) for title, found in rows.groupby("title", sort=False)]
-    figure, axes = Panels(panels, 0).lay_out()
+    figure, axes = Panels(panels, 0).lay_out(most=1, width_inches=2 * COLUMN_INCHES)
     for axis, panel in zip(axes, panels, strict=True):
         for method, options in panel.rows.groupby("method"):
             _draw_method(axis, str(method), options.sort_values(_ALONG))
@@ -107,3 +108,5 @@ def _name_lines(axis: Axes) -> None:
     for length in {one for one, _, _ in ends}:
         at = float(to_axes.transform((length, 0))[0])
         label_ends(axis, [end for end in ends if end[0] == length], at)
+    for text in axis.texts:  # inside the axes some cross a line
+        text.set_path_effects([withStroke(linewidth=2, foreground="white")])
