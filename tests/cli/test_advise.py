@@ -204,6 +204,17 @@ def test_several_rows_are_one_table_of_winners() -> None:
     ]
 
 
+def test_without_a_predicted_time_rows_do_not_speak_of_tokens_a_second() -> None:
+    rows = [
+        make(option("flash", "does not fit"), sure_of_time="not predicted: here"),
+        make(option("flash", "does not fit"), seq_len=9, sure_of_time="not predicted: there"),
+    ]
+
+    assert format_winners(rows).splitlines()[-1] == (
+        "Time: not predicted: here; not predicted: there."
+    )
+
+
 def test_rows_say_what_else_differs_between_them() -> None:
     fits = {"safe_peak_bytes": 2**30, "checkpointing": "reentrant"}
     first, close = option("flash", "first", 4, **fits), option("flash-bk", "close", 3)

@@ -242,8 +242,9 @@ def format_winners(advices: Sequence[Advice]) -> str:
     ]
     largest = max(sides, key=lambda one: (one.budget_bytes is not None, one.parallel or ""))
     lines += [*explain_signs(signs), *_tell_memory(largest)]
-    times = {side.sure_of_time for side in sides}
-    time = times.pop() if len(times) == 1 else _TIMES
+    times = dict.fromkeys(side.sure_of_time for side in sides)
+    is_known = any(one is not None and one.tokens_per_s is not None for one in winners)
+    time = _TIMES if is_known and len(times) > 1 else "; ".join(times)
     return "\n".join([*lines, f"Time: {time}."])
 
 
