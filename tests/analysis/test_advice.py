@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from factory import make_capacity, make_experiment, write_synthetic
+from factory import make_capacity, make_experiment, make_memory, write_synthetic
 
 from dpprof.analysis.advice.advice import advise
 from dpprof.records.advice import Advice
@@ -119,3 +119,81 @@ def test_the_mechanism_is_told_and_what_is_not_private_is_no_advice(tmp_path) ->
         "opacus-ew": (False, "none"),
         "standard": (False, None),
     }
+
+
+WAYS = {
+    "the fastest": ({"none": 2.0, "non-reentrant": 1.0, "reentrant": 4.0}, {}, "non-reentrant"),
+    "the first of equals": ({"none": 1.0, "reentrant": 1.0}, {}, "none"),
+    "none that is only tight": ({"none": 1.0, "reentrant": 3.0}, {"none": None}, "reentrant"),
+    "what fits": ({"none": None, "reentrant": 3.0}, {}, "reentrant"),
+    "what needs less": ({"none": None, "reentrant": None}, {}, "reentrant"),
+}
+"""Seconds of a step by checkpointing, safe batches that are not 8, and the way that is chosen."""
+
+
+@pytest.mark.parametrize("case", WAYS)
+def test_each_method_counts_with_the_checkpointing_that_trains_fastest(tmp_path, case) -> None:
+    times, safe, chosen = WAYS[case]
+    found = [
+        write_synthetic(
+            tmp_path,
+            make_experiment(method="flash", checkpointing=way),
+            instrument="capacity",
+            recorded=make_capacity(step_s, safe_batch_size=safe.get(way, 8)),
+            outcome="oom" if step_s is None else "ok",
+        )
+        for way, step_s in times.items()
+    ]
+    advice = advise([*found, result(tmp_path, "opacus-ghost", 9.0)], "h200", {})
+    options = {option.method: option for option in advice.options}
+
+    assert advice.checkpointing == "best"
+    assert options["flash"].checkpointing == chosen
+    speeds = {way: 8 * 4 / s if s and safe.get(way, 8) else None for way, s in times.items()}
+    assert options["flash"].tokens_per_s_by_checkpointing == pytest.approx(speeds)
+    assert options["opacus-ghost"].tokens_per_s_by_checkpointing is None
+    fits = options["flash"].safe_batch_size is not None
+    assert advice.best.method == ("flash" if fits else "opacus-ghost")
+
+
+def test_without_a_predicted_time_the_larger_safe_batch_decides(tmp_path) -> None:
+    found = [
+        write_synthetic(
+            tmp_path,
+            make_experiment(method="flash", checkpointing=way),
+            instrument="capacity",
+            recorded=make_capacity(None, safe_batch_size=safe),
+        )
+        for way, safe in {"none": 8, "reentrant": 9, "non-reentrant": 7}.items()
+    ]
+    [option] = advise(found, "this machine", {}).options
+
+    assert (option.checkpointing, option.safe_batch_size) == ("reentrant", 9)
+
+
+ESTIMATES = {
+    "between two": ({1: 500, 4: 600, 8: 700, 12: 780, 99: 9000}, 20),
+    "of the two largest": ({1: 500, 4: 600, 7: 690}, 30),
+}
+
+
+@pytest.mark.parametrize("case", ESTIMATES)
+def test_one_more_sample_costs_what_the_nearest_peaks_differ_by(tmp_path, case) -> None:
+    peaks, costs = ESTIMATES[case]
+    at_peak = {"parameters": 100, "saved_activations": 300, "logits_and_loss": 100}
+    found = make_capacity(1.0, estimates=peaks) | {"memory": make_memory(at_peak)["memory"]}
+    experiments = [make_experiment(method=method) for method in ("flash", "opacus-ghost")]
+    fast, slow = (
+        write_synthetic(tmp_path, one, instrument="capacity", recorded=recorded)
+        for one, recorded in zip(experiments, (found, make_capacity(9.0)), strict=True)
+    )
+    sample = advise([slow, fast], "h200", {}).one_more_sample
+
+    assert (sample.sample_bytes, sample.phase) == (costs, "backward")
+    assert list(sample.peak_shares) == ["saved_activations", "parameters", "logits_and_loss"]
+    assert list(sample.peak_shares.values()) == pytest.approx([0.6, 0.2, 0.2])
+    assert advise([slow], "h200", {}).one_more_sample is None  # it does not say what its peak is
+    alone = fast.model_copy(
+        update={"capacity": fast.capacity.model_copy(update={"estimates": {8: 700}})}
+    )
+    assert advise([alone], "h200", {}).one_more_sample is None

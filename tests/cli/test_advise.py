@@ -4,10 +4,21 @@ import functools
 import json
 
 import pytest
-from factory import make_capacity, make_experiment, write_synthetic, write_synthetic_verdict
+from factory import (
+    make_capacity,
+    make_experiment,
+    make_memory,
+    write_synthetic,
+    write_synthetic_verdict,
+)
 from scripts import ASKED, HERE, MODEL, ROOT, call
 
-from dpprof.cli.advise import explain_batches, format_advice, list_smallest_ranks
+from dpprof.cli.advise import (
+    explain_batches,
+    format_advice,
+    format_winners,
+    list_smallest_ranks,
+)
 from dpprof.instruments.estimate import estimate
 from dpprof.planning.code_digest import verdict_digest
 from dpprof.records.advice import Advice, Option
@@ -24,7 +35,8 @@ MEMORY = ["Memory: 9 MiB; by sums.", "Time: by bounds."]
 
 def make(*options: Option, **others) -> Advice:
     named = {"model": "hf-m", "seq_len": 64, "dtype": "bfloat16", "target": "h100"}
-    return Advice(**named, budget_bytes=9 * 2**20, options=options, **SURE, **others)
+    named |= {"budget_bytes": 9 * 2**20, **SURE}
+    return Advice(options=options, **named | others)
 
 
 def option(method: str, verdict: str, batch: int | None = None, **others) -> Option:
@@ -93,6 +105,220 @@ def test_reasons_are_given_once_and_with_the_smallest_batch() -> None:
         "opacus-adaptive: takes at least 11 samples",
         "opacus-hooks, opacus-ew: use reentrant",
     ]
+
+
+def test_the_way_of_checkpointing_stands_beside_each_method() -> None:
+    ways = {"flash-bk": "none", "flash": "reentrant"}
+    options = (
+        option("flash-bk", "first", 8, checkpointing="none"),
+        option("flash", "slower", 7, checkpointing="reentrant"),
+        option("per-layer", "does not fit", checkpointing="reentrant"),
+    )
+    lines = format_advice(make(*options, checkpointing="best")).splitlines()
+
+    assert lines[0] == f"Use flash-bk with batches of 8 without checkpointing: hf-m, {WHERE}."
+    assert lines[1].startswith("method     verdict       checkpointing  largest batch   peak  safe")
+    assert {line.split()[0]: line.split()[2] for line in lines[2:4]} == ways
+    assert lines[4] == "per-layer  does not fit"
+    [first, *_] = format_advice(make(*options[1:], checkpointing="best")).splitlines()
+    assert first == f"No private method safely fits: hf-m, {WHERE}."
+
+
+SAMPLES = {
+    "what is large": (
+        {"sample_bytes": 1234 * 2**20, "peak_shares": {"saved_activations": 0.61, "inputs": 0.09}},
+        "One more sample costs 1.2 GiB; at the peak (clip), saved activations take 61 %.",
+    ),
+    "all that is large": (
+        {"sample_bytes": 5, "peak_shares": {"logits_and_loss": 0.7, "workspace": 0.3}},
+        (
+            "One more sample costs 5 bytes; at the peak (clip), logits and loss take 70 %, "
+            "workspace 30 %."
+        ),
+    ),
+    "nothing that is large": (
+        {"sample_bytes": 0, "peak_shares": {"parameters": 0.09, "inputs": 0.08}},
+        "One more sample costs 0 bytes; at the peak (clip), parameters take 9 %.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLES)
+def test_it_says_what_one_more_sample_costs_and_what_binds(case) -> None:
+    told, sentence = SAMPLES[case]
+    sample = {"phase": "clip", **told}
+    lines = format_advice(make(option("flash-bk", "first", 8), one_more_sample=sample)).splitlines()
+
+    assert lines[1] == sentence
+
+
+def test_several_rows_are_one_table_of_winners() -> None:
+    fits = {"safe_peak_bytes": 3 * 2**29, "checkpointing": "none"}
+    sample = {"sample_bytes": 2**20, "phase": "backward", "peak_shares": {"parameters": 1.0}}
+    rows = [
+        make(
+            option("flash-bk", "first", 8, **fits),
+            option("flash", "close", 7),
+            option("per-layer", "close", 6),
+            option("standard", "baseline", 99),
+            one_more_sample=sample,
+        ),
+        make(
+            option("flash", "first", 4, mechanism="per-layer clipping", **fits),
+            option("flash-bk", "close", 3),
+            seq_len=1024,
+        ),
+        make(option("flash", "does not fit"), seq_len=4096),
+        make(
+            option("flash", "unranked", 3, **fits | {"tokens_per_s": None}),
+            option("flash-bk", "unranked", 5, **fits | {"tokens_per_s": None}),
+            option("opacus-ew", "wrong", 9),
+            dtype="float32",
+        ),
+    ]
+    lines = format_winners(rows).splitlines()
+
+    row = "bfloat16   1,024  flash_             4     4,000  3,600 to 4,400         1.50"
+    assert lines == [
+        "The fastest private method at its largest safe batch: hf-m, on h100.",
+        "dtype     tokens  method    safe batch  tokens/s   90 % interval  GiB at peak",
+        "bfloat16      64  flash-bk           8     8,000  7,200 to 8,800         1.50",
+        row.replace("_", "\N{DOUBLE DAGGER}"),
+        "bfloat16   4,096  none",
+        "float32       64  flash-bk           5   unknown  4,500 to 5,500         1.50",
+        (
+            "No difference predicted between it and: flash, per-layer (bfloat16 64); flash-bk "
+            "(bfloat16 1,024)."
+        ),
+        (
+            "unknown: no time is predicted, so methods are not ranked; the one with the largest "
+            "safe batch is named."
+        ),
+        "none: no private method safely fits, or can be advised; --json says why.",
+        (
+            "bfloat16 64: One more sample costs 1.0 MiB; at the peak (backward), parameters take "
+            "100 %."
+        ),
+        "\N{DOUBLE DAGGER} Another mechanism than flat clipping; docs/methods.md.",
+        *MEMORY,
+    ]
+
+
+def test_without_a_predicted_time_rows_do_not_speak_of_tokens_a_second() -> None:
+    rows = [
+        make(option("flash", "does not fit"), sure_of_time="not predicted: here"),
+        make(option("flash", "does not fit"), seq_len=9, sure_of_time="not predicted: there"),
+    ]
+
+    assert format_winners(rows).splitlines()[-1] == (
+        "Time: not predicted: here; not predicted: there."
+    )
+
+
+def test_rows_say_what_else_differs_between_them() -> None:
+    fits = {"safe_peak_bytes": 2**30, "checkpointing": "reentrant"}
+    first, close = option("flash", "first", 4, **fits), option("flash-bk", "close", 3)
+    common = {"checkpointing": "best", "lora": "rank 16"}
+    whole = make(first, close, seq_len=64, sure_of_time="by the clock")
+    rows = [
+        make(first, close, **common, parallel="fsdp x2", whole=whole),
+        make(first, close, **common, seq_len=128),
+    ]
+    lines = format_winners(rows).splitlines()
+
+    assert [line.split()[:8] for line in lines[1:5]] == [
+        ["dtype", "tokens", "ranks", "trained", "method", "checkpointing", "safe", "batch"],
+        ["bfloat16", "64", "fsdp", "x2", "LoRA", "flash", "reentrant", "4"],
+        ["bfloat16", "64", "1", "whole", "flash", "reentrant", "4", "4,000"],
+        ["bfloat16", "128", "1", "LoRA", "flash", "reentrant", "4", "4,000"],
+    ]
+    assert lines[5] == (
+        "No difference predicted between it and: flash-bk (bfloat16 64 fsdp x2 LoRA, bfloat16 64 1 "
+        "whole, bfloat16 128 1 LoRA)."
+    )
+    assert lines[-2] == "Memory: 9 MiB, batches and peaks are those of each rank; by sums."
+    assert lines[-1].startswith("Time: tokens per second are predicted, with 90 % intervals; what")
+
+
+GRID = ["--model", MODEL, *HERE, "--methods", "standard", "flash-bk", "flash", "--seq-len", "8"]
+GRID += ["16", "32", "--dtype", "float32", "bfloat16", "--checkpointing", "best"]
+
+
+def find_by_hand(experiment):
+    """Invent a capacity: flash-bk is fastest where it fits, with non-reentrant checkpointing."""
+    method, tokens = experiment.method, experiment.seq_len
+    if tokens == 32 and method != "standard":
+        return None if method == "flash-bk" else make_capacity(9.0, safe_batch_size=None)
+    step_s = {"standard": 1.0, "flash": 4.0, "flash-bk": 2.0}[method]
+    step_s /= 1.2 if experiment.checkpointing == "non-reentrant" else 1.0
+    return make_capacity(step_s) | {"memory": make_memory({"parameters": 9})["memory"]}
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory, keep_capacities):
+    """Ask about two dtypes, three lengths and every way of checkpointing, all of them known."""
+    path = tmp_path_factory.mktemp("grid")
+    keep_capacities(path, GRID, find_by_hand)
+    return path
+
+
+def test_a_larger_question_is_one_call(grid) -> None:
+    done = call("advise", *GRID, "--json=rows.json", "--figure=rows.svg", cwd=grid)
+    advices = [Advice.model_validate(one) for one in json.loads((grid / "rows.json").read_text())]
+
+    assert done.returncode == 0, done.stderr
+    asked = [(dtype, length) for dtype in ("float32", "bfloat16") for length in (8, 16, 32)]
+    assert [(one.dtype, one.seq_len) for one in advices] == asked
+    for one in advices:
+        assert one.checkpointing == "best"
+        assert {option.method for option in one.options} == {"standard", "flash-bk", "flash"}
+        if one.seq_len == 32:
+            assert one.best is None
+            continue
+        assert (one.best.method, one.best.checkpointing) == ("flash-bk", "non-reentrant")
+        assert list(one.best.tokens_per_s_by_checkpointing) == [
+            "none",
+            "non-reentrant",
+            "reentrant",
+        ]
+        assert one.one_more_sample.sample_bytes == 54  # 490 bytes by nine samples
+    table = [line.split() for line in done.stdout.splitlines()[1:8]]
+    assert table[1][:5] == ["float32", "8", "flash-bk\N{DAGGER}", "non-reentrant", "8"]
+    assert table[3] == ["float32", "32", "none"]
+    assert "float32 8: One more sample costs 54 bytes; at the peak (backward)" in done.stdout
+    assert (grid / "rows.svg").read_text().startswith("<?xml")
+
+
+def test_progress_is_one_aligned_row_as_soon_as_a_capacity_is_known(grid) -> None:
+    done = call("advise", *GRID, cwd=grid)
+    head, *rows = [line.removeprefix("dpprof: ") for line in done.stderr.splitlines()]
+
+    assert head == (
+        "method    dtype     tokens  checkpointing  largest batch  safe batch       tokens/s"
+        "      after"
+    )
+    assert len(rows) == 3 * 2 * 3 * 3
+    assert (
+        "flash-bk  float32        8  none                      10           8             32"
+        "        2 s"
+    ) in rows
+    assert ("flash-bk  bfloat16      32  reentrant      oom: too large") in rows
+    assert (
+        "flash     bfloat16      32  none                      10        none               "
+        "        2 s"
+    ) in rows
+
+
+def test_one_row_is_as_before_and_says_which_checkpointing(grid) -> None:
+    one = [*GRID[: GRID.index("16")], "--checkpointing", "best", "--json=one.json"]
+    done = call("advise", *one, cwd=grid)
+    advice = json.loads((grid / "one.json").read_text())
+
+    assert advice["options"][0]["checkpointing"] == "non-reentrant"
+    assert done.stdout.startswith(
+        "Use flash-bk with batches of 8 and non-reentrant checkpointing: custom, 8 tokens, "
+    )
+    assert "method     verdict   checkpointing" in done.stdout
 
 
 def test_free_memory_in_pieces_is_explained(tmp_path) -> None:
@@ -215,6 +441,61 @@ BAD = {
     "unknown method": (
         ["--target=h200", "--methods", "opacus-gost"],
         "--methods: 'opacus-gost' is not allowed; did you mean 'opacus-ghost'",
+    ),
+    "a target without memory": (
+        ["--target={flops_per_s: 1e12, bandwidth_bytes_per_s: 1e11}"],
+        "--target: missing memory_bytes",
+    ),
+    "a length twice": (
+        ["--target=l4", "--seq-len", "16", "8"],
+        "--seq-len: '8 16 8' is not allowed; give each value once",
+    ),
+    "no length": (
+        ["--target=l4", "--seq-len", "16", "0"],
+        "--seq-len: '0' is not allowed; it must be greater than or equal to 1",
+    ),
+    "a negative length": (
+        ["--target=l4", "--seq-len", "-5"],
+        "--seq-len: '-5' is not allowed; it must be greater than or equal to 1",
+    ),
+    "a dtype twice": (
+        ["--target=l4", "--dtype", "float32", "float32"],
+        "--dtype: 'float32 float32' is not allowed; give each value once",
+    ),
+    "an unknown dtype of two": (
+        ["--target=l4", "--dtype", "float32", "half"],
+        "--dtype: 'half' is not allowed; it must be 'float32', 'tf32', 'bfloat16' or 'float64'",
+    ),
+    "a method twice": (
+        ["--target=l4", "--methods", "flash", "standard", "flash"],
+        "--methods: 'flash standard flash' is not allowed; give each value once",
+    ),
+    "a number of ranks twice": (
+        ["--target=l4", "--world-sizes", "2", "2"],
+        "--world-sizes: '2 2' is not allowed; give each value once",
+    ),
+    "a batch": (
+        ["--target=l4", "--batch-size=4"],
+        "--batch-size: '4' is not allowed; advise finds the largest batch that fits; leave it out",
+    ),
+    "two models": (
+        ["--target=l4", "--model", "tiny", "small"],
+        f"--model: '{MODEL} tiny small' is not allowed; give one model, and call once for each",
+    ),
+    "best beside another way": (
+        ["--target=l4", "--checkpointing", "best", "none"],
+        (
+            "--checkpointing: 'best none' is not allowed; give one way, or best alone, which tries "
+            "each"
+        ),
+    ),
+    "unknown checkpointing": (
+        ["--target=l4", "--checkpointing=bst"],
+        "--checkpointing: 'bst' is not allowed; did you mean 'best'? allowed: best, non-reentrant",
+    ),
+    "a figure of one length": (
+        ["--target=l4", "--figure=x.svg"],
+        "--figure: 'x.svg' is not allowed; it shows sequence lengths; give --seq-len two or more",
     ),
     "two numbers of ranks": (
         ["--target=l4", "--world-sizes=2", "--parallel=kind=ddp,world_size=4"],

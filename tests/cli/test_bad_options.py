@@ -70,6 +70,10 @@ REFUSED = {
         "argument --output: 'f\\x1b.xyz' is not allowed; its ending must be one of these; allowed: "
         ".json, .pdf, .png, .svg\n": ["--output=f\x1b.xyz"],
     },
+    "advise": {
+        "argument --figure: 'x.jpg' is not allowed; its ending must be one of these; allowed: .pdf,"
+        " .png, .svg\n": ["--figure=x.jpg"],
+    },
     "forget": {
         "argument --outcome: 'ok' is not allowed; allowed: crashed, killed, oom, timeout, unsup": [
             "--outcome=crashed,ok"

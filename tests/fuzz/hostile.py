@@ -204,8 +204,12 @@ BUDGET = ADVISE.replace("advise", "budget") + "".join(
 COMMANDS = f"""\
 {PROFILE} FIELD
 estimate {ONCE} FIELD
-{ADVISE} --model=MAPPING
+advise --methods=standard --target=cpu --seq-len=4 --model=MAPPING
 {ADVISE} --target=MAPPING
+{ADVISE} --model TEXT
+{ADVISE} --seq-len TEXT
+{ADVISE} --dtype float32 TEXT
+{ADVISE} --checkpointing=TEXT
 profile {ONCE} --output=OUTPUT
 verify --model=tiny --method=standard --output=OUTPUT
 ceilings --device=cpu --output=OUTPUT

@@ -1,13 +1,25 @@
-"""Say how large a batch fits on a GPU that need not be here, and which private method to use."""
+"""Say how large a batch fits on a GPU that need not be here, and which private method to use.
 
+--dtype and --seq-len take one or more values. Several make a table of the fastest method for each
+combination. --checkpointing best tries every way of checkpointing, and each method counts with the
+way that trains fastest and fits.
+"""
+
+import argparse
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args
 
-from dpprof.analysis.advice.advice import advise
+from dpprof.analysis.advice.advice import BEST, advise
+from dpprof.analysis.difference.waterfall import format_size, name_component
 from dpprof.analysis.standings import sign
 from dpprof.analysis.tables.axes import target_text
 from dpprof.cli.capacities import (
+    LISTS,
     answer,
     explain_signs,
     find_signs,
@@ -16,71 +28,152 @@ from dpprof.cli.capacities import (
     make_parser,
     read_verdicts,
 )
-from dpprof.cli.common import lay_out
-from dpprof.records.advice import Advice, Option
+from dpprof.cli.common import (
+    DRAWINGS,
+    ending_in_a_sentence,
+    lay_out,
+    load_figure,
+    path_ending_in,
+    save_figure,
+)
+from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
+from dpprof.report.wording import significant
 from dpprof.spec.experiment import Experiment
+from dpprof.spec.validation import one_of, refuse
+from dpprof.system.files import check_writable
 
 _SIZES = ("largest batch", "peak", "safe batch")
-_COLUMNS = ("verdict", *_SIZES, "tokens/s", "90 % interval", "FLOPs x")
+_FIGURES = (*_SIZES, "tokens/s", "90 % interval", "FLOPs x")
 _MIB = 2**20
+_WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
+_LARGE_SHARE = 0.1
+"""Of a component that is said to bind."""
+
+
+def _format_interval(option: Option) -> str:
+    low, high = option.tokens_per_s_low, option.tokens_per_s_high
+    return "unknown" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
+
+
+_ROW: Mapping[str, Callable[[Advice], str]] = {
+    "dtype": lambda one: one.dtype,
+    "tokens": lambda one: f"{one.seq_len:,}",
+    "ranks": lambda one: one.parallel or "1",
+    "trained": lambda one: "whole" if one.lora is None else "LoRA",
+}
+"""What a row of winners is about; the last two are shown only where they vary."""
+
+_WINNER: Mapping[str, Callable[[Option], str]] = {
+    "checkpointing": lambda one: str(one.checkpointing),
+    "safe batch": lambda one: format_number(one.safe_batch_size, ","),
+    "tokens/s": lambda one: format_number(one.tokens_per_s, ",.0f"),
+    "90 % interval": _format_interval,
+    "GiB at peak": lambda one: significant(one.safe_peak_bytes, 2**30),
+}
+_TIMES = (
+    "tokens per second are predicted, with 90 % intervals; what they rest on differs by row, and "
+    "--json says it"
+)
+_TEXTS = ("dtype", "ranks", "trained", "method", "checkpointing", "verdict")
+"""Columns that are set flush left."""
+
+
+def _name(advice: Advice) -> str:
+    trained = "" if advice.lora is None else f" with LoRA ({advice.lora})"
+    return advice.model + trained
 
 
 def _recommend(advice: Advice) -> list[str]:
-    """Say which method to use, in a sentence or two."""
+    """Say which method to use, in a few sentences."""
     best = advice.best
-    trained = "" if advice.lora is None else f" with LoRA ({advice.lora})"
     ranks = "" if advice.parallel is None else f", {advice.parallel}"
-    where = f"{advice.model}{trained}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
+    where = f"{_name(advice)}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
         return [f"No time is predicted, so methods that fit are not ranked: {where}."]
     if best is None:
         wrong = any(option.verdict == "wrong" for option in advice.options)
         return [f"No private method {'can be advised' if wrong else 'safely fits'}: {where}."]
-    lines = [f"Use {best.method} with batches of {best.safe_batch_size}: {where}."]
+    way = ""
+    if advice.checkpointing == BEST:
+        is_none = best.checkpointing == "none"
+        way = " without checkpointing" if is_none else f" and {best.checkpointing} checkpointing"
+    lines = [f"Use {best.method} with batches of {best.safe_batch_size}{way}: {where}."]
     close = [option.method for option in advice.options if option.verdict == "close"]
     if close:
         lines.append(f"No difference predicted between it and: {', '.join(close)}.")
+    if advice.one_more_sample is not None:
+        lines.append(_tell_sample(advice.one_more_sample))
     return lines
+
+
+def _tell_sample(sample: OneMoreSample) -> str:
+    """Say what one more sample costs, and what the peak is of."""
+    first, *others = sample.peak_shares.items()
+    held = f"{name_component(first[0])} take {100 * first[1]:.0f} %" + "".join(
+        f", {name_component(name)} {100 * share:.0f} %"
+        for name, share in others
+        if share >= _LARGE_SHARE
+    )
+    peak = f"at the peak ({sample.phase.replace('_', ' ')}), {held}"
+    return f"One more sample costs {format_size(sample.sample_bytes)}; {peak}."
 
 
 def _cells(option: Option) -> tuple[str, ...]:
     if option.largest_batch_size is None or option.largest_peak_bytes is None:
-        return (option.verdict, *[""] * (len(_COLUMNS) - 1))
-    low, high = option.tokens_per_s_low, option.tokens_per_s_high
+        return ("",) * len(_FIGURES)
     return (
-        option.verdict,
         f"{option.largest_batch_size:,}" + ("+" if option.limited_by == "search" else ""),
         f"{option.largest_peak_bytes / _MIB:,.0f} MiB",
         format_number(option.safe_batch_size, ",", "none"),
         format_number(option.tokens_per_s, ",.0f"),
-        "unknown" if low is None or high is None else f"{low:,.0f} to {high:,.0f}",
+        _format_interval(option),
         format_number(option.dp_flop_multiplier, ".2f"),
     )
 
 
 def _lay_out(advice: Advice, names: Mapping[str, str]) -> list[str]:
     """Lay out the methods, with adapters and without side by side."""
-    sides = [advice, *([] if advice.whole is None else [advice.whole])]
-    found = [{option.method: _cells(option) for option in side.options} for side in sides]
+    sides = _sides(advice)
+    texts: dict[str, Callable[[Option], str]] = {"verdict": lambda option: option.verdict}
+    if advice.checkpointing == BEST:
+        texts["checkpointing"] = _name_way
+    found = [
+        {
+            one.method: [*(text(one) for text in texts.values()), *_cells(one)]
+            for one in side.options
+        }
+        for side in sides
+    ]
     rows = [
         [names[one.method], *(c for side in found for c in side[one.method])]
         for one in advice.options
     ]
-    header = ["method", *_COLUMNS * len(sides)]
-    lines = lay_out([header, *rows], texts=(0, *range(1, len(header), len(_COLUMNS))))
+    columns = [*texts, *_FIGURES]
+    header = ["method", *columns * len(sides)]
+    lines = lay_out([header, *rows], texts=_find_texts(header))
     if len(sides) > 1:
-        lora_at = lines[0].index(_COLUMNS[0])
-        whole_at = lines[0].index(_COLUMNS[0], lora_at + 1)
+        lora_at = lines[0].index(columns[0])
+        whole_at = lines[0].index(columns[0], lora_at + 1)
         lines.insert(0, f"{' ' * lora_at}LoRA".ljust(whole_at) + "whole")
     return lines
 
 
+def _name_way(option: Option) -> str:
+    """Return the way of checkpointing; nothing where none fits."""
+    return "" if option.largest_batch_size is None else str(option.checkpointing)
+
+
+def _sides(advice: Advice) -> list[Advice]:
+    """Return the advice as asked, and that for the model without adapters, if there is one."""
+    return [advice, *([] if advice.whole is None else [advice.whole])]
+
+
 def format_advice(advice: Advice) -> str:
     """Return the advice as text."""
-    sides = [advice, *([] if advice.whole is None else [advice.whole])]
+    sides = _sides(advice)
     options = [option for side in sides for option in side.options]
     signs = find_signs(options)
     names = {option.method: option.method + sign(option.method, signs) for option in options}
@@ -92,24 +185,85 @@ def format_advice(advice: Advice) -> str:
             messages += [(option.method + trained, why) for why in (option.message, smallest)]
     lines = [sentence for side in sides for sentence in _recommend(side)]
     lines += [*_lay_out(advice, names), *group_messages(messages), *explain_signs(signs)]
-    if advice.budget_bytes is not None:
-        each = ", batches and peaks are those of each rank" if advice.parallel else ""
+    return "\n".join([*lines, *_tell_memory(advice), f"Time: {advice.sure_of_time}."])
+
+
+def _tell_memory(advice: Advice) -> list[str]:
+    if advice.budget_bytes is None:
+        return []
+    each = ", batches and peaks are those of each rank" if advice.parallel else ""
+    return [f"Memory: {advice.budget_bytes / _MIB:,.0f} MiB{each}; {advice.sure_of_memory}."]
+
+
+def format_winners(advices: Sequence[Advice]) -> str:
+    """Return the advice for several dtypes and sequence lengths: a table with a row for each."""
+    sides = [side for advice in advices for side in _sides(advice)]
+    winners = [_find_winner(side) for side in sides]
+    axes = [
+        name
+        for name, cell in _ROW.items()
+        if name in ("dtype", "tokens") or len(set(map(cell, sides))) > 1
+    ]
+    rows = [[_ROW[name](side) for name in axes] for side in sides]
+    close: dict[str, list[str]] = defaultdict(list)
+    for side, row in zip(sides, rows, strict=True):
+        if names := [option.method for option in side.options if option.verdict == "close"]:
+            close[", ".join(names)].append(" ".join(row))
+    signs = find_signs(one for one in winners if one is not None)
+    figures = dict(_WINNER)
+    if sides[0].checkpointing != BEST:
+        del figures["checkpointing"]
+    header = [*axes, "method", *figures]
+    table = [
+        [*row, one.method + sign(one.method, signs), *(cell(one) for cell in figures.values())]
+        if one is not None
+        else [*row, "none", *("" for _ in figures)]
+        for row, one in zip(rows, winners, strict=True)
+    ]
+    what = f"{_name(sides[0])}, on {sides[0].target}"
+    lines = [
+        f"The fastest private method at its largest safe batch: {what}.",
+        *lay_out([header, *table], texts=_find_texts(header)),
+    ]
+    if close:
+        said = "; ".join(f"{names} ({', '.join(at)})" for names, at in close.items())
+        lines.append(f"No difference predicted between it and: {said}.")
+    if any(one is not None and one.tokens_per_s is None for one in winners):
         lines.append(
-            f"Memory: {advice.budget_bytes / _MIB:,.0f} MiB{each}; {advice.sure_of_memory}."
+            "unknown: no time is predicted, so methods are not ranked; the one with the largest "
+            "safe batch is named."
         )
-    return "\n".join([*lines, f"Time: {advice.sure_of_time}."])
+    if None in winners:
+        lines.append("none: no private method safely fits, or can be advised; --json says why.")
+    lines += [
+        f"{' '.join(row)}: {_tell_sample(side.one_more_sample)}"
+        for side, row in zip(sides, rows, strict=True)
+        if side.one_more_sample is not None
+    ]
+    largest = max(sides, key=lambda one: (one.budget_bytes is not None, one.parallel or ""))
+    lines += [*explain_signs(signs), *_tell_memory(largest)]
+    times = dict.fromkeys(side.sure_of_time for side in sides)
+    is_known = any(one is not None and one.tokens_per_s is not None for one in winners)
+    time = _TIMES if is_known and len(times) > 1 else "; ".join(times)
+    return "\n".join([*lines, f"Time: {time}."])
+
+
+def _find_texts(header: Sequence[str]) -> list[int]:
+    return [at for at, name in enumerate(header) if name in _TEXTS]
+
+
+def _find_winner(advice: Advice) -> Option | None:
+    """Return the best method; where none is ranked, the one with the largest safe batch."""
+    unranked = [one for one in advice.options if one.verdict == "unranked"]
+    return advice.best or max(unranked, key=lambda one: one.safe_batch_size or 0, default=None)
 
 
 def explain_batches(results: Sequence[Result]) -> list[str]:
     """Say what a safe batch is, and where pieces of free memory bound the largest one."""
-    found = [(r.experiment, r.capacity) for r in results if r.capacity is not None]
-    lines = []
-    if any(capacity.safe_share for _, capacity in found):
-        lines.append("Safe: a tenth of the memory is left.")
-    if any(capacity.safe_share is None for _, capacity in found):
-        lines.append("Safe: the allocator never has to release its cache to find room.")
-    for experiment, capacity in found:
-        if capacity.limited_by == "fragmentation":
+    lines = explain_safety(results)
+    for result in results:
+        experiment, capacity = result.experiment, result.capacity
+        if capacity is not None and capacity.limited_by == "fragmentation":
             ranks = "" if experiment.parallel is None else f", {experiment.parallel.text}"
             whole = "" if experiment.lora is None else " with LoRA"
             lines.append(
@@ -119,6 +273,17 @@ def explain_batches(results: Sequence[Result]) -> list[str]:
                 "PYTORCH_ALLOC_CONF=expandable_segments:True "
                 f"{capacity.expandable_batch_size or 0:,}"
             )
+    return lines
+
+
+def explain_safety(results: Sequence[Result]) -> list[str]:
+    """Say what a safe batch is."""
+    found = [result.capacity for result in results if result.capacity is not None]
+    lines = []
+    if any(capacity.safe_share for capacity in found):
+        lines.append("Safe: a tenth of the memory is left.")
+    if any(capacity.safe_share is None for capacity in found):
+        lines.append("Safe: the allocator never has to release its cache to find room.")
     return lines
 
 
@@ -139,17 +304,33 @@ def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
 
 
 def rank_methods(
-    experiments: Sequence[Experiment], results: Sequence[Result]
+    experiments: Sequence[Experiment], results: Sequence[Result], figure: Path | None = None
 ) -> tuple[str, str, bool]:
-    """Return the methods in order, as far as their verdicts are known here."""
+    """Return the methods in order, as far as their verdicts are known here; draw them too."""
     standings = read_verdicts(experiments)
-    by_ranks: dict[int, list[Result]] = defaultdict(list)
+    alike: dict[tuple[str, int], dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
-        by_ranks[result.experiment.world_size].append(result)
-    found = [_advise(experiments[0], alike, standings) for alike in by_ranks.values()]
-    fits = any(option.safe_batch_size for advice in found for option in advice.options)
-    lines = [*map(format_advice, found), *explain_batches(results), *list_smallest_ranks(results)]
+        one = result.experiment
+        alike[one.dtype, one.seq_len][one.world_size].append(result)
+    found = [
+        _advise(experiments[0], on_ranks, standings)
+        for by_ranks in alike.values()
+        for on_ranks in by_ranks.values()
+    ]
+    sides = [side for advice in found for side in _sides(advice)]
+    if len(alike) == 1:
+        explain = explain_safety if found[0].checkpointing == BEST else explain_batches
+        lines = [*map(format_advice, found), *explain(results), *list_smallest_ranks(results)]
+    else:
+        lines = [format_winners(found), *explain_safety(results)]
+        for (dtype, seq_len), by_ranks in alike.items():
+            on_any = list(itertools.chain.from_iterable(by_ranks.values()))
+            lines += [f"{dtype} {seq_len:,}: {one}" for one in list_smallest_ranks(on_any)]
+    options = [option for side in sides for option in side.options]
+    if figure is not None:
+        save_figure(load_figure("advice", "--figure")(found, find_signs(options)), figure)
     dumped = [advice.model_dump(mode="json") for advice in found]
+    fits = any(option.safe_batch_size for advice in found for option in advice.options)
     return json.dumps(dumped[0] if len(found) == 1 else dumped, indent=1), "\n".join(lines), fits
 
 
@@ -166,6 +347,47 @@ def _advise(
     return advice
 
 
+def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse options, refuse what only this command refuses, and list the ways that ``best`` tries.
+
+    Raises:
+        InputError: An option's value is not allowed.
+    """
+    parser = make_parser("advise", __doc__, several=("model", *LISTS))
+    parser.add_argument(
+        "--figure",
+        type=path_ending_in(DRAWINGS),
+        metavar="FILE",
+        help="also draw tokens per second over several sequence lengths: a .png, .pdf or .svg",
+    )
+    parser.add_argument("--batch-size", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.batch_size is not None:
+        why = "advise finds the largest batch that fits; leave it out"
+        raise refuse("--batch-size", " ".join(arguments.batch_size), why)
+    if arguments.model is not None:
+        given = arguments.model
+        if len(given) > 1:
+            raise refuse("--model", " ".join(given), "give one model, and call once for each")
+        [arguments.model] = given
+    if ways := arguments.checkpointing:
+        if len(ways) > 1:
+            why = f"give one way, or {BEST} alone, which tries each"
+            raise refuse("--checkpointing", " ".join(ways), why)
+        if ways[0] not in {*_WAYS, BEST}:
+            raise refuse("--checkpointing", ways[0], one_of([*_WAYS, BEST], ways[0]))
+        arguments.checkpointing = list(_WAYS) if ways == [BEST] else ways
+    if arguments.figure is not None:
+        if len(arguments.seq_len or ()) < 2:  # noqa: PLR2004 (a line has two ends)
+            why = "it shows sequence lengths; give --seq-len two or more"
+            raise refuse("--figure", str(arguments.figure), why)
+        load_figure("advice", "--figure")
+        check_writable(arguments.figure)
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    answer(make_parser("advise", __doc__).parse_args(argv), rank_methods, whole_too=True)
+    with ending_in_a_sentence():
+        arguments = read_options(argv)
+    answer(arguments, partial(rank_methods, figure=arguments.figure), whole_too=True)

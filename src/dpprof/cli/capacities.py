@@ -3,16 +3,17 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from dpprof.analysis.advice.advice import describe
 from dpprof.analysis.standings import DAGGER, DOUBLE_DAGGER, Marks, read_standings
 from dpprof.cli.common import Parser, ending_in_a_sentence, path, positive
-from dpprof.cli.options import add_experiment_options, read_experiments
+from dpprof.cli.options import add_experiment_options, read_experiments, refuse_repeated
 from dpprof.launch.forks import Forks
-from dpprof.launch.progress import tell_result
+from dpprof.launch.progress import format_duration
 from dpprof.launch.supervisor import supervise
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.advice import Option
@@ -25,20 +26,38 @@ from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.mechanisms import is_other_mechanism
-from dpprof.spec.validation import InputError, refuse
-from dpprof.system.console import printable
+from dpprof.spec.validation import InputError, option_name, refuse
+from dpprof.system.console import printable, say
 from dpprof.system.files import check_writable, write_atomically
 from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
+LISTS = ("dtype", "seq_len", "checkpointing")
+"""Fields of which a command may be asked about several values: the first changes last."""
+
+_AXES: dict[str, Callable[[Experiment], str]] = {
+    "method": lambda one: one.method,
+    "dtype": lambda one: one.dtype,
+    "tokens": lambda one: f"{one.seq_len:,}",
+    "checkpointing": lambda one: one.checkpointing,
+    "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
+    "trained": lambda one: "whole" if one.lora is None else "LoRA",
+}
+_FIGURES = {"largest batch": ">13", "safe batch": ">10", "tokens/s": ">13", "after": ">9"}
+"""What the progress says of a capacity, and how it is aligned."""
 
 Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]]
 """Returns of results: JSON, a text, and whether a batch fits with any method."""
 
 
-def make_parser(command: str, about: str | None, example: str = "") -> Parser:
-    """Make the options of a subcommand that finds capacities; ``example`` adds to its example."""
+def make_parser(
+    command: str, about: str | None, example: str = "", several: Container[str] = ()
+) -> Parser:
+    """Make the options of a subcommand that finds capacities.
+
+    ``example`` adds to its example; options for the fields in ``several`` take one or more values.
+    """
     parser = Parser(
         command,
         about,
@@ -60,7 +79,7 @@ def make_parser(command: str, about: str | None, example: str = "") -> Parser:
     parser.add_argument(
         "--again", action="store_true", help="ignore existing results in results/capacity"
     )
-    add_experiment_options(parser, leave_out=("method", "batch_size"))
+    add_experiment_options(parser, leave_out=("method", "batch_size"), several=several)
     return parser
 
 
@@ -130,20 +149,26 @@ def _without_lora(experiment: Experiment) -> Experiment | None:
 
 
 def read_capacity_options(arguments: argparse.Namespace) -> list[Experiment]:
-    """Return one experiment per method from parsed options.
+    """Return one experiment per method from parsed options, and per value of those with a list.
 
     Raises:
-        InputError: An option's value is not allowed, or a required one is missing.
+        InputError: An option's value is not allowed or given twice, or a required one is missing.
     """
     methods = arguments.methods or registry.names("methods")
     for method in methods:
         registry.check("methods", method, "--methods")
+    for option in ("methods", "world_sizes"):
+        given = getattr(arguments, option) or ()
+        if len(set(given)) < len(given):
+            raise refuse_repeated(option_name(option), given)
     if arguments.target is None:
         raise InputError(
             f"--target: missing; a target's name ({', '.join(registry.names('targets'))}) or a "
             "mapping of memory_bytes, flops_per_s and bandwidth_bytes_per_s"
         )
-    axes: dict[str, list[Any]] = {"method": list(dict.fromkeys(methods)), "batch_size": [1]}
+    given = {name: getattr(arguments, name, None) for name in LISTS}
+    axes: dict[str, list[Any]] = {k: v for k, v in given.items() if isinstance(v, list)}
+    axes |= {"method": list(methods), "batch_size": [1]}
     if arguments.world_sizes is not None:
         axes["parallel"] = _format_ranks(arguments.parallel or "kind=fsdp", arguments.world_sizes)
     return read_experiments(arguments, **axes)
@@ -157,15 +182,14 @@ def _format_ranks(kind: str, world_sizes: Sequence[int]) -> list[str | None]:
     """
     if "world_size" in kind:
         raise refuse("--parallel", kind, "--world-sizes says how many ranks; leave world_size out")
-    sizes = sorted(set(world_sizes))
-    return [None if size == 1 else f"{kind},world_size={size}" for size in sizes]
+    return [None if size == 1 else f"{kind},world_size={size}" for size in sorted(world_sizes)]
 
 
 def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: bool) -> list[Result]:
-    """Find and print the capacity of each experiment, or read it from a result that is still valid.
+    """Find the capacity of each experiment, or read it from a result that is still valid.
 
-    Batch sizes do not matter. ``root`` is the folder that holds ``results``; with ``again``,
-    existing results are ignored.
+    Each is printed as soon as it is known, as a row of a table. Batch sizes do not matter. ``root``
+    is the folder that holds ``results``; with ``again``, existing results are ignored.
     """
 
     def find(experiment: Experiment) -> Result:
@@ -173,9 +197,10 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
         log = root / "results" / "logs" / INSTRUMENT / f"{experiment.id}.r0.log"
         output = result_path(root, INSTRUMENT, experiment.id, 0)
         result = known or supervise(experiment, INSTRUMENT, 0, output, log, forks=forks)
-        tell_result(result)
+        tell(result)
         return result
 
+    tell = _begin_progress(experiments)
     forks = Forks(_list_modules(experiments))
     pool = ThreadPoolExecutor(max_workers=available_cores())
     try:
@@ -183,6 +208,38 @@ def find_capacities(experiments: Sequence[Experiment], root: Path, *, again: boo
     except KeyboardInterrupt:
         # The workers die with this process, so an interruption need not wait for them.
         os._exit(130)
+
+
+def _begin_progress(experiments: Sequence[Experiment]) -> Callable[[Result], None]:
+    """Print the header of a table of capacities; return what prints the row of a result."""
+    shown = {
+        name: cell
+        for name, cell in _AXES.items()
+        if name == "method" or len(set(map(cell, experiments))) > 1
+    }
+    forms = [
+        f"{'>' if name == 'tokens' else '<'}{max(map(len, (name, *map(cell, experiments))))}"
+        for name, cell in shown.items()
+    ]
+    forms += _FIGURES.values()
+
+    def tell(*cells: str) -> None:
+        say("  ".join(map(format, cells, forms)))
+
+    def tell_capacity(result: Result) -> None:
+        option = describe(result)
+        figures = [
+            format_number(option.largest_batch_size, ",", "none"),
+            format_number(option.safe_batch_size, ",", "none"),
+            format_number(option.tokens_per_s, ",.0f") if option.safe_batch_size else "",
+            format_duration(result.wall_s),
+        ]
+        if result.error is not None:
+            figures = [f"{result.outcome}: {result.error.message[:200]}"]
+        tell(*(cell(result.experiment) for cell in shown.values()), *figures)
+
+    tell(*shown, *_FIGURES)
+    return tell_capacity
 
 
 def _list_modules(experiments: Sequence[Experiment]) -> list[str]:

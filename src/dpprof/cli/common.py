@@ -1,18 +1,24 @@
-"""What all scripts share: the parser, path options, and the error message at the end."""
+"""What all scripts share: the parser, path options, figures, and the error message at the end."""
 
 import argparse
 import contextlib
+import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpprof.launch.device_lock import DeviceBusyError
 from dpprof.records.record import ResultError
 from dpprof.spec.registry import EntryPointError
 from dpprof.spec.validation import InputError, one_of
 from dpprof.system.console import fail, keep_log, printable, say, shorten_lines
+from dpprof.system.files import write_atomically
+
+DRAWINGS = (".png", ".pdf", ".svg")
+"""The endings of files that figures are drawn to."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,6 +90,31 @@ def path_ending_in(endings: Sequence[str]) -> Callable[[str], Path]:
         return found
 
     return read
+
+
+def load_figure(name: str, option: str) -> Callable[..., Any]:
+    """Return what draws a figure.
+
+    Raises:
+        InputError: Matplotlib is not installed; ``option`` asked for the figure.
+    """
+    try:
+        draw: Callable[..., Any] = importlib.import_module(f"dpprof.figures.{name}").draw
+    except ModuleNotFoundError as error:
+        why = f"{error.name} is not installed; pip install 'dpprof[report]'"
+        raise InputError(f"{option}: {why}") from None
+    return draw
+
+
+def save_figure(figure: Any, output: Path) -> None:
+    """Write a drawn figure, in the format of the file's ending.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=output.suffix.removeprefix("."))
+    write_atomically(output, drawn.getvalue())
 
 
 def lay_out(rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> list[str]:

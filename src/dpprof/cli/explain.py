@@ -5,27 +5,33 @@ batch sizes, models, targets; recorded or predicted. The bars lead from B's peak
 to the difference of the two with 0 bytes left.
 """
 
-import importlib
-import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dpprof.analysis.difference.difference import Difference, explain_difference
 from dpprof.analysis.difference.waterfall import LEVELS, list_holdings
-from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in, positive
+from dpprof.cli.common import (
+    DRAWINGS,
+    Parser,
+    ending_in_a_sentence,
+    load_figure,
+    path,
+    path_ending_in,
+    positive,
+    save_figure,
+)
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_result
 from dpprof.report.terminal.difference import Detail, render_text, say
 from dpprof.spec.validation import InputError
 from dpprof.system.console import printable
-from dpprof.system.files import check_writable, write_atomically
+from dpprof.system.files import check_writable
 
 FORMATS: dict[str, Callable[[Difference, Detail], str]] = {
     "text": render_text,
     "json": lambda difference, _: json.dumps(difference.as_json(), indent=1),
 }
-DRAWINGS = (".png", ".pdf", ".svg")
 
 
 def read(file: Path) -> Result:
@@ -43,23 +49,6 @@ def read(file: Path) -> Result:
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     return result
-
-
-def draw(difference: Difference, output: Path) -> None:
-    """Draw the waterfall and both timelines.
-
-    Raises:
-        InputError: Matplotlib is not installed.
-        OSError: The file cannot be written.
-    """
-    try:
-        figures = importlib.import_module("dpprof.figures.waterfall")
-    except ModuleNotFoundError as error:
-        why = f"{error.name} is not installed; pip install 'dpprof[report]'"
-        raise InputError(f"--output: {why}") from None
-    drawn = io.BytesIO()
-    figures.draw(difference, say(difference)).savefig(drawn, format=output.suffix.removeprefix("."))
-    write_atomically(output, drawn.getvalue())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise InputError(f"{b}: A and B are the same file; name two results")
         difference = explain_difference(read(a), read(b))
         if arguments.output is not None:
-            draw(difference, arguments.output)
+            draw = load_figure("waterfall", "--output")
+            save_figure(draw(difference, say(difference)), arguments.output)
     detail = Detail(arguments.depth, arguments.top, arguments.every_layer)
     print(printable(FORMATS[arguments.format](difference, detail)))

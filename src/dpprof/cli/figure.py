@@ -1,18 +1,24 @@
 """Draw one figure from tables that exist."""
 
-import io
 from collections.abc import Sequence
 
 from dpprof.analysis.standings import find_marks
 from dpprof.analysis.tables.frames import TableFolder
-from dpprof.cli.common import Parser, ending_in_a_sentence, path, path_ending_in
+from dpprof.cli.common import (
+    DRAWINGS,
+    Parser,
+    ending_in_a_sentence,
+    path,
+    path_ending_in,
+    save_figure,
+)
 from dpprof.figures.style import NothingToDrawError, say_nothing_to_draw
 from dpprof.figures.verification_signs import MEANINGS, mark_methods
 from dpprof.report.rendering.document import Drawing
 from dpprof.spec import registry
 from dpprof.system.files import check_writable, write_atomically
 
-KINDS = (".png", ".pdf", ".svg", ".json")
+KINDS = (*DRAWINGS, ".json")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,6 +58,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             if output.suffix == ".json":
                 write_atomically(output, drawing.model_dump_json() + "\n")
             else:
-                drawn = io.BytesIO()
-                figure.savefig(drawn, format=output.suffix.removeprefix("."))
-                write_atomically(output, drawn.getvalue())
+                save_figure(figure, output)

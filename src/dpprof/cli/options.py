@@ -5,7 +5,7 @@ argparse does it: pydantic-settings is no dependency, and its errors are not one
 
 import argparse
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,8 +18,13 @@ from dpprof.spec.validation import InputError, explain, option_name, refuse
 from dpprof.system.hardware import resolve_device
 
 
-def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container[str] = ()) -> None:
-    """Add an option for every field of an experiment, described as in the schema."""
+def add_experiment_options(
+    parser: argparse.ArgumentParser, leave_out: Container[str] = (), several: Container[str] = ()
+) -> None:
+    """Add an option for every field of an experiment, described as in the schema.
+
+    Those in ``several`` take one or more values, and collect those of every time they are given.
+    """
     group = parser.add_argument_group("experiment")
     for name, field in Experiment.model_fields.items():
         if name in leave_out:
@@ -28,7 +33,8 @@ def add_experiment_options(parser: argparse.ArgumentParser, leave_out: Container
         required = field.is_required() and name != "device"
         note = "required" if required else f"default: {default}"
         help_text = f"{field.description} ({note})".replace("%", "%%")
-        group.add_argument(option_name(name), help=help_text, metavar="VALUE")
+        many: dict[str, Any] = {"nargs": "+", "action": "extend"} if name in several else {}
+        group.add_argument(option_name(name), help=help_text, metavar="VALUE", **many)
 
 
 def add_privacy_options(parser: argparse.ArgumentParser) -> None:
@@ -79,16 +85,26 @@ def read_given(arguments: argparse.Namespace) -> dict[str, Any]:
 def read_experiments(arguments: argparse.Namespace, **axis: list[Any]) -> list[Experiment]:
     """Return the experiment of parsed options in every combination of the values of other fields.
 
-    ``axis`` holds fields that have no option, with their values; lists multiply.
+    ``axis`` holds fields with their values, which replace those of options; lists multiply.
 
     Raises:
-        InputError: An option's value is not allowed, or a required one is missing.
+        InputError: An option's value is not allowed, a required one is missing, or a list has a
+            value twice.
     """
     given = read_given(arguments)
     combinations = itertools.product(*axis.values())
-    return [
+    found = [
         make_experiment(given | dict(zip(axis, values, strict=True))) for values in combinations
     ]
+    for name, values in axis.items():
+        if len({getattr(one, name) for one in found}) < len(values):
+            raise refuse_repeated(option_name(name), values)
+    return found
+
+
+def refuse_repeated(option: str, values: Iterable[Any]) -> InputError:
+    """Return the error that refuses a list with a value that it has already."""
+    return refuse(option, " ".join(map(str, values)), "give each value once")
 
 
 def make_experiment(fields: dict[str, Any]) -> Experiment:

@@ -88,12 +88,13 @@ def _shared(one: Bbox, other: Bbox) -> float:
     return 0.0 if both is None else float(both.width * both.height)
 
 
-def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
+def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str]], at: float = 1.0) -> None:
     """Write the name of each line to the right of its axes, as high as its end, without overlap.
 
     Args:
         axis: With its final limits, in a figure that was laid out.
         ends: The last point of each line in data coordinates, and its name.
+        at: To the right of what else names are written, as a share of the width of the axes.
     """
     figure = axis.figure
     inches = axis.get_position().height * figure.get_figheight()  # type: ignore[union-attr]
@@ -101,7 +102,9 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
     placed = sorted((float(to_axes.transform((x, y))[1]), name) for x, y, name in ends)
     heights = spread([height for height, _ in placed], _LINE / 72 / inches)
     for height, (_, name) in zip(heights, placed, strict=True):
-        axis.annotate(name, (1.03, height), xycoords="axes fraction", fontsize=_SIZE, va="center")
+        axis.annotate(
+            name, (at + 0.03, height), xycoords="axes fraction", fontsize=_SIZE, va="center"
+        )
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

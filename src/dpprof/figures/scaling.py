@@ -57,8 +57,8 @@ def _draw(experiments: pd.DataFrame, along: str) -> Figure:
     for (memory, time), panel in zip(axes, panels.shown, strict=True):
         for method, points in panel.rows.groupby("method"):
             _draw_method(memory, time, str(method), points.sort_values(along), along)
-        _dress(memory, panel, along, "peak (MiB)")
-        _dress(time, panel, along, "step time (ms)")
+        dress(memory, panel, along, "peak (MiB)")
+        dress(time, panel, along, "step time (ms)")
     panels.note_hidden_panels(figure)
     _name_lines(figure, axes)
     return figure
@@ -84,7 +84,7 @@ def draw_cost(tables: Mapping[str, pd.DataFrame]) -> Figure:
         for axis, (cost, (unit, label)) in zip(row, _COSTS.items(), strict=True):
             for method, points in panel.rows.groupby("method"):
                 _draw_cost(axis, str(method), points.sort_values(along), cost, unit)
-            _dress(axis, panel, along, label)
+            dress(axis, panel, along, label)
             axis.set_title("")
         row[0].set_title(panel.title, loc="left")
     _name_lines(figure, axes)
@@ -176,7 +176,7 @@ def mark_some(along: npt.NDArray[np.float64]) -> list[int] | None:
     return sorted({int(np.abs(np.log(along / place)).argmin()) for place in places})
 
 
-def _dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
+def dress(axis: Axes, panel: Panel, along: str, label: str) -> None:
     """Set a panel's title, scales, ticks and labels."""
     values = sorted(panel.rows[along].unique())
     if len(values) > _MAX_TICKS:

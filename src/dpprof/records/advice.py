@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from dpprof.records.record import Part
+from dpprof.records.terms import Component, Phase
 
 Recommendation = Literal[
     "baseline", "first", "close", "slower", "tight", "unranked", "wrong", "does not fit", "failed"
@@ -31,6 +32,27 @@ class Option(Part):
     dp_flop_multiplier: float | None = Field(None, description="executed FLOPs over model FLOPs")
     limited_by: str | None = Field(None, description="memory, fragmentation or search")
     message: str | None = Field(None, description="why it is not advised, or has no batch")
+    checkpointing: str | None = Field(None, description="how blocks are checkpointed")
+    tokens_per_s_by_checkpointing: dict[str, float | None] | None = Field(
+        None, description="predicted for each way that was tried, where several were"
+    )
+
+
+OF_SEVERAL_WAYS = {"checkpointing", "tokens_per_s_by_checkpointing"}
+"""Fields that no table has as columns: checkpointing is an axis there."""
+
+
+class OneMoreSample(Part):
+    """What a sample more than the advised batch would cost, and what that batch's peak is of."""
+
+    sample_bytes: int
+    """Predicted, from the nearest batches of which a peak is known."""
+
+    phase: Phase
+    """Where the peak is."""
+
+    peak_shares: dict[Component, float]
+    """The share of each component in the peak, the largest first."""
 
 
 class Advice(Part):
@@ -45,9 +67,15 @@ class Advice(Part):
 
     seq_len: int
     dtype: str
+    checkpointing: str | None = None
+    """As asked; ``best`` where several ways were tried, of which each option has the fastest."""
+
     target: str
     budget_bytes: int | None
     options: tuple[Option, ...]
+    one_more_sample: OneMoreSample | None = None
+    """With the advised method; None where no method is, or its peaks are not known."""
+
     sure_of_memory: str
     sure_of_time: str
     whole: "Advice | None" = None

@@ -83,7 +83,8 @@ def _tell(line: str) -> None:
     for stream in (_Terminal.stream, sys.stderr):
         if stream is not None:
             try:
-                print(shorten_lines(printable(line)), file=stream, flush=True)
+                # In one piece, because threads tell lines at the same time.
+                print(f"{shorten_lines(printable(line))}\n", end="", file=stream, flush=True)
             except OSError:
                 sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the end)
 

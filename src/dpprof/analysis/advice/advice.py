@@ -3,7 +3,8 @@
 The ranking uses capacity results only. Memory is predicted storage by storage, time operator by
 operator. No difference is predicted between methods whose 90 % intervals overlap: they are called
 close. A method with a wrong gradient is never advised. A method without a verdict, or with another
-mechanism than flat clipping, is advised and marked as such.
+mechanism than flat clipping, is advised and marked as such. Where several ways of checkpointing
+were tried, each method is judged by the one with which it trains fastest.
 """
 
 from collections import defaultdict
@@ -17,14 +18,24 @@ from dpprof.analysis.groups import setting_key
 from dpprof.analysis.standings import UNKNOWN
 from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
 from dpprof.analysis.tables.frames import make_frame
-from dpprof.records.advice import Advice, Option, Recommendation
+from dpprof.records.advice import (
+    OF_SEVERAL_WAYS,
+    Advice,
+    OneMoreSample,
+    Option,
+    Recommendation,
+)
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
 from dpprof.spec.mechanisms import NO_CLIPPING
+from dpprof.system.files import canonical_json
+
+BEST = "best"
+"""Of ``Advice.checkpointing``: the fastest of several ways, for each method."""
 
 
 def advise(results: Sequence[Result], target: str, standings: Mapping[str, Standing]) -> Advice:
-    """Rank the methods of capacity results that differ only in the method.
+    """Rank the methods of capacity results that differ only in the method and in checkpointing.
 
     Args:
         results: At least one. A failed result becomes an option that does not work.
@@ -32,13 +43,14 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
         standings: The standing of each method, by the id of the result's experiment.
     """
     experiment = results[0].experiment
-    options = [
-        _describe(result, standings.get(result.experiment_id, UNKNOWN)) for result in results
-    ]
+    results, options = _choose_checkpointing(
+        [(one, describe(one, standings.get(one.experiment_id, UNKNOWN))) for one in results]
+    )
     ranked = [o for o in options if o.verdict == "unranked" and o.tokens_per_s is not None]
     fastest = max(ranked, key=lambda option: option.tokens_per_s or 0.0, default=None)
     judged = [_judge(option, fastest) for option in options]
     judged.sort(key=lambda o: (not o.private, o.verdict == "wrong", -(o.tokens_per_s or 0.0)))
+    advised = [one for one, option in zip(results, options, strict=True) if option is fastest]
     budgets = [result.capacity.budget_bytes for result in results if result.capacity]
     return Advice(
         model=experiment.model_name,
@@ -46,9 +58,15 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
         parallel=None if experiment.parallel is None else experiment.parallel.text,
         seq_len=experiment.seq_len,
         dtype=experiment.dtype,
+        checkpointing=(
+            BEST
+            if any(option.tokens_per_s_by_checkpointing for option in options)
+            else experiment.checkpointing
+        ),
         target=target,
         budget_bytes=budgets[0] if budgets else None,
         options=tuple(judged),
+        one_more_sample=_add_sample(advised[0]) if advised else None,
         sure_of_memory=(
             "peaks are sums over every storage of a traced step; on a CPU they equal the measured "
             "peak to the byte, on a GPU the memory of libraries is modelled"
@@ -74,18 +92,71 @@ def tabulate_advice(collected: Collected) -> pd.DataFrame:
     for setting, results in group_capacities(collected):
         advice = advise(results, setting["target"] or "this machine", collected.standings)
         rows += [
-            setting | {"budget_bytes": advice.budget_bytes} | option.model_dump()
+            setting
+            | {"budget_bytes": advice.budget_bytes}
+            | option.model_dump(exclude=OF_SEVERAL_WAYS)
             for option in advice.options
         ]
     return make_frame("advice", rows)
 
 
-def _describe(result: Result, standing: Standing) -> Option:
+def _choose_checkpointing(
+    described: Sequence[tuple[Result, Option]],
+) -> tuple[list[Result], list[Option]]:
+    """Return of results that differ in checkpointing alone the one that trains fastest and fits."""
+    alike: dict[str, list[tuple[Result, Option]]] = defaultdict(list)
+    for result, option in described:
+        fields = result.experiment.model_dump(mode="json", exclude={"checkpointing"})
+        alike[canonical_json(fields)].append((result, option))
+    chosen = []
+    for ways in alike.values():
+        best, option = max(ways, key=lambda way: _fitness(way[1]))
+        if len(ways) > 1:
+            speeds = {str(way.checkpointing): way.tokens_per_s for _, way in ways}
+            option = option.model_copy(update={"tokens_per_s_by_checkpointing": speeds})
+        chosen.append((best, option))
+    return [result for result, _ in chosen], [option for _, option in chosen]
+
+
+def _fitness(option: Option) -> tuple[float, int, int, bool, bool]:
+    """Rank ways of checkpointing; of those that do not fit, those that need less come first."""
+    return (
+        option.tokens_per_s or 0.0,
+        option.safe_batch_size or 0,
+        option.largest_batch_size or 0,
+        option.verdict == "does not fit",
+        option.largest_batch_size is None and option.checkpointing != "none",
+    )
+
+
+def _add_sample(result: Result) -> OneMoreSample | None:
+    """Say what one more sample costs beyond the batch that a result states, and what binds."""
+    capacity, at_peak = result.capacity, None if result.memory is None else result.memory.at_peak
+    if capacity is None or at_peak is None:
+        return None
+    peaks, size = capacity.estimates, capacity.stated_batch_size
+    beyond = sorted(one for one in peaks if one > size)
+    # Peaks are convex: the line from at most this batch to the next known one holds in between.
+    ends = sorted(one for one in peaks if one <= size)[-1 if beyond else -2 :] + beyond[:1]
+    total = sum(at_peak.components.values())
+    if len(ends) == 1 or not total:
+        return None
+    low, high = ends
+    largest = sorted(at_peak.components.items(), key=lambda one: one[1], reverse=True)
+    return OneMoreSample(
+        sample_bytes=round((peaks[high] - peaks[low]) / (high - low)),
+        phase=at_peak.phase,
+        peak_shares={name: held / total for name, held in largest if held},
+    )
+
+
+def describe(result: Result, standing: Standing = UNKNOWN) -> Option:
     """Return a method's option, with what speaks against it; ``_judge`` adds the speed verdict."""
     experiment, capacity, compute = result.experiment, result.capacity, result.compute
     private = experiment.method != BASELINE and standing.mechanism != NO_CLIPPING
     known: dict[str, Any] = {"method": experiment.method, "private": private}
     known |= {"mechanism": standing.mechanism, "verified": standing.verified}
+    known |= {"checkpointing": experiment.checkpointing}
     if capacity is None or compute is None:
         return Option(
             verdict="does not fit" if result.outcome == "oom" else "failed",

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from dpprof.accounting.plan import NoiseOfBatch
 from dpprof.analysis.tables.axes import AXES, SETTING, WITHOUT_BATCH
-from dpprof.records.advice import Option
+from dpprof.records.advice import OF_SEVERAL_WAYS, Option
 from dpprof.records.budget import MethodCost
 from dpprof.records.result import Energy, Kernels, Launched, RankPart, Throughput
 from dpprof.records.step_costs import Compute, Exchange, Io, LiveAllocation, Memory, Snapshot
@@ -269,7 +269,7 @@ TABLES: Mapping[str, Table] = {
         "a method of each setting with capacity results",
         *(column for column in _EXPERIMENT_AXES if column.name in WITHOUT_BATCH),
         integer("budget_bytes", "memory that training may allocate"),
-        *declare(Option),
+        *(column for column in declare(Option) if column.name not in OF_SEVERAL_WAYS),
     ),
     "budget": Table(
         "a method and epsilon of each setting with capacity results",
