@@ -7,6 +7,9 @@ as fitting only if its own estimate fits.
 
 On CUDA a batch fits if the simulated caching allocator finds room for every request: its segments
 can strand gigabytes that are free.
+
+A batch is safe if the allocator never has to release its cache for it. On a CPU, and for a method
+that takes one sample at a time, a batch is safe if it leaves a tenth of the memory.
 """
 
 from collections.abc import Callable
@@ -208,9 +211,8 @@ class _Batches:
 
     def place_within(self, batch_size: int, settings: Settings = DEFAULT) -> Placement | None:
         """Place a training with this batch size within the budget; None if it does not fit."""
-        unlimited = self._placed.get((batch_size, False, settings))
-        if unlimited is not None and unlimited.peaks.reserved_bytes <= self.budget:
-            return unlimited  # it never comes to the limit
+        if settings == DEFAULT and self.is_safe(batch_size):
+            return self.place(batch_size)  # it never comes to the limit
         return self._place(batch_size, limited=True, settings=settings)
 
     def _place(
@@ -224,6 +226,10 @@ class _Batches:
             except OutOfMemoryError:
                 self._placed[key] = None
         return self._placed[key]
+
+    def is_safe(self, batch_size: int) -> bool:
+        """Return whether the allocator never has to release its cache, if it has the budget."""
+        return self.place(batch_size).peaks.reserved_bytes <= self.budget
 
     def back_off_from(self, batch_size: int, fits: Callable[[int], bool]) -> int | None:
         """Find a batch that fits and whose successor does not, at most as large as one.
@@ -285,10 +291,7 @@ def _search_by_placement(batches: _Batches) -> Capacity | None:
         return None
     placed = batches.place_within(largest)
     assert placed is not None
-    safe = batches.back_off_from(
-        largest,
-        lambda batch_size: batches.place(batch_size).peaks.reserved_bytes <= batches.budget,
-    )
+    safe = batches.back_off_from(largest, batches.is_safe)
     expandable = back_off(
         lambda batch_size: batches.place_within(batch_size, EXPANDABLE) is not None,
         by_size,

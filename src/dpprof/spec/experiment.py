@@ -185,8 +185,8 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
     )
     busy_gpu: Literal["run", "refuse"] = Field(
         "run",
-        description="what to do where they do not leave in that time: run beside them; or refuse, "
-        "and end with outcome unsupported",
+        description="if other processes still use the GPU after that time, run beside them, or "
+        "refuse: the outcome is then unsupported",
     )
     lora: AsLora | None = Field(
         None,
