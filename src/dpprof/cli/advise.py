@@ -1,8 +1,8 @@
 """Say how large a batch fits on a GPU that need not be here, and which private method to use.
 
---dtype and --seq-len take one or more values. Several make a table of the fastest method for each
-combination. --checkpointing best tries every way of checkpointing, and each method counts with the
-way that trains fastest and fits.
+--model takes one value, --dtype and --seq-len take one or more. For several values, the answer is a
+table of the fastest method for each combination. --checkpointing best tries every way of
+checkpointing; dpprof then judges each method by its fastest checkpointing that fits.
 """
 
 import argparse
@@ -259,7 +259,7 @@ def _find_winner(advice: Advice) -> Option | None:
 
 
 def explain_batches(results: Sequence[Result]) -> list[str]:
-    """Say what a safe batch is, and where pieces of free memory bound the largest one."""
+    """Return the lines of ``explain_safety``, and where pieces of free memory bound a batch."""
     lines = explain_safety(results)
     for result in results:
         experiment, capacity = result.experiment, result.capacity
@@ -353,7 +353,10 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         InputError: An option's value is not allowed.
     """
-    parser = make_parser("advise", __doc__, several=("model", *LISTS))
+    best = f"{BEST}: try each way, and judge each method by its fastest that fits"
+    parser = make_parser(
+        "advise", __doc__, several=("model", *LISTS), notes={"checkpointing": best}
+    )
     parser.add_argument(
         "--figure",
         type=path_ending_in(DRAWINGS),

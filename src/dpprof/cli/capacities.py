@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dpprof.analysis.advice.advice import describe
@@ -52,11 +53,16 @@ Judge = Callable[[Sequence[Experiment], Sequence[Result]], tuple[str, str, bool]
 
 
 def make_parser(
-    command: str, about: str | None, example: str = "", several: Container[str] = ()
+    command: str,
+    about: str | None,
+    example: str = "",
+    several: Container[str] = (),
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Parser:
     """Make the options of a subcommand that finds capacities.
 
-    ``example`` adds to its example; options for the fields in ``several`` take one or more values.
+    ``example`` adds to its example; options for the fields in ``several`` take one or more values;
+    ``notes`` adds to the help of fields.
     """
     parser = Parser(
         command,
@@ -70,8 +76,8 @@ def make_parser(
         nargs="+",
         type=positive,
         metavar="N",
-        help="the numbers of ranks to compare; 1 is one process. --parallel says their kind, "
-        "without world_size (default: kind=fsdp)",
+        help="the numbers of ranks to compare; 1 means one process without DDP or FSDP2. "
+        "--parallel gives the kind of parallel training, without world_size (default: kind=fsdp)",
     )
     parser.add_argument(
         "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
@@ -79,7 +85,8 @@ def make_parser(
     parser.add_argument(
         "--again", action="store_true", help="ignore existing results in results/capacity"
     )
-    add_experiment_options(parser, leave_out=("method", "batch_size"), several=several)
+    leave_out = ("method", "batch_size")
+    add_experiment_options(parser, leave_out=leave_out, several=several, notes=notes)
     return parser
 
 

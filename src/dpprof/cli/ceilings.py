@@ -57,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="*",
         default=[],
         metavar="SPEC",
-        help="spec files of experiments whose operators are timed, on a cpu: predictions of step"
-        " times for it rest on them",
+        help="on a cpu: spec files of experiments whose operators are timed; predictions of step"
+        " times for this processor rest on these times",
     )
     parser.add_argument(
         "--operators-s",
         type=seconds,
         default=OPERATORS_S,
-        help=f"about how many seconds that may take (default: {OPERATORS_S})",
+        help=f"about how many seconds timing operators may take (default: {OPERATORS_S})",
     )
     arguments = parser.parse_and_log(argv, "what else is printed")
     with ending_in_a_sentence("no ceilings were written"):

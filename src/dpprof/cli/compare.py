@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{', '.join(ACROSS)}; times on different devices are never compared",
     )
     parser.add_argument(
-        "--format", choices=list(FORMATS), default="text", help="of the output (default: text)"
+        "--format", choices=list(FORMATS), default="text", help="the output format (default: text)"
     )
     parser.add_argument(
         "--output",

@@ -5,7 +5,8 @@ argparse does it: pydantic-settings is no dependency, and its errors are not one
 
 import argparse
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,11 +20,15 @@ from dpprof.system.hardware import resolve_device
 
 
 def add_experiment_options(
-    parser: argparse.ArgumentParser, leave_out: Container[str] = (), several: Container[str] = ()
+    parser: argparse.ArgumentParser,
+    leave_out: Container[str] = (),
+    several: Container[str] = (),
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add an option for every field of an experiment, described as in the schema.
 
     Those in ``several`` take one or more values, and collect those of every time they are given.
+    ``notes`` adds to the description of a field.
     """
     group = parser.add_argument_group("experiment")
     for name, field in Experiment.model_fields.items():
@@ -32,7 +37,8 @@ def add_experiment_options(
         default = "auto" if name == "device" else field.default
         required = field.is_required() and name != "device"
         note = "required" if required else f"default: {default}"
-        help_text = f"{field.description} ({note})".replace("%", "%%")
+        described = "; ".join(filter(None, [field.description, notes.get(name)]))
+        help_text = f"{described} ({note})".replace("%", "%%")
         many: dict[str, Any] = {"nargs": "+", "action": "extend"} if name in several else {}
         group.add_argument(option_name(name), help=help_text, metavar="VALUE", **many)
 
