@@ -19,8 +19,9 @@ from dpprof.accounting.noise import plan_noise
 from dpprof.accounting.plan import Schedule, describe_noise
 from dpprof.analysis.advice.budget import make_budget
 from dpprof.analysis.tables.frames import read_table
-from dpprof.cli import budget, tables
+from dpprof.cli import tables
 from dpprof.cli.budget import explain_choice, format_budget
+from dpprof.launch import accounting_run
 
 SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
 
@@ -28,9 +29,9 @@ SPENT = ["--samples=1e4", "--tokens=4e5", "--epsilon", "8", "6", "--delta=1e-5"]
 @pytest.fixture(autouse=True)
 def accounting_here(monkeypatch):
     """Ask the accountants in this process."""
-    for command in (budget, tables):
+    for caller in (accounting_run, tables):
         monkeypatch.setattr(
-            command,
+            caller,
             "account_apart",
             lambda privacy, lengths: [plan_noise(privacy, t) for t in lengths],
         )

@@ -3,7 +3,7 @@
 import pytest
 
 from dpprof.launch import accounting_run
-from dpprof.launch.accounting_run import account_apart
+from dpprof.launch.accounting_run import account_apart, account_once
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.validation import InputError
 
@@ -40,3 +40,32 @@ def test_an_accountant_whose_process_dies_is_one_sentence(monkeypatch) -> None:
 
     with pytest.raises(InputError, match="the accountant rdp's process ended with exit code 1 bef"):
         account_apart(PRIVACY, [4.0])
+
+
+def test_accountants_are_asked_again_for_another_budget_and_not_for_another_price(
+    tmp_path, monkeypatch
+) -> None:
+    asked = []
+    plan = account_apart(PRIVACY, [4.0])
+    monkeypatch.setattr(
+        accounting_run, "account_apart", lambda privacy, _: asked.append(privacy) or plan
+    )
+    dearer = PRIVACY.model_copy(update={"price_per_hour": 9.0})
+    stricter = PRIVACY.model_copy(update={"delta": 1e-5})
+
+    assert account_once(tmp_path, PRIVACY, [4.0]) == account_once(tmp_path, dearer, [4.0]) == plan
+    assert asked == [PRIVACY]
+    account_once(tmp_path, stricter, [4.0])
+    account_once(tmp_path, PRIVACY, [8.0])
+    account_once(tmp_path, PRIVACY, [4.0], again=True)
+    assert asked == [PRIVACY, stricter, PRIVACY, PRIVACY]
+
+
+def test_a_kept_plan_that_was_edited_is_found_anew(tmp_path) -> None:
+    [plan] = account_once(tmp_path, PRIVACY, [4.0])
+    [kept] = tmp_path.glob("results/accounting/*.json")
+    before = kept.read_text()
+    kept.write_text(before.replace(str(plan.planned.noise_multiplier), "0.001"))
+
+    assert account_once(tmp_path, PRIVACY, [4.0]) == [plan]
+    assert kept.read_text() == before != ""

@@ -16,7 +16,7 @@ from dpprof.planning.code_digest import code_digest
 from dpprof.records.answers import kept_answers
 from dpprof.records.result import Result
 
-KEPT = [Result.model_validate_json(text) for text in kept_answers().values()]
+KEPT = [Result.model_validate_json(t) for t in kept_answers().values() if "experiment_id" in t]
 SCRIPT = runpy.run_path(str(ROOT / "workflow" / "scripts" / "answers.py"))
 QUESTIONS = list(SCRIPT["find_questions"]())
 

@@ -33,7 +33,7 @@ def main() -> None:
         found = sorted(Path(folder, "results", "capacity").glob("*.json"))
         for path in found:
             _forget_machine(path)
-        keep_answers(found)
+        keep_answers([*found, *Path(folder, "results", "accounting").glob("*.json")])
     print(f"{len(found)} capacities are kept")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from dpprof.accounting.plan import AtEpsilon, NoisePlan
 from dpprof.analysis.advice.budget import make_budget
@@ -19,7 +20,7 @@ from dpprof.cli.capacities import (
 )
 from dpprof.cli.common import ending_in_a_sentence, lay_out
 from dpprof.cli.options import add_privacy_options, read_privacy
-from dpprof.launch.accounting_run import account_apart
+from dpprof.launch.accounting_run import account_once
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
 from dpprof.report.wording import significant
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             say(f"warning: {warning}")
         if arguments.json is not None:
             check_writable(arguments.json)
-        [noise] = account_apart(privacy, [tokens])
+        [noise] = account_once(Path(), privacy, [tokens], again=arguments.again)
         if noise.planned.noise_multiplier is None:
             raise InputError(f"--epsilon: {noise.planned.reason}")
     answer(arguments, partial(price_methods, privacy, noise))

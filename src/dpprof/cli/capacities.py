@@ -18,7 +18,7 @@ from dpprof.launch.progress import format_duration
 from dpprof.launch.supervisor import supervise
 from dpprof.planning.code_digest import code_digest, verdict_digest
 from dpprof.records.advice import Option
-from dpprof.records.answers import kept_answers
+from dpprof.records.answers import take_kept
 from dpprof.records.budget import MethodCost
 from dpprof.records.record import ResultError
 from dpprof.records.result import Result, read_run, result_path
@@ -83,7 +83,9 @@ def make_parser(
         "--json", type=path, metavar="FILE", help="write the results as JSON to this file"
     )
     parser.add_argument(
-        "--again", action="store_true", help="ignore existing results in results/capacity"
+        "--again",
+        action="store_true",
+        help="ignore what is kept, in results and the package",
     )
     leave_out = ("method", "batch_size")
     add_experiment_options(parser, leave_out=leave_out, several=several, notes=notes)
@@ -269,8 +271,7 @@ def _read_known(root: Path, experiment: Experiment) -> Result | None:
     """Return a result that is still valid, from this folder or from the package."""
     path = result_path(root, INSTRUMENT, experiment.id, 0)
     digest = code_digest(INSTRUMENT, experiment)
-    if not path.exists() and f'"code_digest": "{digest}"' in kept_answers().get(path.name, ""):
-        write_atomically(path, kept_answers()[path.name])
+    take_kept(path, holding=f'"code_digest": "{digest}"')
     try:
         result = read_run(root, INSTRUMENT, experiment.id, 0)
     except (FileNotFoundError, ResultError):
