@@ -31,7 +31,9 @@ def test_an_answer_comes_from_another_process_that_leads_a_session(forks, isolat
 
 
 def test_the_modules_are_imported_once_for_all(forks, isolation) -> None:
-    program = "import sys; assert 'json.tool' in sys.modules; print('it is there')"
+    program = (
+        "import gc, sys; assert 'json.tool' in sys.modules and gc.isenabled(); print('it is there')"
+    )
     ended = isolation.run(str, "builtins:exec", program, timeout_s=60, forks=forks)
     assert (ended.returncode, ended.output) == (0, "it is there\n")
 

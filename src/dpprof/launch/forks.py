@@ -30,7 +30,7 @@ class Forks:
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*modules])
+        self._context.set_forkserver_preload(["dpprof.launch.uncollected", *modules])
 
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start the server in an environment, if it does not run yet."""
@@ -126,6 +126,7 @@ def _carry_out(
     os.close(printed)
     gc.freeze()  # what the server has imported is no garbage, and is shared
     gc.set_threshold(_MADE)
+    gc.enable()
     here, arguments = own.receive(), passed.receive()
     lifeline = assignment.lifeline_fd
     carry_out(

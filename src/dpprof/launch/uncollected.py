@@ -1,0 +1,5 @@
+"""From the import of this module on, this process collects no garbage; a server begins with it."""
+
+import gc
+
+gc.disable()
