@@ -88,7 +88,8 @@ def test_times_are_judged_with_their_noise(tmp_path, case) -> None:
 
     assert (found.verdict, [one.judgement for one in found.figures]) == (verdict, judgements)
     if verdict == "not comparable":
-        assert found.reason == "no run has enough on both sides to judge memory or flops or time"
+        judged = "memory or flops or launches or time"
+        assert found.reason == f"no run has enough on both sides to judge {judged}"
         reason = "not enough replicates: 3 and 3, and 4 on each side are enough"
         assert found.figures[0].reason == reason
     else:
@@ -327,6 +328,22 @@ def test_a_byte_more_that_ranks_send_is_a_regression_of_its_collective(tmp_path)
 
     told = (figure.figure, figure.part, figure.phase, figure.judgement)
     assert told == ("bytes sent", "all-gather", "clip", "worse")
+
+
+def test_one_more_launch_is_a_regression_beyond_its_threshold(tmp_path) -> None:
+    recorded = [make_memory({"noise": 1}) for _ in range(2)]
+    for one, launches in zip(recorded, (100, 101), strict=True):
+        one["io"]["launches"] = launches
+    write_memory(tmp_path, *({"recorded": one} for one in recorded))
+    judged = [
+        compare(tmp_path, metrics=["launches"], thresholds=Thresholds(launches=share)).figures
+        for share in ("0.5%", "1%")
+    ]
+
+    assert [(one.figure, one.ratio, one.judgement) for (one,) in judged] == [
+        ("launches", 1.01, "worse"),
+        ("launches", 1.01, "within threshold"),
+    ]
 
 
 def test_a_figure_that_one_side_lacks_is_not_decided(tmp_path) -> None:

@@ -193,7 +193,7 @@ BAD_THRESHOLDS = {
     "{flops: false}": "flops: False is not allowed; it must be 0 or a percentage",
     "{flops: .nan}": "flops: nan is not allowed; it must be 0 or a percentage",
     "{flops: [0]}": "flops: [0] is not allowed; it must be 0 or a percentage",
-    "[5%]": "it must be a mapping of bytes_moved, components, flops, memory, time",
+    "[5%]": "it must be a mapping of bytes_moved, components, flops, launches, memory, time",
     "{memory: 0": "is not YAML",
 }
 
@@ -247,8 +247,8 @@ def test_bad_folders_are_one_sentence_and_exit_with_2(folders, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("--metrics=flop", "'flop' is not allowed; did you mean 'flops'? allowed: flops, memory"),
-        ("--metrics=", "'' is not allowed; allowed: flops, memory, time"),
+        ("--metrics=flop", "'flop' is not allowed; did you mean 'flops'? allowed: flops, launches"),
+        ("--metrics=", "'' is not allowed; allowed: flops, launches, memory, time"),
         ("--across=version", "'version' is not allowed; did you mean 'versions'?"),
         ("--format=html", "invalid choice: 'html'"),
         ("--thresholds=none.yaml", "No such file or directory: 'none.yaml'"),

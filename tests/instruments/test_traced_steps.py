@@ -73,6 +73,7 @@ def test_recorded_operators_have_the_same_kinds(ghost) -> None:
     for one in ghost.kernels.by_phase_and_op_kind:
         if one.op_kind not in ("copy", "clip"):  # a trace sees what Python numbers become
             assert work.get((one.phase, one.op_kind)), (one.phase, one.op_kind)
+    assert recorded.launches == sum(work.values())
     assert sum(one.read for one in recorded.by_phase_and_op_kind) == recorded.bytes_read
     assert sum(one.written for one in recorded.by_phase_and_op_kind) == recorded.bytes_written
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=path,
         metavar="FILE",
         help="how much worse figures may get: a YAML file, such as {components: {noise: 2%%}, "
-        "time: 10%%} (default: memory, flops and bytes_moved 0, time 5%%)",
+        "time: 10%%} (default: time 5%%, all others 0)",
     )
     parser.add_argument(
         "--across",

@@ -59,6 +59,8 @@ def format_estimate(result: Result) -> str:
         times = compute.dp_flop_multiplier
         over = "" if times is None else f", {times:.2f} times what the model needs"
         lines.append(f"FLOPs   {compute.executed_flops / 1e12:.2f} TFLOP a step{over}")
+        if result.io is not None and result.io.launches is not None:
+            lines.append(f"        in {result.io.launches:,} operators that start a kernel")
         if compute.roofline_step_s is not None:
             bound = f"at least {compute.roofline_step_s * 1e3:,.1f} ms by the roofline"
             step = result.time and result.time.predicted_step_s

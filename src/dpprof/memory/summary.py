@@ -333,6 +333,7 @@ def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
     return Io(
         bytes_read=read,
         bytes_written=written,
+        launches=len(step.ops),
         by_phase_and_op_kind=_work(step),
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
         **moved,

@@ -8,7 +8,7 @@ from pydantic import Field
 from dpprof.records.record import Part
 from dpprof.records.thresholds import Thresholds
 
-Metric = Literal["memory", "flops", "time"]
+Metric = Literal["memory", "flops", "launches", "time"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 Across = Literal["versions", "device", "settings"]
@@ -40,6 +40,7 @@ FigureName = Literal[
     "FLOPs",
     "bytes moved",
     "bytes sent",
+    "launches",
     "step time",
     "predicted step time",
 ]
@@ -69,7 +70,7 @@ class ComparedFigure(Part):
         None, description="of component the component; of FLOPs and bytes moved the op kind"
     )
     phase: str | None = Field(None, description="of FLOPs and bytes moved, with part")
-    unit: Literal["bytes", "FLOPs", "samples", "seconds"] | None = None
+    unit: Literal["bytes", "FLOPs", "launches", "samples", "seconds"] | None = None
     baseline: int | float | str | None = Field(
         None, description="median over replicates; of outcome a text; null: not known"
     )

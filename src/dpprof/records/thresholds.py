@@ -59,4 +59,5 @@ class Thresholds(Part):
         description="bytes moved, in total and by each op kind in each phase, and bytes that ranks "
         "send",
     )
+    launches: Share = Field(0.0, description="operators that start a kernel")
     time: Share = Field(0.05, description="step times, measured and predicted")

@@ -19,7 +19,7 @@ from dpprof.records.thresholds import Thresholds
 from dpprof.spec.experiment import device_of
 
 Number = int | float
-Unit = Literal["bytes", "FLOPs", "samples", "seconds"]
+Unit = Literal["bytes", "FLOPs", "launches", "samples", "seconds"]
 
 
 class ExactFigure(NamedTuple):
@@ -91,7 +91,7 @@ def _exact_figures(result: Result) -> Iterator[tuple[str, ExactFigure, Number | 
 
 
 def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int | None]]:
-    """Yield FLOPs, and bytes moved and sent, each with the name of its family."""
+    """Yield FLOPs, launches, and bytes moved and sent, each with the name of its family."""
     if (compute := result.compute) is not None:
         flops: dict[FigureName, int | None] = {
             "executed FLOPs": compute.executed_flops,
@@ -103,6 +103,7 @@ def _work(result: Result) -> Iterator[tuple[str, ExactFigure, int | None]]:
     if (io := result.io) is not None:
         moved = ExactFigure("flops", "bytes moved")
         yield "operators", moved, io.bytes_read + io.bytes_written
+        yield "operators", ExactFigure("launches", "launches", "launches"), io.launches
         for work in io.by_phase_and_op_kind:
             kind, phase, size = work.op_kind, work.phase, work.read + work.written
             yield "operators", ExactFigure("flops", "FLOPs", "FLOPs", kind, phase), work.flops
@@ -177,6 +178,8 @@ def find_threshold(figure: ExactFigure, thresholds: Thresholds) -> float:
     if figure.metric == "memory":
         fallback = 0.0 if figure.name == "fits" else thresholds.memory
         return thresholds.components.get(figure.part or "", fallback)
+    if figure.metric == "launches":
+        return thresholds.launches
     if figure.metric == "time":
         return thresholds.time
     is_bytes = figure.name in ("bytes moved", "bytes sent")

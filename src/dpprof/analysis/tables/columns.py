@@ -314,7 +314,7 @@ TABLES: Mapping[str, Table] = {
         "a run that recorded or estimated memory",
         *_RUN_AND_AXES,
         *declare(Compute, "model_flops executed_flops other_flops dp_flop_multiplier"),
-        *declare(Io, "bytes_read bytes_written arithmetic_intensity"),
+        *declare(Io, "bytes_read bytes_written launches arithmetic_intensity"),
         number("peak_flops_per_s", "dense peak of the dtype in use"),
         text("peak_source", "where that peak is from"),
         number("roofline_step_s", "least time of a step by the roofline"),
