@@ -83,7 +83,7 @@ def test_what_is_edited_deleted_or_asked_for_is_planned_alone(either: Checkout) 
 def test_an_edited_figure_and_deleted_products_run_no_experiment(finished: Checkout) -> None:
     for name in ("report.tex", "tables/runs.csv"):
         (finished.path / "results" / name).unlink()
-    finished.edit("src/dpprof/figures/tradeoff.py", '"step time"', '"time of a step"')
+    finished.edit("src/dpprof/figures/tradeoff.py", "step time (", "time of a step (")
 
     assert set(finished.planned()) == {"tables", "figure", "report"}
 
