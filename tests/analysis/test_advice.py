@@ -173,14 +173,15 @@ def test_without_a_predicted_time_the_larger_safe_batch_decides(tmp_path) -> Non
 
 ESTIMATES = {
     "between two": ({1: 500, 4: 600, 8: 700, 12: 780, 99: 9000}, 20),
-    "of the two largest": ({1: 500, 4: 600, 7: 690}, 30),
+    "from the last before the stated batch": ({1: 500, 4: 600, 7: 690}, 10),
+    "from the stated batch, of which nothing else is known": ({11: 730, 12: 800}, 10),
 }
 
 
 @pytest.mark.parametrize("case", ESTIMATES)
 def test_one_more_sample_costs_what_the_nearest_peaks_differ_by(tmp_path, case) -> None:
     peaks, costs = ESTIMATES[case]
-    at_peak = {"parameters": 100, "saved_activations": 300, "logits_and_loss": 100}
+    at_peak = {"parameters": 140, "saved_activations": 420, "logits_and_loss": 140}  # 8 samples
     found = make_capacity(1.0, estimates=peaks) | {"memory": make_memory(at_peak)["memory"]}
     experiments = [make_experiment(method=method) for method in ("flash", "opacus-ghost")]
     fast, slow = (

@@ -131,10 +131,13 @@ def _fitness(option: Option) -> tuple[float, int, int, bool, bool]:
 
 def _add_sample(result: Result) -> OneMoreSample | None:
     """Say what one more sample costs beyond the batch that a result states, and what binds."""
-    capacity, at_peak = result.capacity, None if result.memory is None else result.memory.at_peak
-    if capacity is None or at_peak is None:
+    capacity, memory = result.capacity, result.memory
+    if capacity is None or memory is None or memory.at_peak is None:
         return None
-    peaks, size = capacity.estimates, capacity.stated_batch_size
+    at_peak, size = memory.at_peak, capacity.stated_batch_size
+    peaks = dict(capacity.estimates)
+    if memory.peak_allocated_bytes is not None:
+        peaks[size] = memory.peak_allocated_bytes
     beyond = sorted(one for one in peaks if one > size)
     # Peaks are convex: the line from at most this batch to the next known one holds in between.
     ends = sorted(one for one in peaks if one <= size)[-1 if beyond else -2 :] + beyond[:1]
