@@ -30,7 +30,7 @@ BY_KEY: dict[str, list[Any]] = {
     "model": [*NO_NAME, {}, {"layers": 1}, UNEVEN, *NO_HF],
     "lora": [*NO_NUMBER, *TEXTS, {}, {"rank": 0}, {"rank": 1, "alpha": 0}, {"rank": [1]}, 4],
     "trainable": ["((", "lora", "", 1, True, {}, [["x"]]],
-    "padding": [*NO_NUMBER, {}, 1, 0.5, {"fraction": "\x1b[2J"}],
+    "padding": [*NO_NUMBER, {}, 1, {"fraction": "\x1b[2J"}],
     "parameters_dtype": [*NO_NAME, "bfloat16", "half", {}],
     "busy_gpu": [*NO_NAME, "wait", True, {}],
     **{key: [*NO_NAME, {}] for key in ("method", "optimizer", "attention", "checkpointing")},

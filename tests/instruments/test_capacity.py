@@ -136,7 +136,7 @@ def test_adaptive_clipping_starts_at_the_smallest_batch_that_pays_for_its_count(
     fields |= {"noise_multiplier": 0.55}
     found = capacity.measure(make_experiment(**fields), lambda _: None).capacity
 
-    assert found.smallest_batch_size == min(found.estimates) == 6 < found.safe_batch_size
+    assert found.smallest_batch_size == 6 <= min(found.estimates) < found.safe_batch_size
     largest = make_experiment(**fields, batch_size=found.batch_size)
     predicted = estimate(largest, lambda _: None)
     assert predicted.memory.peak_allocated_bytes == found.peak_bytes

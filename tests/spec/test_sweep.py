@@ -132,6 +132,13 @@ def test_a_key_of_sweeps_at_the_top_is_told_where_it_belongs() -> None:
     )
 
 
+@pytest.mark.parametrize("raw", [None, [], "sweeps"])
+def test_what_is_no_mapping_is_refused(raw) -> None:
+    """An empty file is None."""
+    with pytest.raises(InputError, match=r"the configuration: .* is not allowed; it must be a map"):
+        parse_config(raw)
+
+
 @pytest.mark.parametrize("image", ["docker://registry.example/dpprof:1", "./dpprof.sif", "a"])
 def test_a_container_is_an_image_or_a_path(image: str) -> None:
     assert parse_config(CONFIG | {"container": image}).container == image

@@ -100,7 +100,7 @@ class Config(BaseModel, extra="forbid"):
     )
 
 
-def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None = None) -> Config:
+def parse_config(raw: Any, names: Mapping[str, Sequence[str]] | None = None) -> Config:
     """Validate a config mapping.
 
     ``names`` are those that exist, by key, for the message about one that does not.
@@ -109,7 +109,7 @@ def parse_config(raw: dict[str, Any], names: Mapping[str, Sequence[str]] | None 
         InputError: The config is not valid; the message has one sentence per problem, with key,
             value and what is allowed.
     """
-    for key in raw:
+    for key in raw if isinstance(raw, dict) else ():  # an empty file is none
         if key in Sweep.model_fields and key not in Config.model_fields:
             raise InputError(
                 f"{key}: is a key of defaults and of sweeps, not of the config itself; on "
