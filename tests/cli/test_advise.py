@@ -251,7 +251,7 @@ def find_by_hand(experiment):
         return None if method == "flash-bk" else make_capacity(9.0, safe_batch_size=None)
     step_s = {"standard": 1.0, "flash": 4.0, "flash-bk": 2.0}[method]
     step_s /= 1.2 if experiment.checkpointing == "non-reentrant" else 1.0
-    return make_capacity(step_s) | {"memory": make_memory({"parameters": 9})["memory"]}
+    return make_capacity(step_s) | {"memory": make_memory({"parameters": 890})["memory"]}
 
 
 @pytest.fixture(scope="module")
@@ -281,11 +281,11 @@ def test_a_larger_question_is_one_call(grid) -> None:
             "non-reentrant",
             "reentrant",
         ]
-        assert one.one_more_sample.sample_bytes == 54  # 490 bytes by nine samples
+        assert one.one_more_sample.sample_bytes == 50  # from 890 to 990 bytes by two samples
     table = [line.split() for line in done.stdout.splitlines()[1:8]]
     assert table[1][:5] == ["float32", "8", "flash-bk\N{DAGGER}", "non-reentrant", "8"]
     assert table[3] == ["float32", "32", "none"]
-    assert "float32 8: One more sample costs 54 bytes; at the peak (backward)" in done.stdout
+    assert "float32 8: One more sample costs 50 bytes; at the peak (backward)" in done.stdout
     assert (grid / "rows.svg").read_text().startswith("<?xml")
 
 
