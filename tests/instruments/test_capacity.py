@@ -9,6 +9,7 @@ from dpprof.instruments import capacity, memory
 from dpprof.instruments import estimate as estimating
 from dpprof.instruments.capacity import back_off, search
 from dpprof.instruments.estimate import estimate
+from dpprof.memory.pattern import Pattern, Sizes
 from dpprof.records.step_costs import Allocator
 from dpprof.spec.registry import UnsupportedError
 
@@ -103,6 +104,27 @@ def test_the_answers_batch_runs_in_a_process_of_its_own_and_one_more_does_not(
     assert told.batch_size <= told.unfragmented_batch_size
     assert told.limited_by in {"memory", "fragmentation"}
     assert len(traced) < 30
+
+
+@pytest.mark.parametrize("wrong", [0.7, 1.4])
+def test_a_guess_that_is_not_confirmed_changes_no_answer(wrong, monkeypatch) -> None:
+    fields = {"model": MODEL | {"layers": 7}, "method": "flash-bk", "seq_len": 32}
+    fields |= {"device": "cuda", "target": TARGET, "memory_limit_bytes": 80 * 2**20}
+    experiment = make_experiment(**fields)
+    right = capacity.measure(experiment, lambda _: None)
+    guess = Pattern.guess
+
+    def guess_wrongly(pattern: Pattern, *given) -> Sizes:
+        return Sizes(*((wrong * one).astype(one.dtype) for one in guess(pattern, *given)))
+
+    monkeypatch.setattr(Pattern, "guess", guess_wrongly)
+    found = capacity.measure(experiment, lambda _: None)
+
+    assert found.memory == right.memory
+    ignored = {"estimates", "next_peak_bytes"}
+    assert found.capacity.model_dump(exclude=ignored) == right.capacity.model_dump(exclude=ignored)
+    for batch_size in found.capacity.estimates.keys() & right.capacity.estimates.keys():
+        assert found.capacity.estimates[batch_size] == right.capacity.estimates[batch_size]
 
 
 def test_on_a_cpu_a_safe_batch_leaves_a_tenth_of_the_memory() -> None:

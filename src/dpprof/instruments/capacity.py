@@ -159,7 +159,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     if capacity is None:
         raise MemoryError(_explain(experiment, batches))
     if not traces.confirms(capacity.stated_batch_size):
-        traces.interpolating = False
+        traces.stop_interpolating()
         capacity = _find(method, _Batches(experiment, traces, budget, least))
         assert capacity is not None
     stated_as = experiment.model_copy(update={"batch_size": capacity.stated_batch_size})

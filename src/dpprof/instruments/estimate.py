@@ -75,9 +75,7 @@ class Traces:
         self._families: list[_Family] = []
         self._footprints: dict[int, Footprint] = {}
         self._why_whole = ""
-        self._followed = False
-        self.interpolating = True
-        """Whether the footprint of a batch may follow from those of others."""
+        self._interpolating = True
 
         try:
             self._blocks = find_blocks(experiment)
@@ -117,13 +115,19 @@ class Traces:
     def confirms(self, batch_size: int) -> bool:
         """Trace a batch; return whether all that followed from other batches is on one line."""
         told = self.footprint(batch_size)
+        followed = [family for family in self._families if family.is_followed]
         try:
-            family = self._measure(batch_size)
+            measured = self._measure(batch_size).footprint(batch_size)
         except NotAlikeError:
-            return not self._followed
-        return told == family.footprint(batch_size) and not (
-            self._followed and len(family.sizes) < _LINE
+            return not followed
+        return told == measured and all(
+            family.is_line() and len(family.sizes) >= _LINE for family in followed
         )
+
+    def stop_interpolating(self) -> None:
+        """Let no footprint follow from those of other batches, and forget those that did."""
+        self._interpolating = False
+        self._footprints.clear()
 
     def frame(self, batch_size: int, budget: int) -> int:
         """Trace a batch, and one that is a little too large for so many bytes, that once only.
@@ -134,7 +138,7 @@ class Traces:
         try:
             family = self._measure(batch_size)
             guess = family.guess_batch(batch_size, budget)
-            if guess > batch_size:
+            if guess > batch_size and self._interpolating:
                 too_large = guess + (guess - batch_size) // _SPARE + 2
                 more = self._trace(too_large, family.blocks.count + 1)
                 family.guess(too_large, more.recording, batch_size)
@@ -143,10 +147,10 @@ class Traces:
         return guess
 
     def _find_footprint(self, batch_size: int) -> Footprint:
-        if self.interpolating:
+        if self._interpolating:
             for family in self._families:
                 if family.reaches(batch_size):
-                    self._followed |= batch_size not in family.sizes.keys() - family.guessed
+                    family.is_followed |= not family.has_measured(batch_size)
                     return family.footprint(batch_size)
         try:
             return self._measure(batch_size).footprint(batch_size)
@@ -176,7 +180,7 @@ class Traces:
         if self._why_whole:
             raise NotAlikeError(self._why_whole)
         for family in self._families:
-            if batch_size in family.sizes.keys() - family.guessed:
+            if family.has_measured(batch_size):
                 return family
         for family in self._families:
             least = family.blocks.count
@@ -226,7 +230,14 @@ class _Family:
         self.guessed: set[int] = set()
         """Batches of which there is one record, so that sizes may be wrong."""
 
+        self.is_followed = False
+        """Whether something rests on sizes that were not measured."""
+
         self._count = count
+
+    def has_measured(self, batch_size: int) -> bool:
+        """Return whether the sizes of a batch are known, and not guessed."""
+        return batch_size in self.sizes and batch_size not in self.guessed
 
     def guess(self, batch_size: int, more: Recording, known: int) -> None:
         """Guess the sizes of a batch from one record, and from those of another batch.
@@ -248,11 +259,13 @@ class _Family:
 
     def reaches(self, batch_size: int) -> bool:
         """Return whether a batch lies between others, none of which is beside their line."""
+        is_between = min(self.sizes) < batch_size < max(self.sizes)
+        return batch_size in self.sizes or (is_between and self.is_line())
+
+    def is_line(self) -> bool:
+        """Return whether no batch is beside the line through its neighbours."""
         known = sorted(self.sizes)
-        return batch_size in self.sizes or (
-            known[0] < batch_size < known[-1]
-            and all(map(self._is_line, known, known[1:], known[2:]))
-        )
+        return all(map(self._is_line, known, known[1:], known[2:]))
 
     def guess_batch(self, batch_size: int, budget: int) -> int:
         """Guess which batch needs so many bytes, from one that was traced.
