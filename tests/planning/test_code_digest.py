@@ -1,3 +1,4 @@
+import ast
 import functools
 import json
 import shutil
@@ -10,6 +11,7 @@ from fresh_process import ROOT, run_fresh
 
 from dpprof.planning import job_environment
 from dpprof.planning.code_digest import (
+    _imports,
     code_digest,
     limiting_files,
     measuring_files,
@@ -208,3 +210,52 @@ def test_predictions_depend_on_the_tables_of_measured_speeds() -> None:
 
     assert {"product_table.py", "h100.json"} <= predicting
     assert not {"product_table.py", "h100.json"} & timing
+
+
+def imports_by_syntax(source: bytes) -> set[str]:
+    """Return the dpprof modules and the names in them that a source imports, whenever it does."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.split(".")[0] == PACKAGE.name}
+
+
+def file_of(module: str) -> Path:
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    return path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+
+
+def test_imports_are_those_of_the_syntax_tree() -> None:
+    missed, types_only = [], b"if TYPE_CHECKING:"
+    for file in PACKAGE.rglob("*.py"):
+        source = file.read_bytes()
+        expected = {path for path in map(file_of, imports_by_syntax(source)) if path.is_file()}
+        if types_only not in source and not expected <= _imports(source):
+            missed.append(file)
+
+    assert missed == []
+
+
+ODD_IMPORTS = {
+    "after another": "import os; import dpprof.memory.atoms",
+    "on one line": "try: from dpprof.memory import atoms\nexcept ImportError: pass",
+    "continued": "from dpprof.memory import \\\n    pattern, \\\n    atoms",
+    "with a comment": "from dpprof.memory import (  # (one)\n    pattern as p,  # )\n    atoms)",
+    "inside": "def f():\n    from dpprof.memory import atoms as found; return found",
+    "beside types": "if TYPE_CHECKING:\n    import ast\nelse:\n    import dpprof.memory.atoms",
+}
+
+
+@pytest.mark.parametrize("how", ODD_IMPORTS)
+def test_an_import_is_found_however_it_is_written(how) -> None:
+    assert PACKAGE / "memory" / "atoms.py" in _imports(ODD_IMPORTS[how].encode() + b"\n")
+
+
+def test_an_import_for_types_alone_does_not_count() -> None:
+    source = (
+        b"if TYPE_CHECKING:\n    from dpprof.memory import (\n        atoms,\n    )\nimport ast\n"
+    )
+    assert _imports(source) == set()

@@ -74,7 +74,9 @@ def _module_files(module: str) -> list[Path]:
 
 _TYPES_ONLY = re.compile(rb"^([ \t]*)if TYPE_CHECKING:.*\n(?:\1[ \t]+.*\n)+", re.MULTILINE)
 _IMPORT = re.compile(
-    rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|.*)|import[ \t]+(.*))", re.MULTILINE
+    rb"(?:^|[;:])[ \t]*"
+    rb"(?:from[ \t]+([\w.]+)[ \t]+import[ \t]*(\([^)]*\)|[^;\n]*)|import[ \t]+([^;\n]*))",
+    re.MULTILINE,
 )
 _IMPORTED = re.compile(r"([\w.]+)(?:\s+as\s+\w+)?")
 
@@ -83,11 +85,12 @@ _IMPORTED = re.compile(r"([\w.]+)(?:\s+as\s+\w+)?")
 def _imports(source: bytes) -> frozenset[Path]:
     """Return the dpprof files that a file's import statements name.
 
-    Statements under ``if TYPE_CHECKING`` do not count: they never run. A syntax tree would say the
-    same, and takes most of the time in which a kept answer is given.
+    Statements under ``if TYPE_CHECKING`` do not count: they never run. A syntax tree would name no
+    more, and takes most of the time in which a kept answer is given.
     """
     found: set[Path] = set()
-    for module, names, modules in _IMPORT.findall(_TYPES_ONLY.sub(b"", without_comments(source))):
+    text = _TYPES_ONLY.sub(b"", without_comments(source).replace(b"\\\n", b""))
+    for module, names, modules in _IMPORT.findall(text):
         parent = f"{module.decode()}." if module else ""
         if parent:
             found.update(_module_files(parent.rstrip(".")))
