@@ -15,6 +15,7 @@ from scripts import ASKED, HERE, MODEL, ROOT, call
 
 from dpprof.cli.advise import (
     explain_batches,
+    explain_safety,
     format_advice,
     format_winners,
     list_smallest_ranks,
@@ -335,6 +336,26 @@ def test_free_memory_in_pieces_is_explained(tmp_path) -> None:
             "PYTORCH_ALLOC_CONF=expandable_segments:True 0"
         ),
     ]
+
+
+def test_what_safe_means_for_some_methods_alone_is_said_of_these(tmp_path) -> None:
+    shares = {"microbatch": 0.9, "flash": None, "flash-bk": None}
+    found = [
+        write_synthetic(
+            tmp_path,
+            make_experiment(method=method),
+            instrument="capacity",
+            recorded=make_capacity(safe_share=share),
+        )
+        for method, share in shares.items()
+    ]
+
+    (line,) = explain_safety(found)
+
+    assert line == (
+        "Safe: the allocator never has to release its cache to find room; for microbatch: a tenth "
+        "of the memory is left."
+    )
 
 
 def test_the_smallest_number_of_gpus_is_listed(tmp_path) -> None:

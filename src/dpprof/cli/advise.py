@@ -48,6 +48,12 @@ _SIZES = ("largest batch", "peak", "safe batch")
 _FIGURES = (*_SIZES, "tokens/s", "90 % interval", "FLOPs x")
 _MIB = 2**20
 _WAYS: tuple[str, ...] = get_args(Experiment.model_fields["checkpointing"].annotation)
+_SAFE = {
+    False: "the allocator never has to release its cache to find room",
+    True: "a tenth of the memory is left",
+}
+"""What a safe batch is, by whether a share of the memory is left."""
+
 _LARGE_SHARE = 0.1
 """Of a component that is said to bind."""
 
@@ -277,14 +283,15 @@ def explain_batches(results: Sequence[Result]) -> list[str]:
 
 
 def explain_safety(results: Sequence[Result]) -> list[str]:
-    """Say what a safe batch is."""
-    found = [result.capacity for result in results if result.capacity is not None]
-    lines = []
-    if any(capacity.safe_share for capacity in found):
-        lines.append("Safe: a tenth of the memory is left.")
-    if any(capacity.safe_share is None for capacity in found):
-        lines.append("Safe: the allocator never has to release its cache to find room.")
-    return lines
+    """Say what a safe batch is, and for which methods it is something else."""
+    methods: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in results:
+        if result.capacity is not None:
+            meaning = _SAFE[result.capacity.safe_share is not None]
+            methods[meaning][result.experiment.method] = None
+    meanings = sorted(methods, key=lambda meaning: len(methods[meaning]), reverse=True)
+    others = [f"; for {', '.join(methods[meaning])}: {meaning}" for meaning in meanings[1:]]
+    return [f"Safe: {meanings[0]}{''.join(others)}."] if meanings else []
 
 
 def list_smallest_ranks(results: Sequence[Result]) -> list[str]:
