@@ -13,7 +13,8 @@ from bare_loop import timed
 from dpprof.devices.cpu import Cpu
 from dpprof.instruments.memory import TimelineRecorder
 from dpprof.instruments.setup import Training, import_method, set_up
-from dpprof.memory.fake_tensors import INSTEAD, fake_tensors
+from dpprof.memory.fake_operators import FakeOperators
+from dpprof.memory.fake_tensors import fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.spec.experiment import Experiment
 from dpprof.system.console import say
@@ -38,11 +39,11 @@ def bare_side(fields: dict[str, object], method: str) -> Side:
     return timed(lambda: training.step.run(training.batch, ignore))
 
 
-def recorded_side(fields: dict[str, object], method: str, *, fake: bool) -> Side:
+def recorded_side(
+    fields: dict[str, object], method: str, call: FakeOperators | None = None
+) -> Side:
     """Run steps whose memory is recorded, operators counted."""
-    recorder = Recorder(
-        is_there=lambda tensor, _: not tensor.is_meta, instead=INSTEAD if fake else None
-    )
+    recorder = Recorder(is_there=lambda tensor, _: not tensor.is_meta, call=call)
     with recorder:
         training = prepare(fields, method)
         timeline_recorder = TimelineRecorder(recorder, training.step, ignore)
@@ -70,7 +71,7 @@ def tracked_side(fields: dict[str, object], method: str) -> Side:
 
 def compare_real(method: str, pairs: int) -> Comparison:
     """Put recorded steps beside bare ones."""
-    recorded, bare = recorded_side(REAL, method, fake=False), bare_side(REAL, method)
+    recorded, bare = recorded_side(REAL, method), bare_side(REAL, method)
     for side in (recorded, bare, recorded, bare):
         side()
     return measure(f"recorded / bare, {method}, small", recorded, bare, pairs, say)
@@ -78,8 +79,9 @@ def compare_real(method: str, pairs: int) -> Comparison:
 
 def compare_fake(method: str, pairs: int) -> Comparison:
     """Put MemTracker's steps beside recorded ones, under fake tensors."""
-    with fake_tensors():
-        tracked, recorded = tracked_side(FAKE, method), recorded_side(FAKE, method, fake=True)
+    with fake_tensors() as mode:
+        tracked = tracked_side(FAKE, method)
+        recorded = recorded_side(FAKE, method, FakeOperators(mode))
         for side in (tracked, recorded):
             side()
         return measure(f"MemTracker / recorded, {method}, fake 1b", tracked, recorded, pairs, say)

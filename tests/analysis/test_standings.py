@@ -3,8 +3,12 @@
 from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic_verdict
 
 from dpprof.analysis.collection import collect
-from dpprof.analysis.standings import methods_by_hole, name_other_mechanisms, name_unverified
 from dpprof.analysis.tables.build import build_tables
+from dpprof.analysis.tables.verification import (
+    methods_by_hole,
+    name_other_mechanisms,
+    name_unverified,
+)
 from dpprof.planning.artifacts import code_path
 from dpprof.records.verdict import verdict_path
 

@@ -226,6 +226,25 @@ def test_too_little_memory_for_one_sample_says_what_it_needs(fields, sentence) -
         )
 
 
+@pytest.mark.parametrize(
+    ("limit", "batches"), [("100MiB", {1}), ("115MiB", {11, 1})], ids=["parameters", "one sample"]
+)
+def test_where_parameters_alone_are_too_large_one_batch_is_traced(
+    monkeypatch, limit, batches
+) -> None:
+    traced = set()
+
+    def trace(experiment, *given, **named) -> memory.Traced:
+        traced.add(experiment.batch_size)
+        return memory.trace_whole(experiment, *given, **named)
+
+    monkeypatch.setattr(estimating, "trace_whole", trace)
+    fields = {"model": "small", "seq_len": 64, "target": TARGET, "device": "cuda"}
+    with pytest.raises(MemoryError, match="needs"):
+        capacity.measure(make_experiment(**fields, memory_limit_bytes=limit), lambda _: None)
+    assert traced == batches
+
+
 def test_a_gpu_that_nobody_knows_needs_a_target(monkeypatch) -> None:
     monkeypatch.setattr(memory, "visible_gpus", list)
     with pytest.raises(UnsupportedError, match="give a target"):

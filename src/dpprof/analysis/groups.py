@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.conditions import find_usual_machines, machine_of
-from dpprof.analysis.selection import RECORDERS
 from dpprof.analysis.statistics import Comparison, Sides, compare_all, noise_floor
 from dpprof.analysis.tables.axes import NOT_IN_BASELINE, model_text
 from dpprof.records.result import Result
 from dpprof.records.step_costs import Exchange
 from dpprof.spec.experiment import Experiment
 from dpprof.system.files import canonical_json
+
+RECORDERS = ("memory", "estimate")
+"""The instruments that record the experiment's own memory timeline, the preferred one first."""
 
 
 class PeakMemory(NamedTuple):

@@ -4,11 +4,9 @@ from collections.abc import Callable, Mapping
 
 import pandas as pd
 
+from dpprof.analysis.groups import RECORDERS
 from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, SETTING, WITHOUT_BATCH
 from dpprof.records.terms import COMPONENTS
-
-RECORDERS = ("memory", "estimate")
-"""The instruments that record the experiment's own memory timeline, the preferred one first."""
 
 
 def choose_runs(runs: pd.DataFrame) -> pd.DataFrame:

@@ -39,10 +39,10 @@ from dpprof.cli.common import (
 from dpprof.records.advice import Advice, OneMoreSample, Option
 from dpprof.records.result import Result
 from dpprof.records.verdict import Standing
-from dpprof.report.wording import significant
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.validation import one_of, refuse
 from dpprof.system.files import check_writable
+from dpprof.system.numbers import three_digits
 
 _SIZES = ("largest batch", "peak", "safe batch")
 _FIGURES = (*_SIZES, "tokens/s", "90 % interval", "FLOPs x")
@@ -71,12 +71,17 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
 }
 """What a row of winners is about; the last two are shown only where they vary."""
 
+
+def _in_gib(size: int | None) -> str:
+    return "-" if size is None else three_digits(size / 2**30)
+
+
 _WINNER: Mapping[str, Callable[[Option], str]] = {
     "checkpointing": lambda one: str(one.checkpointing),
     "safe batch": lambda one: format_number(one.safe_batch_size, ","),
     "tokens/s": lambda one: format_number(one.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
-    "GiB at peak": lambda one: significant(one.safe_peak_bytes, 2**30),
+    "GiB at peak": lambda one: _in_gib(one.safe_peak_bytes),
 }
 _TIMES = (
     "tokens per second are predicted, with 90 % intervals; what they rest on differs by row, and "

@@ -23,12 +23,12 @@ from dpprof.cli.options import add_privacy_options, read_privacy
 from dpprof.launch.accounting_run import account_once
 from dpprof.records.budget import Budget, MethodCost
 from dpprof.records.result import Result
-from dpprof.report.wording import significant
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.privacy import Privacy
 from dpprof.spec.validation import InputError
 from dpprof.system.console import say
 from dpprof.system.files import check_writable
+from dpprof.system.numbers import three_digits
 
 _OF_NOISE = (
     "Noise: of a step, the noise multiplier over the batch; of the training, that over the root of "
@@ -83,9 +83,13 @@ def _lay_out_costs(budget: Budget, signs: Marks) -> list[str]:
     return lay_out([header, *rows])
 
 
+def _in_hours(hours: float | None) -> str:
+    return "-" if hours is None else three_digits(hours)
+
+
 def _cells(cost: MethodCost, signs: Marks) -> list[str]:
     known = cost.gpu_hours is not None
-    low, high = map(significant, (cost.gpu_hours_low, cost.gpu_hours_high))
+    low, high, hours = map(_in_hours, (cost.gpu_hours_low, cost.gpu_hours_high, cost.gpu_hours))
     return [
         cost.method + sign(cost.method, signs),
         "none" if cost.epsilon is None else f"{cost.epsilon:g}",
@@ -94,7 +98,7 @@ def _cells(cost: MethodCost, signs: Marks) -> list[str]:
         f"{cost.accumulation_steps:,} x {cost.micro_batch_size:,}"
         if cost.accumulation_steps
         else "",
-        significant(cost.gpu_hours) if known or cost.accumulation_steps else "",
+        hours if known or cost.accumulation_steps else "",
         f"{low} to {high}" if known else "",
         format_number(cost.price, ",.2f") if known else "",
         format_number(cost.hours_ratio, ".2f") if known else "",

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dpprof.analysis.standings import find_marks
 from dpprof.analysis.tables.frames import TableFolder
+from dpprof.analysis.tables.verification import find_marks
 from dpprof.cli.common import (
     DRAWINGS,
     Parser,

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.groups import RECORDERS
 from dpprof.analysis.tables.axes import BASELINE
 from dpprof.figures.style import NothingToDrawError, method_style, new_figure, sort_methods
 

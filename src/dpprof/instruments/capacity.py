@@ -190,7 +190,8 @@ class _Batches:
 
     def find_largest(self, *shares: float) -> list[int | None]:
         """Find the largest batch whose peak is within each share of the budget; None for none."""
-        if self.least + FURTHER <= MOST:
+        # Where not even the smallest will fit, only that is traced.
+        if self.least + FURTHER <= MOST and self._traces.state_bytes <= self.budget:
             guess = self._traces.frame(self.least + FURTHER, self.budget)
             self._peak(self.least + FURTHER)
             if self.least < guess < self.least + FURTHER:
@@ -205,14 +206,15 @@ class _Batches:
 
     def place(self, batch_size: int) -> Placement:
         """Place a training with this batch size without a limit."""
-        placed = self._place(batch_size, limited=False)
+        if self.is_safe(batch_size):
+            placed = self.place_within(batch_size)
+        else:
+            placed = self._place(batch_size, limited=False)
         assert placed is not None
         return placed
 
     def place_within(self, batch_size: int, settings: Settings = DEFAULT) -> Placement | None:
         """Place a training with this batch size within the budget; None if it does not fit."""
-        if settings == DEFAULT and self.is_safe(batch_size):
-            return self.place(batch_size)  # it never comes to the limit
         return self._place(batch_size, limited=True, settings=settings)
 
     def _place(
@@ -229,7 +231,8 @@ class _Batches:
 
     def is_safe(self, batch_size: int) -> bool:
         """Return whether the allocator never has to release its cache, if it has the budget."""
-        return self.place(batch_size).peaks.reserved_bytes <= self.budget
+        placed = self.place_within(batch_size)
+        return placed is not None and not placed.retries
 
     def back_off_from(self, batch_size: int, fits: Callable[[int], bool]) -> int | None:
         """Find a batch that fits and whose successor does not, at most as large as one.
@@ -326,6 +329,9 @@ def _extrapolate(batches: _Batches) -> Capacity | None:
     On CUDA that is what the allocator would reserve, which grows in steps: by more samples it
     grows at least as the peak does.
     """
+    peak, reserved = batches.measure_need(batches.least)
+    if (reserved or peak) > batches.budget:
+        return None
     last = batches.least + 2
     few = {size: batches.measure_need(size) for size in range(batches.least, last + 1)}
     peaks = _extend({size: peak for size, (peak, _) in few.items()})

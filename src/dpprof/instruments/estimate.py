@@ -82,6 +82,17 @@ class Traces:
         except NotAlikeError as error:
             self._why_whole = str(error)
 
+    @property
+    def state_bytes(self) -> int:
+        """Trained parameters, their gradients and the optimizer's moments; 0 where unknown."""
+        if self._why_whole:
+            return 0
+        experiment = self._experiment
+        copies = 4 if experiment.optimizer == "adamw" else 2
+        is_sharded = experiment.parallel is not None and experiment.parallel.kind == "fsdp"
+        ranks = experiment.world_size if is_sharded else 1
+        return copies * self._blocks.trained_bytes // ranks
+
     def trace(self, batch_size: int) -> Traced:
         """Return the trace of the whole model with a batch."""
         try:

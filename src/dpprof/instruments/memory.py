@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +24,8 @@ from dpprof.memory.attribution import StepObserver
 from dpprof.memory.caching_allocator import MIN_BLOCK
 from dpprof.memory.cpu_workspaces import CPU_WORKSPACES
 from dpprof.memory.cuda_workspaces import Processors, cuda_workspaces
-from dpprof.memory.fake_tensors import INSTEAD, fake_ranks, fake_tensors
+from dpprof.memory.fake_operators import FakeOperators
+from dpprof.memory.fake_tensors import fake_ranks, fake_tensors
 from dpprof.memory.recorder import Recorder
 from dpprof.memory.summary import (
     count_model_flops,
@@ -159,10 +160,10 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     )
 
 
-def _record_cpu(instead: Mapping[Any, Callable[..., Any]] | None = None) -> Recorder:
+def _record_cpu(call: FakeOperators | None = None) -> Recorder:
     return Recorder(
         is_there=lambda tensor, _: tensor.device.type == "cpu",
-        instead=instead,
+        call=call,
         workspaces=CPU_WORKSPACES,
     )
 
@@ -325,9 +326,9 @@ def find_target(experiment: Experiment) -> Target | None:
 def tracing(target: Target | None) -> Iterator[Recorder]:
     """Record fake tensors within, as if they were on a target."""
     with ExitStack() as within:
-        within.enter_context(fake_tensors())
+        call = FakeOperators(within.enter_context(fake_tensors()))
         if target is None:
-            recorder = _record_cpu(INSTEAD)
+            recorder = _record_cpu(call)
             recorder.describing = True  # what is predicted here rests on calls that are timed
         else:
             processors = None
@@ -337,7 +338,7 @@ def tracing(target: Target | None) -> Iterator[Recorder]:
             recorder = Recorder(
                 block_bytes=MIN_BLOCK,
                 is_there=simulated_cuda.is_on_device,
-                instead=INSTEAD,
+                call=call,
                 workspaces=cuda_workspaces(processors),
             )
             recorder.notes = notes

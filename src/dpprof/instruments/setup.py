@@ -160,8 +160,11 @@ def make_batch(
         return Batch(tokens, labels)
     tokens, labels = tokens.clone(), labels.clone()  # of one sample they would share memory
     mask = torch.ones_like(tokens)
-    for row, length in enumerate(experiment.lengths(count)):
-        tokens[row, length:] = 0
-        labels[row, length:] = UNLABELLED
-        mask[row, length:] = 0
+    lengths = experiment.lengths(count)
+    if min(lengths) < experiment.seq_len:
+        columns = torch.arange(experiment.seq_len, device=device.torch_device)
+        is_padding = columns >= torch.tensor(lengths, device=device.torch_device)[:, None]
+        tokens.masked_fill_(is_padding, 0)
+        labels.masked_fill_(is_padding, UNLABELLED)
+        mask.masked_fill_(is_padding, 0)
     return Batch(tokens, labels, mask)

@@ -32,6 +32,9 @@ class Placement(NamedTuple):
     retries_in_last_step: int
     """How often the last step, and so every later one, released the cache to make room."""
 
+    retries: int
+    """How often any step did; without a limit, and where this is 0, all is placed alike."""
+
     steps: int
     """How many times the last step was played."""
 
@@ -75,7 +78,7 @@ def place(
         now = allocator.reserved_bytes, allocator.retries
         settled = steps > 1 and now == (reserved, retries)
     in_last_step = allocator.retries - retries
-    return Placement(allocator.peaks, in_last_step, steps, settled)
+    return Placement(allocator.peaks, in_last_step, allocator.retries, steps, settled)
 
 
 def summarise_allocator(
@@ -132,14 +135,18 @@ class _Player:
             inherited: Keys that the previous turn left, by the number whose release frees them.
         """
         self._turn += 1
+        turn, keys, size_of = self._turn, self.keys, self._size_of
+        allocate, free = self._allocator.allocate, self._allocator.free
         for event in events:
             if isinstance(event, Allocated):
-                key = self.keys[event.number] = self._turn, event.number
-                self._allocator.allocate(key, self._size_of(event.number))
+                number = event.number
+                key = keys[number] = turn, number
+                allocate(key, size_of(number))
             elif isinstance(event, Freed):
-                left = inherited.get(event.number) or self.keys.get(event.number)
+                number = event.number
+                left = inherited.get(number) or keys.get(number)
                 if left is not None:
-                    self._allocator.free(left)
+                    free(left)
 
 
 def _match(step: Sequence[Event], size_of: Callable[[int], int]) -> dict[int, int]:

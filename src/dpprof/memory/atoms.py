@@ -340,24 +340,15 @@ class SettledAtom(NamedTuple):
     """Where its sizes begin among all."""
 
 
-class Writer:
-    """Writes atoms as a recording of a model with these blocks."""
+class Outline:
+    """What atoms allocate and free as events of a model with these blocks, whatever the sizes."""
 
-    def __init__(
-        self, examples: Sequence[Any], blocks: Blocks, sizes: Sequence[int], like: Recording
-    ) -> None:
+    def __init__(self, examples: Sequence[Any], blocks: Blocks) -> None:
+        self.outline: list[Outlined] = []
+        self.storage_count = 0
         self._examples = examples
-        self._sizes = sizes
-        self._block_bytes = like.block_bytes
-        self._workspaces = like.workspaces
         self._starts = [0, 0, blocks.count]
         self._alike = _Alike()
-        self.storages: list[Storage] = []
-        self.events: list[Event] = []
-        self.marks: list[int] = []
-        self.outline: list[Outlined] = []
-        self._reads: list[tuple[int, int]] = []
-        self._writes: list[tuple[int, int]] = []
 
     def write(self, atoms: Iterable[SettledAtom]) -> None:
         """Append atoms.
@@ -369,10 +360,9 @@ class Writer:
             example = self._examples[atom.key]
             blocks = [self._go_to(place) for place in atom.blocks]
             if example is None:
-                self.marks.append(len(self.events))
-                self.outline.append(None)
+                self._mark()
             elif isinstance(example, Entered):
-                self.events.append(example)
+                self._enter(example)
             elif isinstance(example[0], Storage):
                 self._allocate(atom, example, blocks)
             elif isinstance(example[0], Launched):
@@ -380,10 +370,7 @@ class Writer:
             elif isinstance(example[0], Op):
                 self._begin_op(atom, example, blocks)
             elif example[0] == _ENDED:
-                self.events.append(
-                    self._op._replace(reads=self._reads, writes=self._writes, at_s=0.0)
-                )
-                self._reads, self._writes = [], []
+                self._end_op()
             else:
                 self._touch(atom, example, blocks[0] if blocks else None)
 
@@ -392,52 +379,118 @@ class Writer:
         self._starts[0] = self._starts[way] + name
         return self._starts[0]
 
+    def _add_storage(
+        self, atom: SettledAtom, example: tuple[Storage, Any, Any], blocks: Sequence[int]
+    ) -> tuple[int | None, int | None]:
+        """Number a storage; return the blocks of its module and of its layer."""
+        _, module, layer = example
+        waiting = iter(blocks)
+        in_module = next(waiting) if module and "{}" in module else None
+        in_layer = next(waiting) if layer and "{}" in layer else None
+        number = self.storage_count
+        self._alike.add(number, atom.key, in_module if in_layer is None else in_layer)
+        self.storage_count += 1
+        return in_module, in_layer
+
+    def _find(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> int:
+        """Return the number of the storage that something happens to; -1 if it is not known."""
+        what, kind = example
+        if kind is None:
+            return -1
+        assert atom.storage is not None
+        number = self._alike.find(kind, block, *atom.storage)
+        self._alike.follow(number, what)
+        return number
+
+    def _mark(self) -> None:
+        self.outline.append(None)
+
+    def _enter(self, example: Entered) -> None: ...
+
+    def _allocate(
+        self, atom: SettledAtom, example: tuple[Storage, Any, Any], blocks: Sequence[int]
+    ) -> None:
+        self.outline.append((Allocated(self.storage_count), atom.at))
+        self._add_storage(atom, example, blocks)
+
+    def _launch(self, atom: SettledAtom, example: tuple[Launched, Any], _: Sequence[int]) -> None:
+        self.outline.append((example[0], atom.at))
+
+    def _begin_op(
+        self, atom: SettledAtom, example: tuple[Op, Any, str, int], blocks: Sequence[int]
+    ) -> None: ...
+
+    def _end_op(self) -> None: ...
+
+    def _touch(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> None:
+        number = self._find(atom, example, block)
+        if example[0] is Freed:
+            self.outline.append((Freed(number), atom.at))
+
+
+class Writer(Outline):
+    """Writes atoms as a recording of a model with these blocks."""
+
+    def __init__(
+        self, examples: Sequence[Any], blocks: Blocks, sizes: Sequence[int], like: Recording
+    ) -> None:
+        super().__init__(examples, blocks)
+        self.storages: list[Storage] = []
+        self.events: list[Event] = []
+        self.marks: list[int] = []
+        self._sizes = sizes
+        self._block_bytes = like.block_bytes
+        self._workspaces = like.workspaces
+        self._reads: list[tuple[int, int]] = []
+        self._writes: list[tuple[int, int]] = []
+
+    def _mark(self) -> None:
+        self.marks.append(len(self.events))
+
+    def _enter(self, example: Entered) -> None:
+        self.events.append(example)
+
     def _allocate(
         self, atom: SettledAtom, example: tuple[Storage, Any, Any], blocks: Sequence[int]
     ) -> None:
         like, module, layer = example
-        waiting = iter(blocks)
-        in_module = next(waiting) if module and "{}" in module else None
-        in_layer = next(waiting) if layer and "{}" in layer else None
         requested = self._sizes[atom.at]
         rank = len(like.shape)
-        storage = Storage(
-            nbytes=-(-requested // self._block_bytes) * self._block_bytes,
-            op=like.op,
-            phase=like.phase,
-            module=join(module, in_module),
-            requested=requested,
-            shape=tuple(self._sizes[atom.at + 1 : atom.at + 1 + rank]),
-            code=like.code,
-            function=like.function,
-            node=like.node,
-            sampler=like.sampler,
-            recomputed=like.recomputed,
-            roles=like.roles,
-            layer=join(layer, in_layer),
+        self.events.append(Allocated(self.storage_count))
+        in_module, in_layer = self._add_storage(atom, example, blocks)
+        self.storages.append(
+            Storage(
+                nbytes=-(-requested // self._block_bytes) * self._block_bytes,
+                op=like.op,
+                phase=like.phase,
+                module=join(module, in_module),
+                requested=requested,
+                shape=tuple(self._sizes[atom.at + 1 : atom.at + 1 + rank]),
+                code=like.code,
+                function=like.function,
+                node=like.node,
+                sampler=like.sampler,
+                recomputed=like.recomputed,
+                roles=like.roles,
+                layer=join(layer, in_layer),
+            )
         )
-        number = len(self.storages)
-        self._alike.add(number, atom.key, in_module if in_layer is None else in_layer)
-        self.storages.append(storage)
-        self.events.append(Allocated(number))
-        self.outline.append((Allocated(number), atom.at))
 
     def _launch(
         self, atom: SettledAtom, example: tuple[Launched, Any], blocks: Sequence[int]
     ) -> None:
         like, module = example
         sizes = tuple(self._sizes[atom.at : atom.at + len(like.sizes)])
-        self.outline.append((like, atom.at))
-        requests = find_workspaces(like, sizes, self._workspaces)
-        start = len(self.storages)
-        for requested in requests:
+        start = self.storage_count
+        for requested in find_workspaces(like, sizes, self._workspaces):
             nbytes = -(-requested // self._block_bytes) * self._block_bytes
             inside = join(module, blocks[0] if blocks else None)
-            self.events.append(Allocated(len(self.storages)))
+            self.events.append(Allocated(self.storage_count))
             self.storages.append(
                 Storage(nbytes, like.op, like.phase, inside, requested, roles={"workspace"})
             )
-        self.events += map(Freed, range(start, len(self.storages)))
+            self.storage_count += 1
+        self.events += map(Freed, range(start, self.storage_count))
 
     def _begin_op(
         self, atom: SettledAtom, example: tuple[Op, Any, str, int], blocks: Sequence[int]
@@ -458,17 +511,15 @@ class Writer:
             call=_unfold(call, counts) if counts else call,
         )
 
+    def _end_op(self) -> None:
+        self.events.append(self._op._replace(reads=self._reads, writes=self._writes, at_s=0.0))
+        self._reads, self._writes = [], []
+
     def _touch(self, atom: SettledAtom, example: tuple[Any, int | None], block: int | None) -> None:
-        what, kind = example
-        number = -1
-        if kind is not None:
-            assert atom.storage is not None
-            number = self._alike.find(kind, block, *atom.storage)
-            self._alike.follow(number, what)
+        what, _ = example
+        number = self._find(atom, example, block)
         if what in _TOUCHING:
             self.events.append(what(number))
-            if what is Freed:
-                self.outline.append((self.events[-1], atom.at))
         else:
             moved = self._reads if what == _READ else self._writes
             moved.append((number, self._sizes[atom.at]))

@@ -133,12 +133,14 @@ class _Pool:
         if at == len(self.free):
             return None
         best = self.free[at][2]
-        for _, _, other in self.free[at + 1 :] if best.room > best.size else ():
-            # A block that can grow counts as large as it can become.
-            if other.room >= best.room:
-                break
-            best = other
-        self.remove(best)
+        if best.next is not None and best.room > best.size:
+            for _, _, other in self.free[at + 1 :]:
+                # A block that can grow counts as large as it can become.
+                if other.room >= best.room:
+                    break
+                best = other
+                at += 1
+        del self.free[at]
         return best
 
 

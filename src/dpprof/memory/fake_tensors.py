@@ -30,28 +30,6 @@ from dpprof.system.substitutes import substitute
 _apply = nn.Module._apply  # noqa: SLF001 (what every conversion of a module calls)
 
 
-def _unique_worst_case(x: Tensor, dim: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``unique_dim`` returns if all slices differ, the largest result."""
-    indices = x.new_empty((x.shape[dim],), dtype=torch.int64)
-    return x.new_empty(x.shape), indices, x.new_empty((0,), dtype=torch.int64)
-
-
-def _add_into(x: Tensor, other: Tensor, **options: Any) -> Tensor:
-    """Return ``out`` at once where it has the shape of the sum."""
-    out: Tensor = options["out"]
-    return out if x.shape == other.shape == out.shape else aten.add.out(x, other, **options)
-
-
-aten = torch.ops.aten
-INSTEAD: dict[Any, Callable[..., Any]] = {
-    aten.unique_dim.default: _unique_worst_case,
-    aten.add.out: _add_into,
-    aten._foreach_sqrt.default: lambda xs: [*map(aten.empty_like.default, xs)],  # noqa: SLF001
-}
-"""What to run instead of operators whose result's shape depends on elements, or that PyTorch
-decomposes for fake tensors, which takes most of a trace's time."""
-
-
 def _apply_to_fake(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Do what ``nn.Module._apply`` does with new parameters; it cannot swap fake ones.
 

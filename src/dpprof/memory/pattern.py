@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dpprof.memory.atoms import (
     Atom,
+    Outline,
     Outlined,
     Place,
     Recording,
@@ -156,29 +157,32 @@ class Pattern:
 
     def assemble(self, count: int, sizes: Sizes) -> Recording:
         """Assemble the record of a model with so many blocks."""
-        writer = self._write(count, sizes)
+        further = count - self._blocks.count
+        writer = Writer(
+            self._vocabulary.examples,
+            replace(self._blocks, count=count),
+            sizes.of(further).tolist(),
+            self._like,
+        )
+        self._write(writer, further)
         first, first_end, steady, end = writer.marks
         marks = first, first_end, steady, end
         return self._like._replace(
             storages=writer.storages, events=writer.events, marks=marks, launches=()
         )
 
-    def _write(self, count: int, sizes: Sizes) -> Writer:
-        further = count - self._blocks.count
-        blocks = replace(self._blocks, count=count)
-        examples = self._vocabulary.examples
-        writer = Writer(examples, blocks, sizes.of(further).tolist(), self._like)
+    def _write(self, outline: Outline, further: int) -> None:
         for plain, repeated in self._parts:
-            writer.write(plain)
+            outline.write(plain)
             for _ in range(further):
-                writer.write(repeated)
-        return writer
+                outline.write(repeated)
 
     def _outline(self, count: int) -> tuple[list[Outlined], int]:
         """Return what a model with so many blocks allocates and frees, and a free number."""
         if count not in self._outlines:
-            writer = self._write(count, self.sizes)
-            self._outlines[count] = writer.outline, len(writer.storages)
+            found = Outline(self._vocabulary.examples, replace(self._blocks, count=count))
+            self._write(found, count - self._blocks.count)
+            self._outlines[count] = found.outline, found.storage_count
         return self._outlines[count]
 
     def footprint(self, count: int, sizes: Sizes) -> Footprint:

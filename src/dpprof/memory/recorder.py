@@ -69,6 +69,10 @@ _OF_EINSUMS = frozenset({"bmm", "mm", "mul", "sum", "clone"})
 """The operators that einsum calls. Only for these is the stack searched, which is slow."""
 
 
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 class _Finalizer(weakref.ref[torch.UntypedStorage]):
     """Tells the recorder that a storage was freed."""
 
@@ -83,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         block_bytes: The allocator rounds sizes up to multiples of this.
         is_there: Whether a tensor is in the memory that is recorded.
-        instead: What to run in place of operators that cannot run, by overload.
+        call: Runs an operator, given its arguments; None to call it.
         workspaces: Bytes that kernels allocate and free themselves, by overload packet.
     """
 
@@ -92,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         block_bytes: int = 1,
         is_there: Callable[[Tensor, Phase], bool],
-        instead: Mapping[Any, Callable[..., Any]] | None = None,
+        call: Callable[[Any, Any, Any], Any] | None = None,
         workspaces: Mapping[Any, Workspace] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.block_bytes = block_bytes
         self._is_there = is_there
-        self._instead = dict(instead or {})
+        self._call = call or _call
         self.workspaces = dict(workspaces or {})
         self._roles = find_roles()
         self._alive: dict[int, _Finalizer] = {}
@@ -226,10 +230,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording:
-            return self._instead.get(func, func)(*args, **kwargs)
+            return self._call(func, args, kwargs)
         rule = learn_rule(func)
         in_place = self._find_in_place(func, args)
-        out = self._instead.get(func, func)(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         if in_place is not None:
             rule = learn_rule(in_place)
             self._move(args[0], out)

@@ -62,6 +62,8 @@ _INTO_FLOAT32 = {Tensor.sum, torch.sum, Tensor.prod, torch.prod}
 """Functions that autocast only gives a dtype (autocast_mode.h, ``AT_FORALL_FP32_SET_OPT_DTYPE``).
 Their kernels convert each element as they read it, without a copy."""
 
+_CONVERTING = _IN_FLOAT32 | _INTO_FLOAT32
+
 
 class _CudaFunctions(TorchFunctionMode):
     """Calls the functions that CUDA would call."""
@@ -78,10 +80,10 @@ class _CudaFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
+        if func in _CONVERTING and torch.is_autocast_enabled("cpu") and _is_reduced(args[:1]):
             if func in _IN_FLOAT32:
                 args = (args[0].float(), *args[1:])
-            elif func in _INTO_FLOAT32 and kwargs.get("dtype") is None:
+            elif kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
         return self._instead.get(func, func)(*args, **kwargs)
 

@@ -30,6 +30,8 @@ class Blocks:
     """The name of the module whose children they are."""
 
     count: int
+    trained_bytes: int = 0
+    """Of all parameters of the model that are trained."""
 
     def split(self, name: str | None) -> tuple[str | None, int | None]:
         """Return a module's name with a gap in place of its block's number, and the number.
@@ -66,7 +68,7 @@ def find_blocks(experiment: Experiment) -> Blocks:
     with torch.device("meta"):
         model = build_model(experiment)
     if dimensions is not None:
-        found = Blocks("blocks", dimensions.layers)
+        container, count = "blocks", dimensions.layers
     else:
         assert isinstance(experiment.model, Architecture)
         config = _read_config(experiment.model)
@@ -79,13 +81,14 @@ def find_blocks(experiment: Experiment) -> Blocks:
         ]
         if len(lists) != 1:
             raise NotAlikeError(f"the model has {len(lists)} lists of {count} layers")
-        found = Blocks(lists[0], count)
-    first, *others = model.get_submodule(found.container).children()
+        [container] = lists
+    first, *others = model.get_submodule(container).children()
     described = list(_describe(first))
     for number, other in enumerate(others, start=1):
         if list(_describe(other)) != described:
             raise NotAlikeError(f"block {number} is not like block 0")
-    return found
+    trained = (p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return Blocks(container, count, sum(trained))
 
 
 def with_blocks(experiment: Experiment, count: int) -> Experiment:

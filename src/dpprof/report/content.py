@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from dpprof.analysis.selection import Tables, choose_runs, compose_peaks
-from dpprof.analysis.standings import find_marks
+from dpprof.analysis.tables.verification import find_marks
 from dpprof.report.answer.methods import build_first_section
 from dpprof.report.answer.question import ask
 from dpprof.report.answer.sentences import tell_answer

@@ -1,6 +1,5 @@
 """How sentences and tables write numbers and names."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +7,7 @@ import pandas as pd
 
 from dpprof.analysis.tables.axes import SETTING, name_model
 from dpprof.records.terms import OUTCOMES
+from dpprof.system.numbers import three_digits
 
 ALIKE = 0.005
 """A ratio this near to 1 is 1.00 in two digits."""
@@ -69,9 +69,7 @@ def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
 
 def significant(value: float | None, unit: float = 1.0) -> str:
     """Return a figure in a unit with three significant digits; a dash where it is unknown."""
-    if value is None or pd.isna(value) or not value:
-        return number(value, unit, 0)
-    return number(value, unit, max(0, 2 - math.floor(math.log10(abs(value) / unit))))
+    return "-" if value is None or pd.isna(value) else three_digits(value / unit)
 
 
 def percent(value: float | None, digits: int = 0) -> str:

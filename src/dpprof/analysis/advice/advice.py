@@ -11,15 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.groups import setting_key
 from dpprof.analysis.standings import UNKNOWN
 from dpprof.analysis.tables.axes import BASELINE, WITHOUT_BATCH, axes_of
-from dpprof.analysis.tables.frames import make_frame
 from dpprof.records.advice import (
-    OF_SEVERAL_WAYS,
     Advice,
     OneMoreSample,
     Option,
@@ -84,20 +80,6 @@ def group_capacities(collected: Collected) -> Iterator[tuple[dict[str, Any], lis
     for results in alike.values():
         axes = axes_of(results[0].experiment)
         yield {name: axes[name] for name in WITHOUT_BATCH}, results
-
-
-def tabulate_advice(collected: Collected) -> pd.DataFrame:
-    """Return one row per option of every model, sequence length and target, best first."""
-    rows = []
-    for setting, results in group_capacities(collected):
-        advice = advise(results, setting["target"] or "this machine", collected.standings)
-        rows += [
-            setting
-            | {"budget_bytes": advice.budget_bytes}
-            | option.model_dump(exclude=OF_SEVERAL_WAYS)
-            for option in advice.options
-        ]
-    return make_frame("advice", rows)
 
 
 def _choose_checkpointing(

@@ -7,11 +7,10 @@ from typing import Any, BinaryIO
 
 import pandas as pd
 
-from dpprof.analysis.advice.advice import tabulate_advice
-from dpprof.analysis.advice.budget import Planned, tabulate_budget, tabulate_noise
+from dpprof.analysis.advice.budget import Planned
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.groups import Noise, group_runs, sent_bytes
-from dpprof.analysis.standings import tabulate_verification
+from dpprof.analysis.tables.advice import tabulate_advice, tabulate_budget, tabulate_noise
 from dpprof.analysis.tables.axes import axes_of, key_of
 from dpprof.analysis.tables.columns import TABLES
 from dpprof.analysis.tables.experiments import (
@@ -25,6 +24,7 @@ from dpprof.analysis.tables.findings import find_caveats
 from dpprof.analysis.tables.frames import make_frame, pick, write_rows
 from dpprof.analysis.tables.kernels import tabulate_kernels
 from dpprof.analysis.tables.memory import tabulate_memory
+from dpprof.analysis.tables.verification import tabulate_verification
 from dpprof.planning.planner import PlannedRun
 from dpprof.records.ceilings import Ceilings, device_name
 from dpprof.records.result import Result

@@ -9,7 +9,7 @@ import pandas as pd
 
 from dpprof.analysis.collection import Collected
 from dpprof.analysis.conditions import Usual, find_shared_hosts, find_usual_machines, machine_of
-from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.groups import RECORDERS
 from dpprof.analysis.tables.frames import make_frame
 from dpprof.methods.opacus.opacus_paths import OpacusPath
 from dpprof.records.ceilings import CEILINGS, Ceilings, device_name

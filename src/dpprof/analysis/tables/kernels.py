@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from dpprof.analysis.collection import Collected
-from dpprof.analysis.selection import RECORDERS
+from dpprof.analysis.groups import RECORDERS
 from dpprof.analysis.tables.axes import axes_of, key_of
 from dpprof.analysis.tables.frames import make_frame, pick
 from dpprof.records.ceilings import Ceilings, device_name, find_ceilings

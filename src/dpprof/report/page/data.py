@@ -5,7 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from dpprof.analysis.selection import RECORDERS, Tables, spread_owners
+from dpprof.analysis.groups import RECORDERS
+from dpprof.analysis.selection import Tables, spread_owners
 from dpprof.analysis.tables.axes import BASELINE, RUN_KEY, name_model
 from dpprof.analysis.tables.frames import naming_axes
 from dpprof.figures.style import (

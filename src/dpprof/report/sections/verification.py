@@ -10,10 +10,12 @@ from dpprof.analysis.standings import (
     DAGGER,
     DOUBLE_DAGGER,
     Marks,
+    sign,
+)
+from dpprof.analysis.tables.verification import (
     methods_by_hole,
     name_other_mechanisms,
     name_unverified,
-    sign,
 )
 from dpprof.figures.verification_signs import MEANINGS
 from dpprof.records.verdict import TOLERANCE

@@ -1,0 +1,93 @@
+"""Operators on fake tensors return the same when they are remembered."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpprof.memory.fake_operators import FakeOperators
+
+aten = torch.ops.aten
+
+
+def describe(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return type(value), [describe(one) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage().nbytes()
+    return (
+        *(value.shape, value.stride(), value.storage_offset(), value.dtype, storage),
+        value.requires_grad,
+    )
+
+
+CALLS = {
+    "new": (aten.add.Tensor, lambda x, y: (x, y)),
+    "dense strides": (aten.mul.Tensor, lambda x, y: (x.t(), y.t())),
+    "no elements": (aten.mul.Tensor, lambda x, y: (x[:0], y[:0])),
+    "view": (aten.view.default, lambda x, _: (x, [2, 10])),
+    "view of a slice": (aten.t.default, lambda x, _: (x[1:, 2:],)),
+    "in place": (aten.add_.Tensor, lambda x, y: (x, y)),
+    "several": (aten.split.Tensor, lambda x, _: (x, 2)),
+    "of each": (aten._foreach_mul.List, lambda x, y: ([x, y], [y, y])),
+    "shape from elements": (aten._local_scalar_dense.default, lambda *_: (torch.tensor(3.0),)),
+    "shape in place": (aten.squeeze_.dim, lambda x, _: (x[:1].clone(), 0)),
+    "type": (aten.sum.dim_IntList, lambda x, _: (x, [0], True)),
+    "number": (aten.sum.dim_IntList, lambda x, _: (x, [0], 1)),
+}
+
+
+@pytest.mark.parametrize(("func", "arguments"), CALLS.values(), ids=CALLS)
+def test_a_remembered_result_is_that_of_the_mode(func, arguments) -> None:
+    described = []
+    for turn in range(3):
+        with FakeTensorMode() as mode:
+            run = FakeOperators(mode) if turn else lambda func, args, _: func(*args)
+            x, y = torch.empty(4, 5), torch.empty(4, 5)
+            given = arguments(x, y)
+            out = run(func, given, {})
+            tensors = [out] if isinstance(out, Tensor) else out
+            first = given[0]
+            shared = isinstance(first, Tensor) and [
+                one.untyped_storage()._cdata == first.untyped_storage()._cdata
+                for one in (tensors if isinstance(tensors, list | tuple) else [])
+            ]
+            described.append((describe(out), describe(first), shared, out is first))
+    assert described[0] == described[1] == described[2]
+
+
+def test_each_result_has_a_storage_of_its_own() -> None:
+    with FakeTensorMode() as mode:
+        run = FakeOperators(mode)
+        x = torch.empty(3)
+        one, other = (run(aten.neg.default, (x,), {}) for _ in range(2))
+        assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
+
+
+def test_arguments_that_were_the_same_tensor_may_be_different_later() -> None:
+    with FakeTensorMode() as mode:
+        run = FakeOperators(mode)
+        x, y = torch.empty(7), torch.empty(7)
+        for first, out in ((x, x), (x, y)):
+            assert run(aten.mul.out, (first, x), {"out": out}) is out
+        view = run(aten.expand_as.default, (x, x), {})
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+        view = run(aten.expand_as.default, (y, x), {})
+        assert view.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def test_what_a_result_depends_on_is_told_apart() -> None:
+    with FakeTensorMode() as mode:
+        run = FakeOperators(mode)
+        x = torch.empty(6)
+        assert run(aten.empty.memory_format, ([2],), {}).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert run(aten.empty.memory_format, ([2],), {}).dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert run(aten.add.Scalar, (x.int(), 1), {}).dtype == torch.int32
+        assert run(aten.add.Scalar, (x.int(), 1.0), {}).dtype == torch.float32
+        assert run(aten.sum.default, (x,), {"dtype": torch.float64}).dtype == torch.float64
+        assert run(aten.sum.default, (x,), {}).dtype == torch.float32
