@@ -1,5 +1,6 @@
 """Norms and clipped sums are those of one sample at a time, for every layer and shape."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -7,10 +8,14 @@ import torch
 from products import one_in
 from small_models import FLAT, KINDS, Small, draw, gradients, one_by_one
 
-from dpprof.norms import linear, scale, table, tiles
+from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.norms import linear, scale, table, tiles, triton_ops
+from dpprof.norms.placement import as_if_on_cuda
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 D, P = 19, 37
+PLACES = [*((way, nullcontext) for way in FLAT), (BookKeeping, as_if_on_cuda)]
+"""A GPU joins what it keeps of vectors."""
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +26,8 @@ def small_tiles(monkeypatch) -> None:
     monkeypatch.setattr(table, "TILE", 48)
     monkeypatch.setattr(tiles, "SQUARED_AT_ONCE", 1000)
     monkeypatch.setattr(scale, "TOKEN_PARTS", 7)
+    for module in (linear, triton_ops):  # as on a GPU without Triton
+        monkeypatch.setattr(module, "is_fused", lambda _: False)
     for module in (tiles, table):
         monkeypatch.setattr(module, "BATCHES", 1000)
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 2**16)
@@ -46,10 +53,11 @@ def test_every_layer_at_every_shape(T, variant, kind) -> None:
         exact = build(kind, bias, variant, torch.float64)
         norms, expected, bound = one_by_one(exact.losses, exact, (ids, labels, weights.double()))
         for dtype, tolerance in TOLERANCE.items():
-            for way in FLAT:
+            for way, place in PLACES:
                 model = build(kind, bias, variant, dtype)
                 clipping = way(model, bound)
-                clipping.backward(model.losses(ids, labels, weights.to(dtype)))
+                with place():
+                    clipping.backward(model.losses(ids, labels, weights.to(dtype)))
 
                 assert (gradients(model) - expected).norm() <= tolerance * expected.norm()
                 assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()

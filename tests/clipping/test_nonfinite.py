@@ -1,6 +1,7 @@
 """A sample that is not finite adds nothing, and the others keep what they add to the bit."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import small_models
@@ -9,6 +10,8 @@ from small_models import EVERY, Scale, batch, gradients, private
 from torch import nn
 
 from dpprof.clipping.per_layer import PerLayerClipping
+from dpprof.norms import linear, triton_ops
+from dpprof.norms.placement import as_if_on_cuda
 
 BAD = [math.nan, math.inf, -math.inf, 1e30]
 """The last is finite; its gradient's square is not, in float32."""
@@ -24,21 +27,28 @@ def inputs(B: int = 4, T: int = 6) -> torch.Tensor:
     return torch.randn(B, T, 5, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("place", [nullcontext, as_if_on_cuda])
 @pytest.mark.parametrize("way", EVERY)
 @pytest.mark.parametrize("value", BAD)
-def test_a_sample_that_is_not_finite_adds_nothing_and_costs_the_others_nothing(value, way) -> None:
+def test_a_sample_that_is_not_finite_adds_nothing_and_costs_the_others_nothing(
+    value, way, place, monkeypatch
+) -> None:
+    for module in (linear, triton_ops):  # as on a GPU without Triton
+        monkeypatch.setattr(module, "is_fused", lambda _: False)
     x = inputs()
     silent = torch.zeros(4).index_fill_(0, torch.tensor([1, 2, 3]), 1.0)
     model = build()
     clipping = way(model, 0.1)
-    clipping.backward(model(x).tanh().sum((1, 2)) * silent)  # the first has a gradient of zero
+    with place():
+        clipping.backward(model(x).tanh().sum((1, 2)) * silent)  # the first has a gradient of zero
     expected = gradients(model)
     assert (clipping.nonfinite_samples, clipping.nonfinite_samples_total) == (0, 0)
     x[0, 2] = value
 
     model = build()
     clipping = way(model, 0.1)
-    clipping.backward(model(x).tanh().sum((1, 2)))
+    with place():
+        clipping.backward(model(x).tanh().sum((1, 2)))
     found = gradients(model)
 
     if value == 1e30:  # layer norms make ordinary numbers of it, so only the first layer overflows

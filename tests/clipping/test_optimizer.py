@@ -9,6 +9,7 @@ from small_models import EVERY, batch, build, gradients, private
 from torch import nn
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.norms.placement import as_if_on_cuda
 
 
 @pytest.fixture
@@ -152,3 +153,39 @@ def test_a_sum_needs_no_batch_size() -> None:
     optimizer.step()
 
     torch.testing.assert_close(gradients(model), summed)
+
+
+def test_a_gpu_draws_the_noise_of_several_parameters_at_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))  # 24 and 6, 12 and 2 elements
+    clipping = BookKeeping(model, 0.5)
+    generator, same = (torch.Generator().manual_seed(3) for _ in range(2))
+    optimizer = private(
+        clipping, model, noise_multiplier=2.0, expected_batch_size=4, generator=generator
+    )
+    for _ in range(2):
+        with as_if_on_cuda():
+            clipping.backward(torch.zeros(0))
+            optimizer.step()
+        drawn = [torch.normal(0.0, 0.25, [size], generator=same) for size in (24, 20)]
+
+        assert torch.equal(gradients(model), torch.cat(drawn).double())
+        optimizer.zero_grad()
+
+
+def test_noise_that_was_drawn_for_a_step_that_failed_is_not_used(monkeypatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    clipping = BookKeeping(model, 0.5)
+    optimizer = private(clipping, model, noise_multiplier=2.0, expected_batch_size=4)
+    with as_if_on_cuda():
+        clipping.backward(torch.zeros(0))
+        with monkeypatch.context() as failing:
+            release = clipping.ranks.release_sum
+            failing.setattr(
+                clipping.ranks,
+                "release_sum",
+                lambda summed, add: release(summed, add) if len(summed) == 6 else 1 / 0,
+            )
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+
+    assert not optimizer._drawn

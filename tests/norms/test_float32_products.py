@@ -18,10 +18,11 @@ pytestmark = pytest.mark.usefixtures("tf32")
 
 @pytest.mark.parametrize("method", ["flash", "flash-bk", "per-layer"])
 def test_norms_take_float32_products_and_the_training_those_that_it_may(method) -> None:
-    seen = defaultdict(set)
+    seen, kernels = defaultdict(set), defaultdict(set)
 
     def watch(_layer, path, sampler, inputs):
         seen[path].add(matmul.fp32_precision)
+        kernels[path].add(name_precision(torch.float32))
         return sampler(*inputs)
 
     experiment = make_experiment(method=method, seq_len=4)
@@ -30,6 +31,7 @@ def test_norms_take_float32_products_and_the_training_those_that_it_may(method) 
         training.step.run(training.batch, lambda phase: seen[phase].add(matmul.fp32_precision))
 
     assert seen["tiled gram"] == {"ieee"}
+    assert kernels["tiled gram"] == {"tf32x3"}
     assert seen["sample gradients"] == {"tf32"}  # their norms are those of what is released
     assert seen["forward"] == seen["backward"] == seen["step"] == {"tf32"}
 

@@ -95,6 +95,19 @@ def test_the_plan_for_known_shapes(T, d, p, keeps, way) -> None:
     assert choose_way(T, d, p, 4, keeps=keeps).way == way
 
 
+@pytest.mark.parametrize(
+    ("T", "d", "p", "way"),
+    [
+        (1024, 2048, 2048, "tiled gram"),  # 12 d p bytes take longer than the Gram matrices
+        (2048, 2048, 2048, Way.KEPT),
+        (1024, 1024, 1024, Way.KEPT),
+        (512, 2048, 2048, "tiled gram"),  # T (d + p) < d p
+    ],
+)
+def test_tensor_cores_keep_gradients_only_where_that_costs_less(T, d, p, way) -> None:
+    assert choose_way(T, d, p, 2, keeps=True, on_tensor_cores=True).way == way
+
+
 def test_the_cheaper_way_is_taken_for_every_shape() -> None:
     for T, d, p in itertools.product([1, 100, 1000], [10, 2000], [10, 32_000]):
         choice = choose_way(T, d, p, 2, keeps=False)
@@ -141,8 +154,9 @@ def test_gradients_of_a_scale(with_mean) -> None:
     mean, rstd = x.mean(2, keepdim=True), x.std(2, keepdim=True).reciprocal()
     normalised = ((x - mean) if with_mean else x) * rstd
 
-    found = scale_gradients(x, g, mean if with_mean else None, rstd)
+    found, of_shift = scale_gradients(x, g, mean if with_mean else None, rstd, shifted=True)
 
+    assert of_shift is None  # another pass costs no more here
     torch.testing.assert_close(found, (g * normalised).sum(1), rtol=1e-12, atol=0)
 
 

@@ -105,7 +105,7 @@ def test_tf32_products_are_of_rounded_operands_alone(tf32, kernel, capability) -
 def test_a_scales_gradient_spills_nothing_and_loads_whole_vectors(dtype, capability) -> None:
     from dpprof.norms import triton_kernels, tuning  # noqa: PLC0415
 
-    constants = {"x_k": 1, "g_k": 1, "CENTRED": True, **tuning.SCALED}
+    constants = {"x_k": 1, "g_k": 1, "CENTRED": True, "SHIFTED": True, **tuning.SCALED}
     compiled = compile_for(
         triton_kernels.sum_scaled, constants, dtype, capability, {"num_warps": 8}
     )

@@ -180,13 +180,16 @@ def sum_gram(device, x_BTd, g_BTp):
     return triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device)).cpu()
 
 
-def test_the_squares_of_both_gram_matrices_come_with_them(interpreter) -> None:
+def test_traces_and_squares_of_both_gram_matrices_come_with_them(interpreter) -> None:
     x_BTd, g_BTp = draw(3, 70, 18, 40)
-    _, of_x, of_g = interpreter(sum_gram, x_BTd, g_BTp)
+    _, *traces, of_x, of_g = interpreter(sum_gram, x_BTd, g_BTp)
 
-    for found, of in ((of_x, x_BTd.double()), (of_g, g_BTp.double())):
+    for trace, found, of in zip(
+        traces, (of_x, of_g), (x_BTd.double(), g_BTp.double()), strict=True
+    ):
         expected = (of @ of.mT).square().sum((1, 2))
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(trace.double(), of.square().sum((1, 2)), rtol=1e-5, atol=0)
 
 
 def tell(_device, x_BTd, g_BTp):
@@ -219,12 +222,12 @@ def test_what_does_not_fit_is_refused(place, kernel) -> None:
         run(kernel, torch.ones(2, 4), torch.ones(2, 5))
 
 
-def sum_scaled(device, *arguments, programs):
+def sum_scaled(device, *arguments, programs, shifted=True):
     from dpprof.norms import triton_launch  # noqa: PLC0415
 
     given = [None if one is None else one.to(device) for one in arguments]
     with mock.patch.object(triton_launch, "PROGRAMS", programs):
-        return triton_launch.launch_scale_gradients(*given).cpu()
+        return triton_launch.launch_scale_gradients(*given, shifted=shifted).cpu()
 
 
 @pytest.mark.parametrize(
@@ -246,17 +249,22 @@ def test_gradients_of_a_scale(place, sizes, is_centred, dtype, programs) -> None
 
     views = x_BTd.mT.contiguous().mT, g_BTd.repeat_interleave(2, dim=2)[..., ::2]
     mean_BT = mean_BT if is_centred else None
-    found_Bd = place[1](sum_scaled, *views, mean_BT, rstd_BT, programs=programs)
+    found_BRd = place[1](sum_scaled, *views, mean_BT, rstd_BT, programs=programs)
+    alone_BRd = place[1](sum_scaled, *views, mean_BT, rstd_BT, programs=programs, shifted=False)
 
-    assert found_Bd.dtype == torch.float32
-    torch.testing.assert_close(found_Bd.double(), expected_Bd, rtol=1e-5, atol=1e-5)
+    assert found_BRd.dtype == torch.float32
+    assert torch.equal(alone_BRd, found_BRd[:, :1])
+    torch.testing.assert_close(found_BRd[:, 0].double(), expected_Bd, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found_BRd[:, 1].double(), g_BTd.double().sum(1), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_an_empty_batch_has_no_gradients_of_a_scale(place) -> None:
     none = torch.ones(0, 4, 6)
     found = place[1](sum_scaled, none, none, None, torch.ones(0, 4), programs=1)
 
-    assert found.shape == (0, 6)
+    assert found.shape == (0, 2, 6)
 
 
 def test_without_the_interpreter_tensors_of_a_cpu_are_refused() -> None:

@@ -19,7 +19,7 @@ from dpprof.norms.linear import WAYS
     ("operator", "shape", "flops"),
     [
         # 2 for each pair t >= s, and each column
-        (triton_ops.gram_squares, (3, 3), 3 * 10 * 11 * (4 + 5)),
+        (triton_ops.gram_squares, (5, 3), 3 * 10 * 11 * (4 + 5)),
         (triton_ops.product_squares, (3,), 3 * 2 * 10 * 4 * 5),
     ],
     ids=["gram", "product"],
@@ -35,18 +35,21 @@ def test_shape_dtype_and_flops_without_a_device(operator, shape, flops) -> None:
     assert counter.get_total_flops() == flops
 
 
-def test_a_scales_gradient_has_a_shape_without_a_device_and_moves_each_input_once() -> None:
+@pytest.mark.parametrize(("shifted", "rows"), [(False, 1), (True, 2)])
+def test_a_scales_gradient_has_a_shape_without_a_device_and_moves_each_input_once(
+    shifted, rows
+) -> None:
     rule = learn_rule(triton_ops.SCALE.default)
     with FakeTensorMode():
         x_BTd = torch.empty(3, 10, 4, dtype=torch.bfloat16)
-        given = (x_BTd, x_BTd, torch.empty(3, 10), torch.empty(3, 10))
-        sums_Bd = triton_ops.scale_gradients(*given)
-        cost, reads, writes = rule.price(given, {}, sums_Bd)
+        given = (x_BTd, x_BTd, torch.empty(3, 10), torch.empty(3, 10), shifted)
+        sums_BRd = triton_ops.scale_gradients(*given)
+        cost, reads, writes = rule.price(given, {}, sums_BRd)
 
-    assert (sums_Bd.shape, sums_Bd.dtype) == ((3, 4), torch.float32)
+    assert (sums_BRd.shape, sums_BRd.dtype) == ((3, rows, 4), torch.float32)
     assert (cost.family, cost.op) == ("reduction", "dpprof.scale_gradients")
     assert sum(size for _, size in reads) == 2 * (3 * 10 * 4) * 2 + 2 * (3 * 10) * 4
-    assert sum(size for _, size in writes) == 3 * 4 * 4
+    assert sum(size for _, size in writes) == 3 * rows * 4 * 4
 
 
 def test_tensors_of_a_cpu_take_the_tiles() -> None:
@@ -91,7 +94,7 @@ def timed(monkeypatch):
     def run_kernel(kernel, x_BTd, g_BTp):
         ran.append("kernel")
         triton_ops._tiles[kernel, *x_BTd.shape[1:], g_BTp.shape[2]] = {"TILE_T": 64}
-        return x_BTd.new_ones((3, len(x_BTd)) if kernel == "gram_squares" else len(x_BTd))
+        return x_BTd.new_ones((5, len(x_BTd)) if kernel == "gram_squares" else len(x_BTd))
 
     tuning.time_launch = time_launch
     monkeypatch.setitem(sys.modules, "dpprof.norms.tuning", tuning)

@@ -129,8 +129,14 @@ def test_operators_without_sizes_take_the_time_of_their_flops_or_bytes() -> None
     found = GpuModel(H100, "bfloat16").predict(norms, 1000)
     sum_ = GpuModel(H200, "bfloat16").predict(Cost("add", "elementwise", 10, "float32"), 4_800_000)
 
+    norm, other = (
+        GpuModel(H100, "tf32").predict(Cost(op, "matmul", FLOPS, "float32"), 1000).seconds
+        for op in ("dpprof.gram_squares", "another")
+    )
+
     low, high = interval(found)
     assert low < FLOPS / 989.4e12 / 0.6 < high
+    assert norm - KERNEL_S == pytest.approx(3 * (other - KERNEL_S))
     assert found.seconds > FLOPS / 989.4e12
     assert sum_.seconds == pytest.approx(1e-6 / MEMORY.value + KERNEL_S)
     assert found.basis == sum_.basis == "data sheet"

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpprof.clipping.contributions import Lookup, Product, Summable
+from dpprof.clipping.contributions import (
+    Lookup,
+    Product,
+    SampleGradients,
+    Summable,
+    may_join,
+)
 from dpprof.clipping.engine import Clipping, Enter, make_weights
 from dpprof.clipping.sample_norms import SampleNorms
 
@@ -57,11 +63,26 @@ class BookKeeping(Clipping):
             factors_B = self._finish(norms)
             if self.ranks.is_sharded:
                 self._reduce_kept(factors_B)
+            self._sum_vectors(factors_B)
             while self._kept:
                 self._sum(*self._kept.pop(), factors_B)
         finally:
             self._kept.clear()
             self._versions.clear()
+
+    def _sum_vectors(self, factors_B: Tensor) -> None:
+        """Sum the kept gradients of all vectors of a GPU at once: each takes a launch otherwise."""
+        vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        others: list[tuple[nn.Parameter, Summable]] = []
+        for parameter, contribution in self._kept:
+            if isinstance(contribution, SampleGradients) and may_join(parameter, contribution[0]):
+                gradients = contribution.gradients
+                vectors[gradients.device].append((parameter, gradients))
+            else:
+                others.append((parameter, contribution))
+        self._kept[:] = others
+        for on_device in vectors.values():
+            self._add_vectors_to_grad(on_device, factors_B)
 
     def _reduce_kept(self, factors_B: Tensor) -> None:
         """Compute and reduce sums in the order of backward, which all ranks share."""

@@ -36,7 +36,7 @@ class Product(NamedTuple):
 
     @property
     def is_rounded(self) -> bool:
-        """Whether tensor cores round the operands of the sum to 16 bits or TF32."""
+        """Whether tensor cores multiply: they round operands of the sum to 16 bits or TF32."""
         x = self.x_BTd
         is_short = x.dtype != accumulator_of(x.dtype)
         return placement.is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
@@ -47,9 +47,9 @@ class Product(NamedTuple):
         weights_B11 = weights_B[:, None, None]
         if placement.is_cuda(x) or x.dtype == accumulator_of(x.dtype):
             if x.shape[2] <= g.shape[2]:
-                x = (x * weights_B11).to(x.dtype)
+                x = torch.mul(x, weights_B11, out=torch.empty_like(x))
             else:
-                g = (g * weights_B11).to(g.dtype)
+                g = torch.mul(g, weights_B11, out=torch.empty_like(g))
             left, right = (x, g) if self.transposed else (g, x)
             left_mN, right_Nn = left.flatten(0, 1).t(), right.flatten(0, 1)
             accumulator = accumulator_of(left.dtype)
@@ -89,13 +89,25 @@ class Lookup(NamedTuple):
         return summed
 
 
+class BesideScale:
+    """The per-sample gradients of a shift, which those of the scale beside it may come with."""
+
+    def __init__(self) -> None:
+        self.gradients: Tensor | None = None
+
+
 class Shift(NamedTuple):
     """Of a vector that is added to every token, (p,)."""
 
     g_BTp: Tensor
+    beside: BesideScale | None = None
+    """Shared with the scale of the same layer, if there is one."""
 
-    def materialise(self, g_BTp: Tensor) -> Tensor:
+    def materialise(self, g_BTp: Tensor, beside: BesideScale | None = None) -> Tensor:
         """Compute the per-sample gradients; (B, p)."""
+        if beside is not None and beside.gradients is not None:
+            found, beside.gradients = beside.gradients, None
+            return found
         return g_BTp.sum(1, dtype=accumulator_of(g_BTp.dtype))
 
 
@@ -106,12 +118,23 @@ class Scale(NamedTuple):
     mean_BT1: Tensor | None
     rstd_BT1: Tensor
     g_BTd: Tensor
+    beside: BesideScale | None = None
+    """Shared with the shift of the same layer, if there is one."""
 
     def materialise(
-        self, x_BTd: Tensor, mean_BT1: Tensor | None, rstd_BT1: Tensor, g_BTd: Tensor
+        self,
+        x_BTd: Tensor,
+        mean_BT1: Tensor | None,
+        rstd_BT1: Tensor,
+        g_BTd: Tensor,
+        beside: BesideScale | None = None,
     ) -> Tensor:
         """Compute the per-sample gradients; (B, d)."""
-        return scale_gradients(x_BTd, g_BTd, mean_BT1, rstd_BT1)
+        given = x_BTd, g_BTd, mean_BT1, rstd_BT1
+        found, of_shift = scale_gradients(*given, shifted=beside is not None)
+        if beside is not None:
+            beside.gradients = of_shift
+        return found
 
 
 class SampleGradients(NamedTuple):
@@ -151,6 +174,11 @@ def materialise_vector(contribution: Contribution) -> Summable:
     if isinstance(contribution, Shift | Scale):
         return SampleGradients(contribution.materialise(*contribution))
     return contribution
+
+
+def may_join(parameter: Tensor, gradients: Tensor) -> bool:
+    """Tell whether per-sample gradients are worth a copy beside others: on CUDA, of a vector."""
+    return parameter.dim() == 1 and placement.is_cuda(gradients)
 
 
 def zero_samples(contribution: Summable, excluded_B: Tensor) -> Summable:

@@ -9,7 +9,7 @@ import importlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.calls import LayerCall
-from dpprof.clipping.contributions import Summable, zero_samples
+from dpprof.clipping.contributions import SampleGradients, Summable, zero_samples
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
@@ -481,6 +481,20 @@ class Clipping(ABC):
             self.shard_sums.add(parameter, summed)
         else:
             add_to_grad(parameter, summed.to(parameter.dtype), self.max_grad_norm)
+
+    @torch.no_grad()
+    def _add_vectors_to_grad(
+        self, vectors: Sequence[tuple[nn.Parameter, Tensor]], factors_B: Tensor
+    ) -> None:
+        """Sum the per-sample gradients of vectors, (B, p) each, over samples; add the sums."""
+        joined: Summable = SampleGradients(torch.cat([one for _, one in vectors], dim=1))
+        if self._excluded is not None:
+            joined = zero_samples(joined, self._excluded)
+        summed = joined.sum(factors_B.to(joined[0].device))
+        sizes = [gradients.shape[1] for _, gradients in vectors]
+        parts = torch.ops.aten.split_with_sizes_copy(summed, sizes)
+        for (parameter, _), own in zip(vectors, parts, strict=True):
+            add_to_grad(parameter, own.to(parameter.dtype), self.max_grad_norm)
 
 
 def _run(

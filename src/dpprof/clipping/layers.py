@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn import functional
 
-from dpprof.clipping.contributions import Contribution, Lookup, Product, Scale, Shift
+from dpprof.clipping.contributions import (
+    BesideScale,
+    Contribution,
+    Lookup,
+    Product,
+    Scale,
+    Shift,
+)
 from dpprof.clipping.graph import nodes_behind
 from dpprof.norms import placement
 
@@ -158,10 +165,11 @@ class _LayerNorm(torch.autograd.Function):
         axes = len(ctx.shape)
         flat = [_flatten(t.flatten(-axes)) for t in (x.detach(), mean, rstd, g)]
         contributions: list[tuple[nn.Parameter, Contribution]] = []
+        beside = BesideScale() if all(ctx.needs_input_grad[1:3]) else None
         if ctx.needs_input_grad[1]:
-            contributions.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3])))
+            contributions.append((ctx.weight, Scale(flat[0], flat[1], flat[2], flat[3], beside)))
         if ctx.needs_input_grad[2]:
-            contributions.append((ctx.bias, Shift(flat[3])))
+            contributions.append((ctx.bias, Shift(flat[3], beside)))
         ctx.receive(contributions)
         return input_gradient, None, None, None, None
 

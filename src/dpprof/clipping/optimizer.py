@@ -6,7 +6,7 @@ which takes as long to import as PyTorch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.ranks import distinct_part
 from dpprof.clipping.sums import bound_of
+from dpprof.norms import placement
 from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
@@ -77,7 +78,8 @@ class NoisyOptimizer(Optimizer):
     state into the ``original_optimizer`` of an optimizer that was given no generator. Then
     whatever was released of the steps that are repeated counts for the accountant too.
 
-    Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it.
+    Cost: noise for one parameter at a time, or for several that are smaller together, and one pass
+    over memory each to draw and to add it.
 
     Example:
         >>> import torch
@@ -141,6 +143,9 @@ class NoisyOptimizer(Optimizer):
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
+        self._drawn: list[Tensor] = []
+        """Noise that was drawn for the next parameters, the last one's first."""
+
         if hasattr(optimizer, _HOOK):  # of an earlier NoisyOptimizer around it
             getattr(optimizer, _HOOK).remove()
         setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(self._require_noise))
@@ -264,28 +269,79 @@ class NoisyOptimizer(Optimizer):
                 "the trained parameters": "\n".join(trained),
             }
             ranks.agree(settings, distinct_part(self.generator))
-        for parameter in self.params:
-            summed, parameter.summed_grad = parameter.summed_grad, None
-            parameter.grad = ranks.release_sum(summed, self._add_noise_to)
+        try:
+            for group in self._group_for_noise():
+                if len(group) > 1 and self._std > 0:
+                    self._draw_for(group)
+                for parameter in group:
+                    summed, parameter.summed_grad = parameter.summed_grad, None
+                    parameter.grad = ranks.release_sum(summed, self._add_noise_to)
+        finally:
+            self._drawn.clear()
         self._bound = None
         self._is_noised = True
         self.steps += 1
 
+    def _group_for_noise(self) -> Iterator[list[Any]]:
+        """Yield the parameters in groups whose noise is drawn at once.
+
+        On a GPU each draw is a launch. No group has more elements than the largest parameter, so
+        the noise takes no more memory.
+        """
+        ranks = self.clipping.ranks
+        draws_alone = self.secure_mode or ranks.size > 1 or ranks.is_sharded
+        most = max((p.numel() for p in self.params), default=0)
+        group: list[Any] = []
+        room = 0
+        for parameter in self.params:
+            is_alike = group and (parameter.device, parameter.dtype) == (
+                group[0].device,
+                group[0].dtype,
+            )
+            joins = is_alike and placement.is_cuda(parameter) and parameter.numel() <= room
+            if group and (draws_alone or not joins):
+                yield group
+                group = []
+            room = (room if group else most) - parameter.numel()
+            group.append(parameter)
+        if group:
+            yield group
+
+    def _draw_for(self, group: Sequence[Tensor]) -> None:
+        """Draw the noise of several parameters at once; ``_add_noise_to`` takes it."""
+        sizes = [parameter.numel() for parameter in group]
+        noise = draw_noise(
+            self._std, group[0], self._generator_on(group[0].device), shape=[sum(sizes)]
+        )
+        self._drawn = list(torch.split(noise, sizes))[::-1]
+
+    @property
+    def _divisor(self) -> float:
+        size = self.expected_batch_size if self.loss_reduction == "mean" else 1
+        assert size is not None
+        return size
+
+    @property
+    def _std(self) -> float:
+        """Standard deviation of the averaged gradient's noise."""
+        return float(self.noise_multiplier * self.max_grad_norm / self._divisor)
+
     @torch.no_grad()
     def _add_noise_to(self, summed: Tensor, *others: Tensor) -> None:
         """Add noise to a sum and average it; average others, which get noise elsewhere."""
-        std = self.noise_multiplier * self.max_grad_norm
-        size = self.expected_batch_size if self.loss_reduction == "mean" else 1
-        assert size is not None
+        size = self._divisor
         for other in others:
             other.div_(size)
-        if std == 0:
+        if self._std == 0:
             summed /= size
         elif self.secure_mode:
+            std = self.noise_multiplier * self.max_grad_norm
             summed += draw_secure_noise(std, summed, self._generator_on(summed.device))
             summed /= size
         else:
-            noise = draw_noise(std / size, summed, self._generator_on(summed.device))
+            noise = self._drawn.pop().view(summed.shape) if self._drawn else None
+            if noise is None:
+                noise = draw_noise(self._std, summed, self._generator_on(summed.device))
             torch.add(noise, summed, alpha=1 / size, out=summed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -467,13 +523,23 @@ class NoisyOptimizer(Optimizer):
 
 
 @allocates("noise")
-def draw_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw Gaussian noise of a tensor's shape and device, in float32 at least.
+def draw_noise(
+    std: float,
+    like: Tensor,
+    generator: torch.Generator | None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Draw Gaussian noise of a tensor's device, and of its or another shape, in float32 at least.
 
     In 16 bits, noise much smaller than the sum could be rounded away before it is added.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.normal(0.0, std, like.shape, generator=generator, dtype=dtype, device=like.device)
+    return torch.normal(
+        *(0.0, std, like.shape if shape is None else shape),
+        generator=generator,
+        dtype=dtype,
+        device=like.device,
+    )
 
 
 @allocates("noise")

@@ -101,7 +101,6 @@ class PerLayerClipping(Clipping):
     def _clip_layer(
         self, norms: SampleNorms, layer: nn.Module, contributions: Contributions
     ) -> None:
-        norms.totals.clear()
         norms.add(layer, contributions)
         norms_B = norms.compute()
         self._norms.append(norms_B)

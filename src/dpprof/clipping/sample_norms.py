@@ -6,8 +6,8 @@ Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,13 @@ from dpprof.clipping.contributions import (
     Product,
     SampleGradients,
     Summable,
+    may_join,
     merge_uses,
 )
 from dpprof.clipping.layers import Contributions
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
-from dpprof.norms.linear import WAYS, WayChoice, choose_way
+from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way
 from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
 from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
@@ -38,8 +39,24 @@ class BatchAxisError(UnsupportedError, ValueError):
     """The first axis of a layer's input is not the batch."""
 
 
+class _Kind(NamedTuple):
+    """What figures of layers have in common that are turned into norms together."""
+
+    of: type[GramSums | Squares]
+    sizes: tuple[int, ...]
+    """d, p and the tile, of Gram matrices."""
+
+    is_rounded: bool
+    device: torch.device
+    dtype: torch.dtype
+
+
 class SampleNorms:
     """Adds up the squared norms of one batch's per-sample gradients, layer by layer.
+
+    What a layer leaves are a few figures for each sample, or the per-sample gradients of a vector.
+    They are turned into norms together, once backward is over: for a GPU, a step on a few numbers
+    takes as long as one on many.
 
     Args:
         losses: (B,), detached; of a batch without samples, contributions are ignored, because they
@@ -66,9 +83,6 @@ class SampleNorms:
         name_of: Callable[[nn.Parameter], str],
         why_once: str,
     ) -> None:
-        self.totals: dict[str, Tensor] = {}
-        """Sums over layers of what ``norms.rounding`` calls found, slack and spread; (B,) each."""
-
         self.plan: dict[str, WayChoice] = {}
         self._losses, self._reused = losses, reused
         self._keep, self._keeps = keep, keeps
@@ -76,6 +90,14 @@ class SampleNorms:
         self._name_of, self._why_once = name_of, why_once
         self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
         self._seen: set[nn.Parameter] = set()
+        self._figures: dict[_Kind, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        """Of each layer, by kind: its ``GramSums.sums_5B``, or found and size of ``Squares``."""
+
+        self._vectors: dict[torch.device, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        """Per-sample gradients of vectors that are kept, (B, ...)."""
+
+        self._added: list[Squares] = []
+        """What was added up already."""
 
     def add(self, layer: nn.Module, contributions: Contributions) -> None:
         """Add the squared norms of a layer's contributions."""
@@ -89,7 +111,7 @@ class SampleNorms:
                 name = self._name_of(parameter)
                 raise RuntimeError(f"{name} was used more than once, {self._why_once}")
             self._seen.add(parameter)
-            self._square(layer, parameter, contribution)
+            self._measure(layer, parameter, contribution)
 
     def add_reused(self) -> None:
         """Add the squared norms of reused parameters, once all their uses are known."""
@@ -98,68 +120,123 @@ class SampleNorms:
 
     @allocates("norm_samples")
     def compute(self) -> Tensor:
-        """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,)."""
+        """Compute norms that are too small by no more than ``norms.rounding`` allows; (B,).
+
+        What was added counts for these norms alone.
+        """
         if not len(self._losses):
             return self._losses
-        if "found" not in self.totals:
+        added = [*self._added, *self._square_vectors()]
+        for kind, rows in self._figures.items():
+            added.append(self._square_all(kind, rows))
+        self._added.clear()
+        self._figures.clear()
+        if not added:
             raise RuntimeError("the losses depend on no trained parameter")
+        device = added[0].found_B.device
+        found_B, slack_B, spread_B = (
+            _add_up(part.to(device) for part in parts if part is not None)
+            for parts in zip(*added, strict=True)
+        )
+        assert found_B is not None
         # Negative inner products may exceed the squares.
-        squares_B = self.totals["found"].clamp(min=0)
-        if "slack" in self.totals:
-            squares_B += self.totals["slack"]
+        squares_B = found_B.clamp(min=0)
+        if slack_B is not None:
+            squares_B += slack_B
         norms_B = squares_B.sqrt_()
-        if "spread" in self.totals:
-            least_B = self.totals["spread"].sqrt().div_(TOLERATED[norms_B.dtype])
+        if spread_B is not None:
+            least_B = spread_B.sqrt().div_(TOLERATED[norms_B.dtype])
             norms_B = torch.maximum(norms_B, least_B)
         return norms_B
 
-    def _square(
+    def _square_vectors(self) -> Iterator[Squares]:
+        """Add up the squares of all gradients of vectors that are kept."""
+        for vectors in self._vectors.values():
+            if self._squares is None:
+                joined = [gradients.flatten(1) for _, gradients in vectors]
+                yield Squares(square(torch.cat(joined, dim=1)), None, None)
+                continue
+            for parameter, gradients in vectors:
+                found_B = square(gradients)
+                self._tell(parameter, found_B)
+                yield Squares(found_B, None, None)
+        self._vectors.clear()
+
+    def _square_all(self, kind: _Kind, rows: Sequence[tuple[nn.Parameter, Tensor]]) -> Squares:
+        """Add up the squares of layers whose figures are of one kind; size is the spread."""
+        stacked = torch.stack([figures for _, figures in rows])
+        if kind.of is GramSums:
+            squares = GramSums(stacked, *kind.sizes).square()
+        else:
+            squares = Squares(stacked[:, 0], None, stacked[:, 1])
+        # Rounding can leave a product of Gram matrices a little below zero.
+        found_LB = squares.found_B.clamp(min=0)
+        for (parameter, _), found_B in zip(rows, found_LB, strict=True):
+            self._tell(parameter, found_B)
+        assert squares.size_B is not None
+        slack_LB = squares.slack_B
+        return Squares(
+            found_LB.sum(0),
+            None if slack_LB is None else slack_LB.sum(0),
+            bound_spread(squares.size_B.sum(0), is_rounded=kind.is_rounded),
+        )
+
+    def _measure(
         self, layer: nn.Module, parameter: nn.Parameter, contribution: Contribution
-    ) -> Tensor:
-        """Find a contribution's squared norms, and add them; (B,)."""
+    ) -> Callable[[], Tensor]:
+        """Add a contribution's squared norms; return a function that computes them, (B,)."""
         self._check(parameter, contribution)
+        measured: GramSums | Squares
         match contribution:
             case Product(x_BTd, g_BTp):
                 _, T, d = x_BTd.shape
-                choice = choose_way(T, d, g_BTp.shape[2], x_BTd.element_size(), keeps=self._keeps)
+                rounded = contribution.is_rounded
+                choice = choose_way(
+                    *(T, d, g_BTp.shape[2], x_BTd.element_size()),
+                    keeps=self._keeps,
+                    on_tensor_cores=rounded,
+                )
                 self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
-                    return self._square_gradients(layer, Way.KEPT, parameter, contribution)
-                squares = self._measure(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
-                rounded = contribution.is_rounded
+                    return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
+                measured = self._run(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
             case Lookup(ids_BT):
-                squares = self._measure(
+                measured = self._run(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
                 )
                 rounded = False
             case _:
-                return self._square_gradients(layer, Way.DIRECT, parameter, contribution)
+                return self._measure_gradients(layer, Way.DIRECT, parameter, contribution)
         self._keep(parameter, contribution)
-        assert squares.size_B is not None
-        spread_B = bound_spread(squares.size_B, is_rounded=rounded)
-        # Rounding can leave a product of Gram matrices a little below zero.
-        found_B: Tensor = squares.found_B.clamp(min=0)
-        self._add(parameter, found_B, squares.slack_B, spread_B)
-        return found_B
+        if isinstance(measured, GramSums):
+            figures, sizes = measured.sums_5B, tuple(measured[1:])
+        else:
+            assert measured.size_B is not None
+            figures, sizes = torch.stack([measured.found_B, measured.size_B]), ()
+        kind = _Kind(type(measured), sizes, rounded, figures.device, figures.dtype)
+        self._figures[kind].append((parameter, figures))
+        return lambda: measured.found_B.clamp(min=0)
 
-    def _measure(
-        self, layer: nn.Module, way: Way, function: Callable[..., Squares], inputs: tuple[Any, ...]
-    ) -> Squares:
+    def _run(
+        self, layer: nn.Module, way: Way, function: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> Any:
         """Find squared norms with float32 products, even where training itself uses TF32."""
         with exact_products():
-            squares: Squares = self._watch(layer, way, function, inputs)
-        return squares
+            return self._watch(layer, way, function, inputs)
 
-    def _square_gradients(
+    def _measure_gradients(
         self, layer: nn.Module, way: Way, parameter: nn.Parameter, contribution: Product | Direct
-    ) -> Tensor:
-        """Materialise the per-sample gradients, keep them, and add their squared norms; (B,)."""
+    ) -> Callable[[], Tensor]:
+        """Materialise the per-sample gradients, keep them, and add their squared norms."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
         gradients = self._watch(layer, way, contribution.materialise, inputs)
         self._keep(parameter, SampleGradients(gradients))
-        found_B = square(gradients)
-        self._add(parameter, found_B)
-        return found_B
+        if self._keeps and may_join(parameter, gradients):
+            self._vectors[gradients.device].append((parameter, gradients))
+        else:
+            self._added.append(Squares(square(gradients), None, None))
+            self._tell(parameter, self._added[-1].found_B)
+        return lambda: square(gradients)
 
     def _check(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         first = contribution[0]
@@ -183,36 +260,31 @@ class SampleNorms:
             name = self._name_of(parameter)
             raise UnsupportedError(f"{name} is used in ways whose gradients cannot be combined")
         found = {
-            type(contribution): self._square(layer, parameter, contribution)
+            type(contribution): self._measure(layer, parameter, contribution)
             for contribution in merged
         }
         match merged:
             case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
                 e_BTd = table.trained_BTd
                 operands = (ids_BT, e_BTd, x_BTd, g_BTp)
-                both = self._measure(layer, Way.CROSSED, inner_product, operands)
-                assert both.slack_B is not None
+                both = self._run(layer, Way.CROSSED, inner_product, operands)
                 T, S = e_BTd.shape[1], x_BTd.shape[1]
                 slack_B = (
                     2 * both.slack_B
-                    + cross_slack(found[Lookup], T * square(e_BTd), T)
-                    + cross_slack(found[Product], square(x_BTd) * square(g_BTp), S)
+                    + cross_slack(found[Lookup](), T * square(e_BTd), T)
+                    + cross_slack(found[Product](), square(x_BTd) * square(g_BTp), S)
                 )
-                self._add(parameter, 2 * both.found_B, slack_B)
+                self._added.append(Squares(2 * both.found_B, slack_B, None))
+                self._tell(parameter, 2 * both.found_B)
 
-    def _add(
-        self,
-        parameter: nn.Parameter,
-        found_B: Tensor,
-        slack_B: Tensor | None = None,
-        spread_B: Tensor | None = None,
-    ) -> None:
-        for name, more_B in (("found", found_B), ("slack", slack_B), ("spread", spread_B)):
-            if more_B is not None:
-                total_B = self.totals.get(name)
-                self.totals[name] = (
-                    more_B if total_B is None else total_B + more_B.to(total_B.device)
-                )
+    def _tell(self, parameter: nn.Parameter, found_B: Tensor) -> None:
+        """Add to the squared norms of a parameter, if they are asked for."""
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
+
+
+def _add_up(parts: Iterable[Tensor]) -> Tensor | None:
+    """Add up (B,) each; None for none."""
+    given = list(parts)
+    return sum(given[1:], given[0]) if given else None

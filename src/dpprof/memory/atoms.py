@@ -7,6 +7,7 @@ of the next.
 """
 
 import json
+import re
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -257,7 +258,8 @@ class _Reader:
     def _run(self, op: Op) -> None:
         module, block = self._blocks.split(op.module)
         cost, attention = op.cost, op.cost.attention
-        call, repeats = _fold(op.call) if len(op.reads) > _FEW else (op.call, ())
+        call, repeats = _fold(op.call)
+        call, numbers = _take_numbers(call)
         key = (
             *("ran", op.phase, module, op.op_kind, call, op.name, block is None, cost.op),
             *(cost.family, cost.dtype, cost.product is None),
@@ -269,6 +271,7 @@ class _Reader:
             *repeats,
             *(cost.product or ()),
             *(attention or ())[:_SIZES_OF_ATTENTION],
+            *numbers,
         )
         self._add(key, (op, module, call, len(repeats)), (block,), sizes=sizes)
         for number, size in op.reads:
@@ -279,17 +282,31 @@ class _Reader:
 
 
 _SIZES_OF_ATTENTION = 4
-_FEW = 4
+_GAP = "#"
+_NUMBER = re.compile(r"(?<=[\[ ])-?\d+(?=[,\]}])")
+"""A whole number in JSON."""
+
+
+def _take_numbers(call: str) -> tuple[str, list[int]]:
+    """Return the description of a call with gaps in place of its whole numbers, and these."""
+    return _NUMBER.sub(_GAP, call), [*map(int, _NUMBER.findall(call))]
+
+
+def _put_numbers(call: str, numbers: Iterator[int]) -> str:
+    first, *others = call.split(_GAP)
+    return first + "".join(f"{next(numbers)}{text}" for text in others)
 
 
 def _fold(call: str) -> tuple[str, tuple[int, ...]]:
     """Shorten each list of equal tensors in the description of a call to one, and count them."""
-    if not call:
+    # A list of tensors is the first argument, or follows another one.
+    if '[[{"t"' not in call and ', [{"t"' not in call.partition("[{")[2]:
         return call, ()
     name, arguments, named = json.loads(call)
     counts = []
     for at, value in enumerate(arguments):
-        if isinstance(value, list) and len(value) > 1 and all(one == value[0] for one in value):
+        is_list = isinstance(value, list) and value and isinstance(value[0], dict)
+        if is_list and all(one == value[0] for one in value):
             arguments[at] = {"each": value[0]}
             counts.append(len(value))
     return json.dumps([name, arguments, named]), tuple(counts)
@@ -496,7 +513,8 @@ class Writer(Outline):
         self, atom: SettledAtom, example: tuple[Op, Any, str, int], blocks: Sequence[int]
     ) -> None:
         like, module, call, lists = example
-        sizes = iter(self._sizes[atom.at : atom.at + 2 + lists + 2 * _SIZES_OF_ATTENTION])
+        count = 2 + lists + 2 * _SIZES_OF_ATTENTION + call.count(_GAP)
+        sizes = iter(self._sizes[atom.at : atom.at + count])
         cost = like.cost._replace(flops=next(sizes), is_aligned=bool(next(sizes)))
         counts = [next(sizes) for _ in range(lists)]
         if cost.product is not None:
@@ -505,6 +523,7 @@ class Writer(Outline):
             heads, queries, keys, width = (next(sizes) for _ in range(_SIZES_OF_ATTENTION))
             shape = cost.attention._replace(heads=heads, queries=queries, keys=keys, width=width)
             cost = cost._replace(attention=shape)
+        call = _put_numbers(call, sizes)
         self._op = like._replace(
             module=join(module, blocks[0] if blocks else None),
             cost=cost,

@@ -12,7 +12,7 @@ batch confirms it.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from dpprof.memory.atoms import (
     Atom,
     Outline,
-    Outlined,
     Place,
     Recording,
     SettledAtom,
@@ -65,7 +64,7 @@ class Pattern:
         self._blocks = blocks
         self._like = recordings[0]
         self._vocabulary = Vocabulary()
-        self._outlines: dict[int, tuple[list[Outlined], int]] = {}
+        self._layouts: dict[int, _Layout] = {}
         few, more, most = (self._read(one, further) for further, one in enumerate(recordings))
         self._few, self._more = few, more
         self._insertions = [*_find_insertions(few, more, most), (len(few), 0)]
@@ -177,54 +176,86 @@ class Pattern:
             for _ in range(further):
                 outline.write(repeated)
 
-    def _outline(self, count: int) -> tuple[list[Outlined], int]:
-        """Return what a model with so many blocks allocates and frees, and a free number."""
-        if count not in self._outlines:
-            found = Outline(self._vocabulary.examples, replace(self._blocks, count=count))
-            self._write(found, count - self._blocks.count)
-            self._outlines[count] = found.outline, found.storage_count
-        return self._outlines[count]
+    def _lay_out(self, count: int) -> "_Layout":
+        """Lay out what a model with so many blocks allocates and frees."""
+        if count not in self._layouts:
+            outline = Outline(self._vocabulary.examples, replace(self._blocks, count=count))
+            self._write(outline, count - self._blocks.count)
+            self._layouts[count] = _Layout.of(outline)
+        return self._layouts[count]
 
     def footprint(self, count: int, sizes: Sizes) -> Footprint:
         """Return what the training of a model with so many blocks allocates."""
-        outline, number = self._outline(count)
-        known = sizes.of(count - self._blocks.count).tolist()
-        requested: dict[int, int] = {}
-        steps: list[list[Event]] = [[]]
+        layout = self._lay_out(count)
+        known = sizes.of(count - self._blocks.count)
+        requested = dict(zip(layout.numbers, known[layout.places].tolist(), strict=True))
+        number = len(layout.numbers)
+        steps: list[list[Event]] = []
         found: dict[tuple[int, ...], list[int]] = {}
-        for item in outline:
-            if item is None:
-                steps.append([])
-                continue
-            event, at = item
-            if isinstance(event, Launched):
-                shapes = tuple(known[at : at + len(event.sizes)])
-                key = id(event), *shapes
+        for parts in layout.steps:
+            events: list[Event] = []
+            for part in parts:
+                if isinstance(part, list):
+                    events += part
+                    continue
+                launched, at = part
+                shapes = tuple(known[at : at + len(launched.sizes)].tolist())
+                key = id(launched), *shapes
                 if key not in found:
-                    found[key] = find_workspaces(event, shapes, self._like.workspaces)
+                    found[key] = find_workspaces(launched, shapes, self._like.workspaces)
                 until = number + len(found[key])
                 requested |= zip(range(number, until), found[key], strict=True)
-                steps[-1] += map(Allocated, range(number, until))
-                steps[-1] += map(Freed, range(number, until))
+                events += map(Allocated, range(number, until))
+                events += map(Freed, range(number, until))
                 number = until
-                continue
-            if isinstance(event, Allocated):
-                requested[event.number] = known[at]
-            steps[-1].append(event)
+            steps.append(events)
         *before, step, _ = steps
         return Footprint([*chain(*before)], step, requested, self._like.block_bytes)
 
     def footprint_sizes(self, count: int, sizes: Sizes) -> Integers:
         """Return the sizes on which a footprint rests."""
-        outline, _ = self._outline(count)
+        layout = self._lay_out(count)
         known = sizes.of(count - self._blocks.count)
-        places = [
-            range(at, at + (len(event.sizes) if isinstance(event, Launched) else 1))
-            for event, at in filter(None, outline)
-            if not isinstance(event, Freed)
+        launches = [
+            known[part[1] : part[1] + len(part[0].sizes)]
+            for part in chain.from_iterable(layout.steps)
+            if isinstance(part, tuple)
         ]
-        found: Integers = known[np.fromiter(chain.from_iterable(places), dtype=np.int64)]
-        return found
+        return np.concatenate([known[layout.places], *launches])
+
+
+class _Layout(NamedTuple):
+    """The allocations of a model with so many blocks, without their sizes."""
+
+    steps: list[list[list[Event] | tuple[Launched, int]]]
+    """For each step, and what precedes it, events and launches of kernels in their order; with
+    a launch where its sizes are."""
+
+    numbers: list[int]
+    """Of all storages but those of kernels."""
+
+    places: Integers
+    """Where the sizes of these storages are."""
+
+    @classmethod
+    def of(cls, outline: Outline) -> Self:
+        """Lay out an outline."""
+        steps: list[list[list[Event] | tuple[Launched, int]]] = [[[]]]
+        places: list[int] = []
+        for item in outline.outline:
+            if item is None:
+                steps.append([[]])
+                continue
+            event, at = item
+            if isinstance(event, Launched):
+                steps[-1] += (event, at), []
+                continue
+            if isinstance(event, Allocated):
+                places.append(at)
+            events = steps[-1][-1]
+            assert isinstance(events, list)
+            events.append(event)
+        return cls(steps, list(range(outline.storage_count)), np.array(places, dtype=np.int64))
 
 
 def _settle(at: int, first: Atom, *others: Atom) -> SettledAtom:

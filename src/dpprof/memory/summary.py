@@ -16,6 +16,7 @@ from dpprof.memory.attention_backends import LOWER_BOUNDS
 from dpprof.memory.events import Op
 from dpprof.memory.timeline import LiveStorage, MemoryTimeline
 from dpprof.models.build import find_attention_size
+from dpprof.norms.triton_ops import LAUNCHES
 from dpprof.records.reconciliation import reconcile
 from dpprof.records.step_costs import (
     Allocator,
@@ -333,7 +334,7 @@ def state_io(step: MemoryTimeline, executed_flops: int) -> Io:
     return Io(
         bytes_read=read,
         bytes_written=written,
-        launches=len(step.ops),
+        launches=sum(LAUNCHES.get(op.name, 1) for op in step.ops),
         by_phase_and_op_kind=_work(step),
         arithmetic_intensity=executed_flops / (read + written) if read + written else None,
         **moved,

@@ -15,13 +15,19 @@ what is released, in any precision.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 
+from dpprof.system.substitutes import substitute
+
+_NORMS = SimpleNamespace(are_exact=False)
+"""Whether ``exact_products`` has switched TF32 off, which training uses."""
+
 
 def allows_tf32() -> bool:
-    """Tell whether PyTorch may use TF32 for float32 products on CUDA."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    """Tell whether training may use TF32 for float32 products on CUDA."""
+    return _NORMS.are_exact or bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def name_precision(dtype: torch.dtype) -> str:
@@ -31,13 +37,17 @@ def name_precision(dtype: torch.dtype) -> str:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute PyTorch's float32 products in float32 inside the context."""
-    if not allows_tf32():
+    """Compute PyTorch's float32 products in float32 inside the context.
+
+    Triton's kernels still see whether training uses TF32.
+    """
+    if _NORMS.are_exact or not allows_tf32():
         yield
         return
     matmul = torch.backends.cuda.matmul
     matmul.fp32_precision = "ieee"
     try:
-        yield
+        with substitute(_NORMS, "are_exact", value=True):
+            yield
     finally:
         matmul.fp32_precision = "tf32"

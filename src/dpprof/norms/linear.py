@@ -25,10 +25,14 @@ A per-sample gradient has d p elements, its activations and output gradients T (
 not more, book-keeping materialises the gradients and keeps them instead (``kept product``): that
 needs less memory, and the weighted sum costs ``2 d p`` FLOPs in place of another ``2 T d p``.
 Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost", keep gradients
-where ``2 T^2 > d p``; comparing what is kept gives T (d + p).
+where ``2 T^2 > d p``; comparing what is kept gives T (d + p). Tensor cores multiply many times
+faster than memory moves float32: there gradients are kept only where that costs less too. They are
+written and read twice, 12 d p bytes; otherwise operands are read for the norm, and the narrower one
+is scaled for the sum.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. Both take
-``x_BTd`` and ``g_BTp`` and return ``Squares``, (B,) each, in float32 (float64 for float64).
+``x_BTd`` and ``g_BTp``, and return ``Squares`` or what these follow from (``GramSums``), (B,) each,
+in float32 (float64 for float64).
 """
 
 from collections.abc import Callable
@@ -61,31 +65,54 @@ GRAM_TILE = 256
 FLOPS_PER_BYTE = 10
 """A round figure: data sheets of CPUs and GPUs give 5 to 20 in float32."""
 
+ON_TENSOR_CORES = 200
+"""The same in 16 bits or TF32 on a GPU: what an A100, H100 and H200 reach is 150 to 250."""
+
 
 def gram_tile_size(T: int) -> int:
     """Return the tokens on each side of a tile."""
     return GRAM_TILE if T > GRAM_TILE else GRAM_TILE // 2
 
 
-def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
+class GramSums(NamedTuple):
+    """What squared norms and their slack follow from, of one layer or stacked of several."""
+
+    sums_5B: Tensor
+    """Sums of A * B, the traces of A and B, and the squares of both; (..., 5, B)."""
+
+    d: int
+    p: int
+    tile: int
+    """Tokens on each side of a tile."""
+
+    @property
+    def found_B(self) -> Tensor:  # noqa: N802 (its shape)
+        """Squared norms as computed."""
+        return self.sums_5B.select(-2, 0)
+
+    def square(self) -> Squares:
+        """Return squared norms, (..., B) each."""
+        found_B, trace_of_x_B, trace_of_g_B, square_of_x_B, square_of_g_B = self.sums_5B.unbind(-2)
+        slack_B = gram_slack(
+            trace_of_x_B=trace_of_x_B,
+            trace_of_g_B=trace_of_g_B,
+            square_of_x_B=square_of_x_B,
+            square_of_g_B=square_of_g_B,
+            d=self.d,
+            p=self.p,
+            depth=depth_of_tile(self.tile),
+        )
+        return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
+
+
+def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
     """Multiply Gram matrices tile by tile."""
     by_products = partial(_sum_gram_tiles, x_BTd, g_BTp)
     if is_fused(x_BTd) and is_faster(Way.TILED_GRAM, x_BTd, g_BTp, by_products):
-        found_B, *squares = gram_squares(x_BTd, g_BTp)
-        sums_5B = torch.stack([found_B, square(x_BTd), square(g_BTp), *squares])
+        sums_5B = gram_squares(x_BTd, g_BTp)
     else:
         sums_5B = by_products()
-    found_B, trace_of_x_B, trace_of_g_B, square_of_x_B, square_of_g_B = sums_5B
-    slack_B = gram_slack(
-        trace_of_x_B=trace_of_x_B,
-        trace_of_g_B=trace_of_g_B,
-        square_of_x_B=square_of_x_B,
-        square_of_g_B=square_of_g_B,
-        d=x_BTd.shape[2],
-        p=g_BTp.shape[2],
-        depth=depth_of_tile(gram_tile_size(x_BTd.shape[1])),
-    )
-    return Squares(found_B, slack_B, trace_of_x_B * trace_of_g_B)
+    return GramSums(sums_5B, x_BTd.shape[2], g_BTp.shape[2], gram_tile_size(x_BTd.shape[1]))
 
 
 def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
@@ -142,7 +169,7 @@ def _square_product_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     return squares_B
 
 
-WAYS: dict[Way, Callable[[Tensor, Tensor], Squares]] = {
+WAYS: dict[Way, Callable[[Tensor, Tensor], GramSums | Squares]] = {
     Way.TILED_GRAM: tiled_gram,
     Way.TILED_PRODUCT: tiled_product,
 }
@@ -193,7 +220,9 @@ def price_product(T: int, d: int, p: int) -> Price:
     return Price(2 * T * d * p, T * (d * stripes + p * bands) + 2 * d * p)
 
 
-def choose_way(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> WayChoice:
+def choose_way(
+    T: int, d: int, p: int, itemsize: int, *, keeps: bool, on_tensor_cores: bool = False
+) -> WayChoice:
     """Choose the way to a layer's norms.
 
     T is the tokens of a sample, d and p the widths of input and output, ``itemsize`` the bytes of
@@ -201,8 +230,11 @@ def choose_way(T: int, d: int, p: int, itemsize: int, *, keeps: bool) -> WayChoi
     """
     gram, product = price_gram(T, d, p), price_product(T, d, p)
     prices = {Way.TILED_GRAM: gram.weigh(itemsize), Way.TILED_PRODUCT: product.weigh(itemsize)}
-    if keeps and d * p <= T * (d + p):
-        return WayChoice(Way.KEPT, T, d, p, product.flops, prices)
     way = min(prices, key=lambda name: prices[name])
     flops = gram.flops if way is Way.TILED_GRAM else product.flops
+    # Both ways to the sum take 2 T d p FLOPs.
+    operands = itemsize * T * (d + p + 2 * min(d, p))
+    is_cheaper = ON_TENSOR_CORES * 12 * d * p <= flops + ON_TENSOR_CORES * operands
+    if keeps and d * p <= T * (d + p) and (is_cheaper or not on_tensor_cores):
+        return WayChoice(Way.KEPT, T, d, p, product.flops, prices)
     return WayChoice(way, T, d, p, flops, prices)

@@ -11,7 +11,8 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
   Algorithms", section 3.1). So the error of A is at most d u tr(A) in the Frobenius norm, and that
   of B likewise. By Cauchy-Schwarz the error of the sum of A * B is at most
   ``u (d tr(A) |B| + p |A| tr(B) + m |A| |B|)`` plus terms of u^2, where m is the depth of the last
-  sum. ``eps = 2 u`` in place of u covers those, and accumulators that truncate.
+  sum. ``eps = 2 u`` in place of u covers those, accumulators that truncate, and the error of the
+  traces, which are sums of the diagonals.
 * ``size``, |X|^2 |G|^2: the rounding error of X^T G is relative to its square root. The error
   of a sum of n terms is about sqrt(n) u times the sum of their magnitudes (Higham and Mary 2019,
   "A New Approach to Probabilistic Rounding Error Analysis"); libraries sum in blocks, so n is at

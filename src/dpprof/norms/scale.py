@@ -1,4 +1,4 @@
-"""Per-sample gradients of the scale of a normalisation, one vector for each sample.
+"""Per-sample gradients of the scale and shift of a normalisation, a vector each for each sample.
 
 The normalised inputs, which are large, are computed for some tokens at a time, or never stored in
 Triton's kernel on CUDA.
@@ -13,20 +13,26 @@ from dpprof.norms.tiles import TOKEN_PARTS, accumulator_of
 
 
 def scale_gradients(
-    x_BTd: Tensor, g_BTd: Tensor, mean_BT1: Tensor | None, rstd_BT1: Tensor
-) -> Tensor:
+    x_BTd: Tensor,
+    g_BTd: Tensor,
+    mean_BT1: Tensor | None,
+    rstd_BT1: Tensor,
+    *,
+    shifted: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Sum ``g * (x - mean) * rstd`` over tokens.
 
     ``rstd_BT1`` are reciprocal standard deviations; the means are None if none were subtracted.
 
     Returns:
-        (B, d) in float32, or float64 for float64.
+        (B, d) in float32, or float64 for float64; and if ``shifted`` the sums of ``g``, (B, d),
+        where the kernel gives them without another pass.
     """
     B, _, d = x_BTd.shape
     if triton_ops.is_fused(x_BTd):
         mean_BT = None if mean_BT1 is None else mean_BT1.squeeze(2)
-        made_Bd: Tensor = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2))
-        return made_Bd
+        made_BRd = triton_ops.scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT1.squeeze(2), shifted)
+        return made_BRd[:, 0], made_BRd[:, 1] if shifted else None
     parts_of_T = 1 if placement.is_cuda(x_BTd) else TOKEN_PARTS
     accumulator = accumulator_of(x_BTd.dtype)
     means = None if mean_BT1 is None else mean_BT1.chunk(parts_of_T, dim=1)
@@ -36,4 +42,4 @@ def scale_gradients(
         exact = x.to(accumulator)
         normal = exact * rstd if means is None else (exact - means[at]).mul_(rstd)
         sums_Bd += normal.mul_(g).sum(1)
-    return sums_Bd
+    return sums_Bd, None

@@ -21,6 +21,7 @@ from dpprof.norms.tiles import (
     accumulator_of,
     multiply,
     multiply_and_sum,
+    samples_at_once,
     spans,
     square,
 )
@@ -73,18 +74,19 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
     S = x_BSd.shape[1]
     dtype = accumulator_of(torch.promote_types(e_BTd.dtype, x_BSd.dtype))
     sums_3B = e_BTd.new_zeros((3, B), dtype=torch.float64)
-    for sample in range(B):
-        one = slice(sample, sample + 1)
+    at_once = samples_at_once(B, 2 * TILE * TILE, 2 * TILE * d, e_BTd.dtype)
+    for some in spans(B, at_once):
         for positions in spans(T, TILE):
+            ids = ids_BT[some, None, positions]
             for tokens in spans(S, TILE):
                 products = multiply(
-                    e_BTd[one, positions].to(dtype), x_BSd[one, tokens].to(dtype).transpose(1, 2)
+                    x_BSd[some, tokens].to(dtype), e_BTd[some, positions].to(dtype).transpose(1, 2)
                 )
-                rows = g_BSV[sample, tokens].index_select(1, ids_BT[sample, positions])
-                rows = rows.to(dtype).t()[None]
+                rows = g_BSV[some, tokens]
+                rows = rows.gather(2, ids.expand(-1, rows.shape[1], -1)).to(dtype)
                 both = (products, rows)
                 squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
-                sums_3B[:, one] += torch.stack([multiply_and_sum(products, rows), *squares])
+                sums_3B[:, some] += torch.stack([multiply_and_sum(products, rows), *squares])
     found_B, products_B, rows_B = sums_3B.to(dtype)
     depth = depth_of_tile(TILE)
     error_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + depth * products_B.sqrt()

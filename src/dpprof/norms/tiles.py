@@ -84,10 +84,10 @@ def square(a: Tensor) -> Tensor:
     """Sum each sample's squares, in float32 at least, without storing them; (B, ...) to (B,)."""
     flat = a.flatten(1)
     accumulator = accumulator_of(a.dtype)
-    squares_B = a.new_zeros(len(a), dtype=accumulator)
     # A GPU sums in a tree anyway, and each slice is a launch.
     size = max(1, flat.shape[1]) if placement.is_cuda(a) else SQUARED_AT_ONCE
-    for some in spans(flat.shape[1], size):
-        norms_B = torch.linalg.vector_norm(flat[:, some], dim=1, dtype=accumulator)
-        squares_B += norms_B.square_()
-    return squares_B
+    parts = [
+        torch.linalg.vector_norm(flat[:, some], dim=1, dtype=accumulator).square_()
+        for some in spans(flat.shape[1], size)
+    ]
+    return sum(parts[1:], parts[0]) if parts else a.new_zeros(len(a), dtype=accumulator)

@@ -60,12 +60,15 @@ def sum_gram_squares(
 ):  # fmt: skip
     """Sum (x_t . x_s) (g_t . g_s) over the tiles of (t, s) on and below the diagonal.
 
-    Also (x_t . x_s)^2 and (g_t . g_s)^2, each stored after the sums of all programs.
+    Also x_t . x_t and g_t . g_t, then (x_t . x_s)^2 and (g_t . g_s)^2, each stored after the sums
+    of all programs.
     """
     sample = (tl.program_id(0) // slots).to(tl.int64)
     slot = tl.program_id(0) % slots
     side = tl.cdiv(T, TILE_T)
     total = 0.0
+    trace_x = 0.0
+    trace_g = 0.0
     total_x = 0.0
     total_g = 0.0
     for tile in range(slot, side * (side + 1) // 2, slots):
@@ -83,14 +86,19 @@ def sum_gram_squares(
         g_RC = gram_tile(
             g_ptr + sample * g_b, T, p, g_t, g_k, rows_R, columns_C, TILE_T, TILE_K, PRECISION
         )
+        is_diagonal_RC = rows_R[:, None] == columns_C[None, :]
+        trace_x += tl.sum(tl.where(is_diagonal_RC, x_RC, 0.0))
+        trace_g += tl.sum(tl.where(is_diagonal_RC, g_RC, 0.0))
         times = tl.where(row == column, 1.0, 2.0)
         total += times * tl.sum(x_RC * g_RC)
         total_x += times * tl.sum(x_RC * x_RC)
         total_g += times * tl.sum(g_RC * g_RC)
     programs = tl.num_programs(0)
     tl.store(partial_ptr + tl.program_id(0), total)
-    tl.store(partial_ptr + programs + tl.program_id(0), total_x)
-    tl.store(partial_ptr + 2 * programs + tl.program_id(0), total_g)
+    tl.store(partial_ptr + programs + tl.program_id(0), trace_x)
+    tl.store(partial_ptr + 2 * programs + tl.program_id(0), trace_g)
+    tl.store(partial_ptr + 3 * programs + tl.program_id(0), total_x)
+    tl.store(partial_ptr + 4 * programs + tl.program_id(0), total_g)
 
 
 @triton.autotune(PRODUCT, **TUNING)
@@ -124,10 +132,11 @@ def sum_product_squares(
 def sum_scaled(
     x_ptr, g_ptr, mean_ptr, rstd_ptr, partial_ptr, slots, T, d,
     x_b, x_t, x_k, g_b, g_t, g_k,
-    CENTRED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
+    CENTRED: tl.constexpr, SHIFTED: tl.constexpr, TILE_T: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Sum g (x - mean) rstd over tokens; each program writes TILE_D sums to its slot.
 
+    Where ``SHIFTED`` it writes the sums of g behind the d sums of the slot.
     Means and rstd are contiguous, (B, T). Program i of a sample's ``slots`` takes token tiles i,
     i + slots, ...
     """
@@ -135,6 +144,7 @@ def sum_scaled(
     slot = tl.program_id(1)
     d_D = tl.program_id(2) * TILE_D + tl.arange(0, TILE_D)
     sums_TD = tl.zeros((TILE_T, TILE_D), dtype=tl.float32)
+    shifts_TD = tl.zeros((TILE_T, TILE_D), dtype=tl.float32)
     for start in range(slot * TILE_T, T, slots * TILE_T):
         t_T = start + tl.arange(0, TILE_T)
         x_TD = load_tile(x_ptr + sample * x_b, t_T, x_t, T, d_D, x_k, d).to(tl.float32)
@@ -144,5 +154,9 @@ def sum_scaled(
             mean_T = tl.load(mean_ptr + sample * T + t_T, mask=t_T < T, other=0.0)
             x_TD = x_TD - mean_T[:, None]
         sums_TD += g_TD * (x_TD * rstd_T[:, None])
-    at = (sample * slots + slot) * d
+        if SHIFTED:
+            shifts_TD += g_TD
+    at = (sample * slots + slot) * d * (2 if SHIFTED else 1)
     tl.store(partial_ptr + at + d_D, tl.sum(sums_TD, axis=0), mask=d_D < d)
+    if SHIFTED:
+        tl.store(partial_ptr + at + d + d_D, tl.sum(shifts_TD, axis=0), mask=d_D < d)

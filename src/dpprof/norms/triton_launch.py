@@ -22,7 +22,7 @@ from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SCALED
 
 PROGRAMS = 1024
 """How many programs share a batch's tiles, at least one for each sample: about eight for each of an
-H200's 132 multiprocessors. Partial sums take at most 12 (PROGRAMS + B) bytes for any T."""
+H200's 132 multiprocessors. Partial sums take at most 20 (PROGRAMS + B) bytes for any T."""
 
 _AXES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,7 +42,8 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
     Returns:
         In float32, inf at overflow: of ``product_squares`` the squared norms, (B,); of
-        ``gram_squares`` also the sums of (x_t . x_s)^2, and of (g_t . g_s)^2, (3, B).
+        ``gram_squares`` also the sums of x_t . x_t, of g_t . g_t, of (x_t . x_s)^2, and of
+        (g_t . g_s)^2, (5, B).
         ``norms.float32_products`` says how float32 is multiplied.
 
     Raises:
@@ -56,7 +57,7 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         )
         return _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)[0]
     side = _count(x_BTd.shape[1], "TILE_T", GRAM)
-    return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2, sums=3)
+    return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2, sums=5)
 
 
 def _count(length: int, side: str, configs: list[Config]) -> int:
@@ -106,18 +107,20 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int
 
 
 def launch_scale_gradients(
-    x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
+    x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor, *, shifted: bool
 ) -> Tensor:
-    """Sum ``g * (x - mean) * rstd`` over tokens, as in ``norms.scale``; (B, d) in float32.
+    """Sum ``g * (x - mean) * rstd`` over tokens, as in ``norms.scale``; (B, 1, d) in float32.
 
-    ``x_BTd`` and ``g_BTd`` may have any strides, and each be bfloat16, float16 or float32.
+    ``x_BTd`` and ``g_BTd`` may have any strides, and each be bfloat16, float16 or float32. If
+    ``shifted``, the sums of ``g`` follow; (B, 2, d).
     """
     B, T, d = x_BTd.shape
+    rows = 2 if shifted else 1
     if B == 0:
-        return x_BTd.new_zeros((0, d), dtype=torch.float32)
+        return x_BTd.new_zeros((0, rows, d), dtype=torch.float32)
     stripes = cdiv(d, SCALED["TILE_D"])
     slots = min(cdiv(T, SCALED["TILE_T"]), cdiv(PROGRAMS, B * stripes))
-    partials_BSd = x_BTd.new_empty(B, slots, d, dtype=torch.float32)
+    partials_BSRd = x_BTd.new_empty(B, slots, rows, d, dtype=torch.float32)
     rstd_BT = rstd_BT.float().contiguous()
     with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
         sum_scaled[B, slots, stripes](
@@ -125,15 +128,16 @@ def launch_scale_gradients(
             g_BTd,
             mean_BT.float().contiguous() if mean_BT is not None else rstd_BT,
             rstd_BT,
-            partials_BSd,
+            partials_BSRd,
             *(slots, T, d),
             *x_BTd.stride(),
             *g_BTd.stride(),
             CENTRED=mean_BT is not None,
+            SHIFTED=shifted,
             **SCALED,
             num_warps=8,
         )
-    return partials_BSd.sum(dim=1)
+    return partials_BSRd.sum(dim=1)
 
 
 def read_config(kernel: str) -> dict[str, int]:

@@ -91,7 +91,7 @@ def is_faster(way: Way, x_BTd: Tensor, g_BTp: Tensor, by_products: Callable[[], 
 
 @torch.library.custom_op("dpprof::gram_squares", mutates_args=())
 def gram_squares(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
-    """Compute squared norms from Gram matrices in registers, and the squares of both; (3, B)."""
+    """Compute squared norms from Gram matrices in registers, their traces and squares; (5, B)."""
     return _run("gram_squares", x_BTd, g_BTp)
 
 
@@ -112,26 +112,35 @@ def _run(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 @torch.library.custom_op("dpprof::scale_gradients", mutates_args=())
 def scale_gradients(
-    x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
+    x_BTd: Tensor, g_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor, shifted: bool
 ) -> Tensor:
-    """Compute the per-sample gradients of a scale in one pass over both tensors; (B, d)."""
+    """Compute the per-sample gradients of a scale in one pass over both tensors; (B, 1, d).
+
+    If ``shifted``, those of the shift follow; (B, 2, d).
+    """
     from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
 
-    return triton_launch.launch_scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT)
+    return triton_launch.launch_scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT, shifted=shifted)
 
 
 SCALE = torch.ops.dpprof.scale_gradients
 """``scale_gradients`` as PyTorch's operator."""
 
+LAUNCHES = dict.fromkeys((f"dpprof.{name}" for name in (*KERNELS.values(), "scale_gradients")), 2)
+"""Kernels that each operator launches: its own, and one that adds up the sums of its programs."""
+
 
 @scale_gradients.register_fake
-def _sums_by_column(x_BTd: Tensor, *_: Any) -> Tensor:
-    return x_BTd.new_empty((x_BTd.shape[0], x_BTd.shape[2]), dtype=torch.float32)
+def _sums_by_column(
+    x_BTd: Tensor, _g_BTd: Tensor, _mean_BT: Tensor | None, _rstd_BT: Tensor, shifted: bool
+) -> Tensor:
+    shape = (x_BTd.shape[0], 2 if shifted else 1, x_BTd.shape[2])
+    return x_BTd.new_empty(shape, dtype=torch.float32)
 
 
 @gram_squares.register_fake
 def _sums_of(x_BTd: Tensor, _g_BTp: Tensor) -> Tensor:
-    return x_BTd.new_empty((3, len(x_BTd)), dtype=torch.float32)
+    return x_BTd.new_empty((5, len(x_BTd)), dtype=torch.float32)
 
 
 @product_squares.register_fake

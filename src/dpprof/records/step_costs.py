@@ -193,7 +193,7 @@ class Io(Part):
 
     bytes_read: int = Field(description="bytes that the operators of a step must read")
     bytes_written: int = Field(description="bytes that they must write")
-    launches: int | None = Field(None, description="operators of a step that start a kernel")
+    launches: int | None = Field(None, description="kernels that the operators of a step start")
     by_phase: dict[Phase, Moved]
     by_op_kind: dict[OpKind, Moved]
     by_module: dict[str, Moved]

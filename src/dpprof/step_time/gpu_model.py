@@ -77,6 +77,9 @@ UNKNOWN_PRODUCTS = Estimate(0.6, 0.35)
 """Share of the roofline of products on a device without a table of its architecture, and of other
 products, such as those of tiled norms."""
 
+TF32_PRODUCTS = 3
+"""Products in TF32 in place of each of a norm's (``norms.float32_products``)."""
+
 KERNEL_S = 3e-6
 """Seconds of a kernel beyond its work: ``mem_empirical_constant_latency`` of the same source."""
 
@@ -164,7 +167,11 @@ class GpuModel:
             found = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
             share = UNKNOWN_PRODUCTS
-            bound = max(cost.flops / self._peak(cost.dtype), streamed_s)
+            is_split = (
+                cost.op.startswith("dpprof.") and ceiling_of(cost.dtype, self._dtype) == "tf32"
+            )
+            flops = cost.flops * (TF32_PRODUCTS if is_split else 1)
+            bound = max(flops / self._peak(cost.dtype), streamed_s)
             found = OpTime(bound / share.value, share.spread, "data sheet")
         else:
             share = _share_of_bandwidth(cost)
