@@ -2,14 +2,14 @@
 
 Source: Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost".
 Autograd's own gradients of weights, which DP-SGD does not use, are never computed. For each matrix
-it keeps the activations and output gradients, or the per-sample gradients, whichever have fewer
-elements (``norms.linear``); for each vector its per-sample gradients. Then it computes the clipped
-sum layer by layer, and frees what it kept.
+it keeps the activations and output gradients, or the per-sample gradients where these have fewer
+elements and, on tensor cores, take less time (``norms.linear``); for each vector its per-sample
+gradients. Then it computes the clipped sum layer by layer, and frees what it kept.
 
 Cost for a linear layer of d x p over T tokens: 6 B T d p FLOPs and the norm; where per-sample
-gradients are kept 6 B T d p + 2 B d p in all. Memory beyond an ordinary step:
-B min(T (d + p), d p) elements for each linear layer, of which B T d are activations that an
-ordinary step holds until its backward.
+gradients are kept 6 B T d p + 2 B d p in all. Memory beyond an ordinary step: at most B T (d + p)
+elements for each linear layer, of which B T d are activations that an ordinary step holds until its
+backward.
 """
 
 from collections import defaultdict
