@@ -65,6 +65,21 @@ def test_every_layer_at_every_shape(T, variant, kind) -> None:
                     assert clipping.sample_norms[-1] == 0
 
 
+def test_joined_sums_of_vectors_are_tensors_of_their_own() -> None:
+    model = build("layer norm", True, "plain", torch.float64)
+    clipping = BookKeeping(model, 0.5)
+    ids, labels, weights = draw(4, 17)
+    with as_if_on_cuda():
+        clipping.backward(model.losses(ids, labels, weights.double()))
+        once = gradients(model)
+        clipping.backward(model.losses(ids, labels, weights.double()))  # adds to each
+
+    torch.testing.assert_close(gradients(model), 2 * once)
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}) == len(
+        list(model.parameters())
+    )
+
+
 @pytest.mark.parametrize("way", FLAT)
 @pytest.mark.parametrize("rows", [3, 1])
 def test_ids_may_be_int32(way, rows) -> None:

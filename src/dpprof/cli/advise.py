@@ -72,16 +72,12 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
 """What a row of winners is about; the last two are shown only where they vary."""
 
 
-def _in_gib(size: int | None) -> str:
-    return "-" if size is None else three_digits(size / 2**30)
-
-
 _WINNER: Mapping[str, Callable[[Option], str]] = {
     "checkpointing": lambda one: str(one.checkpointing),
     "safe batch": lambda one: format_number(one.safe_batch_size, ","),
     "tokens/s": lambda one: format_number(one.tokens_per_s, ",.0f"),
     "90 % interval": _format_interval,
-    "GiB at peak": lambda one: _in_gib(one.safe_peak_bytes),
+    "GiB at peak": lambda one: three_digits(one.safe_peak_bytes, 2**30),
 }
 _TIMES = (
     "tokens per second are predicted, with 90 % intervals; what they rest on differs by row, and "

@@ -83,13 +83,9 @@ def _lay_out_costs(budget: Budget, signs: Marks) -> list[str]:
     return lay_out([header, *rows])
 
 
-def _in_hours(hours: float | None) -> str:
-    return "-" if hours is None else three_digits(hours)
-
-
 def _cells(cost: MethodCost, signs: Marks) -> list[str]:
     known = cost.gpu_hours is not None
-    low, high, hours = map(_in_hours, (cost.gpu_hours_low, cost.gpu_hours_high, cost.gpu_hours))
+    low, high, hours = map(three_digits, (cost.gpu_hours_low, cost.gpu_hours_high, cost.gpu_hours))
     return [
         cost.method + sign(cost.method, signs),
         "none" if cost.epsilon is None else f"{cost.epsilon:g}",

@@ -492,9 +492,11 @@ class Clipping(ABC):
             joined = zero_samples(joined, self._excluded)
         summed = joined.sum(factors_B.to(joined[0].device))
         sizes = [gradients.shape[1] for _, gradients in vectors]
-        parts = torch.ops.aten.split_with_sizes_copy(summed, sizes)
-        for (parameter, _), own in zip(vectors, parts, strict=True):
-            add_to_grad(parameter, own.to(parameter.dtype), self.max_grad_norm)
+        # Views of one tensor would share its version, by which each sum is recognised.
+        own = [summed.new_empty(size) for size in sizes]
+        torch._foreach_copy_(own, torch.split(summed, sizes))
+        for (parameter, _), part in zip(vectors, own, strict=True):
+            add_to_grad(parameter, part.to(parameter.dtype), self.max_grad_norm)
 
 
 def _run(

@@ -188,8 +188,8 @@ class Pattern:
         """Return what the training of a model with so many blocks allocates."""
         layout = self._lay_out(count)
         known = sizes.of(count - self._blocks.count)
-        requested = dict(zip(layout.numbers, known[layout.places].tolist(), strict=True))
-        number = len(layout.numbers)
+        requested = dict(enumerate(known[layout.places].tolist()))
+        number = len(requested)
         steps: list[list[Event]] = []
         found: dict[tuple[int, ...], list[int]] = {}
         for parts in layout.steps:
@@ -231,11 +231,8 @@ class _Layout(NamedTuple):
     """For each step, and what precedes it, events and launches of kernels in their order; with
     a launch where its sizes are."""
 
-    numbers: list[int]
-    """Of all storages but those of kernels."""
-
     places: Integers
-    """Where the sizes of these storages are."""
+    """Where the size of each storage is, but for those of kernels."""
 
     @classmethod
     def of(cls, outline: Outline) -> Self:
@@ -255,7 +252,7 @@ class _Layout(NamedTuple):
             events = steps[-1][-1]
             assert isinstance(events, list)
             events.append(event)
-        return cls(steps, list(range(outline.storage_count)), np.array(places, dtype=np.int64))
+        return cls(steps, np.array(places, dtype=np.int64))
 
 
 def _settle(at: int, first: Atom, *others: Atom) -> SettledAtom:

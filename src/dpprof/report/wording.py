@@ -69,7 +69,7 @@ def number(value: float | None, unit: float = 1.0, digits: int = 1) -> str:
 
 def significant(value: float | None, unit: float = 1.0) -> str:
     """Return a figure in a unit with three significant digits; a dash where it is unknown."""
-    return "-" if value is None or pd.isna(value) else three_digits(value / unit)
+    return three_digits(None if pd.isna(value) else value, unit)
 
 
 def percent(value: float | None, digits: int = 0) -> str:
