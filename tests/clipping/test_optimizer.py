@@ -155,8 +155,16 @@ def test_a_sum_needs_no_batch_size() -> None:
     torch.testing.assert_close(gradients(model), summed)
 
 
-def test_a_gpu_draws_the_noise_of_several_parameters_at_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))  # 24 and 6, 12 and 2 elements
+@pytest.mark.parametrize(
+    ("has_blocks", "at_once", "sizes"),
+    [(False, 44, [44]), (False, 1, [24, 20]), (True, 44, [30, 14])],
+)
+def test_a_gpu_draws_the_noise_of_several_parameters_at_once(
+    has_blocks: bool, at_once: int, sizes: list[int], monkeypatch
+) -> None:
+    monkeypatch.setattr("dpprof.clipping.optimizer._AT_ONCE", at_once)
+    layers = nn.Linear(4, 6), nn.Linear(6, 2)  # 24 and 6, 12 and 2 elements
+    model = nn.Sequential(*(nn.Sequential(one) if has_blocks else one for one in layers))
     clipping = BookKeeping(model, 0.5)
     generator, same = (torch.Generator().manual_seed(3) for _ in range(2))
     optimizer = private(
@@ -166,7 +174,7 @@ def test_a_gpu_draws_the_noise_of_several_parameters_at_once() -> None:
         with as_if_on_cuda():
             clipping.backward(torch.zeros(0))
             optimizer.step()
-        drawn = [torch.normal(0.0, 0.25, [size], generator=same) for size in (24, 20)]
+        drawn = [torch.normal(0.0, 0.25, [size], generator=same) for size in sizes]
 
         assert torch.equal(gradients(model), torch.cat(drawn).double())
         optimizer.zero_grad()

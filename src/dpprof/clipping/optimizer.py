@@ -5,7 +5,9 @@ The optimizer has the interface of Opacus's optimizers: Opacus's accountants, no
 which takes as long to import as PyTorch.
 """
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,9 @@ from dpprof.records.births import allocates
 
 _HOOK = "_clipping_noise_hook"
 _INNER = "original_optimizer"
+_AT_ONCE = 2**22
+"""The noise of so many elements may be drawn at once on a GPU: 16 MiB in float32."""
+
 _INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
 
 
@@ -78,8 +83,8 @@ class NoisyOptimizer(Optimizer):
     state into the ``original_optimizer`` of an optimizer that was given no generator. Then
     whatever was released of the steps that are repeated counts for the accountant too.
 
-    Cost: noise for one parameter at a time, or for several that are smaller together, and one pass
-    over memory each to draw and to add it.
+    Cost: noise for one parameter at a time, on a GPU for several of a block, and one pass over
+    memory each to draw and to add it.
 
     Example:
         >>> import torch
@@ -285,27 +290,30 @@ class NoisyOptimizer(Optimizer):
     def _group_for_noise(self) -> Iterator[list[Any]]:
         """Yield the parameters in groups whose noise is drawn at once.
 
-        On a GPU each draw is a launch. No group has more elements than the largest parameter, so
-        the noise takes no more memory.
+        On a GPU each draw is a launch. A group is within one block of the model (``layers.3``), and
+        has no more elements than the largest parameter or ``_AT_ONCE``.
         """
         ranks = self.clipping.ranks
         draws_alone = self.secure_mode or ranks.size > 1 or ranks.is_sharded
-        most = max((p.numel() for p in self.params), default=0)
-        group: list[Any] = []
-        room = 0
-        for parameter in self.params:
-            is_alike = group and (parameter.device, parameter.dtype) == (
-                group[0].device,
-                group[0].dtype,
-            )
-            joins = is_alike and placement.is_cuda(parameter) and parameter.numel() <= room
-            if group and (draws_alone or not joins):
-                yield group
-                group = []
-            room = (room if group else most) - parameter.numel()
-            group.append(parameter)
-        if group:
+        most = max((_AT_ONCE, *(p.numel() for p in self.params)))
+
+        def kind(parameter: Any) -> tuple[Any, ...]:
+            return self._block_of(parameter), parameter.device, parameter.dtype
+
+        for _, alike in itertools.groupby(self.params, kind):
+            group: list[Any] = []
+            for parameter in alike:
+                is_alone = draws_alone or not placement.is_cuda(parameter)
+                if group and (is_alone or sum(p.numel() for p in (*group, parameter)) > most):
+                    yield group
+                    group = []
+                group.append(parameter)
             yield group
+
+    def _block_of(self, parameter: Any) -> str:
+        """Return the start of a parameter's name, up to the first number; empty without one."""
+        found = re.match(r".*?\.\d+\.", self.clipping.name_of(parameter))
+        return found.group() if found else ""
 
     def _draw_for(self, group: Sequence[Tensor]) -> None:
         """Draw the noise of several parameters at once; ``_add_noise_to`` takes it."""
