@@ -281,7 +281,7 @@ def compare(gradients, measured, summed, *, norms=1.0, bound=1.0, excluded=None)
         for contribution in contributions:
             comparison.note(parameter, contribution, is_measured=contributions is measured)
     norms_B = torch.full((len(gradients),), norms, dtype=torch.float64)
-    return comparison.find_difference(norms_B, bound, excluded) is not None
+    return comparison.find_difference(comparison.compare(norms_B, bound, excluded)) is not None
 
 
 @pytest.mark.parametrize("name", CONTRIBUTIONS)

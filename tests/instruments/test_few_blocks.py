@@ -31,7 +31,8 @@ FIRST = (
     {"method": "flash-bk", "hf": "gpt-neox", "lora": "rank=2"},
     {"method": "standard", "hf": "opt", "dtype": "bfloat16"},
     {"method": "opacus-hooks", "hf": "gpt2"},
-    {"method": "flash", "hf": "qwen2", "batch_size": 9},
+    {"method": "flash", "hf": "qwen2", "batch_size": 9, "optimizer": "adamw-fused"},
+    {"method": "flash-bk", "execution": "graph"},
 )
 """Every way in which the records of different experiments differ, at least once."""
 
@@ -86,7 +87,13 @@ def test_the_result_is_that_of_tracing_the_whole(case) -> None:
     assert _compare(case).startswith("the 7 blocks follow from traces of ")
 
 
+def _combine_executions():
+    for method, optimizer in itertools.product(OWN[:3], ("adamw", "adamw-fused", "sgd")):
+        for execution in ("eager", "graph"):
+            yield {"method": method, "optimizer": optimizer, "execution": execution}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", list(_combine()), ids=str)
+@pytest.mark.parametrize("case", [*_combine(), *_combine_executions()], ids=str)
 def test_every_result_is_that_of_tracing_the_whole(case) -> None:
     _compare(case)

@@ -47,6 +47,22 @@ def play(allocator: CachingAllocator, steps: str) -> CachingAllocator:
     return allocator
 
 
+def test_a_graph_has_a_pool_of_its_own() -> None:
+    allocator = play(
+        CachingAllocator(limit_bytes=100 * MIB), "weights 30, activations 40, -activations"
+    )
+    assert allocator.reserved_bytes == 70 * MIB
+    allocator.begin_graph()
+
+    assert allocator.reserved_bytes == 30 * MIB  # the cache was released
+    play(allocator, "captured 50, sums 12, -captured, more 45")
+    assert allocator.reserved_bytes == (30 + 50 + 12) * MIB
+    play(allocator, "-weights, -more")
+    with pytest.raises(OutOfMemoryError):  # no release takes what a replay writes to
+        play(allocator, "other 60")
+    assert allocator.reserved_bytes == (50 + 12) * MIB  # only the weights' segment went
+
+
 @pytest.mark.parametrize(
     ("steps", "reserved", "blocks"),
     [

@@ -68,8 +68,9 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
     "tokens": lambda one: f"{one.seq_len:,}",
     "ranks": lambda one: one.parallel or "1",
     "trained": lambda one: "whole" if one.lora is None else "LoRA",
+    "execution": lambda one: one.execution,
 }
-"""What a row of winners is about; the last two are shown only where they vary."""
+"""What a row of winners is about; the last three are shown only where they vary."""
 
 
 _WINNER: Mapping[str, Callable[[Option], str]] = {
@@ -83,7 +84,7 @@ _TIMES = (
     "tokens per second are predicted, with 90 % intervals; what they rest on differs by row, and "
     "--json says it"
 )
-_TEXTS = ("dtype", "ranks", "trained", "method", "checkpointing", "verdict")
+_TEXTS = ("dtype", "ranks", "trained", "execution", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
 
 
@@ -97,6 +98,7 @@ def _recommend(advice: Advice) -> list[str]:
     best = advice.best
     ranks = "" if advice.parallel is None else f", {advice.parallel}"
     where = f"{_name(advice)}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
+    where += "" if advice.execution == "eager" else ", as a CUDA graph"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
         return [f"No time is predicted, so methods that fit are not ranked: {where}."]
@@ -316,10 +318,12 @@ def rank_methods(
 ) -> tuple[str, str, bool]:
     """Return the methods in order, as far as their verdicts are known here; draw them too."""
     standings = read_verdicts(experiments)
-    alike: dict[tuple[str, int], dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
+    alike: dict[tuple[str, int, str], dict[int, list[Result]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for result in results:
         one = result.experiment
-        alike[one.dtype, one.seq_len][one.world_size].append(result)
+        alike[one.dtype, one.seq_len, one.execution][one.world_size].append(result)
     found = [
         _advise(experiments[0], on_ranks, standings)
         for by_ranks in alike.values()
@@ -331,9 +335,10 @@ def rank_methods(
         lines = [*map(format_advice, found), *explain(results), *list_smallest_ranks(results)]
     else:
         lines = [format_winners(found), *explain_safety(results)]
-        for (dtype, seq_len), by_ranks in alike.items():
+        for (dtype, seq_len, execution), by_ranks in alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
-            lines += [f"{dtype} {seq_len:,}: {one}" for one in list_smallest_ranks(on_any)]
+            where = f"{dtype} {seq_len:,}" + ("" if execution == "eager" else f" {execution}")
+            lines += [f"{where}: {one}" for one in list_smallest_ranks(on_any)]
     options = [option for side in sides for option in side.options]
     if figure is not None:
         save_figure(load_figure("advice", "--figure")(found, find_signs(options)), figure)

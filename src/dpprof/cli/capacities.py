@@ -34,7 +34,7 @@ from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
-LISTS = ("dtype", "seq_len", "checkpointing")
+LISTS = ("dtype", "seq_len", "checkpointing", "execution")
 """Fields of which a command may be asked about several values: the first changes last."""
 
 _AXES: dict[str, Callable[[Experiment], str]] = {
@@ -42,6 +42,7 @@ _AXES: dict[str, Callable[[Experiment], str]] = {
     "dtype": lambda one: one.dtype,
     "tokens": lambda one: f"{one.seq_len:,}",
     "checkpointing": lambda one: one.checkpointing,
+    "execution": lambda one: one.execution,
     "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
     "trained": lambda one: "whole" if one.lora is None else "LoRA",
 }

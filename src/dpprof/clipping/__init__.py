@@ -2,7 +2,7 @@
 
 ``BookKeeping`` and ``FlashClipping`` clip the gradient of each sample to one bound, in one
 backward pass and in two; ``PerLayerClipping`` clips each layer to a bound of its own.
-``NoisyOptimizer`` adds the noise.
+``NoisyOptimizer`` adds the noise, and ``CapturedStep`` runs whole steps as CUDA graphs.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from dpprof.system.imports import import_at_first_use
 
 if TYPE_CHECKING:
     from dpprof.clipping.book_keeping import BookKeeping as BookKeeping
+    from dpprof.clipping.captured_step import CapturedStep as CapturedStep
     from dpprof.clipping.engine import Clipping as Clipping
     from dpprof.clipping.optimizer import NoisyOptimizer as NoisyOptimizer
     from dpprof.clipping.per_layer import PerLayerClipping as PerLayerClipping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BookKeeping": "dpprof.clipping.book_keeping",
+    "CapturedStep": "dpprof.clipping.captured_step",
     "Clipping": "dpprof.clipping.engine",
     "FlashClipping": "dpprof.clipping.two_pass",
     "NoisyOptimizer": "dpprof.clipping.optimizer",

@@ -36,6 +36,7 @@ from dpprof.records.births import allocates
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
+    from dpprof.clipping.deferral import Deferral
     from dpprof.norms.linear import WayChoice
 
 Enter = Callable[[Any], None]
@@ -131,6 +132,9 @@ class Clipping(ABC):
         self.continues: Callable[[], bool] = lambda: False
         """Whether the coming batch is a part of one, and other parts follow."""
 
+        self.deferral: Deferral | None = None
+        """If not None, nothing waits for the device: takes what only values show."""
+
         self._handler: Handler | None = None
         self._is_running = threading.Lock()
         self._changed: list[tuple[nn.Module, Tensor]] = []
@@ -214,6 +218,11 @@ class Clipping(ABC):
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
         """Parameters that are clipped together, and the bound of each group."""
         return [(self.parameters, self.max_grad_norm)]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Sources of random numbers that the clipping itself draws."""
+        return []
 
     def clips(self, parameter: nn.Parameter) -> bool:
         """Tell whether this clips a parameter's gradient, if it is trained."""
@@ -305,7 +314,8 @@ class Clipping(ABC):
             self._refuse_changed_outputs()
             self.shard_sums.finish()
             self._refuse_unclipped_sums()
-            self._released.verify()
+            if self.deferral is None:
+                self.verify_released()
         except BaseException:
             for parameter in self._coverage:
                 parameter.grad = None  # part of a batch must not be applied
@@ -316,6 +326,14 @@ class Clipping(ABC):
             self._changed.clear()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
+
+    def verify_released(self) -> None:
+        """Refuse a step if a buffer or frozen parameter changed; this may wait for the device.
+
+        Raises:
+            RuntimeError: One did.
+        """
+        self._released.verify()
 
     def _expect_shards(self, losses: Tensor) -> None:
         """Prepare to reduce this batch's sums onto shards."""
@@ -442,7 +460,9 @@ class Clipping(ABC):
     def _refuse_changed_outputs(self) -> None:
         """Refuse layers whose outputs were others when they ran again in backward."""
         for layer, changed_B in self._changed:
-            if not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
+            if self.deferral is not None:
+                self.deferral.flag(changed_B)
+            elif not isinstance(changed_B, FakeTensor) and any(changed_B.tolist()):
                 raise RuntimeError(
                     f"{self._name_of_layer(layer)} gave another output when it ran again for "
                     "per-sample gradients: it has no rule, and draws numbers, counts its calls or "
@@ -455,6 +475,9 @@ class Clipping(ABC):
         assert self._losses is not None
         factors_B = clip_factor(norms_B, bound)
         nonfinite_B = ~(norms_B.isfinite() & self._losses.to(norms_B.device).isfinite())
+        if self.deferral is not None:
+            self.deferral.flag(nonfinite_B)
+            return factors_B * self.deferral.weights_B.to(factors_B)
         # A fake tensor has no values; otherwise this waits for the device.
         if isinstance(nonfinite_B, FakeTensor) or not any(nonfinite_B.tolist()):
             self._excluded = None

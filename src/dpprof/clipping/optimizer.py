@@ -144,7 +144,7 @@ class NoisyOptimizer(Optimizer):
         """How many batches got noise."""
 
         ranks = clipping.ranks
-        self._made_with = self._settings | {"rank": ranks.rank, "number of ranks": ranks.size}
+        self._made_with = self.settings | {"rank": ranks.rank, "number of ranks": ranks.size}
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
@@ -187,7 +187,7 @@ class NoisyOptimizer(Optimizer):
         return self._own_generators[device]
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """What scales and averages noise, at present."""
         size = self.expected_batch_size
         return {
@@ -269,7 +269,7 @@ class NoisyOptimizer(Optimizer):
                 f"{self.clipping.name_of(p)} {tuple(p.shape)} {p.dtype}" for p in self.params
             )
             settings: dict[str, float | str] = {
-                **{name: value or 0 for name, value in self._settings.items()},
+                **{name: value or 0 for name, value in self.settings.items()},
                 "the number of steps": self.steps,
                 "the trained parameters": "\n".join(trained),
             }
@@ -362,6 +362,21 @@ class NoisyOptimizer(Optimizer):
         self.original_optimizer.zero_grad(set_to_none)
         self._batches_before = self.clipping.batches
 
+    def discard(self) -> None:
+        """Throw away the sums of a batch that is not finished: nothing of it is applied."""
+        for parameter in self.params:
+            parameter.grad = parameter.summed_grad = None
+        self.clipping.shard_sums.forget()
+        self._step_skip_queue.clear()
+        self._is_last_step_skipped = self._is_noised = False
+        self._bound = None
+        self._batches_before = self.clipping.batches
+
+    def count_step(self) -> None:
+        """Count a step on all batches that were clipped since the last one, which a graph took."""
+        self._batches_before = self.clipping.batches
+        self.steps += 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on; ``torch.load(weights_only=True)`` reads it.
 
@@ -382,7 +397,7 @@ class NoisyOptimizer(Optimizer):
             ) from error
         privacy = {
             "made_with": dict(self._made_with),
-            "settings": self._settings,
+            "settings": self.settings,
             "generators": states,
             "steps": self.steps,
             "batches": self.clipping.batches,
@@ -421,7 +436,7 @@ class NoisyOptimizer(Optimizer):
         states = self._match(privacy["generators"])
         counts = ("steps", "batches", "nonfinite_samples")
         steps, batches, nonfinite = (privacy[name] for name in counts)
-        before = self._settings
+        before = self.settings
         try:
             self._set(privacy["settings"])
             self.original_optimizer.load_state_dict(inner)
@@ -461,13 +476,18 @@ class NoisyOptimizer(Optimizer):
         for name, value in settings.items():
             setattr(self, name, value)
 
-    def _refuse_within_a_batch(self, done: str) -> None:
-        if (
+    @property
+    def is_within_a_batch(self) -> bool:
+        """Whether there are sums that no step has applied."""
+        return (
             self.clipping.batches != self._batches_before
-            or self._step_skip_queue
+            or bool(self._step_skip_queue)
             or self._is_noised
             or any(getattr(p, "summed_grad", None) is not None for p in self.every_parameter)
-        ):
+        )
+
+    def _refuse_within_a_batch(self, done: str) -> None:
+        if self.is_within_a_batch:
             raise RuntimeError(
                 f"a state cannot be {done} within a batch: sums without noise must not be written "
                 "to a disk, and a run that goes on would lose them; do it before backward, or "

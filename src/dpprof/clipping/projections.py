@@ -77,24 +77,26 @@ class Projections:
 
     @torch.no_grad()
     @allocates("norm_samples")
-    def find_difference(
-        self, norms_B: Tensor, bound: float, excluded_B: Tensor | None
-    ) -> nn.Parameter | None:
-        """Find a sample whose gradients differ too much. This waits for the device.
+    def compare(self, norms_B: Tensor, bound: float, excluded_B: Tensor | None) -> Tensor:
+        """Tell which samples' gradients differ too much; (B,).
 
         Args:
             norms_B: Of the samples' gradients, as measured.
             bound: C.
             excluded_B: Samples that contribute nothing; None for none.
-
-        Returns:
-            The parameter in which they differ most; None if no sample's do.
         """
         on_device = [one.to(norms_B.device) for one in self._differences.values()]
         moved_B = torch.cat(on_device, dim=1).square_().sum(1).sqrt_()
         differs_B = ~(moved_B <= self._limit * norms_B.clamp(min=bound))
         if excluded_B is not None:
             differs_B &= ~excluded_B
+        return differs_B
+
+    def find_difference(self, differs_B: Tensor) -> nn.Parameter | None:
+        """Return the parameter in which the first sample that differs does so most, or None.
+
+        This waits for the device.
+        """
         differs = [] if isinstance(differs_B, FakeTensor) else differs_B.tolist()
         if not any(differs):
             return None

@@ -93,9 +93,11 @@ class FlashClipping(Clipping):
         if self._projections is None:
             return
         assert self.sample_norms is not None
-        parameter = self._projections.find_difference(
-            self.sample_norms, self.max_grad_norm, self._excluded
-        )
+        differs_B = self._projections.compare(self.sample_norms, self.max_grad_norm, self._excluded)
+        if self.deferral is not None:
+            self.deferral.flag(differs_B)
+            return
+        parameter = self._projections.find_difference(differs_B)
         if parameter is not None:
             raise RuntimeError(
                 f"another gradient of {self.name_of(parameter)} was summed than measured, so "
@@ -104,6 +106,11 @@ class FlashClipping(Clipping):
                 "preserve_rng_state=True, draw with PyTorch's generators alone, or use "
                 "BookKeeping, which needs one pass"
             )
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The sources of random directions that were used."""
+        return list(self._generators.values())
 
     def _find_generator(self, losses: Tensor) -> torch.Generator | None:
         """Return the source of random directions on a device; a model cannot know its seed."""

@@ -128,14 +128,18 @@ _REDUCTIONS = {
     *(aten.nll_loss_backward, aten.trace, aten._foreach_max, triton_ops.SCALE),  # noqa: SLF001
 }
 
+_FUSED = {
+    *(aten._fused_adam, aten._fused_adamw, aten._fused_sgd, aten._fused_adagrad),  # noqa: SLF001
+}
+"""Optimizers that update all parameters in one kernel."""
+
 _FAMILIES: dict[Any, OpFamily] = {
     **dict.fromkeys(_REDUCTIONS, "reduction"),
     **dict.fromkeys(_COPIES, "copy"),
     **dict.fromkeys(_INDEXING, "indexing"),
     **dict.fromkeys(_SHAPES, "matmul"),
     **dict.fromkeys((aten.linalg_vector_norm, aten.norm, aten._foreach_norm), "norm"),  # noqa: SLF001
-    **dict.fromkeys((aten._fused_adam, aten._fused_adamw), "optimizer"),  # noqa: SLF001
-    **dict.fromkeys((aten._fused_sgd, aten._fused_adagrad), "optimizer"),  # noqa: SLF001
+    **dict.fromkeys(_FUSED, "optimizer"),
 }
 
 _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (
@@ -256,7 +260,8 @@ def learn_rule(func: Any) -> OperatorRule:
     functional = _find_functional(func, packet)
     mutated: set[int | str] = set()
     for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_unscaled = argument.name == "grads" and functional in _FUSED  # written to unscale them
+        if argument.alias_info is not None and argument.alias_info.is_write and not is_unscaled:
             mutated |= {position, argument.name}
     return OperatorRule(
         name=str(packet).removeprefix("aten."),

@@ -1,11 +1,14 @@
 """Instrument ``clean``: step times and the allocator's own counters, nothing else.
 
 During the timed steps only the current phase is written, as one byte, so that it is known after a
-kill. Snapshots inside a step and code paths are recorded in one more step afterwards.
+kill. Snapshots inside a step and code paths are recorded in one more step afterwards; of a graph,
+code paths are those of the first step, and there is nothing inside a step.
 """
 
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import psutil
 
@@ -32,12 +35,15 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     snapshots = Snapshots(lambda _: device.counters(), rss=lambda: process.memory_info().rss)
     training = set_up(experiment, method, device, snapshots.take)
 
-    def run() -> None:
-        training.step.run(training.batch, enter)
-
+    run: Callable[[], object] = partial(training.step.run, training.batch, enter)
     device.reset_peaks()
-    warmup_step_s = device.time(run, 1)
+    paths = SamplerPaths()
+    is_graph = experiment.execution == "graph"
+    with training.step.watch_samplers(paths) if is_graph else nullcontext():
+        warmup_step_s = device.time(run, 1)
     first_step = device.peaks()
+    if is_graph:
+        run = training.step.capture(training.batch)
     warmup_step_s += device.time(run, experiment.warmup_steps - 1)
     snapshots.take("after_warmup", training.holders)
 
@@ -48,9 +54,9 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     steady = device.peaks()
     resident_bytes = peak_rss_bytes()
 
-    paths = SamplerPaths()
-    with training.step.watch_samplers(paths):
-        snapshots.watch_step(training, enter)
+    if not is_graph:
+        with training.step.watch_samplers(paths):
+            snapshots.watch_step(training, enter)
     median_s = statistics.median(step_s)
     energy, why_no_energy = _energy(experiment, device, run, median_s)
     why_no_io = {"host_io": "the operating system does not count it for a process"}
@@ -91,7 +97,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
 
 
 def _energy(
-    experiment: Experiment, device: Device, run: Callable[[], None], step_s: float
+    experiment: Experiment, device: Device, run: Callable[[], object], step_s: float
 ) -> tuple[Energy | None, dict[str, str]]:
     """Measure the energy of a step after the timed ones; returns it, or why it is unknown."""
     if experiment.parallel is not None:

@@ -7,6 +7,7 @@ runs them. ``estimate`` runs them under fake tensors, without their memory or th
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import CodeType
 from typing import NamedTuple
 
@@ -62,6 +63,10 @@ _NOT_KNOWN = {
     "compute.mfu": JOINED,
     "compute.hfu": JOINED,
 }
+_GRAPH = (
+    "peaks are those while the step is captured, and its pool stays reserved; replays allocate "
+    "nothing; the graph's own copy of the batch is not counted, nor what the driver keeps of it"
+)
 _NOT_RUN = {
     "memory.timeline.elapsed_s": "nothing ran, so there are no times",
     "nonfinite_samples": "nothing ran, so there are no numbers",
@@ -241,7 +246,11 @@ def trace_whole(
     method = import_method(experiment)
     target = find_target(experiment)
     marks: list[int] = []
-    with fake_ranks(experiment.world_size), tracing(target) as recorder:
+    counts_on_device = experiment.execution == "graph" or experiment.optimizer == "adamw-fused"
+    with (
+        fake_ranks(experiment.world_size),
+        tracing(target, counts_on_device=counts_on_device) as recorder,
+    ):
         recorder.describing &= describing
         recorder.launches = []
         training = set_up_fake(experiment, method, recorder, target)
@@ -260,6 +269,7 @@ def trace_whole(
             recorder.block_bytes,
             recorder.launches,
             recorder.workspaces,
+            is_graph=experiment.execution == "graph",
         ),
         find_facts(experiment, training, timeline_recorder.paths),
         components_by_code(training.step.births),
@@ -290,8 +300,10 @@ def state_estimate(traced: Traced, experiment: Experiment) -> Measurement:
     allocator = None
     if target is not None:
         limit = int(experiment.memory_limit_bytes or target.memory_bytes)
-        allocator = simulate_allocator(steady, limit)
+        allocator = simulate_allocator(steady, limit, as_graph=traced.recording.is_graph)
     memory = state_memory(experiment, traced.first, steady, None, real=False, allocator=allocator)
+    if traced.recording.is_graph:
+        memory.assumed["graph"] = _GRAPH
     if traced.from_blocks:
         memory.assumed["blocks"] = traced.from_blocks
     return state(experiment, traced.facts, steady, memory=memory, ceilings=target)
@@ -323,8 +335,13 @@ def find_target(experiment: Experiment) -> Target | None:
 
 
 @contextmanager
-def tracing(target: Target | None) -> Iterator[Recorder]:
-    """Record fake tensors within, as if they were on a target."""
+def tracing(target: Target | None, *, counts_on_device: bool = False) -> Iterator[Recorder]:
+    """Record fake tensors within, as if they were on a target.
+
+    Args:
+        target: A GPU; None for this machine's CPU.
+        counts_on_device: Whether the optimizer counts its steps on the GPU.
+    """
     with ExitStack() as within:
         call = FakeOperators(within.enter_context(fake_tensors()))
         if target is None:
@@ -337,7 +354,7 @@ def tracing(target: Target | None) -> Iterator[Recorder]:
             notes = within.enter_context(simulated_cuda.like_cuda(target.compute_capability))
             recorder = Recorder(
                 block_bytes=MIN_BLOCK,
-                is_there=simulated_cuda.is_on_device,
+                is_there=partial(simulated_cuda.is_on_device, counts_too=counts_on_device),
                 call=call,
                 workspaces=cuda_workspaces(processors),
             )

@@ -1,13 +1,13 @@
 """Sets up what every instrument measures: model, method, optimizer and batch."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from dpprof.devices.device import Device
 from dpprof.devices.selection import open_device
@@ -105,6 +105,12 @@ def set_up(
     ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
     objects that hold tensors then.
     """
+    if experiment.execution not in method.executions:
+        allowed = ", ".join(method.executions)
+        raise UnsupportedError(
+            f"{experiment.method} does not run with execution {experiment.execution}; it runs with "
+            f"{allowed}"
+        )
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()
@@ -116,10 +122,11 @@ def set_up(
     model = method.distribute(model, experiment, device.torch_device)
     moment("model_loaded", TensorHolders(model))
     step = method(model, experiment)
+    if experiment.execution == "compiled":
+        step.module.compile()
     moment("wrapped_with_dp", TensorHolders(step.module, attributes=step.attributes))
-    kinds: dict[str, type[AdamW | SGD]] = {"adamw": AdamW, "sgd": SGD}
     trainable = [p for p in step.module.parameters() if p.requires_grad]
-    step.attach_optimizer(kinds[experiment.optimizer](trainable, lr=experiment.learning_rate))
+    step.attach_optimizer(_make_optimizer(experiment, trainable))
     moment(
         "optimizer_created", TensorHolders(step.module, step.optimizer, attributes=step.attributes)
     )
@@ -127,6 +134,15 @@ def set_up(
         torch.manual_seed(experiment.seed + distributed.get_rank())  # other samples on other ranks
     batch = make_batch(model, device, experiment)
     return Training(step, batch, facts)
+
+
+def _make_optimizer(experiment: Experiment, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    rate = experiment.learning_rate
+    if experiment.optimizer == "sgd":
+        return SGD(parameters, lr=rate)
+    is_graph = experiment.execution == "graph"  # which counts steps on the device
+    fused = True if experiment.optimizer == "adamw-fused" else None
+    return AdamW(parameters, lr=rate, capturable=is_graph, fused=fused)
 
 
 def make_batch(

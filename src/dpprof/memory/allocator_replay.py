@@ -1,11 +1,13 @@
 """Recorded allocations, placed by the simulated caching allocator from the first one on.
 
 The last step is repeated until the allocator reserves nothing more for it. That is the pattern
-that a long training shows.
+that a long training shows. A step that is captured as a CUDA graph is played once, into a pool of
+its own: its replays allocate nothing.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from dpprof.memory.caching_allocator import (
@@ -50,6 +52,7 @@ def place(
     *,
     settings: Settings = DEFAULT,
     most_steps: int = MOST_STEPS,
+    as_graph: bool = False,
 ) -> Placement:
     """Play a training's events into a new allocator.
 
@@ -60,6 +63,7 @@ def place(
         limit_bytes: What the device can give; None for no limit.
         settings: The allocator's settings.
         most_steps: The step is played this often at most.
+        as_graph: Whether the step is captured as a CUDA graph.
 
     Raises:
         OutOfMemoryError: The allocator finds no room for a request.
@@ -68,6 +72,9 @@ def place(
     player = _Player(allocator, size_of)
     player.play(before, {})
     predecessors = _match(step, size_of)
+    if as_graph:
+        allocator.begin_graph()
+        most_steps = 1
     steps, retries, settled = 0, 0, False
     while steps < most_steps and not settled:
         reserved, retries = allocator.reserved_bytes, allocator.retries
@@ -78,7 +85,7 @@ def place(
         now = allocator.reserved_bytes, allocator.retries
         settled = steps > 1 and now == (reserved, retries)
     in_last_step = allocator.retries - retries
-    return Placement(allocator.peaks, in_last_step, allocator.retries, steps, settled)
+    return Placement(allocator.peaks, in_last_step, allocator.retries, steps, settled or as_graph)
 
 
 def summarise_allocator(
@@ -86,6 +93,8 @@ def summarise_allocator(
     step: Sequence[Event],
     size_of: Callable[[int], int],
     limit_bytes: int | None,
+    *,
+    as_graph: bool = False,
 ) -> Allocator:
     """Simulate the allocator with and without expandable segments, and within the device's memory.
 
@@ -94,14 +103,16 @@ def summarise_allocator(
         step: What was recorded of the step.
         size_of: The bytes that a storage requested, by its number.
         limit_bytes: What the device can give; None where that is not known.
+        as_graph: Whether the step is captured as a CUDA graph.
     """
-    free = place(before, step, size_of)
-    expandable = place(before, step, size_of, settings=EXPANDABLE)
+    place_step = partial(place, before, step, size_of, as_graph=as_graph)
+    free = place_step()
+    expandable = place_step(settings=EXPANDABLE)
     fits: bool | None = None if limit_bytes is None else True
     retries: int | None = 0
     if limit_bytes is not None and free.peaks.reserved_bytes > limit_bytes:
         try:
-            retries = place(before, step, size_of, limit_bytes).retries_in_last_step
+            retries = place_step(limit_bytes).retries_in_last_step
         except OutOfMemoryError:
             fits, retries = False, None
     return Allocator(

@@ -49,6 +49,9 @@ class Recording(NamedTuple):
     workspaces: Mapping[Any, Workspace] = MappingProxyType({})
     """What they allocate, by overload packet."""
 
+    is_graph: bool = False
+    """Whether the later step is captured as a CUDA graph."""
+
 
 class Place(NamedTuple):
     """The same place, named in several ways; one of them must stay the same."""
@@ -233,9 +236,12 @@ class _Reader:
     def _allocate(self, number: int, storage: Storage) -> None:
         module, in_module = self._blocks.split(storage.module)
         layer, in_layer = self._blocks.split(storage.layer)
+        # An optimizer makes several lists of tensors that are alike, in one function.
+        instruction = storage.instruction if storage.phase == "step" else 0
         key = (
             *("allocated", storage.op, storage.phase, module, layer, storage.code, storage.node),
-            *(storage.function, storage.sampler, storage.recomputed, frozenset(storage.roles)),
+            *(storage.function, instruction, storage.sampler, storage.recomputed),
+            frozenset(storage.roles),
             *(len(storage.shape), in_module is None, in_layer is None),
         )
         sizes = (storage.requested, *storage.shape)
@@ -485,6 +491,7 @@ class Writer(Outline):
                 shape=tuple(self._sizes[atom.at + 1 : atom.at + 1 + rank]),
                 code=like.code,
                 function=like.function,
+                instruction=like.instruction,
                 node=like.node,
                 sampler=like.sampler,
                 recomputed=like.recomputed,

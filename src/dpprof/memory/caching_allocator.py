@@ -7,7 +7,7 @@ merge. Where no block fits, it reserves a segment. Where that exceeds the device
 releases the segments that nothing uses, and tries once more: a retry.
 
 Not simulated: ``max_split_size_mb``, ``roundup_power2_divisions``,
-``garbage_collection_threshold``, several streams, CUDA graphs.
+``garbage_collection_threshold``, several streams.
 """
 
 from bisect import bisect_left, insort
@@ -172,6 +172,7 @@ class CachingAllocator:
         self._limit = limit_bytes
         self._settings = settings
         self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
+        self._releasable = (self._large, self._small)
         self._live: dict[Hashable, tuple[_Block, int]] = {}
         self._top = LARGE_SEGMENT
 
@@ -219,13 +220,21 @@ class CachingAllocator:
 
     def release_cache(self) -> None:
         """Give unused memory back to the device, as ``torch.cuda.empty_cache`` does."""
-        for pool in (self._large, self._small):
+        for pool in self._releasable:
             for _, _, block in list(pool.free):
                 if self._settings.expandable_segments:
                     self._unmap(block)
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
+
+    def begin_graph(self) -> None:
+        """Release the cache, and take all further requests from the pool of a CUDA graph.
+
+        What that pool has reserved stays, because a replay writes there.
+        """
+        self.release_cache()
+        self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
 
     @property
     def peaks(self) -> SimulatedPeaks:

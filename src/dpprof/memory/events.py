@@ -29,6 +29,9 @@ class Storage:
     shape: tuple[int, ...] = ()
     code: CodeType | None = None
     function: str | None = None
+    instruction: int = 0
+    """Where in the code it was allocated."""
+
     node: str | None = None
     sampler: CodePath | None = None
     node_number: int | None = None

@@ -21,6 +21,9 @@ class Footprint(NamedTuple):
     block_bytes: int
     """The allocator rounds sizes up to multiples of this."""
 
+    is_graph: bool = False
+    """Whether the step is captured as a CUDA graph."""
+
     @classmethod
     def of(cls, recording: Recording) -> Self:
         """Return the footprint of a recording."""
@@ -34,6 +37,7 @@ class Footprint(NamedTuple):
             keep(recording.events[steady:end]),
             {number: one.requested for number, one in enumerate(recording.storages)},
             recording.block_bytes,
+            recording.is_graph,
         )
 
     @property
@@ -54,4 +58,8 @@ class Footprint(NamedTuple):
             OutOfMemoryError: It finds no room for a request within the limit.
         """
         size_of = self.requested.__getitem__
-        return place(self.before, self.step, size_of, limit_bytes, settings=settings)
+        return place(
+            *(self.before, self.step, size_of, limit_bytes),
+            settings=settings,
+            as_graph=self.is_graph,
+        )

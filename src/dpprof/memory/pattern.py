@@ -210,7 +210,8 @@ class Pattern:
                 number = until
             steps.append(events)
         *before, step, _ = steps
-        return Footprint([*chain(*before)], step, requested, self._like.block_bytes)
+        like = self._like
+        return Footprint([*chain(*before)], step, requested, like.block_bytes, like.is_graph)
 
     def footprint_sizes(self, count: int, sizes: Sizes) -> Integers:
         """Return the sizes on which a footprint rests."""

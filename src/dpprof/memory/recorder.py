@@ -312,7 +312,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new = self._allocate(op, nbytes, self._module(), shape=tuple(tensor.shape))
         if self.sampler is not None:
             new.sampler, new.module = self.sampler
-        new.code, new.function = self._function()
+        new.code, new.function, new.instruction = self._function()
         node = _current_node()
         new.recomputed = self._is_recomputing(node)
         if node is not None:
@@ -344,7 +344,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if nbytes:
             finalizer.number = len(self.storages)
             new = self._allocate("resize_", nbytes, self._module())
-            new.code, new.function = self._function()
+            new.code, new.function, new.instruction = self._function()
             node = _current_node()
             new.recomputed = self._is_recomputing(node)
         if before != _EMPTY:
@@ -390,8 +390,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frame = frame.f_back
         return None
 
-    def _function(self) -> tuple[CodeType, str] | tuple[None, None]:
-        """Return code and name of the innermost function that has a name by ``_name``."""
+    def _function(self) -> tuple[CodeType, str, int] | tuple[None, None, int]:
+        """Return code, name and instruction of the innermost function that ``_name`` names."""
         frame = sys._getframe(2)  # noqa: SLF001 (the documented way to the stack)
         while frame is not None:
             code = frame.f_code
@@ -399,9 +399,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._names[code] = _name(code, frame.f_globals.get("__name__", ""))
             name = self._names[code]
             if name is not None:
-                return code, name
+                return code, name, frame.f_lasti
             frame = frame.f_back  # type: ignore[assignment]
-        return None, None
+        return None, None, 0
 
 
 def describe_arguments(value: Any, sizes: list[int]) -> Any:

@@ -23,9 +23,10 @@ from dpprof.records.terms import Phase
 from dpprof.system.substitutes import substitute
 
 
-def is_on_device(tensor: Tensor, phase: Phase) -> bool:
-    """Return whether a tensor would be on the device; step counts of optimizers are not."""
-    return not tensor.is_meta and not (phase == "step" and tensor.dim() == 0)
+def is_on_device(tensor: Tensor, phase: Phase, *, counts_too: bool = False) -> bool:
+    """Return whether a tensor would be on the device; step counts of most optimizers are not."""
+    is_count = phase == "step" and tensor.dim() == 0 and not counts_too
+    return not (tensor.is_meta or is_count)
 
 
 def library_workspaces(compute_capability: str, *threads: str) -> dict[str, int]:
@@ -141,14 +142,16 @@ def like_cuda(compute_capability: str) -> Iterator[dict[str, str]]:
     notes: dict[str, str] = {}
     cudnn: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     gpu = attention_backends.AttentionGpu(compute_capability, cudnn)
-    # By name in sys.modules: torch.optim removes this module from its own attributes.
+    # By name in sys.modules: torch.optim removes these modules from its own attributes.
     optimizers = importlib.import_module("torch.optim.optimizer")
+    adam = importlib.import_module("torch.optim.adam")
     types = [*optimizers._foreach_supported_types, FakeTensor]  # noqa: SLF001
-    # Optimizers decide by these two whether to update all parameters at once.
+    # Optimizers decide by these whether to update all parameters at once, and where they count.
     with (
         as_if_on_cuda(),
         substitute(optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]),
         substitute(optimizers, "_foreach_supported_types", types),
+        substitute(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"]),
         _CudaFunctions(gpu, notes) as functions,
         substitute(torch.autograd, "_engine_run_backward", functions.run_backward),
     ):

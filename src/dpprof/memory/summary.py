@@ -89,9 +89,13 @@ def state_memory(
     )
 
 
-def simulate_allocator(steady: MemoryTimeline, limit_bytes: int | None) -> Allocator:
+def simulate_allocator(
+    steady: MemoryTimeline, limit_bytes: int | None, *, as_graph: bool = False
+) -> Allocator:
     """Play the training up to a step in the steady state, and that step, into the allocator."""
-    return summarise_allocator(steady.before, steady.events, steady.requested_bytes, limit_bytes)
+    return summarise_allocator(
+        *(steady.before, steady.events, steady.requested_bytes, limit_bytes), as_graph=as_graph
+    )
 
 
 def _of_ranks(experiment: Experiment) -> dict[str, str]:

@@ -3,14 +3,16 @@
 Shape legend: B batch.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpprof.clipping.captured_step import CapturedStep
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
@@ -28,6 +30,7 @@ class ClippedStep(TrainingStep):
     """A step whose gradient a ``Clipping`` clips."""
 
     parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp")
+    executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
@@ -67,6 +70,16 @@ class ClippedStep(TrainingStep):
     def apply_gradient(self) -> None:
         """Step the wrapped optimizer."""
         self.optimizer.original_optimizer.step()
+
+    def capture(self, batch: Batch) -> Callable[[], object]:
+        """Return a captured step; its first one is an ordinary one."""
+
+        def losses_of(labels_BT: Tensor, *inputs: Tensor) -> Tensor:
+            return sample_losses(self.module(*inputs), labels_BT)
+
+        step = CapturedStep(losses_of, self.optimizer, part_size=len(batch.labels_BT))
+        step(batch.labels_BT, *batch.inputs)
+        return partial(step, batch.labels_BT, *batch.inputs)
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return the groups of the clipping."""

@@ -1,8 +1,9 @@
 """Non-private training: the baseline of every ratio."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
+from dpprof.clipping.cuda_graphs import CudaGraphs, make_capturable
 from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep, mean_loss
 from dpprof.spec.mechanisms import NO_CLIPPING
 
@@ -12,6 +13,7 @@ class Standard(TrainingStep):
 
     mechanism: ClassVar[str] = NO_CLIPPING
     parallel_kinds = ("ddp", "fsdp")
+    executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
@@ -19,6 +21,17 @@ class Standard(TrainingStep):
         loss = mean_loss(self.module(*batch.inputs), batch.labels_BT)
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def capture(self, batch: Batch) -> Callable[[], object]:
+        """Return what runs the step as one CUDA graph."""
+        graphs = CudaGraphs(batch.tokens_BT.device, ())
+        make_capturable(self.optimizer)
+
+        def run() -> None:
+            self.run(batch, lambda _: None)
+
+        graphs.warm_up(run)
+        return graphs.capture(run)[0]
 
     def clip_groups(self) -> Sequence[ClipGroup]:
         """Return no group, because nothing is clipped."""

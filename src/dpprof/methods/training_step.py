@@ -111,6 +111,9 @@ class TrainingStep(ABC):
     unsupported_ranks: ClassVar[Mapping[str, str]] = {}
     """Why a kind of ``parallel`` is not in ``parallel_kinds``."""
 
+    executions: ClassVar[Collection[str]] = ("eager",)
+    """The ways of ``execution`` in which the method's step runs."""
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment
@@ -193,6 +196,10 @@ class TrainingStep(ABC):
         enter("step")
         self.apply_gradient()
         self.optimizer.zero_grad()
+
+    def capture(self, batch: Batch) -> Callable[[], object]:
+        """Return what runs a whole step on a batch as CUDA graphs, after a step as ``run``."""
+        raise NotImplementedError(f"{type(self).__name__} does not run as a graph")
 
     @property
     def norm_plan(self) -> dict[str, NormChoice] | None:

@@ -70,6 +70,9 @@ class Advice(Part):
     checkpointing: str | None = None
     """As asked; ``best`` where several ways were tried, of which each option has the fastest."""
 
+    execution: str = "eager"
+    """How kernels are started: ``eager``, or ``graph`` for a CUDA graph."""
+
     target: str
     budget_bytes: int | None
     options: tuple[Option, ...]

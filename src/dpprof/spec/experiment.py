@@ -103,7 +103,7 @@ For = Annotated[
 ]
 _LATER = (
     *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
-    "parallel",
+    *("parallel", "execution"),
 )
 """Keys that came after the first results."""
 
@@ -138,8 +138,10 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         description="float32; tf32 (float32 with TF32 matrix products, CUDA only); bfloat16 "
         "(autocast, parameters stay float32); float64",
     )
-    optimizer: Literal["adamw", "sgd"] = Field(
-        "adamw", description="the optimizer that applies the gradient"
+    optimizer: Literal["adamw", "adamw-fused", "sgd"] = Field(
+        "adamw",
+        description="the optimizer that applies the gradient; adamw-fused is PyTorch's AdamW with "
+        "fused=True, which reads and writes each number once",
     )
     attention: Literal["sdpa", "eager", "opacus"] = Field(
         "sdpa",
@@ -213,6 +215,12 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
         description="several ranks that train one model: a mapping of kind (ddp or fsdp) and "
         "world_size, or kind=fsdp,world_size=8; null: one process",
     )
+    execution: Literal["eager", "graph", "compiled"] = Field(
+        "eager",
+        description="how the kernels of a step are started: eager (by Python, one by one); graph "
+        "(all at once, as a CUDA graph, CUDA only); compiled (by what torch.compile makes of the "
+        "model, which is measured and not predicted)",
+    )
 
     @model_validator(mode="after")
     def _refuse_other_device(self) -> Self:
@@ -221,6 +229,14 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
                 f"target {_spell(self.target)} requires device {device_of(self.target)}, "
                 f"but device is {self.device}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_execution(self) -> Self:
+        if self.execution == "graph" and self.device != "cuda":
+            raise ValueError(f"execution graph requires device cuda, but device is {self.device}")
+        if self.execution != "eager" and self.parallel is not None:
+            raise ValueError(f"execution {self.execution} requires one process, without parallel")
         return self
 
     @model_validator(mode="after")

@@ -198,7 +198,20 @@ def why_unsupported(experiment: Experiment, instrument: str) -> str | None:
         return "dtype tf32 is a mode of CUDA matrix products and does not exist on cpu"
     if experiment.target is None and experiment.device == "cuda" and (reason := why_no_cuda()):
         return f"device cuda cannot be used here: {reason}"
+    if experiment.execution != "eager" and (reason := _why_not_executed(experiment, instrument)):
+        return reason
     return None if experiment.parallel is None else _why_no_ranks(experiment, instrument)
+
+
+def _why_not_executed(experiment: Experiment, instrument: str) -> str | None:
+    if experiment.execution == "compiled" and instrument in PREDICTIONS:
+        return "what a compiler makes of a step is not predicted; measure it (dpprof profile)"
+    if is_own("instruments", instrument) and instrument not in ("clean", *PREDICTIONS):
+        return (
+            f"the instrument {instrument} looks into steps that Python runs; execution "
+            f"{experiment.execution} has clean"
+        )
+    return None
 
 
 def _why_no_ranks(experiment: Experiment, instrument: str) -> str | None:

@@ -93,6 +93,11 @@ fourth, with an H100, seven private and plain steps took 30 to 48, in the median
 (perf/measured_steps.md).
 """
 
+NO_HOST = Estimate(0.0, 0.0)
+"""The same in a CUDA graph, where kernels follow each other after ``KERNEL_S``. To start a graph
+takes the host about 2.5 microseconds and 1.5 ns for each node (NVIDIA, "Constant Time Launch for
+Straight-Line CUDA Graphs", 2024), less than one operator of a step."""
+
 _FLASH: dict[str, tuple[float, float]] = {"8": (0.62, 0.5), "9": (0.38, 0.34), "10": (0.2, 0.175)}
 """Shares of the peak by FlashAttention-2, whose kernels PyTorch runs, over long sequences, forward
 and backward, by the major compute capability.

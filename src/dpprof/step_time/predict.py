@@ -2,8 +2,9 @@
 
 The host issues one operator after another, and a GPU runs each as soon as it was issued and the one
 before it has ended. So a step of many small operators takes the host's time, and one of large
-operators the device's. A processor does both in turn. Errors of operators of one kind that rest on
-the same data are taken to be one error; errors of different kinds to be independent.
+operators the device's. A CUDA graph issues all at once. A processor does both in turn. Errors of
+operators of one kind that rest on the same data are taken to be one error; errors of different
+kinds to be independent.
 """
 
 import math
@@ -19,7 +20,7 @@ from dpprof.records.result import PredictedTime, Time
 from dpprof.records.terms import BASES, Basis
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.target import Dtype, Target
-from dpprof.step_time.gpu_model import CLOCKS, GpuModel
+from dpprof.step_time.gpu_model import CLOCKS, NO_HOST, GpuModel
 from dpprof.step_time.op_time import Z_90, OpTime, UnknownTimeError
 from dpprof.step_time.operator_shape import moved_bytes, shape_of
 from dpprof.step_time.own_table import OwnTable, read_own_table
@@ -113,29 +114,32 @@ def predict_time(
         if target is None:
             step = predict_step_here(ops, read_own_table(Path.cwd(), experiment.cpu_threads))
         else:
-            step = predict_step(ops, experiment.dtype, target)
+            is_graph = experiment.execution == "graph"
+            step = predict_step(ops, experiment.dtype, target, is_graph=is_graph)
     except (UnknownTimeError, ResultError) as error:
         return None, {"time": f"not predicted: {error}"}
     time = Time(step_s=[], predicted_step_s=step)
     return time, {"time.median_s": "nothing ran; the instrument clean measures it"}
 
 
-def predict_step(ops: Sequence[Op], dtype: Dtype, target: Target) -> PredictedTime:
+def predict_step(
+    ops: Sequence[Op], dtype: Dtype, target: Target, *, is_graph: bool = False
+) -> PredictedTime:
     """Predict how long a step takes on a GPU.
 
     Args:
         ops: The operators of a step in the steady state, in order.
         dtype: The dtype of the experiment.
         target: The GPU.
+        is_graph: Whether a CUDA graph starts the kernels, so that no kernel waits for the host.
 
     Raises:
         UnknownTimeError: The peak of a dtype that the step multiplies in is not known.
     """
     model = GpuModel(target, dtype)
     times = [model.predict(op.cost, moved_bytes(op)) for op in ops]
-    run = partial(
-        combine, host_s=model.host.value, host_spread=model.host.spread, common_spread=CLOCKS
-    )
+    host = NO_HOST if is_graph else model.host
+    run = partial(combine, host_s=host.value, host_spread=host.spread, common_spread=CLOCKS)
     return _state(ops, times, run)
 
 

@@ -59,6 +59,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
             if any(option.tokens_per_s_by_checkpointing for option in options)
             else experiment.checkpointing
         ),
+        execution=experiment.execution,
         target=target,
         budget_bytes=budgets[0] if budgets else None,
         options=tuple(judged),

@@ -1,0 +1,309 @@
+"""A captured step does what an ordinary loop does, whatever the batch is and whatever changes."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from simulated_graphs import SimulatedGraphs, simulated_graphs
+from small_models import EVERY, Scale
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from dpprof.clipping import BookKeeping, CapturedStep, NoisyOptimizer
+
+OPTIMIZERS = {"sgd": lambda ps: SGD(ps, lr=0.1), "adamw": lambda ps: AdamW(ps, lr=0.01)}
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """Let steps be captured here."""
+    with simulated_graphs(monkeypatch):
+        yield
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(5, 8), nn.LayerNorm(8), nn.Tanh(), Scale(8), nn.Linear(8, 6)),
+        nn.RMSNorm(6),
+        nn.Linear(6, 3, bias=False),
+    )
+
+
+class Training:
+    """A model with everything that trains it, as a captured step or as an ordinary loop."""
+
+    def __init__(self, way=BookKeeping, optimizer="adamw", noise=0.7, part_size=4) -> None:
+        self.model = build()
+        self.clipping = way(self.model, 0.5)
+        self.generator = torch.Generator().manual_seed(3)
+        self.optimizer = NoisyOptimizer(
+            OPTIMIZERS[optimizer](self.model.parameters()),
+            self.clipping,
+            noise_multiplier=noise,
+            expected_batch_size=5,
+            generator=self.generator,
+        )
+        self.step = CapturedStep(self.losses_of, self.optimizer, part_size)
+
+    def losses_of(self, x: Tensor) -> Tensor:
+        return self.model(x).square().sum((1, 2))
+
+    def loop(self, x: Tensor) -> Tensor:
+        return self.step._run((x,))
+
+    @property
+    def state(self) -> Tensor:
+        own = [*self.model.parameters()]
+        for state in self.optimizer.state.values():
+            own += [one for one in state.values() if isinstance(one, Tensor)]
+        return torch.cat([one.detach().double().flatten() for one in own])
+
+
+def batches(*sizes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 7, 5, generator=generator) for size in sizes]
+
+
+def assert_same(one: Training, other: Training) -> None:
+    """Up to the order of sums: a part that is filled up has products of other sizes."""
+    torch.testing.assert_close(one.state, other.state, rtol=1e-4, atol=1e-6)
+    counts = [
+        (t.clipping.batches, t.clipping.nonfinite_samples_total, t.optimizer.steps)
+        for t in (one, other)
+    ]
+    assert counts[0] == counts[1]
+    assert not any(p.grad is not None or p.summed_grad is not None for p in one.optimizer.params)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("way", EVERY)
+def test_batches_of_any_size_train_as_in_a_loop(way, optimizer) -> None:
+    captured, loop = (Training(way, optimizer) for _ in range(2))
+    was_captured = []
+    for x in batches(6, 4, 9, 0, 3, 1, 12):
+        losses = captured.step(x)
+        was_captured.append(captured.step.is_captured)
+
+        torch.testing.assert_close(losses, loop.loop(x), rtol=1e-4, atol=1e-6)
+        assert_same(captured, loop)
+    assert was_captured == [False, *[True] * 6]
+    norms = [t.clipping.sample_norms for t in (captured, loop)]
+    torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
+    assert SimulatedGraphs.captured == 3  # first and further parts, and the update
+
+
+def test_full_parts_give_the_same_bits() -> None:
+    captured, loop = (Training(optimizer="sgd") for _ in range(2))
+    for x in batches(4, 8, 4, 8):
+        captured.step(x)
+        loop.loop(x)
+
+    assert captured.step.is_captured
+    assert torch.equal(captured.state, loop.state)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("way", EVERY)
+def test_a_sample_that_is_not_finite_is_excluded_and_counted(way, value) -> None:
+    captured, loop = (Training(way) for _ in range(2))
+    xs = batches(6, 6, 6, 6, 6)
+    xs[2][5, 0, 0] = value
+    for x in xs:
+        captured.step(x)
+        loop.loop(x)
+
+        assert_same(captured, loop)
+    assert captured.clipping.nonfinite_samples_total >= 1 or value == 1e30
+    assert captured.step.is_captured
+
+
+CHANGES = {
+    "C": lambda t: setattr(t.optimizer, "max_grad_norm", 0.1),
+    "noise": lambda t: setattr(t.optimizer, "noise_multiplier", 5.0),
+    "no noise": lambda t: setattr(t.optimizer, "noise_multiplier", 0.0),
+    "expected size": lambda t: setattr(t.optimizer, "expected_batch_size", 50),
+    "reduction": lambda t: setattr(t.optimizer, "loss_reduction", "sum"),
+    "rate": lambda t: t.optimizer.param_groups[0].update(lr=0.05),
+    "decay": lambda t: t.optimizer.param_groups[0].update(weight_decay=0.3),
+    "frozen": lambda t: t.model[0].weight.requires_grad_(requires_grad=False),
+    "mode": lambda t: t.model.insert(3, nn.Dropout(0.0)),
+    "attribute": lambda t: setattr(t.model[1], "eps", 0.3),
+    "hook": lambda t: t.model[0].register_forward_hook(lambda *given: given[2] * 2),
+    "data": lambda t: setattr(t.model[0].weight, "data", torch.ones(8, 5)),
+    "in place": lambda t: t.model[0].weight.data.fill_(0.1),
+    "state": lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict())),
+    "another shape": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_change_changes_the_next_step(change, optimizer) -> None:
+    captured, loop = (Training(optimizer=optimizer) for _ in range(2))
+    xs = batches(5, 5, 5, 5, 5, 5)
+    if change == "another shape":
+        xs[3] = xs[3][:, :2]
+    for number, x in enumerate(xs):
+        if number == 3:
+            CHANGES[change](captured)
+            CHANGES[change](loop)
+        captured.step(x)
+        loop.loop(x)
+
+        assert_same(captured, loop)
+    assert captured.step.is_captured
+
+
+def test_a_rate_that_a_scheduler_changes_needs_no_other_graph() -> None:
+    captured = Training()
+    schedule = torch.optim.lr_scheduler.LambdaLR(captured.optimizer, lambda at: 1 / (1 + at))
+    for x in batches(4, 4, 4, 4):
+        captured.step(x)
+        schedule.step()
+
+    assert SimulatedGraphs.captured == 2
+
+
+def test_each_replay_draws_other_noise() -> None:
+    training = Training(optimizer="sgd")
+    moved = []
+    zeros = [torch.zeros(4, 7, 5)] * 4
+    for x in zeros:
+        before = training.model[6].weight.detach().clone()
+        training.step(x)
+        moved.append(training.model[6].weight.detach() - before)
+
+    assert training.step.is_captured
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(moved))
+
+
+def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
+    training = Training()
+    first, second, third = batches(4, 4, 4)
+    training.step(first)
+    training.step(second)
+    graphs = training.step._graphs
+    replay = graphs._update
+
+    def repeat() -> None:
+        state = training.generator.get_state()
+        replay()
+        training.generator.set_state(state)
+
+    monkeypatch.setattr(graphs, "_update", repeat)
+    with pytest.raises(RuntimeError, match="drew no new noise"):
+        training.step(third)
+
+
+def test_padding_contributes_nothing() -> None:
+    training = Training(optimizer="sgd", noise=0.0)
+    first, second, third = batches(4, 4, 1)
+    training.step(first)
+    training.step(second)
+    before = training.model[6].weight.detach().clone()
+    training.step(third)
+
+    moved = (training.model[6].weight - before).norm() * 5 / 0.1
+    assert training.step.is_captured
+    assert float(moved) <= 0.5 * (1 + 1e-5)
+
+
+class Accountant:
+    """Counts steps as accountants do."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, optimizer) -> None:
+        self.steps += optimizer.accumulated_iterations
+
+
+def test_an_accountant_counts_each_batch_once() -> None:
+    training, accountant = Training(), Accountant()
+    training.optimizer.attach_step_hook(accountant)
+    for x in batches(6, 9, 0, 3, 5):
+        training.step(x)
+
+    assert accountant.steps == training.optimizer.steps == 5
+
+
+class Counted(nn.Module):
+    """Has a buffer that ``state_dict()`` holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_a_buffer_that_changes_between_steps_is_refused() -> None:
+    training = Training()
+    training.model.append(Counted())
+    training.clipping.remove()
+    clipping = BookKeeping(training.model, 0.5)
+    optimizer = NoisyOptimizer(
+        SGD(training.model.parameters(), lr=0.1),
+        clipping,
+        noise_multiplier=1.0,
+        expected_batch_size=5,
+    )
+    step = CapturedStep(training.losses_of, optimizer, 4)
+    for x in batches(4, 4):
+        step(x)
+    assert step.is_captured
+    before = training.model[0].weight.detach().clone()
+    training.model[-1].seen.data.fill_(7)
+
+    with pytest.raises(RuntimeError, match=r"7\.seen was changed through \.data"):
+        step(batches(4)[0])
+    assert torch.equal(before, training.model[0].weight)
+    assert not optimizer.is_within_a_batch
+
+
+def test_code_that_waits_for_the_device_is_refused() -> None:
+    training = Training()
+    training.step._losses_of = lambda x: training.losses_of(x) * float(x.sum().item() != 0)
+    first, second = batches(4, 4)
+    training.step(first)
+    before = training.state
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        training.step(second)
+    assert torch.equal(before[: len(training.state)], training.state)
+    assert not training.optimizer.is_within_a_batch
+    assert training.clipping.batches == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((), "their lengths are: none"),
+        ((torch.zeros(4, 7, 5), torch.zeros(3)), "their lengths are: 4, 3"),
+        ((torch.zeros(4, 7, 5, device="meta"),), "the batch is on meta and the model on cpu"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Training().step(*batch)
+
+
+def test_a_step_within_a_batch_is_refused() -> None:
+    training = Training()
+    [x] = batches(4)
+    training.clipping.backward(training.losses_of(x))
+
+    with pytest.raises(RuntimeError, match="a batch is not finished"):
+        training.step(x)
+    training.optimizer.discard()
+    training.step(x)
+
+
+def test_a_part_has_a_sample() -> None:
+    with pytest.raises(ValueError, match="part_size must be at least 1, and is 0"):
+        Training(part_size=0)

@@ -1,0 +1,134 @@
+"""CUDA graphs without a GPU: the operators of a function, run again on the same tensors.
+
+What a real graph has is kept: nothing of Python runs again, numbers are those of the capture, every
+tensor stays where it is, and capturing changes nothing. What waits for the device is refused.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.utils import FORBIDDEN_CUDAGRAPH_OPS
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpprof.clipping import CapturedStep, captured_step
+from dpprof.methods import standard
+from dpprof.norms import linear, triton_ops
+from dpprof.norms.placement import as_if_on_cuda
+
+_WAITS = {
+    getattr(Tensor, name)
+    for name in (
+        *("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"),
+        *("__index__", "__array__"),
+    )
+}
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses what waits for the device: a dispatch mode does not see all of it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
+        if function in _WAITS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {function}")
+        return function(*args, **(kwargs or {}))
+
+
+class _Recording(TorchDispatchMode):
+    """Records operators, and what tensors that were there before held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if str(func) in FORBIDDEN_CUDAGRAPH_OPS or torch.Tag.cudagraph_unsafe in func.tags:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if any(one.alias_info and one.alias_info.is_write for one in func._schema.arguments):
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in self._made and storage._cdata not in self.before:
+                        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                        self.before[storage._cdata] = whole, whole.clone()
+        frozen = _alias((args, kwargs))  # some operators change the shape of what they are given
+        out = func(*args, **kwargs)
+        given = {
+            one.untyped_storage()._cdata
+            for one in pytree.tree_leaves((args, kwargs))
+            if isinstance(one, Tensor)
+        }
+        for one in pytree.tree_leaves(out):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in given:
+                self._made.add(one.untyped_storage()._cdata)
+        self.calls.append((func, *frozen, _alias(out)))
+        return out
+
+
+def _alias(values: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda one: one.detach(), values)
+
+
+class SimulatedGraphs:
+    """Stands for ``CudaGraphs``."""
+
+    captured = 0
+    """How many functions all of them have captured."""
+
+    def __init__(self, _device: torch.device, generators: Iterable[torch.Generator]) -> None:
+        self._generators = [*generators, torch.default_generator]
+
+    def warm_up(self, function: Callable[[], object]) -> None:
+        function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        type(self).captured += 1
+        states = [one.get_state() for one in self._generators]
+        recording = _Recording()
+        with _Refusing(), recording:
+            output = function()
+        with torch.no_grad():
+            for tensor, held in recording.before.values():
+                tensor.copy_(held)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+        @torch.no_grad()
+        def replay() -> None:
+            for func, args, kwargs, out in recording.calls:
+                given, named = _alias((args, kwargs))
+                again = func(*given, **named)
+                pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(again), strict=True)
+                for old, new in pairs:
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return replay, output
+
+
+@contextmanager
+def simulated_graphs(monkeypatch) -> Iterator[None]:
+    """Let steps be captured inside the context, on the CPU as if it was a GPU without Triton."""
+
+    def make(step, batch):
+        generators = [*step.optimizer.generators, *step.optimizer.clipping.generators]
+        graphs = SimulatedGraphs(batch[0].device, generators)
+        return captured_step._Graphs(graphs, step._losses_of, step.optimizer, batch, step.part_size)
+
+    adam = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
+    monkeypatch.setattr(CapturedStep, "_make_graphs", make)
+    monkeypatch.setattr(standard, "CudaGraphs", SimulatedGraphs)
+    monkeypatch.setattr(SimulatedGraphs, "captured", 0)
+    for module in (linear, triton_ops):
+        monkeypatch.setattr(module, "is_fused", lambda _: False)
+    with as_if_on_cuda():
+        yield
