@@ -8,6 +8,7 @@ import jsonschema
 from fresh_process import ROOT
 
 PRIVATE_TRAINING = "how-to/private-training.md"
+FULL_SPEED = "how-to/full-speed.md"
 
 
 def find_code(page: str, word: str) -> str:

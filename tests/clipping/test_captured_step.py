@@ -3,13 +3,16 @@
 import copy
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
+from documents import FULL_SPEED, find_code
 from simulated_graphs import SimulatedGraphs, simulated_graphs
-from small_models import EVERY, Scale
+from small_models import EVERY, Scale, Small
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping import BookKeeping, CapturedStep, NoisyOptimizer
 
@@ -17,10 +20,11 @@ OPTIMIZERS = {"sgd": lambda ps: SGD(ps, lr=0.1), "adamw": lambda ps: AdamW(ps, l
 
 
 @pytest.fixture(autouse=True)
-def graphs(monkeypatch):
-    """Let steps be captured here."""
-    with simulated_graphs(monkeypatch):
-        yield
+def graphs(request, monkeypatch):
+    """Let steps be captured here, unless a test asks for False."""
+    is_gpu = getattr(request, "param", True)
+    with simulated_graphs(monkeypatch) if is_gpu else nullcontext():
+        yield is_gpu
 
 
 def build() -> nn.Module:
@@ -307,3 +311,23 @@ def test_a_step_within_a_batch_is_refused() -> None:
 def test_a_part_has_a_sample() -> None:
     with pytest.raises(ValueError, match="part_size must be at least 1, and is 0"):
         Training(part_size=0)
+
+
+@pytest.mark.parametrize("graphs", [True, False], indirect=True)
+def test_the_loop_in_the_documents_trains(graphs) -> None:
+    torch.manual_seed(0)
+    model = Small("layer norm", 6, 9, bias=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    loader = DataLoader(TensorDataset(*torch.randint(6, (2, 90, 5)).unbind()), batch_size=18)
+    names = {"model": model, "data_loader": loader}
+
+    loop = find_code(FULL_SPEED, "CapturedStep")
+    if graphs:  # a CPU has no 16-bit products into float32, which a GPU would run
+        loop = loop.replace("torch.bfloat16)", "enabled=False)")
+    exec(loop, names)  # noqa: S102
+
+    assert names["step"].is_captured == graphs
+    (steps,) = (count for _, _, count in names["accountant"].history)
+    assert steps == names["optimizer"].steps == len(names["data_loader"]) == 5
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)

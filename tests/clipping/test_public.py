@@ -16,7 +16,10 @@ PUBLIC = [
     *((dpprof.monitor, name) for name in dpprof.monitor.__all__ if name != "Sink"),  # a type
     *((dpprof.verification, name) for name in dpprof.verification.__all__),
 ]
-GUARANTEED = ["BookKeeping", "Clipping", "FlashClipping", "NoisyOptimizer", "PerLayerClipping"]
+GUARANTEED = [
+    *("BookKeeping", "CapturedStep", "Clipping", "FlashClipping", "NoisyOptimizer"),
+    "PerLayerClipping",
+]
 
 
 @pytest.mark.parametrize(("package", "name"), PUBLIC, ids=lambda one: getattr(one, "__name__", one))
