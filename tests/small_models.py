@@ -202,7 +202,7 @@ def batch(B: int = 4, T: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, weights.double()
 
 
-def private(clipping, model, **options) -> NoisyOptimizer:
+def private(clipping, model, lr: float = 1.0, **options) -> NoisyOptimizer:
     """Wrap SGD for noise; by default there is none."""
     options = {"noise_multiplier": 0.0, "expected_batch_size": 1} | options
-    return NoisyOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), clipping, **options)
+    return NoisyOptimizer(torch.optim.SGD(model.parameters(), lr=lr), clipping, **options)

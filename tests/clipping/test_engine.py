@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.clipping.per_layer import PerLayerClipping
 from dpprof.clipping.two_pass import FlashClipping
+from dpprof.norms.code_paths import Way
 from dpprof.spec.registry import UnsupportedError
 
 
@@ -229,3 +230,21 @@ def test_a_subclass_has_its_bases_rule_unless_it_computes_something_else(kind, e
 
     torch.testing.assert_close(gradients(model), unclipped)
     assert ways == expected
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_batch_of_one_sample_has_the_gradient_of_plain_training(way) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30))
+    x = torch.randn(1, 3, 40)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    clipping = way(model, 1e9)
+
+    clipping.backward(model(x).square().sum((1, 2)))
+
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+    kept = {choice.way for choice in clipping.plan.values()}
+    assert kept == ({Way.KEPT} if clipping.keeps else {Way.TILED_GRAM})

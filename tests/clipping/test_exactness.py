@@ -6,8 +6,10 @@ from itertools import product
 import pytest
 import torch
 from products import one_in
-from small_models import FLAT, KINDS, Small, draw, gradients, one_by_one
+from simulated_graphs import simulated_graphs
+from small_models import FLAT, KINDS, Small, draw, gradients, one_by_one, private
 
+from dpprof.clipping import CapturedStep
 from dpprof.clipping.book_keeping import BookKeeping
 from dpprof.norms import linear, scale, table, tiles, triton_ops
 from dpprof.norms.placement import as_if_on_cuda
@@ -63,6 +65,28 @@ def test_every_layer_at_every_shape(T, variant, kind) -> None:
                 assert (clipping.sample_norms - norms).norm() <= tolerance * norms.norm()
                 if B > 1:
                     assert clipping.sample_norms[-1] == 0
+
+
+@pytest.mark.parametrize(("T", "variant", "kind"), CASES)
+def test_a_replay_is_exact_for_every_layer_at_every_shape(T, variant, kind, monkeypatch) -> None:
+    kind, bias = kind
+    ids, labels, weights = draw(5, T)
+    inputs = ids, labels, weights.double()
+    model = build(kind, bias, variant, torch.float64)
+    norms, expected, bound = one_by_one(model.losses, model, inputs)
+    for way in FLAT:
+        clipping = way(model, bound, first_batch="trusted")
+        optimizer = private(clipping, model, lr=0.0)
+        with simulated_graphs(monkeypatch):
+            step = CapturedStep(model.losses, optimizer, part_size=3)  # of which one is filled up
+            for _ in range(3):
+                step(*inputs)
+
+        assert step.is_captured
+        found = torch.cat([one.flatten() for one in step._graphs._sums])
+        assert (found - expected).norm() <= 1e-9 * expected.norm()
+        assert (clipping.sample_norms - norms[3:]).norm() <= 1e-9 * norms.norm()
+        clipping.remove()
 
 
 def test_joined_sums_of_vectors_are_tensors_of_their_own() -> None:

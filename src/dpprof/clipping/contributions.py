@@ -143,15 +143,20 @@ class SampleGradients(NamedTuple):
     gradients: Tensor
     """(B, *shape of the parameter)."""
 
+    is_own: bool = False
+    """Whether nothing else has the tensor, so that it may be overwritten."""
+
     @staticmethod
-    def materialise(gradients: Tensor) -> Tensor:
+    def materialise(gradients: Tensor, is_own: bool = False) -> Tensor:  # noqa: ARG004 (as a field)
         """Return them."""
         return gradients
 
     def sum(self, weights_B: Tensor) -> Tensor:
-        """Compute the weighted sum over samples."""
+        """Compute the weighted sum over samples; that of one sample may take its place."""
         flat = self.gradients.flatten(1)
         weights_B = weights_B.to(torch.promote_types(weights_B.dtype, flat.dtype))
+        if self.is_own and len(flat) == 1 and flat.dtype == weights_B.dtype:
+            return self.gradients[0].mul_(weights_B[0])
         if flat.dtype == weights_B.dtype:
             return (weights_B @ flat).view(self.gradients.shape[1:])
         summed = weights_B.new_empty(flat.shape[1])

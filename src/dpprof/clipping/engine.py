@@ -300,6 +300,7 @@ class Clipping(ABC):
                     self._find_reused(losses),
                     self._keep,
                     keeps=self.keeps,
+                    shares=self.ranks.is_sharded,
                     watch=self.watch,
                     squares=self.squares,
                     name_of=self.name_of,

@@ -65,6 +65,7 @@ class SampleNorms:
             ``add_reused`` adds them at the end.
         keep: Gets each contribution whose squared norms were added.
         keeps: Whether contributions are kept until the norms are known.
+        shares: Whether ranks share each sum.
         watch: Called with layer, way, function and its arguments, in place of the function.
         squares: If not None, receives the squared per-sample norms of each parameter, (B,) each.
         name_of: Names a parameter.
@@ -78,6 +79,7 @@ class SampleNorms:
         keep: Keep,
         *,
         keeps: bool,
+        shares: bool,
         watch: Watch,
         squares: dict[nn.Parameter, Tensor] | None,
         name_of: Callable[[nn.Parameter], str],
@@ -86,6 +88,7 @@ class SampleNorms:
         self.plan: dict[str, WayChoice] = {}
         self._losses, self._reused = losses, reused
         self._keep, self._keeps = keep, keeps
+        self._becomes_sum = len(losses) == 1 and not shares
         self._watch, self._squares = watch, squares
         self._name_of, self._why_once = name_of, why_once
         self._waiting: dict[nn.Parameter, list[tuple[nn.Module, Contribution]]] = defaultdict(list)
@@ -195,6 +198,7 @@ class SampleNorms:
                     *(T, d, g_BTp.shape[2], x_BTd.element_size()),
                     keeps=self._keeps,
                     on_tensor_cores=rounded,
+                    becomes_sum=self._becomes_sum,
                 )
                 self.plan[self._name_of(parameter)] = choice
                 if choice.way is Way.KEPT:
@@ -230,7 +234,7 @@ class SampleNorms:
         """Materialise the per-sample gradients, keep them, and add their squared norms."""
         inputs = contribution[:2] if isinstance(contribution, Product) else tuple(contribution)
         gradients = self._watch(layer, way, contribution.materialise, inputs)
-        self._keep(parameter, SampleGradients(gradients))
+        self._keep(parameter, SampleGradients(gradients, is_own=way is Way.KEPT))
         if self._keeps and may_join(parameter, gradients):
             self._vectors[gradients.device].append((parameter, gradients))
         else:

@@ -28,7 +28,8 @@ Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cos
 where ``2 T^2 > d p``; comparing what is kept gives T (d + p). Tensor cores multiply many times
 faster than memory moves float32: there gradients are kept only where that costs less too. They are
 written and read twice, 12 d p bytes; otherwise operands are read for the norm, and the narrower one
-is scaled for the sum.
+is scaled for the sum. The gradient of a batch's only sample becomes the sum where it is, as in plain
+training, so it is always kept, unless ranks share the sum.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. Both take
 ``x_BTd`` and ``g_BTp``, and return ``Squares`` or what these follow from (``GramSums``), (B,) each,
@@ -221,12 +222,20 @@ def price_product(T: int, d: int, p: int) -> Price:
 
 
 def choose_way(
-    T: int, d: int, p: int, itemsize: int, *, keeps: bool, on_tensor_cores: bool = False
+    T: int,
+    d: int,
+    p: int,
+    itemsize: int,
+    *,
+    keeps: bool,
+    on_tensor_cores: bool = False,
+    becomes_sum: bool = False,
 ) -> WayChoice:
     """Choose the way to a layer's norms.
 
     T is the tokens of a sample, d and p the widths of input and output, ``itemsize`` the bytes of
-    an element; ``keeps`` says whether contributions are kept for the weighted sum.
+    an element; ``keeps`` says whether contributions are kept for the weighted sum, and
+    ``becomes_sum`` whether a kept gradient becomes the sum.
     """
     gram, product = price_gram(T, d, p), price_product(T, d, p)
     prices = {Way.TILED_GRAM: gram.weigh(itemsize), Way.TILED_PRODUCT: product.weigh(itemsize)}
@@ -235,6 +244,7 @@ def choose_way(
     # Both ways to the sum take 2 T d p FLOPs.
     operands = itemsize * T * (d + p + 2 * min(d, p))
     is_cheaper = ON_TENSOR_CORES * 12 * d * p <= flops + ON_TENSOR_CORES * operands
-    if keeps and d * p <= T * (d + p) and (is_cheaper or not on_tensor_cores):
+    is_smaller = d * p <= T * (d + p)
+    if keeps and (becomes_sum or (is_smaller and (is_cheaper or not on_tensor_cores))):
         return WayChoice(Way.KEPT, T, d, p, product.flops, prices)
     return WayChoice(way, T, d, p, flops, prices)
