@@ -2,11 +2,16 @@
 
 Each row of measured_steps.json is a run of ``dpprof profile --instrument clean`` on a GPU: the
 median of its timed steps, and the allocator's peaks. ``--collect`` adds the results in a folder.
-The predictions are those of ``dpprof estimate``, which sees no GPU.
+The predictions are those of ``dpprof estimate``, which sees no GPU. ``--measure`` measures on a GPU
+models that wait for their host and models that do not, each eager, as a CUDA graph and compiled.
+Compiled steps are not predicted.
 """
 
+import itertools
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +23,17 @@ from dpprof.system.console import say
 from script import ignore, make_parser, publish
 
 ROWS = Path(__file__).with_name("measured_steps.json")
+SHAPES = {
+    "1b": (8, 1024),
+    "medium": (8, 512),
+    "small": (4, 128),
+    "hf:llama-3.2-1b": (4, 1024),
+    "hf:smollm2-135m": (8, 512),
+}
+"""Samples and tokens by model."""
+
+METHODS = ("standard", "flash-bk", "opacus-ghost")
+EXECUTIONS = ("eager", "graph", "compiled")
 
 
 class Row(NamedTuple):
@@ -47,15 +63,39 @@ class Row(NamedTuple):
     def tell(self) -> str:
         """Lay out a row."""
         one = self.experiment
-        model = one.model if isinstance(one.model, str) else "SmolLM2-135M"
+        model = one.model if isinstance(one.model, str) else one.model_name
         peak = self.predicted_peak_bytes / self.peak_bytes - 1
         reserved = self.predicted_reserved_bytes / self.reserved_bytes - 1
         return (
-            f"| {self.device} | {model} | {one.method} | {one.dtype} | {one.batch_size} "
+            f"| {self.device} | {model} | {one.method} | {one.execution} | {one.dtype} "
+            f"| {one.batch_size} "
             f"| {one.seq_len} | {self.step_s * 1e3:,.1f} | {self.median_s * 1e3:,.1f} "
             f"| {self.low_s * 1e3:,.1f} to {self.high_s * 1e3:,.1f} | {self.error:+.1%} "
             f"| {self.peak_bytes / 2**20:,.0f} | {peak:+.3%} | {reserved:+.2%} |"
         )
+
+
+def measure(folder: Path) -> None:
+    """Measure every model, method and execution on this GPU; Opacus's method runs eagerly."""
+    for (model, (samples, tokens)), method, execution in itertools.product(
+        SHAPES.items(), METHODS, EXECUTIONS
+    ):
+        if method == "opacus-ghost" and execution != "eager":
+            continue
+        name = f"{model.removeprefix('hf:')}-{method}-{execution}.json"
+        options = {
+            "model": model,
+            "method": method,
+            "batch-size": samples,
+            "seq-len": tokens,
+            "dtype": "bfloat16",
+            "optimizer": "adamw-fused",
+            "device": "cuda",
+            "execution": execution,
+            "output": folder / name,
+        }
+        given = [f"--{key}={value}" for key, value in options.items()]
+        subprocess.run([sys.executable, "-m", "dpprof", "profile", *given], check=False)
 
 
 def collect(folder: Path) -> None:
@@ -115,7 +155,17 @@ def compare(row: dict[str, Any]) -> Row:
 
 def tabulate(rows: list[dict[str, Any]]) -> str:
     """Lay out the rows, and how far off they are."""
-    heads = ["GPU", "model", "method", "dtype", "B", "T", "measured (ms)", "predicted (ms)"]
+    heads = [
+        "GPU",
+        "model",
+        "method",
+        "execution",
+        "dtype",
+        "B",
+        "T",
+        "measured (ms)",
+        "predicted (ms)",
+    ]
     heads += [
         "90 % interval",
         "error",
@@ -123,9 +173,11 @@ def tabulate(rows: list[dict[str, Any]]) -> str:
         "peak predicted",
         "reserved predicted",
     ]
-    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | --- |" + " ---: |" * 9]
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- | --- | --- |" + " ---: |" * 9]
     compared = []
     for row in rows:
+        if row["experiment"].get("execution") == "compiled":
+            continue
         compared.append(compare(row))
         lines.append(compared[-1].tell())
         say(lines[-1])
@@ -148,7 +200,11 @@ def main() -> None:
     """Run from the command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--collect", type=Path, help="a folder of results to add to the rows")
+    parser.add_argument("--measure", type=Path, help="a folder for results of this GPU")
     arguments = parser.parse_args()
+    if arguments.measure:
+        measure(arguments.measure)
+        return
     if arguments.collect:
         collect(arguments.collect)
     publish(__doc__, tabulate(json.loads(ROWS.read_text("utf-8"))), arguments.output)

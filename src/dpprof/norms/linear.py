@@ -28,8 +28,8 @@ Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cos
 where ``2 T^2 > d p``; comparing what is kept gives T (d + p). Tensor cores multiply many times
 faster than memory moves float32: there gradients are kept only where that costs less too. They are
 written and read twice, 12 d p bytes; otherwise operands are read for the norm, and the narrower one
-is scaled for the sum. The gradient of a batch's only sample becomes the sum where it is, as in plain
-training, so it is always kept, unless ranks share the sum.
+is scaled for the sum. The gradient of a batch's only sample becomes the sum in its place, as in
+plain training, so it is always kept, unless ranks share the sum.
 
 Shape legend: B samples, T tokens, d width of the input, p width of the output. Both take
 ``x_BTd`` and ``g_BTp``, and return ``Squares`` or what these follow from (``GramSums``), (B,) each,
