@@ -6,7 +6,7 @@ tensor stays where it is, and capturing changes nothing. What waits for the devi
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpprof.clipping import CapturedStep, captured_step
+from dpprof.clipping import captured_step
 from dpprof.methods import standard
 from dpprof.norms import linear, triton_ops
 from dpprof.norms.placement import as_if_on_cuda
@@ -83,22 +83,28 @@ class SimulatedGraphs:
     captured = 0
     """How many functions all of them have captured."""
 
-    def __init__(self, _device: torch.device, generators: Iterable[torch.Generator]) -> None:
-        self._generators = [*generators, torch.default_generator]
+    def __init__(
+        self, _device: torch.device, list_generators: Callable[[], Iterable[torch.Generator]]
+    ) -> None:
+        self._list_generators = list_generators
 
-    def warm_up(self, function: Callable[[], object]) -> None:
-        function()
+    def warm_up(self, function: Callable[[], object], undo: Callable[[], object]) -> None:
+        for refusing in (nullcontext(), _Refusing()):
+            with refusing:
+                function()
+            undo()
 
     def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         type(self).captured += 1
-        states = [one.get_state() for one in self._generators]
+        generators = [*self._list_generators(), torch.default_generator]
+        states = [one.get_state() for one in generators]
         recording = _Recording()
         with _Refusing(), recording:
             output = function()
         with torch.no_grad():
             for tensor, held in recording.before.values():
                 tensor.copy_(held)
-        for generator, state in zip(self._generators, states, strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
         @torch.no_grad()
@@ -118,14 +124,9 @@ class SimulatedGraphs:
 def simulated_graphs(monkeypatch) -> Iterator[None]:
     """Let steps be captured inside the context, on the CPU as if it was a GPU without Triton."""
 
-    def make(step, batch):
-        generators = [*step.optimizer.generators, *step.optimizer.clipping.generators]
-        graphs = SimulatedGraphs(batch[0].device, generators)
-        return captured_step._Graphs(graphs, step._losses_of, step.optimizer, batch, step.part_size)
-
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["cpu"])
-    monkeypatch.setattr(CapturedStep, "_make_graphs", make)
+    monkeypatch.setattr(captured_step, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(standard, "CudaGraphs", SimulatedGraphs)
     monkeypatch.setattr(SimulatedGraphs, "captured", 0)
     for module in (linear, triton_ops):

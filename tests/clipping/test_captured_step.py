@@ -11,7 +11,7 @@ from documents import FULL_SPEED, find_code
 from simulated_graphs import SimulatedGraphs, simulated_graphs
 from small_models import EVERY, Scale, Small
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adagrad, AdamW, NAdam
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping import BookKeeping, CapturedStep, NoisyOptimizer
@@ -96,7 +96,7 @@ def test_batches_of_any_size_train_as_in_a_loop(way, optimizer) -> None:
     assert was_captured == [False, *[True] * 6]
     norms = [t.clipping.sample_norms for t in (captured, loop)]
     torch.testing.assert_close(*norms, rtol=1e-4, atol=1e-6)
-    assert SimulatedGraphs.captured == 3  # first and further parts, and the update
+    assert SimulatedGraphs.captured == 4  # first and further parts, noise and step
 
 
 def test_full_parts_give_the_same_bits() -> None:
@@ -168,7 +168,7 @@ def test_a_rate_that_a_scheduler_changes_needs_no_other_graph() -> None:
         captured.step(x)
         schedule.step()
 
-    assert SimulatedGraphs.captured == 2
+    assert SimulatedGraphs.captured == 3
 
 
 def test_each_replay_draws_other_noise() -> None:
@@ -190,16 +190,21 @@ def test_a_graph_that_repeats_its_noise_is_refused(monkeypatch) -> None:
     training.step(first)
     training.step(second)
     graphs = training.step._graphs
-    replay = graphs._update
+    replay = graphs._noise
 
     def repeat() -> None:
         state = training.generator.get_state()
         replay()
         training.generator.set_state(state)
 
-    monkeypatch.setattr(graphs, "_update", repeat)
-    with pytest.raises(RuntimeError, match="drew no new noise"):
+    monkeypatch.setattr(graphs, "_noise", repeat)
+    before = training.state
+    with pytest.raises(RuntimeError, match="drew no new noise, so nothing was applied"):
         training.step(third)
+
+    assert torch.equal(training.state, before)
+    assert training.optimizer.steps == 2
+    assert not training.step.is_captured
 
 
 def test_padding_contributes_nothing() -> None:
@@ -213,6 +218,170 @@ def test_padding_contributes_nothing() -> None:
     moved = (training.model[6].weight - before).norm() * 5 / 0.1
     assert training.step.is_captured
     assert float(moved) <= 0.5 * (1 + 1e-5)
+
+
+HOOKS = {
+    "noise": lambda o: setattr(o, "noise_multiplier", 5.0),
+    "C": lambda o: setattr(o, "max_grad_norm", 0.01),
+    "rate": lambda o: o.param_groups[0].update(lr=1e-3),
+    "decay": lambda o: o.param_groups[0].update(weight_decay=0.5),
+    "betas": lambda o: o.param_groups[0].get("betas", [0]).__setitem__(0, 0.1),
+}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("change", list(HOOKS))
+def test_a_hook_changes_what_follows_it_as_in_a_loop(change, optimizer, at) -> None:
+    captured, loop = (Training(optimizer=optimizer) for _ in range(2))
+    for training in (captured, loop):
+        group = training.optimizer.param_groups[0]
+        if "betas" in group:
+            group["betas"] = list(group["betas"])
+        count = itertools.count(1)
+        training.optimizer.attach_step_hook(
+            lambda o, count=count: HOOKS[change](o) if next(count) == at else None
+        )
+    for x in batches(4, 4, 0, 4, 4, 4):
+        captured.step(x)
+        loop.loop(x)
+
+        assert_same(captured, loop)
+
+
+class Counting(SGD):
+    """Counts its steps in Python, and makes its state anew."""
+
+    def step(self, _=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = 0.5 * state.get("mean", 0.0) + parameter.grad
+                parameter.data.sub_(state["mean"] * group["lr"] / state["count"])
+
+
+@pytest.mark.parametrize("make", [Counting, Adagrad, NAdam])
+def test_an_optimizer_that_does_something_in_python_steps_there(make) -> None:
+    captured, loop = (Training() for _ in range(2))
+    for training in (captured, loop):
+        training.optimizer = private(training, make(training.model.parameters(), lr=0.1))
+        training.step = CapturedStep(training.losses_of, training.optimizer, 4)
+    for x in batches(4, 4, 6, 4):
+        captured.step(x)
+        loop.loop(x)
+
+        assert_same(captured, loop)
+    assert captured.step.is_captured
+    assert SimulatedGraphs.captured == 3  # first and further parts, and noise
+
+
+@pytest.mark.parametrize("rate", [1, torch.tensor(0.1)], ids=str)
+def test_a_rate_of_any_kind_is_that_of_the_loop(rate) -> None:
+    captured, loop = (Training() for _ in range(2))
+    for training in (captured, loop):
+        inner = AdamW(training.model.parameters(), lr=copy.copy(rate), foreach=False)
+        training.optimizer = private(training, inner)
+        training.step = CapturedStep(training.losses_of, training.optimizer, 4)
+    for number, x in enumerate(batches(4, 4, 4, 4)):
+        if number == 3:
+            captured.optimizer.param_groups[0]["lr"] = 0.001
+            loop.optimizer.param_groups[0]["lr"] = 0.001
+        captured.step(x)
+        loop.loop(x)
+
+        torch.testing.assert_close(captured.state, loop.state, rtol=1e-3, atol=1e-4)
+
+
+def private(training, inner) -> NoisyOptimizer:
+    return NoisyOptimizer(
+        inner,
+        training.clipping,
+        noise_multiplier=0.7,
+        expected_batch_size=5,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+
+def test_parameters_that_the_optimizer_does_not_have_need_a_loop() -> None:
+    training = Training()
+    training.optimizer = private(training, SGD(training.model[6].parameters(), lr=0.1))
+    step = CapturedStep(training.losses_of, training.optimizer, 4)
+    for x in batches(4, 4, 4):
+        step(x)
+        training.model.zero_grad()
+
+    assert not step.is_captured
+
+
+@pytest.mark.parametrize("change", ["wrapped again", "removed"])
+def test_an_old_step_is_refused_as_a_loop_is(change) -> None:
+    training = Training()
+    first, second, third = batches(4, 4, 4)
+    training.step(first)
+    training.step(second)
+    before = training.state
+    if change == "removed":
+        training.clipping.remove()
+    else:
+        private(training, training.optimizer.original_optimizer)
+
+    with pytest.raises(RuntimeError, match=r"on gradients without noise|depend on no trained"):
+        training.step(third)
+    assert torch.equal(training.state, before)
+
+
+def test_hooks_of_the_inner_optimizer_run_in_each_step() -> None:
+    training, calls = Training(), []
+    for number, x in enumerate(batches(4, 4, 4, 4, 4)):
+        if number == 2:
+            training.optimizer.original_optimizer.register_step_post_hook(
+                lambda *_: calls.append(training.optimizer.steps)
+            )
+        training.step(x)
+
+    assert len(calls) == 3
+    assert training.step.is_captured
+
+
+def test_a_tensor_that_a_module_holds_is_looked_at() -> None:
+    captured, loop = (Training() for _ in range(2))
+    for training in (captured, loop):
+        training.model[2].forward = lambda x, t=training: x * t.model[2].scale
+        training.model[2].scale = torch.ones(8)
+    for number, x in enumerate(batches(4, 4, 4, 4, 4)):
+        if number == 2:
+            captured.model[2].scale = loop.model[2].scale = torch.full((8,), 0.1)
+        captured.step(x)
+        loop.loop(x)
+
+        assert_same(captured, loop)
+
+
+def test_what_a_graph_reads_outlives_the_one_who_had_it() -> None:
+    training = Training()
+    weights = [torch.full((3,), 0.5)]
+    training.step._losses_of = lambda x: (training.model(x) * weights[0]).square().sum((1, 2))
+    first, second, third = batches(4, 4, 4)
+    training.step(first)
+    training.step(second)
+    held = {storage.data_ptr() for storage in training.step._graphs._held}
+
+    assert weights.pop().data_ptr() in held
+    training.step(third)
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_inputs_with_gradients_and_an_empty_first_batch_train(way) -> None:
+    training = Training()
+    training.clipping.remove()
+    training.clipping = way(training.model, 0.5, first_batch="trusted")
+    training.optimizer = private(training, SGD(training.model.parameters(), lr=0.1))
+    step = CapturedStep(training.losses_of, training.optimizer, 4)
+    for x in batches(0, 4, 6, 4):
+        step(x.requires_grad_())
+
+    assert step.is_captured
 
 
 class Accountant:

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from dpprof.clipping.contributions import Lookup, Product, SampleGradients, merge_uses
 from dpprof.norms.linear import WAYS, GramSums
-from dpprof.norms.rounding import TOLERATED
-from dpprof.norms.tiles import square
+from dpprof.norms.rounding import TOLERATED, depth_of_products
+from dpprof.norms.tiles import multiply_in_slices, square
 
 C = 1.0
 
@@ -28,7 +28,8 @@ def test_a_gradient_that_is_left_when_tokens_cancel_is_clipped(seed, way) -> Non
     x, g = cancelling(seed)
     layer = nn.Linear(512, 512, bias=False)
     clipping = way(layer, C)
-    clipping.backward((layer(x) * g).sum((1, 2)))
+    both = (layer(x.expand(2, -1, -1)) * g).sum((1, 2))  # of one alone, the gradient is kept
+    clipping.backward(both * torch.tensor([1.0, 0.0]))
     exact = torch.einsum("btd,btp->pd", x.double(), g.double())
 
     assert exact.norm() > 10 * C
@@ -132,3 +133,34 @@ def test_norms_of_ordinary_inputs_are_not_told_larger(dtype, way) -> None:
     clipping = assert_exact(way, model, (x, labels), losses_of, bound=1.0, tolerance=tolerance)
 
     assert {one.way for one in clipping.plan.values()} == {"tiled gram"}
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_norms_before_a_large_vocabulary_are_not_told_larger(way) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(512, 30_000, bias=False)
+    x = torch.randn(2, 64, 512) + torch.randn(2, 1, 512)  # tokens with much in common
+    labels = torch.randint(30_000, (2, 64))
+
+    def losses_of(x, labels):
+        return functional.cross_entropy(head(x).mT, labels, reduction="none").mean(1)
+
+    clipping = assert_exact(way, head, (x, labels), losses_of, bound=1.0, tolerance=1e-3)
+
+    assert clipping.plan["weight"].way == "tiled gram"
+
+
+@pytest.mark.parametrize("terms", [1, 100, 128, 129, 1000, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_in_slices_are_as_exact_as_is_said(terms, dtype) -> None:
+    """Terms of one sign: each sum that is rounded moves the result the same way, or another."""
+    generator = torch.Generator().manual_seed(0)
+    for shift in (0.0, 1.0, 100.0):
+        a = (shift + torch.rand(1, 40, terms, generator=generator)).to(dtype)
+        exact = a.double() @ a.double().mT
+        sizes = exact.diagonal(dim1=1, dim2=2).sqrt()
+        error = (multiply_in_slices(a, a.mT).double() - exact).abs()
+        unit = torch.finfo(torch.float32).eps / 2
+
+        assert (error <= depth_of_products(terms) * unit * sizes[:, :, None] * sizes[:, None]).all()
+    assert depth_of_products(terms) <= terms or terms < 200

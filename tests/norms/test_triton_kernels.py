@@ -180,8 +180,9 @@ def sum_gram(device, x_BTd, g_BTp):
     return triton_launch.launch_squares("gram_squares", x_BTd.to(device), g_BTp.to(device)).cpu()
 
 
-def test_traces_and_squares_of_both_gram_matrices_come_with_them(interpreter) -> None:
-    x_BTd, g_BTp = draw(3, 70, 18, 40)
+@pytest.mark.parametrize(("d", "p"), [(18, 40), (129, 300)])  # less than a slice, and more
+def test_traces_and_squares_of_both_gram_matrices_come_with_them(interpreter, d, p) -> None:
+    x_BTd, g_BTp = draw(3, 70, d, p)
     _, *traces, of_x, of_g = interpreter(sum_gram, x_BTd, g_BTp)
 
     for trace, found, of in zip(

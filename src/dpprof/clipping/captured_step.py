@@ -4,7 +4,7 @@ A small model's step is bound by the time that Python takes to start its kernels
 starts all of them at once. It has fixed sizes and addresses, and a Poisson batch has any size: so
 the graph is that of a part with a fixed number of samples, replayed as often as the batch needs.
 Copies of the last part's first sample fill it up, and count zero times. No sample is left out: that
-would be another mechanism than the one that is accounted for. A second graph adds noise and steps.
+would be another mechanism than the one that is accounted for. Further graphs add noise and step.
 
 What is checked when: ``CapturedStep``.
 
@@ -14,15 +14,22 @@ Shape legend: B samples of a part, n samples of a batch.
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpprof.clipping.cuda_graphs import CudaGraphs, make_capturable
+from dpprof.clipping.cuda_graphs import CudaGraphs, holding_inputs, make_capturable
 from dpprof.clipping.deferral import Deferral
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.clipping.surroundings import Surroundings, look_around, takes_rate_on_device
+from dpprof.clipping.surroundings import (
+    Surroundings,
+    describe_options,
+    look_around,
+    may_capture_step,
+    takes_rate_on_device,
+)
+from dpprof.norms import placement
 from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
@@ -40,8 +47,7 @@ class CapturedStep:
 
     Args:
         losses_of: Computes (B,) losses, one for each sample, from tensors like those of a batch.
-        optimizer: With its clipping. An optimizer that has the option ``capturable`` (Adam, AdamW
-            and others) gets it.
+        optimizer: With its clipping. Adam and AdamW get the option ``capturable``.
         part_size: Samples in a part, B: as many as fit into memory, or what divides the expected
             batch with little left.
 
@@ -59,9 +65,12 @@ class CapturedStep:
       gradient was summed than measured, the sums are thrown away, and the batch runs as an
       ordinary loop, which excludes, counts or refuses.
     - Buffers and frozen parameters are verified in every step. A replay that draws no new noise is
-      refused. The learning rate follows its schedule, on the device where the optimizer can.
+      refused before anything is applied. The hooks of accountants run in each step, after noise and
+      before the update; what they change counts from then on, as in the loop.
+    - The step of Adam, AdamW and SGD is captured; any other optimizer's runs in Python.
     - Not seen is a change elsewhere: of lists and objects (a config), of global variables, of what
-      ``losses_of`` reads. The program that was captured goes on, and bounds its samples.
+      ``losses_of`` reads. The program that was captured goes on, on the tensors that it read then,
+      and bounds its samples.
 
     Cost: one wait for the device in each batch; the memory of the graphs is taken until something
     changes.
@@ -127,25 +136,28 @@ class CapturedStep:
         is_as_before = look_around(self.optimizer, batch).are_those_of(self._surroundings)
         if not (is_as_before and self._clipping.first_batch_verified):
             self._graphs = None
-            return self._run(batch)
-        if not len(batch[0]):
-            return self._run(batch)
-        graphs = self._graphs or self._make_graphs(batch)
-        losses = None if graphs is None else self._replay(graphs, batch)
-        if losses is None:
+        elif len(batch[0]):
+            graphs = self._graphs or self._make_graphs(batch)
+            losses = None if graphs is None else self._replay(graphs, batch)
+            if losses is not None:
+                return losses
             self._graphs = graphs = None  # and its memory
-            return self._run(batch)
-        if graphs is not self._graphs:
-            self._graphs, self._surroundings = graphs, look_around(self.optimizer, batch)
-        return losses
+        return self._run(batch)
 
     def _replay(self, graphs: "_Graphs", batch: Sequence[Tensor]) -> Tensor | None:
         """Step by replaying graphs; return None, and change nothing, if a sample was unusual."""
         with self._discarding():
             losses = graphs.run_parts(batch)
-            if losses is not None:
-                self._clipping.verify_released()
-                graphs.update()
+            if losses is None:
+                return None
+            self._clipping.verify_released()
+            graphs.prepare_update()
+            if graphs is not self._graphs:  # before a hook may change what was captured
+                self._graphs, self._surroundings = graphs, look_around(self.optimizer, batch)
+            graphs.add_noise()
+            if self.optimizer.step_hook is not None:
+                self.optimizer.step_hook(self.optimizer)
+            graphs.step()
         return losses
 
     def _verify(self, batch: Sequence[Tensor]) -> None:
@@ -177,7 +189,8 @@ class CapturedStep:
                 del losses_B  # and its graph
                 self.optimizer.step()
             self.optimizer.zero_grad()
-        self._surroundings = look_around(self.optimizer, batch)
+        if self._graphs is None:  # else it stays as it was captured
+            self._surroundings = look_around(self.optimizer, batch)
         return torch.cat(losses)
 
     @contextmanager
@@ -186,17 +199,20 @@ class CapturedStep:
         try:
             yield
         except BaseException:
+            self._graphs = None
             self.optimizer.discard()
             raise
 
     def _make_graphs(self, batch: Sequence[Tensor]) -> "_Graphs | None":
+        """Return graphs, none of which is captured yet; None where the loop has to be ordinary."""
         device = batch[0].device
-        devices = {parameter.device for parameter in self._clipping.model.parameters()}
-        if device.type != "cuda" or devices != {device}:
+        is_on_it = all(
+            parameter.device == device for parameter in self._clipping.model.parameters()
+        )
+        is_whole = set(self._clipping.parameters) == set(self.optimizer.params)
+        if not (is_on_it and is_whole and placement.is_cuda(batch[0])):
             return None
-        generators = [*self.optimizer.generators, *self._clipping.generators]
-        graphs = CudaGraphs(device, generators)
-        return _Graphs(graphs, self._losses_of, self.optimizer, batch, self.part_size)
+        return _Graphs(device, self._losses_of, self.optimizer, batch, self.part_size)
 
 
 class _Graphs:
@@ -204,21 +220,21 @@ class _Graphs:
 
     def __init__(
         self,
-        graphs: CudaGraphs,
+        device: torch.device,
         losses_of: Callable[..., Tensor],
         optimizer: NoisyOptimizer,
         batch: Sequence[Tensor],
         part_size: int,
     ) -> None:
-        self._graphs, self._losses_of, self._optimizer = graphs, losses_of, optimizer
+        self._losses_of, self._optimizer = losses_of, optimizer
         self._clipping = optimizer.clipping
-        device = batch[0].device
+        self._graphs = CudaGraphs(device, self._list_generators)
         self._inputs = [one.new_empty(part_size, *one.shape[1:]) for one in batch]
         self._weights_B = torch.zeros(part_size, dtype=torch.float32, device=device)
         self._is_unusual = torch.zeros((), dtype=torch.bool, device=device)
         self._rates = [
             torch.tensor(group["lr"], dtype=torch.float32, device=device)
-            if takes_rate_on_device(group) and isinstance(group["lr"], float)
+            if takes_rate_on_device(group)
             else None
             for group in optimizer.param_groups
         ]
@@ -226,7 +242,18 @@ class _Graphs:
         self._parts: dict[bool, _Part] = {}
         """By whether it is the first part of a batch, whose sums are not added to others."""
 
-        self._update: Callable[[], None] | None = None
+        self._noise: Callable[[], None] | None = None
+        self._step: Callable[[], None] | None = None
+        """None where the optimizer's step runs in Python."""
+
+        self._options: list[Any] = []
+        """Of the optimizer, when its step was captured."""
+
+        self._held: list[Any] = []
+        """What the graphs read and nothing else may keep: freed memory may become another's."""
+
+    def _list_generators(self) -> list[torch.Generator]:
+        return [*self._optimizer.generators, *self._clipping.generators]
 
     def run_parts(self, batch: Sequence[Tensor]) -> Tensor | None:
         """Sum the clipped gradients of a batch; return its losses, (n,), or None.
@@ -251,31 +278,70 @@ class _Graphs:
         self._clipping.batches += len(norms)
         return torch.cat(losses)
 
-    def update(self) -> None:
-        """Add noise to the sums and step."""
-        if self._update is None:
-            self._update = self._capture_update()
-        hook = self._optimizer.step_hook
-        if hook is not None:
-            hook(self._optimizer)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if rate is not None:
-                rate.fill_(group["lr"])
+    def prepare_update(self) -> None:
+        """Capture noise, and the optimizer's step where that is possible, unless that is done."""
+        if self._noise is not None:
+            return
+        self._noise = self._capture(self._optimizer.add_noise)
+        self._options = describe_options(self._optimizer)
+        if may_capture_step(self._optimizer):
+            make_capturable(self._optimizer.original_optimizer)
+            self._options = describe_options(self._optimizer)
+            with self._rates_on_device():
+                self._step = self._capture(self._step_on_sums)
+
+    def add_noise(self) -> None:
+        """Add noise to the sums and average them.
+
+        Raises:
+            RuntimeError: It would be the noise of an earlier step.
+        """
+        assert self._noise is not None
         before = self._states()
-        self._update()
+        self._noise()
         if self._optimizer.noise_multiplier > 0 and self._states() == before:
-            raise RuntimeError("the graph drew no new noise; use the ordinary loop")
+            raise RuntimeError("the graph drew no new noise, so nothing was applied; use the loop")
+
+    def step(self) -> None:
+        """Let the optimizer step on the sums, which have noise."""
+        if self._step is None or describe_options(self._optimizer) != self._options:
+            self._step_on_sums()
+            self._optimizer.original_optimizer.zero_grad()
+        else:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                if rate is not None:
+                    rate.fill_(group["lr"])
+            self._step()
         self._optimizer.count_step()
 
     def _states(self) -> list[bytes]:
         return [one.get_state().numpy().tobytes() for one in self._optimizer.generators]
 
+    def _step_on_sums(self) -> None:
+        assert self._sums is not None
+        self._optimizer.step_with_noise_in(self._sums)
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        with ExitStack() as rates:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                if rate is not None:
+                    rates.callback(operator.setitem, group, "lr", group["lr"])
+                    group["lr"] = rate.fill_(group["lr"])
+            yield
+
+    def _capture(self, function: Callable[[], object]) -> Callable[[], None]:
+        """Capture what an optimizer does with the sums of all parts."""
+        with self._keeping_count():
+            self._give_sums()
+            return self._graphs.capture(function)[0]
+
     def _fill(self, part: Sequence[Tensor]) -> None:
         """Copy a part, and fill it up with its first sample, which counts only where it is."""
         count = len(part[0])
         for static, given in zip(self._inputs, part, strict=True):
-            static[:count].copy_(given)
-            static[count:].copy_(given[:1].expand(len(static) - count, *given.shape[1:]))
+            static[:count].copy_(given.detach())
+            static[count:].copy_(given[:1].detach().expand(len(static) - count, *given.shape[1:]))
         self._weights_B[:count].fill_(1)
         self._weights_B[count:].zero_()
 
@@ -293,8 +359,8 @@ class _Graphs:
 
         with self._keeping_count(), substitute(self._clipping, "deferral", deferral):
             if is_first:
-                self._graphs.warm_up(run)
-                self._optimizer.discard()
+                with holding_inputs() as self._held:
+                    self._graphs.warm_up(run, self._optimizer.discard)
                 self._is_unusual.zero_()
             else:
                 self._give_sums()
@@ -302,21 +368,6 @@ class _Graphs:
             self._sums = [parameter.summed_grad for parameter in self._optimizer.params]
         self._clipping.verify_released()
         return _Part(replay, *output)
-
-    def _capture_update(self) -> Callable[[], None]:
-        def run() -> None:
-            self._optimizer.add_noise()
-            self._optimizer.original_optimizer.step()
-
-        make_capturable(self._optimizer)
-        with self._keeping_count(), ExitStack() as rates:
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                if rate is not None:
-                    rates.callback(operator.setitem, group, "lr", group["lr"])
-                    group["lr"] = rate.fill_(group["lr"])
-            self._give_sums()
-            replay, _ = self._graphs.capture(run)
-        return replay
 
     def _give_sums(self) -> None:
         """Give the optimizer the sums of the parts before, as if it had accumulated them."""

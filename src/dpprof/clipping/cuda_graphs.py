@@ -3,14 +3,19 @@
 What PyTorch requires, and where it says so: one pool for graphs that are replayed one after
 another (``torch.cuda.graph``); a generator must be registered, or each replay draws the same
 numbers (``CUDAGraph.register_generator_state``); other threads may use the device meanwhile only if
-errors of capture are those of this thread.
+errors of capture are those of this thread. What a graph reads must stay: a replay reads addresses,
+whatever lies there.
 """
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Output = TypeVar("Output")
 
@@ -20,48 +25,104 @@ class CudaGraphs:
 
     Args:
         device: A CUDA device.
-        generators: All that the functions draw from, but for the device's default one.
+        list_generators: Returns all that the functions draw from, but for the device's default one.
     """
 
-    def __init__(self, device: torch.device, generators: Iterable[torch.Generator]) -> None:
-        default = torch.cuda.default_generators[torch.device(device).index or 0]
-        self._generators = [one for one in generators if one is not default]
+    def __init__(
+        self, device: torch.device, list_generators: Callable[[], Iterable[torch.Generator]]
+    ) -> None:
+        self._default = torch.cuda.default_generators[torch.device(device).index or 0]
+        self._list_generators = list_generators
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def warm_up(self, function: Callable[[], object]) -> None:
-        """Run a function where it will be captured, so that libraries have what they need."""
+    def warm_up(self, function: Callable[[], object], undo: Callable[[], object]) -> None:
+        """Run a function where it will be captured, so that libraries have what they need.
+
+        It runs twice: kernels are tuned first. ``undo`` is called after each.
+
+        Raises:
+            RuntimeError: The function waits for the device.
+        """
         present = torch.cuda.current_stream(self._stream.device)
+        before = torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(present)
         with torch.cuda.stream(self._stream):
-            function()
+            for mode in (before, "error"):
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    function()
+                except RuntimeError as error:
+                    if "synchroniz" not in str(error):
+                        raise
+                    raise RuntimeError(
+                        f"the step waits for the device, so it cannot be a CUDA graph ({error}); "
+                        "take out what reads numbers of tensors, or use the ordinary loop"
+                    ) from error
+                finally:
+                    torch.cuda.set_sync_debug_mode(before)
+                    undo()
         present.wait_stream(self._stream)
 
     def capture(self, function: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
         """Return what runs a function's kernels again, and the output that they then write.
 
         Raises:
-            RuntimeError: The function waits for the device, or does what no graph can.
+            RuntimeError: It does what no graph can. This process may then be unable to go on.
         """
         graph = torch.cuda.CUDAGraph()
-        for generator in self._generators:
-            graph.register_generator_state(generator)
+        for generator in self._list_generators():
+            if generator is not self._default:
+                graph.register_generator_state(generator)
+        present = torch.cuda.current_stream(self._stream.device)
         torch.clear_autocast_cache()  # a cast weight would be that of the capture for ever
         try:
             with torch.cuda.graph(
                 graph, self._pool, self._stream, capture_error_mode="thread_local"
             ):
                 output = function()
-        except RuntimeError as error:
-            if "captur" not in str(error):
-                raise
-            raise RuntimeError(
-                f"the step cannot be captured as a CUDA graph ({error}); it waits for the device, "
-                "or reads numbers of it: take that out, or run steps in the ordinary way"
-            ) from error
+        except BaseException:
+            torch.cuda.set_stream(present)  # which a failed capture leaves
+            raise
         finally:
             torch.clear_autocast_cache()
         return graph.replay, output
+
+
+class _Inputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the storages that operators use and that none of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: dict[int, Any] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in _storages((args, kwargs)):
+            if one._cdata not in self._made:  # noqa: SLF001 (it has no public name)
+                self.held[one._cdata] = one  # noqa: SLF001
+        out = func(*args, **(kwargs or {}))
+        self._made.update(
+            one._cdata  # noqa: SLF001
+            for one in _storages(out)
+            if one._cdata not in self.held  # noqa: SLF001
+        )
+        return out
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    leaves = pytree.tree_leaves(values)
+    return [one.untyped_storage() for one in leaves if isinstance(one, Tensor)]
+
+
+@contextmanager
+def holding_inputs() -> Iterator[list[Any]]:
+    """Yield a list that keeps, from the end of the context on, the memory that it read."""
+    held: list[Any] = []
+    inputs = _Inputs()
+    with torch.autograd.set_multithreading_enabled(False), inputs:
+        yield held
+    held += inputs.held.values()
 
 
 def make_capturable(optimizer: Optimizer) -> None:

@@ -21,7 +21,9 @@ from dpprof.clipping.sums import bound_of
 from dpprof.norms import placement
 from dpprof.records.births import allocates
 
-_HOOK = "_clipping_noise_hook"
+HOOK = "_clipping_noise_hook"
+"""The attribute of an optimizer with the hook that refuses steps without noise."""
+
 _INNER = "original_optimizer"
 _AT_ONCE = 2**22
 """The noise of so many elements may be drawn at once on a GPU: 16 MiB in float32."""
@@ -151,9 +153,9 @@ class NoisyOptimizer(Optimizer):
         self._drawn: list[Tensor] = []
         """Noise that was drawn for the next parameters, the last one's first."""
 
-        if hasattr(optimizer, _HOOK):  # of an earlier NoisyOptimizer around it
-            getattr(optimizer, _HOOK).remove()
-        setattr(optimizer, _HOOK, optimizer.register_step_pre_hook(self._require_noise))
+        if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
+            getattr(optimizer, HOOK).remove()
+        setattr(optimizer, HOOK, optimizer.register_step_pre_hook(self._require_noise))
 
     param_groups: Any = _attribute_of(_INNER, "param_groups", "The original optimizer's groups.")
     state: Any = _attribute_of(_INNER, "state", "The original optimizer's state.")
@@ -371,6 +373,13 @@ class NoisyOptimizer(Optimizer):
         self._is_last_step_skipped = self._is_noised = False
         self._bound = None
         self._batches_before = self.clipping.batches
+
+    def step_with_noise_in(self, gradients: Sequence[Tensor]) -> None:
+        """Let the original optimizer step on gradients of ``params`` that have noise already."""
+        for parameter, gradient in zip(self.params, gradients, strict=True):
+            parameter.grad = gradient
+        self._is_noised = True
+        self.original_optimizer.step()
 
     def count_step(self) -> None:
         """Count a step on all batches that were clipped since the last one, which a graph took."""

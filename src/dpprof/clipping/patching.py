@@ -83,9 +83,14 @@ def patch_layer(
     vars(layer)[_PATCH] = _Patch(layer, forward, is_on)
 
 
+def patch_of(layer: nn.Module) -> object:
+    """Return what patches a layer; None where nothing does."""
+    return vars(layer).get(_PATCH)
+
+
 def is_patched(layer: nn.Module) -> bool:
     """Tell whether a layer is patched."""
-    return vars(layer).get(_PATCH) is not None
+    return patch_of(layer) is not None
 
 
 def unpatch_layer(layer: nn.Module) -> None:

@@ -24,13 +24,13 @@ class Standard(TrainingStep):
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return what runs the step as one CUDA graph."""
-        graphs = CudaGraphs(batch.tokens_BT.device, ())
+        graphs = CudaGraphs(batch.tokens_BT.device, list)
         make_capturable(self.optimizer)
 
         def run() -> None:
             self.run(batch, lambda _: None)
 
-        graphs.warm_up(run)
+        graphs.warm_up(run, lambda: None)
         return graphs.capture(run)[0]
 
     def clip_groups(self) -> Sequence[ClipGroup]:

@@ -47,9 +47,11 @@ from dpprof.norms.code_paths import Way
 from dpprof.norms.rounding import Squares, depth_of_tile, gram_slack
 from dpprof.norms.tiles import (
     REDUCED_SLICE,
+    SUMMED_SLICE,
     accumulator_of,
     multiply,
     multiply_and_sum,
+    multiply_in_slices,
     samples_at_once,
     spans,
     square,
@@ -121,7 +123,7 @@ def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
     B, T, _ = x_BTd.shape
     tile = gram_tile_size(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
-    at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * REDUCED_SLICE, x_BTd.dtype)
+    at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * SUMMED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
         x, g = x_BTd[some], g_BTp[some]
         for rows in spans(T, tile):
@@ -134,8 +136,8 @@ def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 @allocates("gram_matrices")
 def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Tensor:
     """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B)."""
-    of_inputs = multiply(x_BTd[:, rows], x_BTd[:, columns].transpose(1, 2))
-    of_gradients = multiply(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
+    of_inputs = multiply_in_slices(x_BTd[:, rows], x_BTd[:, columns].transpose(1, 2))
+    of_gradients = multiply_in_slices(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
     both = (of_inputs, of_gradients)
     if rows == columns:
         traces = [one.diagonal(dim1=1, dim2=2).sum(1) for one in both]

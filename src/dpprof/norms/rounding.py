@@ -6,13 +6,14 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
 
 * ``slack``, by how much the true squared norm may exceed the computed one. Only the Gram ways need
   it, which subtract large squares; other ways have an error relative to ``size``. With
-  A = X X^T and B = G G^T, an entry of A is a sum of d products, with an error of at most
-  d u |x_t| |x_s| in any order of summation (Higham 2002, "Accuracy and Stability of Numerical
-  Algorithms", section 3.1). So the error of A is at most d u tr(A) in the Frobenius norm, and that
-  of B likewise. By Cauchy-Schwarz the error of the sum of A * B is at most
-  ``u (d tr(A) |B| + p |A| tr(B) + m |A| |B|)`` plus terms of u^2, where m is the depth of the last
-  sum. ``eps = 2 u`` in place of u covers those, accumulators that truncate, and the error of the
-  traces, which are sums of the diagonals.
+  A = X X^T and B = G G^T, an entry of A is a sum of d products. In any order of summation its
+  error is at most d u |x_t| |x_s| (Higham 2002, "Accuracy and Stability of Numerical Algorithms",
+  section 3.1); where slices are added up, at most n(d) u |x_t| |x_s| (section 4.2), with n far
+  below d (``depth_of_products``). So the error of A is at most n(d) u tr(A) in the Frobenius norm,
+  and that of B likewise. By Cauchy-Schwarz the error of the sum of A * B is at most
+  ``u (n(d) tr(A) |B| + n(p) |A| tr(B) + m |A| |B|)`` plus terms of u^2, where m is the depth of the
+  last sum. ``eps = 2 u`` in place of u covers those, accumulators that truncate, and the error of
+  the traces, which are sums of the diagonals.
 * ``size``, |X|^2 |G|^2: the rounding error of X^T G is relative to its square root. The error
   of a sum of n terms is about sqrt(n) u times the sum of their magnitudes (Higham and Mary 2019,
   "A New Approach to Probabilistic Rounding Error Analysis"); libraries sum in blocks, so n is at
@@ -22,8 +23,10 @@ mostly rounding error. Three figures of each layer keep a sample within its boun
   norm is so large that the error, scaled, stays below ``TOLERATED`` of the bound C.
 
 So a sample contributes at most ``C (1 + TOLERATED)`` to the computed sum, rounding included. For
-inputs that do not cancel, this changes a norm by at most about 1e-3 in float32. Per-sample
-gradients that are kept (``norms.linear``) need no correction, because they themselves are summed.
+inputs that do not cancel, this changes a norm in float32 by less than 1e-3 over few tokens; the
+slack of Gram ways grows with them, to about 1e-2 where 1,024 tokens have much in common, or a
+vocabulary has 128,000 ids. Per-sample gradients that are kept (``norms.linear``) need no
+correction, because they themselves are summed.
 
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
@@ -74,10 +77,19 @@ def gram_slack(
 ) -> Tensor:
     """Bound the error of the sum of A * B from tr(A), tr(B), |A|^2, |B|^2 and ``depth_of_tile``."""
     norm_of_x_B, norm_of_g_B = square_of_x_B.sqrt(), square_of_g_B.sqrt()
-    of_inputs = (d + _SPLIT) * trace_of_x_B * norm_of_g_B
-    of_gradients = (p + _SPLIT) * norm_of_x_B * trace_of_g_B
+    of_inputs = (depth_of_products(d) + _SPLIT) * trace_of_x_B * norm_of_g_B
+    of_gradients = (depth_of_products(p) + _SPLIT) * norm_of_x_B * trace_of_g_B
     eps = torch.finfo(norm_of_x_B.dtype).eps
     return eps * (of_inputs + of_gradients + depth * norm_of_x_B * norm_of_g_B)
+
+
+def depth_of_products(terms: int) -> int:
+    """Bound the depth of the sum of an entry of a Gram matrix, and of a product of two rows.
+
+    Slices of 128 terms are added up one after another; on tensor cores slices of 1,024, whose
+    terms are added at least 8 at once, after at most 8 within.
+    """
+    return min(terms, 128 + 8) + terms // 128
 
 
 def depth_of_tile(tile: int) -> int:

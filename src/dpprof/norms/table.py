@@ -14,13 +14,13 @@ Shape legend: B samples, T lookup positions, S tokens of the weight, d width of 
 import torch
 from torch import Tensor
 
-from dpprof.norms.rounding import Squares, depth_of_tile
+from dpprof.norms.rounding import Squares, depth_of_products, depth_of_tile
 from dpprof.norms.tiles import (
     BATCHES,
     WORKSPACE_BYTES,
     accumulator_of,
-    multiply,
     multiply_and_sum,
+    multiply_in_slices,
     samples_at_once,
     spans,
     square,
@@ -67,8 +67,8 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
 
     Returns:
         The products as ``found``, in float32, or float64 for float64. As for Gram matrices
-        (``norms.rounding``), the error of E X^T is at most d u |E| |X| in the Frobenius norm, so
-        ``slack`` is that times the norm of the rows.
+        (``norms.rounding``), the error of E X^T is at most n(d) u |E| |X| in the Frobenius norm,
+        so ``slack`` is that times the norm of the rows.
     """
     B, T, d = e_BTd.shape
     S = x_BSd.shape[1]
@@ -79,7 +79,7 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
         for positions in spans(T, TILE):
             ids = ids_BT[some, None, positions]
             for tokens in spans(S, TILE):
-                products = multiply(
+                products = multiply_in_slices(
                     x_BSd[some, tokens].to(dtype), e_BTd[some, positions].to(dtype).transpose(1, 2)
                 )
                 rows = g_BSV[some, tokens]
@@ -89,6 +89,7 @@ def inner_product(ids_BT: Tensor, e_BTd: Tensor, x_BSd: Tensor, g_BSV: Tensor) -
                 sums_3B[:, some] += torch.stack([multiply_and_sum(products, rows), *squares])
     found_B, products_B, rows_B = sums_3B.to(dtype)
     depth = depth_of_tile(TILE)
-    error_B = d * (square(e_BTd) * square(x_BSd)).sqrt() + depth * products_B.sqrt()
+    size_B = square(e_BTd) * square(x_BSd)
+    error_B = depth_of_products(d) * size_B.sqrt() + depth * products_B.sqrt()
     slack_B = torch.finfo(dtype).eps * error_B * rows_B.sqrt()
     return Squares(found_B, slack_B, None)

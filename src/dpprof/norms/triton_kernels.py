@@ -40,13 +40,23 @@ def gram_tile(
     base, T, K, token_stride, k_stride, rows_R, columns_C,
     TILE_T: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the Gram matrix of a matrix (T, K)."""
+    """Compute one tile of the Gram matrix of a matrix (T, K).
+
+    A sum of K products has slices, so that its rounding is that of ``norms.rounding``. Tensor cores
+    add at least 8 products at once; exact float32 products are added one after another.
+    """
+    SLICE: tl.constexpr = (
+        128 if base.dtype.element_ty == tl.float32 and PRECISION == "ieee" else 1024
+    )
     gram_RC = tl.zeros((TILE_T, TILE_T), dtype=tl.float32)
-    for start in range(0, K, TILE_K):
-        k_K = start + tl.arange(0, TILE_K)
-        left_RK = load_tile(base, rows_R, token_stride, T, k_K, k_stride, K)
-        right_KC = load_tile(base, k_K, k_stride, K, columns_C, token_stride, T)
-        gram_RC = tl.dot(left_RK, right_KC, gram_RC, input_precision=PRECISION)
+    for first in range(0, K, SLICE):
+        slice_RC = tl.zeros((TILE_T, TILE_T), dtype=tl.float32)
+        for start in range(first, tl.minimum(first + SLICE, K), TILE_K):
+            k_K = start + tl.arange(0, TILE_K)
+            left_RK = load_tile(base, rows_R, token_stride, T, k_K, k_stride, K)
+            right_KC = load_tile(base, k_K, k_stride, K, columns_C, token_stride, T)
+            slice_RC = tl.dot(left_RK, right_KC, slice_RC, input_precision=PRECISION)
+        gram_RC += slice_RC
     return gram_RC
 
 
