@@ -38,7 +38,7 @@ GRAM: list[Config] = [
     _config(4, 3, TILE_T=64, TILE_K=128),
     _config(8, 3, TILE_T=128, TILE_K=32),
     _config(8, 3, TILE_T=64, TILE_K=32),
-    _config(4, 3, TILE_T=64, TILE_K=32),
+    _config(8, 3, TILE_T=64, TILE_K=16),
     _config(4, 3, TILE_T=64, TILE_K=16),
 ]
 PRODUCT: list[Config] = [
