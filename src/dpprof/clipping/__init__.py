@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dpprof.clipping.book_keeping import BookKeeping as BookKeeping
     from dpprof.clipping.captured_step import CapturedStep as CapturedStep
     from dpprof.clipping.engine import Clipping as Clipping
+    from dpprof.clipping.head import linear_cross_entropy as linear_cross_entropy
     from dpprof.clipping.optimizer import NoisyOptimizer as NoisyOptimizer
     from dpprof.clipping.per_layer import PerLayerClipping as PerLayerClipping
     from dpprof.clipping.two_pass import FlashClipping as FlashClipping
@@ -25,6 +26,7 @@ _MODULES = {
     "FlashClipping": "dpprof.clipping.two_pass",
     "NoisyOptimizer": "dpprof.clipping.optimizer",
     "PerLayerClipping": "dpprof.clipping.per_layer",
+    "linear_cross_entropy": "dpprof.clipping.head",
     "UnsupportedError": "dpprof.spec.registry",
 }
 __all__ = list(_MODULES)

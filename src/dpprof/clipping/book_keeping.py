@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import (
+    ChunkedProduct,
     Lookup,
     Product,
     SampleGradients,
@@ -113,6 +114,6 @@ class BookKeeping(Clipping):
 
 def _exposed(contribution: Summable) -> list[Tensor]:
     """List the tensors of a contribution that other code has too."""
-    if not isinstance(contribution, Product | Lookup):
+    if not isinstance(contribution, Product | ChunkedProduct | Lookup):
         return []
     return [part for part in contribution if isinstance(part, Tensor)]

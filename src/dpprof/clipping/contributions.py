@@ -9,7 +9,7 @@ contributes.
 Shape legend: B samples, T tokens, d width of an input, p width of an output.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +37,7 @@ class Product(NamedTuple):
     @property
     def is_rounded(self) -> bool:
         """Whether tensor cores multiply: they round operands of the sum to 16 bits or TF32."""
-        x = self.x_BTd
-        is_short = x.dtype != accumulator_of(x.dtype)
-        return placement.is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
+        return _is_rounded(self.x_BTd)
 
     def sum(self, weights_B: Tensor) -> Tensor:
         """Compute the weighted sum over samples; the weights scale the narrower operand."""
@@ -63,6 +61,66 @@ class Product(NamedTuple):
         for some in spans(len(left_Nm), REDUCED_SLICE):
             summed.addmm_((left_Nm[some] * weights_N1[some]).t(), right_Nn[some].to(summed.dtype))
         return summed
+
+
+def _is_rounded(x: Tensor) -> bool:
+    is_short = x.dtype != accumulator_of(x.dtype)
+    return placement.is_cuda(x) and (is_short or (x.dtype is torch.float32 and allows_tf32()))
+
+
+AT_ONCE_BYTES = 2**28
+"""About how many bytes of output gradients a ``ChunkedProduct`` computes at a time."""
+
+
+class ChunkedProduct(NamedTuple):
+    """A ``Product`` whose output gradients are computed when they are needed, and again."""
+
+    x_BTd: Tensor
+    gradients_of: Callable[[slice], Tensor]
+    """Computes those of some samples, (b, T, p); of each sample the same every time."""
+
+    p: int
+
+    @property
+    def is_rounded(self) -> bool:
+        """As of ``Product``."""
+        return _is_rounded(self.x_BTd)
+
+    def parts(self) -> Iterator[tuple[slice, Product]]:
+        """Compute the product of some samples after the other."""
+        B, T, _ = self.x_BTd.shape
+        each = max(1, T * self.p * self.x_BTd.element_size())
+        for some in spans(B, max(1, AT_ONCE_BYTES // each)):
+            yield some, Product(self.x_BTd[some], self.gradients_of(some))
+
+    def sum(self, weights_B: Tensor) -> Tensor:
+        """Compute the weighted sum over samples."""
+        total: Tensor | None = None
+        for some, product in self.parts():
+            summed = product.sum(weights_B[some])
+            total = summed if total is None else total.add_(summed)
+        assert total is not None
+        return total
+
+    def largest(self) -> Tensor:
+        """Compute the largest output gradient of each token; (B, T, 1)."""
+        return torch.cat(
+            [
+                torch.linalg.vector_norm(product.g_BTp, torch.inf, dim=2, keepdim=True)
+                for _, product in self.parts()
+            ]
+        )
+
+    def without(self, excluded_B: Tensor) -> "ChunkedProduct":
+        """Return it with some samples set to zero."""
+        excluded_B11 = excluded_B.to(self.x_BTd.device)[:, None, None]
+
+        def gradients_of(some: slice) -> Tensor:
+            return self.gradients_of(some).masked_fill(excluded_B11[some], 0)
+
+        return self._replace(
+            x_BTd=self.x_BTd.masked_fill(excluded_B11, 0), gradients_of=gradients_of
+        )
 
 
 class Lookup(NamedTuple):
@@ -168,7 +226,7 @@ class SampleGradients(NamedTuple):
 Direct = Shift | Scale | SampleGradients
 """Their per-sample gradients are always materialised: they are small, or known no other way."""
 
-Summable = Product | Lookup | SampleGradients
+Summable = Product | ChunkedProduct | Lookup | SampleGradients
 """Their weighted sum can be computed."""
 
 Contribution = Summable | Direct
@@ -188,6 +246,8 @@ def may_join(parameter: Tensor, gradients: Tensor) -> bool:
 
 def zero_samples(contribution: Summable, excluded_B: Tensor) -> Summable:
     """Set some samples to zero. A weight of zero is not enough: 0 times NaN is NaN."""
+    if isinstance(contribution, ChunkedProduct):
+        return contribution.without(excluded_B)
 
     def fill(part: Tensor) -> Tensor:
         return part.masked_fill(excluded_B.to(part.device).view(-1, *(1,) * (part.dim() - 1)), 0)
@@ -210,12 +270,15 @@ def merge_uses(contributions: Sequence[Contribution]) -> list[Contribution] | No
         One contribution for each kind of use; None if the kinds cannot be combined.
     """
     products = [one for one in contributions if isinstance(one, Product)]
+    chunked = [one for one in contributions if isinstance(one, ChunkedProduct)]
     lookups = [one for one in contributions if isinstance(one, Lookup)]
     others = [one for one in contributions if isinstance(one, Direct)]
     transposed = {product.transposed for product in products}
     if len(transposed) > 1 or (lookups and (others or True in transposed)) or (others and products):
         return None
-    merged: list[Contribution] = []
+    if chunked and (len(chunked) > 1 or products or others):
+        return None
+    merged: list[Contribution] = [*chunked]
     if products:
         x, g = _join_tokens(p.x_BTd for p in products), _join_tokens(p.g_BTp for p in products)
         merged.append(Product(x, g, products[0].transposed))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpprof.clipping.contributions import (
+    ChunkedProduct,
     Contribution,
     Lookup,
     Product,
@@ -144,6 +145,8 @@ def _gradients_of(contribution: Contribution) -> Tensor:
     match contribution:
         case SampleGradients(gradients):
             return gradients.reshape(len(gradients), -1)
+        case ChunkedProduct():
+            return contribution.largest()
         case Shift(g) | Product(_, g) | Lookup(_, g) | Scale(_, _, _, g):
             return g
 

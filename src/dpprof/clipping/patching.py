@@ -93,6 +93,12 @@ def is_patched(layer: nn.Module) -> bool:
     return patch_of(layer) is not None
 
 
+def is_patched_now(layer: nn.Module) -> bool:
+    """Tell whether a call of a layer runs what patches it."""
+    patch = vars(layer).get(_PATCH)
+    return patch is not None and patch.layer is layer and patch.is_on()
+
+
 def unpatch_layer(layer: nn.Module) -> None:
     """Restore a layer's original ``forward``."""
     vars(layer).pop(_PATCH, None)

@@ -30,7 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import Lookup, Product, SampleGradients, Summable
+from dpprof.clipping.contributions import (
+    ChunkedProduct,
+    Lookup,
+    Product,
+    SampleGradients,
+    Summable,
+)
 from dpprof.norms import placement
 from dpprof.norms.tiles import accumulator_of, multiply
 from dpprof.records.births import allocates, allocates_for_its_caller
@@ -107,8 +113,10 @@ class Projections:
 
 def _limit_of(contribution: Summable) -> float:
     match contribution:
-        case Product() if contribution.is_rounded:
+        case Product() | ChunkedProduct() if contribution.is_rounded:
             return MAX_DIFFERENCE_WHEN_ROUNDED
+        case ChunkedProduct(inputs):
+            return MAX_DIFFERENCE[accumulator_of(inputs.dtype)]
         case Product(_, gradients) | Lookup(_, gradients) | SampleGradients(gradients):
             return MAX_DIFFERENCE[accumulator_of(gradients.dtype)]
 
@@ -122,6 +130,8 @@ def _draw_direction(longest: int, losses: Tensor, generator: torch.Generator | N
 def _project(contribution: Summable, u: Tensor) -> Tensor:
     """Project the gradients of samples; (B, N). The longer side of a matrix meets ``u``."""
     match contribution:
+        case ChunkedProduct():
+            return torch.cat([_project(product, u) for _, product in contribution.parts()])
         case Product(x_BTd, g_BTp, transposed):
             left_BTm, right_BTn = (x_BTd, g_BTp) if transposed else (g_BTp, x_BTd)
             if right_BTn.shape[2] < left_BTm.shape[2]:

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from dpprof.clipping.coverage import refuse_wrapper, trained_in
+from dpprof.clipping.head import HeadLoss, run_head
 from dpprof.clipping.layers import (
+    Receive,
     run_conv1d,
     run_embedding,
     run_layer_norm,
@@ -23,8 +25,21 @@ from dpprof.spec.registry import UnsupportedError
 LayerRule = Callable[..., Tensor]
 """Called with the layer, a function that receives its contributions, and the layer's arguments."""
 
+
+def run_linear_or_head(
+    layer: nn.Linear,
+    receive: Receive,
+    input: Tensor,  # noqa: A002 (torch's)
+    loss: HeadLoss | None = None,
+) -> Tensor:
+    """Run a linear layer; with a loss, run it as a model's head without logits."""
+    if loss is None:
+        return run_linear(layer, receive, input)
+    return run_head(layer, receive, input, loss)
+
+
 RULES: Mapping[str, LayerRule] = {
-    "torch.nn.modules.linear.Linear": run_linear,
+    "torch.nn.modules.linear.Linear": run_linear_or_head,
     "torch.nn.modules.sparse.Embedding": run_embedding,
     "torch.nn.modules.normalization.LayerNorm": run_layer_norm,
     "torch.nn.modules.normalization.RMSNorm": run_rms_norm,

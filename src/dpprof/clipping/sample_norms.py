@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpprof.clipping.contributions import (
+    ChunkedProduct,
     Contribution,
     Direct,
     Lookup,
@@ -192,18 +193,20 @@ class SampleNorms:
         measured: GramSums | Squares
         match contribution:
             case Product(x_BTd, g_BTp):
-                _, T, d = x_BTd.shape
                 rounded = contribution.is_rounded
-                choice = choose_way(
-                    *(T, d, g_BTp.shape[2], x_BTd.element_size()),
-                    keeps=self._keeps,
-                    on_tensor_cores=rounded,
-                    becomes_sum=self._becomes_sum,
-                )
-                self.plan[self._name_of(parameter)] = choice
-                if choice.way is Way.KEPT:
+                way = self._choose(parameter, contribution, g_BTp.shape[2], keeps=self._keeps)
+                if way is Way.KEPT:
                     return self._measure_gradients(layer, Way.KEPT, parameter, contribution)
-                measured = self._run(layer, choice.way, WAYS[choice.way], (x_BTd, g_BTp))
+                measured = self._run(layer, way, WAYS[way], (x_BTd, g_BTp))
+            case ChunkedProduct():
+                rounded = contribution.is_rounded
+                way = self._choose(parameter, contribution, contribution.p, keeps=False)
+                measured = _join(
+                    [
+                        self._run(layer, way, WAYS[way], product[:2])
+                        for _, product in contribution.parts()
+                    ]
+                )
             case Lookup(ids_BT):
                 measured = self._run(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
@@ -220,6 +223,20 @@ class SampleNorms:
         kind = _Kind(type(measured), sizes, rounded, figures.device, figures.dtype)
         self._figures[kind].append((parameter, figures))
         return lambda: measured.found_B.clamp(min=0)
+
+    def _choose(
+        self, parameter: nn.Parameter, product: Product | ChunkedProduct, p: int, *, keeps: bool
+    ) -> Way:
+        """Choose the way to the norms of a product, and note it."""
+        _, T, d = product.x_BTd.shape
+        choice = choose_way(
+            *(T, d, p, product.x_BTd.element_size()),
+            keeps=keeps,
+            on_tensor_cores=product.is_rounded,
+            becomes_sum=self._becomes_sum and keeps,
+        )
+        self.plan[self._name_of(parameter)] = choice
+        return choice.way
 
     def _run(
         self, layer: nn.Module, way: Way, function: Callable[..., Any], inputs: tuple[Any, ...]
@@ -268,24 +285,47 @@ class SampleNorms:
             for contribution in merged
         }
         match merged:
-            case [Product(x_BTd, g_BTp), Lookup(ids_BT) as table]:
-                e_BTd = table.trained_BTd
-                operands = (ids_BT, e_BTd, x_BTd, g_BTp)
-                both = self._run(layer, Way.CROSSED, inner_product, operands)
-                T, S = e_BTd.shape[1], x_BTd.shape[1]
+            case [Product() | ChunkedProduct() as weight, Lookup() as table]:
+                both = self._cross(layer, weight, table)
+                assert both.slack_B is not None
+                assert both.size_B is not None
+                T, S = table.g_BTd.shape[1], weight.x_BTd.shape[1]
+                size_of_table_B = T * square(table.trained_BTd)
                 slack_B = (
                     2 * both.slack_B
-                    + cross_slack(found[Lookup](), T * square(e_BTd), T)
-                    + cross_slack(found[Product](), square(x_BTd) * square(g_BTp), S)
+                    + cross_slack(found[Lookup](), size_of_table_B, T)
+                    + cross_slack(found[type(weight)](), both.size_B, S)
                 )
                 self._added.append(Squares(2 * both.found_B, slack_B, None))
                 self._tell(parameter, 2 * both.found_B)
+
+    def _cross(self, layer: nn.Module, weight: Product | ChunkedProduct, table: Lookup) -> Squares:
+        """Compute the inner product of both gradients of each sample; size is the weight's."""
+        ids_BT, e_BTd = table.ids_BT, table.trained_BTd
+        whole = slice(0, len(ids_BT))
+        parts = [(whole, weight)] if isinstance(weight, Product) else weight.parts()
+        crossed = []
+        for some, (x_BTd, g_BTp, _) in parts:
+            operands = (ids_BT[some], e_BTd[some], x_BTd, g_BTp)
+            found = self._run(layer, Way.CROSSED, inner_product, operands)
+            crossed.append(found._replace(size_B=square(x_BTd) * square(g_BTp)))
+        joined: Squares = _join(crossed)
+        return joined
 
     def _tell(self, parameter: nn.Parameter, found_B: Tensor) -> None:
         """Add to the squared norms of a parameter, if they are asked for."""
         squares = self._squares
         if squares is not None:
             squares[parameter] = squares[parameter] + found_B if parameter in squares else found_B
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    """Join what was measured of some samples after the other."""
+    first = parts[0]
+    if isinstance(first, GramSums):
+        return first._replace(sums_5B=torch.cat([one.sums_5B for one in parts], dim=-1))
+    columns = zip(*parts, strict=True)
+    return type(first)(*(None if one[0] is None else torch.cat(one) for one in columns))
 
 
 def _add_up(parts: Iterable[Tensor]) -> Tensor | None:

@@ -1,0 +1,284 @@
+"""The loss of a model's head without its logits.
+
+With a vocabulary of V ids, logits, loss and their gradients take V numbers for each token, mostly
+more than the rest of the model. Here some tokens' logits exist at a time. Forward also computes the
+gradient of the hidden states, which each token's incoming gradient only scales. A head that is
+trained has a ``ChunkedProduct``: its output gradients are computed again, some samples at a time,
+for the norm and for the clipped sum.
+
+Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", for plain
+training in chunks; ``norms.linear`` for the norm of what is computed again.
+
+FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits; where it is
+trained 8 N d V and the norm, for 6 N d V and the norm.
+
+Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dpprof.clipping.contributions import ChunkedProduct, Contribution, SampleGradients
+from dpprof.clipping.layers import Receive, apply, autocast_dtype
+from dpprof.clipping.patching import is_patched_now
+from dpprof.norms.tiles import accumulator_of, spans
+
+CHUNK_BYTES = 2**27
+"""About how much the logits of a chunk take, in the dtype of sums."""
+
+IGNORED = -100
+"""By default the label of tokens without a loss, as in PyTorch."""
+
+
+class HeadLoss(NamedTuple):
+    """The cross-entropy of a head's outputs with labels."""
+
+    labels_BT: Tensor
+    ignore_index: int = IGNORED
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+
+def linear_cross_entropy(
+    hidden_BTd: Tensor,
+    head: nn.Module,
+    labels_BT: Tensor,
+    *,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Compute each token's cross-entropy from hidden states, without keeping logits.
+
+    It equals ``torch.nn.functional.cross_entropy`` of ``scale * head(hidden)``, capped where
+    ``softcap`` is given: ``softcap * tanh(z / softcap)``. With a ``Clipping`` attached, the head is
+    clipped as any layer; without, this is an ordinary loss, so that one script serves both.
+
+    Args:
+        hidden_BTd: What the head would get, (B, T, d).
+        head: A ``torch.nn.Linear``, trained or frozen; its weight may be that of the embedding.
+        labels_BT: The ids to predict, (B, T) int64.
+        ignore_index: The label of tokens without a loss.
+        label_smoothing: The share of the target that all ids have alike; from 0 to below 1.
+        softcap: The bound of logits, as in Gemma 2; None for none.
+        scale: What logits are multiplied by, as in Cohere.
+
+    Returns:
+        (B, T) in float32, or float64 for float64; 0 where a label is ignored. On a GPU the loss of
+        a label outside of the vocabulary is NaN, so that clipping excludes its sample.
+
+    Raises:
+        TypeError: The head is no ``Linear``.
+        ValueError: Shapes do not fit, or a label or option is out of its range.
+
+    Formal guarantees: those of the clipping; the head's part is computed as for a ``Linear``.
+
+    Example:
+        >>> import torch
+        >>> from dpprof.clipping import BookKeeping, linear_cross_entropy
+        >>> body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 9)
+        >>> clipping = BookKeeping(torch.nn.Sequential(body, head), max_grad_norm=1.0)
+        >>> labels = torch.zeros(2, 5, dtype=torch.int64)
+        >>> losses = linear_cross_entropy(body(torch.ones(2, 5, 3)), head, labels)
+        >>> clipping.backward(losses.mean(1))
+        >>> clipping.sample_norms.shape
+        torch.Size([2])
+    """
+    if not isinstance(head, nn.Linear):
+        raise TypeError(f"head must be a Linear, and is a {type(head).__name__}")
+    _verify(hidden_BTd, head, labels_BT)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be from 0 to below 1, and is {label_smoothing}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, and is {softcap}")
+    loss = HeadLoss(labels_BT, ignore_index, label_smoothing, softcap, scale)
+    if is_patched_now(head):
+        losses_BT: Tensor = head(hidden_BTd, loss=loss)
+        return losses_BT
+    return run_head(head, None, hidden_BTd, loss)
+
+
+def _verify(hidden_BTd: Tensor, head: nn.Linear, labels_BT: Tensor) -> None:
+    if hidden_BTd.dim() != 3 or hidden_BTd.shape[2] != head.in_features:  # noqa: PLR2004
+        shape = tuple(hidden_BTd.shape)
+        raise ValueError(f"hidden must be (B, T, {head.in_features}), and has shape {shape}")
+    if labels_BT.shape != hidden_BTd.shape[:2] or labels_BT.dtype != torch.int64:
+        raise ValueError(
+            f"labels must be {tuple(hidden_BTd.shape[:2])} int64, and are "
+            f"{tuple(labels_BT.shape)} {labels_BT.dtype}"
+        )
+
+
+def run_head(layer: nn.Linear, receive: Receive | None, x: Tensor, loss: HeadLoss) -> Tensor:
+    """Run a head and its loss, in autocast's dtype under autocast."""
+    dtype = autocast_dtype(x)
+    x = x if dtype is None else x.to(dtype)
+    labels = loss.labels_BT
+    if labels.device.type == "cpu" and not isinstance(labels, FakeTensor):
+        refuse_labels(labels, loss.ignore_index, layer.out_features)
+    return apply(_Head, x, layer.weight, layer.bias, labels, loss, receive)
+
+
+def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
+    """Refuse labels that a head has no output for; this waits for the device.
+
+    Raises:
+        ValueError: There is one.
+    """
+    wrong = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= count))
+    if wrong.any():
+        raise ValueError(
+            f"a label is {int(labels_BT[wrong][0])}, and the head has {count} outputs; tokens "
+            f"without a loss have {ignore_index}"
+        )
+
+
+class _Rows(NamedTuple):
+    """A head's outputs for the rows of a chunk, in the dtype of sums."""
+
+    logits_NV: Tensor
+    """Scaled and capped."""
+
+    lse_N1: Tensor
+
+
+def _compute(x_Nd: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> _Rows:
+    z_NV = torch.nn.functional.linear(
+        x_Nd, weight.to(x_Nd.dtype), None if bias is None else bias.to(x_Nd.dtype)
+    )
+    z_NV = z_NV.to(accumulator_of(z_NV.dtype))
+    if loss.scale != 1:
+        z_NV *= loss.scale
+    if loss.softcap is not None:
+        z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
+    return _Rows(z_NV, torch.logsumexp(z_NV, dim=1, keepdim=True))
+
+
+def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
+    return labels_N != loss.ignore_index
+
+
+def _find_losses(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
+    """Compute losses, (N,)."""
+    V = rows.logits_NV.shape[1]
+    counted_N = _is_counted(labels_N, loss)
+    is_there_N = (labels_N >= 0) & (labels_N < V)
+    of_label_N = rows.logits_NV.gather(1, labels_N.clamp(0, V - 1)[:, None])[:, 0]
+    losses_N = rows.lse_N1[:, 0] - (1 - loss.label_smoothing) * of_label_N
+    if loss.label_smoothing:
+        losses_N -= loss.label_smoothing * rows.logits_NV.mean(1)
+    losses_N = losses_N.masked_fill(~is_there_N, torch.nan)
+    return losses_N.masked_fill(~counted_N, 0)
+
+
+def _differentiate(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
+    """Turn outputs into the losses' gradients of the product, (N, V), in place."""
+    z_NV = rows.logits_NV
+    V = z_NV.shape[1]
+    slope_NV = None if loss.softcap is None else 1 - (z_NV / loss.softcap).square_()
+    g_NV = z_NV.sub_(rows.lse_N1).exp_()
+    if loss.label_smoothing:
+        g_NV -= loss.label_smoothing / V
+    share_N1 = g_NV.new_full((len(g_NV), 1), loss.label_smoothing - 1)
+    g_NV.scatter_add_(1, labels_N.clamp(0, V - 1)[:, None], share_N1)
+    if slope_NV is not None:
+        g_NV *= slope_NV
+    if loss.scale != 1:
+        g_NV *= loss.scale
+    return g_NV.masked_fill_(~_is_counted(labels_N, loss)[:, None], 0)
+
+
+def _rows_at_once(weight: Tensor, dtype: torch.dtype) -> int:
+    return max(1, CHUNK_BYTES // (weight.shape[0] * accumulator_of(dtype).itemsize))
+
+
+class _Head(torch.autograd.Function):
+    """Losses of tokens."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes them so)
+        ctx: Any,
+        x_BTd: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels_BT: Tensor,
+        loss: HeadLoss,
+        receive: Receive | None,
+    ) -> Tensor:
+        x_Nd, labels_N = x_BTd.flatten(0, 1), labels_BT.flatten()
+        losses_N = x_Nd.new_empty(len(x_Nd), dtype=accumulator_of(x_Nd.dtype))
+        gradient_Nd = torch.empty_like(x_Nd) if ctx.needs_input_grad[0] else None
+        for some in spans(len(x_Nd), _rows_at_once(weight, x_Nd.dtype)):
+            rows = _compute(x_Nd[some], weight, bias, loss)
+            losses_N[some] = _find_losses(rows, labels_N[some], loss)
+            if gradient_Nd is not None:
+                g_NV = _differentiate(rows, labels_N[some], loss).to(x_Nd.dtype)
+                torch.mm(g_NV, weight.to(x_Nd.dtype), out=gradient_Nd[some])
+            del rows
+        is_trained = any(ctx.needs_input_grad[1:3])
+        ctx.save_for_backward(labels_BT, gradient_Nd, x_BTd if is_trained else None)
+        ctx.weight, ctx.bias, ctx.loss, ctx.receive = weight, bias, loss, receive
+        own = [one for one in (weight, bias) if one is not None]
+        ctx.clipped = [] if receive is None else own
+        return losses_N.view(labels_BT.shape)
+
+    @staticmethod
+    def backward(ctx: Any, g_BT: Tensor) -> Any:
+        labels_BT, gradient_Nd, x_BTd = ctx.saved_tensors
+        of_input = None
+        if gradient_Nd is not None:
+            of_input = gradient_Nd.view(*g_BT.shape, -1) * g_BT[:, :, None].to(gradient_Nd.dtype)
+        if x_BTd is None:
+            return of_input, None, None, None, None, None
+        chunks = _Chunks(x_BTd.detach(), ctx.weight, ctx.bias, labels_BT, g_BT, ctx.loss)
+        if ctx.receive is None:
+            return of_input, *chunks.sum_plainly(ctx.needs_input_grad[1:3]), None, None, None
+        product = ChunkedProduct(chunks.x_BTd, chunks.gradients_of, ctx.weight.shape[0])
+        contributions: list[tuple[nn.Parameter, Contribution]] = []
+        if ctx.needs_input_grad[1]:
+            contributions.append((ctx.weight, product))
+        if ctx.needs_input_grad[2]:
+            exact = accumulator_of(x_BTd.dtype)
+            parts = [part.g_BTp.sum(1, dtype=exact) for _, part in product.parts()]
+            contributions.append((ctx.bias, SampleGradients(torch.cat(parts))))
+        ctx.receive(contributions)
+        return of_input, None, None, None, None, None
+
+
+class _Chunks(NamedTuple):
+    """Computes the output gradients of some samples at a time."""
+
+    x_BTd: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels_BT: Tensor
+    g_BT: Tensor
+    loss: HeadLoss
+
+    def gradients_of(self, some: slice) -> Tensor:
+        """Return the gradients of the head's outputs, (b, T, V), in the dtype of its inputs."""
+        x_Nd, labels_N = self.x_BTd[some].flatten(0, 1), self.labels_BT[some].flatten()
+        incoming_N = self.g_BT[some].flatten()
+        found_NV = x_Nd.new_empty(len(x_Nd), self.weight.shape[0])
+        for rows in spans(len(x_Nd), _rows_at_once(self.weight, x_Nd.dtype)):
+            computed = _compute(x_Nd[rows], self.weight, self.bias, self.loss)
+            g_NV = _differentiate(computed, labels_N[rows], self.loss)
+            found_NV[rows] = g_NV.mul_(incoming_N[rows, None])
+        return found_NV.view(*self.labels_BT[some].shape, -1)
+
+    def sum_plainly(self, needed: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias without clipping."""
+        of_weight = torch.zeros_like(self.weight) if needed[0] else None
+        of_bias = None if self.bias is None or not needed[1] else torch.zeros_like(self.bias)
+        for some in spans(len(self.x_BTd), 1):
+            g_NV, x_Nd = self.gradients_of(some).flatten(0, 1), self.x_BTd[some].flatten(0, 1)
+            if of_weight is not None:
+                of_weight += g_NV.t() @ x_Nd
+            if of_bias is not None:
+                of_bias += g_NV.sum(0)
+        return of_weight, of_bias

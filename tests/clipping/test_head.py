@@ -1,0 +1,280 @@
+"""A head without logits has the losses, norms and clipped sums of one with logits."""
+
+import math
+
+import pytest
+import torch
+from documents import PRIVATE_TRAINING, find_code
+from simulated_graphs import simulated_graphs
+from small_models import EVERY, FLAT, gradients, one_by_one, private
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpprof.clipping import (
+    BookKeeping,
+    CapturedStep,
+    PerLayerClipping,
+    contributions,
+    head,
+    linear_cross_entropy,
+)
+from dpprof.spec.registry import UnsupportedError
+
+B, T, D, V = 5, 7, 6, 11
+OPTIONS = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.2},
+    "capped": {"softcap": 3.0},
+    "scaled": {"scale": 0.3},
+    "all": {"label_smoothing": 0.1, "softcap": 2.0, "scale": 1.7, "ignore_index": 4},
+}
+
+
+@pytest.fixture(autouse=True, params=[1, 2**27])
+def chunks(request, monkeypatch):
+    """Chunks of one token and of one sample, and chunks of everything."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(contributions, "AT_ONCE_BYTES", request.param)
+
+
+class Model(nn.Module):
+    """An embedding, a layer and a head, which may be tied, frozen or have a bias."""
+
+    def __init__(self, kind: str = "trained", **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, D)
+        self.layer = nn.Linear(D, D)
+        self.head = nn.Linear(D, V, bias=kind == "bias")
+        if kind == "tied":
+            self.head.weight = self.embedding.weight
+        if kind == "frozen":
+            self.head.requires_grad_(requires_grad=False)
+        self.options = options
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.layer(self.embedding(ids)).tanh()
+
+    def in_chunks(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        losses = linear_cross_entropy(self.hidden(ids), self.head, labels, **self.options)
+        return (losses * weights).mean(1)
+
+    def with_logits(self, ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        given = dict(self.options)
+        scale, cap = given.pop("scale", 1.0), given.pop("softcap", None)
+        logits = self.head(self.hidden(ids)) * scale
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        losses = functional.cross_entropy(logits.mT, labels, reduction="none", **given)
+        return (losses * weights).mean(1)
+
+
+def batch(dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(V, (2, B, T), generator=generator)
+    labels[1, 2:] = -100
+    labels[3] = -100
+    return ids, labels, torch.rand(B, T, generator=generator).to(dtype)
+
+
+KINDS = ("trained", "bias", "tied", "frozen")
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_clipping_it_is_an_ordinary_loss(kind, options) -> None:
+    ids, labels, weights = batch()
+    if "ignore_index" in OPTIONS[options]:
+        labels = labels.clamp(0)
+    model = Model(kind, **OPTIONS[options]).double()
+    expected = model.with_logits(ids, labels, weights)
+    expected.sum().backward()
+    before = gradients(model)
+    model.zero_grad()
+    found = model.in_chunks(ids, labels, weights)
+    found.sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients(model), before, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_norms_and_sums_are_those_of_one_sample_at_a_time(way, kind, options, dtype, limit) -> None:
+    ids, labels, weights = batch()
+    if "ignore_index" in OPTIONS[options]:
+        labels = labels.clamp(0)
+    exact = Model(kind, **OPTIONS[options]).double()
+    norms, expected, bound = one_by_one(exact.with_logits, exact, (ids, labels, weights))
+    model = Model(kind, **OPTIONS[options]).to(dtype)
+    clipping = way(model, bound)
+    clipping.backward(model.in_chunks(ids, labels, weights.to(dtype)))
+
+    assert (clipping.sample_norms - norms).norm() <= limit * norms.norm()
+    assert (gradients(model) - expected).norm() <= limit * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["trained", "bias", "frozen"])
+def test_per_layer_clipping_clips_the_head_as_with_logits(kind) -> None:
+    found = []
+    for losses_of in (Model.in_chunks, Model.with_logits):
+        model = Model(kind).double()
+        clipping = PerLayerClipping(model, 0.1)
+        clipping.backward(losses_of(model, *batch()))
+        found.append((gradients(model), clipping.sample_norms))
+
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_it_is_no_further_from_the_truth_than_logits_are(kind) -> None:
+    ids, labels, weights = batch()
+    exact = Model(kind).double()
+    _, expected, bound = one_by_one(exact.with_logits, exact, (ids, labels, weights))
+    errors = []
+    for losses_of in (Model.in_chunks, Model.with_logits):
+        model = Model(kind)
+        clipping = BookKeeping(model, bound)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = losses_of(model, ids, labels, weights.float())
+        clipping.backward(losses.float())
+        errors.append(float((gradients(model) - expected).norm() / expected.norm()))
+
+    assert errors[0] <= 1.5 * errors[1] + 1e-3
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_sample_that_is_not_finite_is_excluded(way) -> None:
+    model = Model()
+    clipping = way(model, 0.1)
+    ids, labels, weights = batch(torch.float32)
+    silent = weights.clone()
+    silent[2] = 0
+    clipping.backward(model.in_chunks(ids, labels, silent))
+    expected = gradients(model)
+    model.zero_grad()
+    weights[2, 1] = math.nan
+    clipping.backward(model.in_chunks(ids, labels, weights))
+
+    assert clipping.nonfinite_samples == 1
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_mixing_before_the_loss_is_refused_on_the_first_batch(way) -> None:
+    model = Model("frozen")
+    model.head.requires_grad_()
+    clipping = way(model, 1.0)
+    ids, labels, _ = batch()
+    losses = linear_cross_entropy(model.hidden(ids), model.head, labels)
+
+    with pytest.raises(UnsupportedError, match="head"):
+        clipping.backward(losses.mean(1) + losses.mean())
+
+
+@pytest.mark.parametrize("way", FLAT)
+def test_a_head_that_is_used_otherwise_too_is_refused(way) -> None:
+    model = Model()
+    clipping = way(model, 1.0)
+    ids, labels, weights = batch(torch.float32)
+    both = model.in_chunks(ids, labels, weights) + model.with_logits(ids, labels, weights)
+
+    with pytest.raises(UnsupportedError, match="used in ways whose gradients cannot be combined"):
+        clipping.backward(both)
+
+
+def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
+    width = 4_096
+    model, found = nn.Linear(8, width, bias=False), []
+    x, labels = torch.randn(4, 64, 8, requires_grad=True), torch.zeros(4, 64, dtype=torch.int64)
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.shape[-1:] == (width,) and not func.is_view:
+                found.append(len(out))
+            return out
+
+    model.requires_grad_(requires_grad=False)
+    with Watching():
+        linear_cross_entropy(x, model, labels).sum().backward()
+
+    assert x.grad is not None
+    assert max(found) == (1 if head.CHUNK_BYTES == 1 else 4 * 64)
+
+
+def test_a_captured_step_may_have_such_a_head(monkeypatch) -> None:
+    models = [Model("tied") for _ in range(2)]
+    steps = []
+    with simulated_graphs(monkeypatch):
+        monkeypatch.setattr(head, "refuse_labels", lambda *_: None)  # as on a GPU
+        for model in models:
+            optimizer = private(BookKeeping(model, 0.5), model, lr=0.1)
+            steps.append(CapturedStep(model.in_chunks, optimizer, part_size=B))
+        for _ in range(4):
+            steps[0](*batch(torch.float32))
+            steps[1]._run(batch(torch.float32))
+
+    assert steps[0].is_captured
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"head": nn.Bilinear(2, 2, 2)}, TypeError, "head must be a Linear, and is a Bilinear"),
+        (
+            {"hidden": torch.zeros(2, 3, 9)},
+            ValueError,
+            r"hidden must be \(B, T, 6\), and has shape",
+        ),
+        ({"hidden": torch.zeros(2, D)}, ValueError, r"hidden must be \(B, T, 6\)"),
+        ({"labels": torch.zeros(2, 4, dtype=torch.int64)}, ValueError, r"labels must be \(2, 3\)"),
+        ({"labels": torch.zeros(2, 3)}, ValueError, "int64, and are"),
+        ({"labels": torch.full((2, 3), V)}, ValueError, "a label is 11, and the head has 11"),
+        ({"labels": torch.full((2, 3), -1)}, ValueError, "a label is -1, and the head has 11"),
+        ({"label_smoothing": 1.0}, ValueError, "label_smoothing must be from 0 to below 1"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive, and is 0.0"),
+    ],
+)
+def test_what_is_no_head_or_no_label_is_refused(changed, error, message) -> None:
+    given = {
+        "hidden": torch.zeros(2, 3, D),
+        "head": nn.Linear(D, V),
+        "labels": torch.zeros(2, 3, dtype=torch.int64),
+    } | changed
+
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(given.pop("hidden"), given.pop("head"), given.pop("labels"), **given)
+
+
+def test_the_lines_in_the_documents_run() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=T,
+    )
+    model = transformers.LlamaForCausalLM(config).double()
+    names = {"model": model}
+    exec(find_code(PRIVATE_TRAINING, "linear_cross_entropy"), names)  # noqa: S102
+    ids, labels, _ = batch()
+    labels = labels.clamp(0)
+
+    def with_logits(ids, labels):
+        return functional.cross_entropy(model(ids).logits.mT, labels, reduction="none").mean(1)
+
+    norms, expected, bound = one_by_one(with_logits, model, (ids, labels))
+    clipping = BookKeeping(model, bound)
+    clipping.backward(names["sample_losses"](ids, labels))
+
+    assert (
+        clipping.sample_norms - norms
+    ).norm() <= 1e-6 * norms.norm()  # Llama normalises in float32
+    assert (gradients(model) - expected).norm() <= 1e-6 * expected.norm()
