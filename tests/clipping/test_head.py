@@ -30,7 +30,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(autouse=True, params=[1, 2**27])
+@pytest.fixture(autouse=True, params=[1, 2**28])
 def chunks(request, monkeypatch):
     """Chunks of one token and of one sample, and chunks of everything."""
     monkeypatch.setattr(head, "CHUNK_BYTES", request.param)

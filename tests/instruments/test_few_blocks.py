@@ -33,6 +33,7 @@ FIRST = (
     {"method": "opacus-hooks", "hf": "gpt2"},
     {"method": "flash", "hf": "qwen2", "batch_size": 9, "optimizer": "adamw-fused"},
     {"method": "flash-bk", "execution": "graph"},
+    {"method": "flash-bk", "hf": "llama", "lora": "rank=2", "head": "chunked"},
 )
 """Every way in which the records of different experiments differ, at least once."""
 
@@ -91,6 +92,8 @@ def _combine_executions():
     for method, optimizer in itertools.product(OWN[:3], ("adamw", "adamw-fused", "sgd")):
         for execution in ("eager", "graph"):
             yield {"method": method, "optimizer": optimizer, "execution": execution}
+    for method, batch_size in itertools.product(OWN[:4], (1, 2, 5, 33)):
+        yield {"method": method, "head": "chunked", "batch_size": batch_size}
 
 
 @pytest.mark.slow

@@ -69,8 +69,9 @@ _ROW: Mapping[str, Callable[[Advice], str]] = {
     "ranks": lambda one: one.parallel or "1",
     "trained": lambda one: "whole" if one.lora is None else "LoRA",
     "execution": lambda one: one.execution,
+    "head": lambda one: one.head,
 }
-"""What a row of winners is about; the last three are shown only where they vary."""
+"""What a row of winners is about; the last four are shown only where they vary."""
 
 
 _WINNER: Mapping[str, Callable[[Option], str]] = {
@@ -84,7 +85,7 @@ _TIMES = (
     "tokens per second are predicted, with 90 % intervals; what they rest on differs by row, and "
     "--json says it"
 )
-_TEXTS = ("dtype", "ranks", "trained", "execution", "method", "checkpointing", "verdict")
+_TEXTS = ("dtype", "ranks", "trained", "execution", "head", "method", "checkpointing", "verdict")
 """Columns that are set flush left."""
 
 
@@ -99,6 +100,7 @@ def _recommend(advice: Advice) -> list[str]:
     ranks = "" if advice.parallel is None else f", {advice.parallel}"
     where = f"{_name(advice)}, {advice.seq_len:,} tokens, {advice.dtype}{ranks}"
     where += "" if advice.execution == "eager" else ", as a CUDA graph"
+    where += "" if advice.head == "logits" else ", head in chunks"
     where += f", on {advice.target}"
     if any(option.verdict == "unranked" for option in advice.options):
         return [f"No time is predicted, so methods that fit are not ranked: {where}."]
@@ -318,12 +320,12 @@ def rank_methods(
 ) -> tuple[str, str, bool]:
     """Return the methods in order, as far as their verdicts are known here; draw them too."""
     standings = read_verdicts(experiments)
-    alike: dict[tuple[str, int, str], dict[int, list[Result]]] = defaultdict(
+    alike: dict[tuple[str, int, str, str], dict[int, list[Result]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for result in results:
         one = result.experiment
-        alike[one.dtype, one.seq_len, one.execution][one.world_size].append(result)
+        alike[one.dtype, one.seq_len, one.execution, one.head][one.world_size].append(result)
     found = [
         _advise(experiments[0], on_ranks, standings)
         for by_ranks in alike.values()
@@ -335,9 +337,9 @@ def rank_methods(
         lines = [*map(format_advice, found), *explain(results), *list_smallest_ranks(results)]
     else:
         lines = [format_winners(found), *explain_safety(results)]
-        for (dtype, seq_len, execution), by_ranks in alike.items():
+        for (dtype, seq_len, *_), by_ranks in alike.items():
             on_any = list(itertools.chain.from_iterable(by_ranks.values()))
-            where = f"{dtype} {seq_len:,}" + ("" if execution == "eager" else f" {execution}")
+            where = f"{dtype} {seq_len:,}"  # several ranks have one execution and head
             lines += [f"{where}: {one}" for one in list_smallest_ranks(on_any)]
     options = [option for side in sides for option in side.options]
     if figure is not None:

@@ -34,7 +34,7 @@ from dpprof.system.hardware import available_cores
 
 INSTRUMENT = "capacity"
 _FINAL = ("ok", "oom", "unsupported")
-LISTS = ("dtype", "seq_len", "checkpointing", "execution")
+LISTS = ("dtype", "seq_len", "checkpointing", "execution", "head")
 """Fields of which a command may be asked about several values: the first changes last."""
 
 _AXES: dict[str, Callable[[Experiment], str]] = {
@@ -43,6 +43,7 @@ _AXES: dict[str, Callable[[Experiment], str]] = {
     "tokens": lambda one: f"{one.seq_len:,}",
     "checkpointing": lambda one: one.checkpointing,
     "execution": lambda one: one.execution,
+    "head": lambda one: one.head,
     "ranks": lambda one: "1" if one.parallel is None else one.parallel.text,
     "trained": lambda one: "whole" if one.lora is None else "LoRA",
 }

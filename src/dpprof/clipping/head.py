@@ -25,8 +25,9 @@ from dpprof.clipping.contributions import ChunkedProduct, Contribution, SampleGr
 from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.clipping.patching import is_patched_now
 from dpprof.norms.tiles import accumulator_of, spans
+from dpprof.records.births import allocates
 
-CHUNK_BYTES = 2**27
+CHUNK_BYTES = 2**28
 """About how much the logits of a chunk take, in the dtype of sums."""
 
 IGNORED = -100
@@ -147,6 +148,7 @@ class _Rows(NamedTuple):
     lse_N1: Tensor
 
 
+@allocates("logits_and_loss")
 def _compute(x_Nd: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> _Rows:
     z_NV = torch.nn.functional.linear(
         x_Nd, weight.to(x_Nd.dtype), None if bias is None else bias.to(x_Nd.dtype)
@@ -163,6 +165,7 @@ def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
     return labels_N != loss.ignore_index
 
 
+@allocates("logits_and_loss")
 def _find_losses(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
     """Compute losses, (N,)."""
     V = rows.logits_NV.shape[1]
@@ -176,6 +179,7 @@ def _find_losses(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
     return losses_N.masked_fill(~counted_N, 0)
 
 
+@allocates("logits_and_loss")
 def _differentiate(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
     """Turn outputs into the losses' gradients of the product, (N, V), in place."""
     z_NV = rows.logits_NV
@@ -260,6 +264,7 @@ class _Chunks(NamedTuple):
     g_BT: Tensor
     loss: HeadLoss
 
+    @allocates("logits_and_loss")
     def gradients_of(self, some: slice) -> Tensor:
         """Return the gradients of the head's outputs, (b, T, V), in the dtype of its inputs."""
         x_Nd, labels_N = self.x_BTd[some].flatten(0, 1), self.labels_BT[some].flatten()

@@ -105,12 +105,13 @@ def set_up(
     ``moment`` is called at ``model_loaded``, ``wrapped_with_dp`` and ``optimizer_created`` with the
     objects that hold tensors then.
     """
-    if experiment.execution not in method.executions:
-        allowed = ", ".join(method.executions)
-        raise UnsupportedError(
-            f"{experiment.method} does not run with execution {experiment.execution}; it runs with "
-            f"{allowed}"
-        )
+    for name, known in (("execution", method.executions), ("head", method.heads)):
+        given = getattr(experiment, name)
+        if given not in known:
+            raise UnsupportedError(
+                f"{experiment.method} does not run with {name} {given}; it runs with "
+                f"{', '.join(known)}"
+            )
     torch.manual_seed(experiment.seed)
     model = build_model(experiment).to(device.torch_device)
     model = apply_dtype(model, experiment, device.torch_device).train()

@@ -16,7 +16,7 @@ from dpprof.clipping.captured_step import CapturedStep
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
-from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep, sample_losses
+from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
 from dpprof.norms.code_paths import Watch
 from dpprof.norms.triton_ops import chosen_tiles, explain_missing_tiles
 from dpprof.records.births import Function
@@ -31,6 +31,7 @@ class ClippedStep(TrainingStep):
 
     parallel_kinds: ClassVar[Collection[str]] = ("ddp", "fsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
+    heads: ClassVar[Collection[str]] = ("logits", "chunked")
     clipping_type: type[Clipping]
     optimizer: NoisyOptimizer
     attributes: ClassVar[Mapping[str, Component]] = {"summed_grad": "summed_gradients"}
@@ -61,7 +62,7 @@ class ClippedStep(TrainingStep):
         After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
-        losses_B = sample_losses(self.module(*batch.inputs), batch.labels_BT)
+        losses_B = self.losses_of(batch.labels_BT, *batch.inputs)
         self.clipping.backward(losses_B, enter)
         enter("noise")
         self.optimizer.accumulate()
@@ -73,11 +74,7 @@ class ClippedStep(TrainingStep):
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return a captured step; its first one is an ordinary one."""
-
-        def losses_of(labels_BT: Tensor, *inputs: Tensor) -> Tensor:
-            return sample_losses(self.module(*inputs), labels_BT)
-
-        step = CapturedStep(losses_of, self.optimizer, part_size=len(batch.labels_BT))
+        step = CapturedStep(self.losses_of, self.optimizer, part_size=len(batch.labels_BT))
         step(batch.labels_BT, *batch.inputs)
         return partial(step, batch.labels_BT, *batch.inputs)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 from dpprof.clipping.cuda_graphs import CudaGraphs, make_capturable
-from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep, mean_loss
+from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
 from dpprof.spec.mechanisms import NO_CLIPPING
 
 
@@ -14,11 +14,12 @@ class Standard(TrainingStep):
     mechanism: ClassVar[str] = NO_CLIPPING
     parallel_kinds = ("ddp", "fsdp")
     executions: ClassVar[Collection[str]] = ("eager", "graph", "compiled")
+    heads: ClassVar[Collection[str]] = ("logits", "chunked")
 
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
         enter("forward")
-        loss = mean_loss(self.module(*batch.inputs), batch.labels_BT)
+        loss = self.losses_of(batch.labels_BT, *batch.inputs).mean()
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 

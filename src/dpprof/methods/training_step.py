@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from dpprof.clipping.head import linear_cross_entropy
 from dpprof.models.distribute import distribute
+from dpprof.models.heads import find_plain_head, hidden_states_of
 from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
@@ -114,6 +116,9 @@ class TrainingStep(ABC):
     executions: ClassVar[Collection[str]] = ("eager",)
     """The ways of ``execution`` in which the method's step runs."""
 
+    heads: ClassVar[Collection[str]] = ("logits",)
+    """The ways of ``head`` in which the method's step runs."""
+
     def __init__(self, model: nn.Module, experiment: Experiment) -> None:
         self.module = model
         self.experiment = experiment
@@ -148,6 +153,25 @@ class TrainingStep(ABC):
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Set the optimizer of ``self.module``'s parameters, wrapped if the method needs it."""
         self.optimizer = optimizer
+
+    def losses_of(self, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
+        """Run the model, and return each sample's mean cross-entropy over its labelled tokens.
+
+        With ``head: chunked`` the logits of some tokens exist at a time.
+
+        Returns:
+            (B,); 0 for a sample without labels.
+        """
+        experiment = self.experiment
+        if experiment.head == "logits":
+            return sample_losses(self.module(*inputs), labels_BT)
+        head = find_plain_head(self.module, experiment)
+        with hidden_states_of(head):
+            hidden_BTd = self.module(*inputs)
+        is_short = experiment.dtype == "bfloat16"
+        with torch.autocast(hidden_BTd.device.type, torch.bfloat16, enabled=is_short):
+            losses_BT = linear_cross_entropy(hidden_BTd, head, labels_BT, ignore_index=UNLABELLED)
+        return _mean_over_labels(losses_BT, labels_BT)
 
     @abstractmethod
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
@@ -238,5 +262,8 @@ def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     losses = functional.cross_entropy(
         logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=UNLABELLED, reduction="none"
     )
-    labelled_B = (labels_BT != UNLABELLED).sum(1).clamp(min=1)
-    return losses.view(labels_BT.shape).sum(1) / labelled_B
+    return _mean_over_labels(losses.view(labels_BT.shape), labels_BT)
+
+
+def _mean_over_labels(losses_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    return losses_BT.sum(1) / (labels_BT != UNLABELLED).sum(1).clamp(min=1)

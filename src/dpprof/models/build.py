@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpprof.models.heads import find_head
 from dpprof.models.transformer import Transformer
 from dpprof.spec import registry
 from dpprof.spec.architecture import Architecture
@@ -54,19 +55,9 @@ def _choose_trainable(model: nn.Module, experiment: Experiment) -> None:
 
 def _find_trained(model: nn.Module, part: str) -> set[nn.Parameter]:
     if part == "head":
-        return _find_head(model)
+        return set(find_head(model).parameters())
     pattern = _PATTERNS.get(part, part)
     return {p for name, p in model.named_parameters() if re.search(pattern, name)}
-
-
-def _find_head(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of the layer that makes the logits."""
-    for module in model.modules():
-        find = getattr(module, "get_output_embeddings", None)
-        head = find() if find is not None else getattr(module, "head", None)
-        if isinstance(head, nn.Module):
-            return set(head.parameters())
-    raise UnsupportedError("trainable head: the model does not say which layer makes the logits")
 
 
 def _store_frozen_in_16_bits(model: nn.Module) -> None:

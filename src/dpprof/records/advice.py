@@ -73,6 +73,9 @@ class Advice(Part):
     execution: str = "eager"
     """How kernels are started: ``eager``, or ``graph`` for a CUDA graph."""
 
+    head: str = "logits"
+    """How the loss is computed: from all ``logits``, or ``chunked``."""
+
     target: str
     budget_bytes: int | None
     options: tuple[Option, ...]

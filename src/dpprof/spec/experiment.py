@@ -103,7 +103,7 @@ For = Annotated[
 ]
 _LATER = (
     *("wait_for_idle_gpu_s", "busy_gpu", "lora", "trainable", "padding", "parameters_dtype"),
-    *("parallel", "execution"),
+    *("parallel", "execution", "head"),
 )
 """Keys that came after the first results."""
 
@@ -231,12 +231,20 @@ class Experiment(BaseModel, frozen=True, extra="forbid"):
             )
         return self
 
+    head: Literal["logits", "chunked"] = Field(
+        "logits",
+        description="how the loss is computed: from the logits of all tokens, or chunked: from "
+        "those of some tokens at a time, by dpprof.clipping.linear_cross_entropy",
+    )
+
     @model_validator(mode="after")
     def _refuse_execution(self) -> Self:
         if self.execution == "graph" and self.device != "cuda":
             raise ValueError(f"execution graph requires device cuda, but device is {self.device}")
-        if self.execution != "eager" and self.parallel is not None:
-            raise ValueError(f"execution {self.execution} requires one process, without parallel")
+        for name, usual in (("execution", "eager"), ("head", "logits")):
+            if getattr(self, name) != usual and self.parallel is not None:
+                given = getattr(self, name)
+                raise ValueError(f"{name} {given} requires one process, without parallel")
         return self
 
     @model_validator(mode="after")

@@ -60,6 +60,7 @@ def advise(results: Sequence[Result], target: str, standings: Mapping[str, Stand
             else experiment.checkpointing
         ),
         execution=experiment.execution,
+        head=experiment.head,
         target=target,
         budget_bytes=budgets[0] if budgets else None,
         options=tuple(judged),
