@@ -38,8 +38,8 @@ GRAM: list[Config] = [
     _config(4, 3, TILE_T=64, TILE_K=128),
     _config(8, 3, TILE_T=128, TILE_K=32),
     _config(8, 3, TILE_T=64, TILE_K=32),
-    _config(8, 3, TILE_T=64, TILE_K=16),
     _config(4, 3, TILE_T=64, TILE_K=16),
+    _config(4, 2, TILE_T=64, TILE_K=16),
 ]
 PRODUCT: list[Config] = [
     _config(8, 3, TILE_D=128, TILE_P=256, TILE_K=64),
