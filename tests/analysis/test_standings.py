@@ -1,8 +1,10 @@
 """Verdicts in the tables: of experiments, of methods, and why not."""
 
+import pytest
 from factory import make_experiment, make_manifest, tables_of_runs, write_synthetic_verdict
 
 from dpprof.analysis.collection import collect
+from dpprof.analysis.standings import read_standings
 from dpprof.analysis.tables.build import build_tables
 from dpprof.analysis.tables.verification import (
     methods_by_hole,
@@ -32,6 +34,32 @@ def test_experiments_and_methods_have_the_verdict_and_the_error(tmp_path) -> Non
         assert verified(tables, name) == {"opacus-ghost": False, "opacus-hooks": True}
         assert set(tables[name]["max_relative_error"]) == {0.5, 1e-16}
     assert name_unverified(tables["verification"]) == {"opacus-ghost": "it differs"}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_verified"),
+    [({}, True), ({"execution": "compiled"}, None), ({"head": "chunked"}, None)],
+)
+def test_a_verdict_says_nothing_of_steps_that_run_in_another_way(
+    other, is_verified, tmp_path
+) -> None:
+    write_synthetic_verdict(tmp_path, GHOST, mechanism="adaptive flat clipping")
+    experiment = make_experiment(method="opacus-ghost", **other)
+    [found] = read_standings(tmp_path, [experiment], lambda *_: None).values()
+
+    assert found.verified is is_verified
+    assert found.mechanism == "adaptive flat clipping"
+    assert found.reason == (
+        None if is_verified else "its verdict is about steps with execution eager and head logits"
+    )
+
+
+def test_a_failed_verdict_holds_however_steps_run(tmp_path) -> None:
+    write_synthetic_verdict(tmp_path, GHOST, False, reason="it differs")
+    experiment = make_experiment(method="opacus-ghost", head="chunked")
+    [found] = read_standings(tmp_path, [experiment], lambda *_: None).values()
+
+    assert (found.verified, found.reason) == (False, "it differs")
 
 
 def test_the_mechanism_is_in_every_table_that_compares_methods(tmp_path) -> None:

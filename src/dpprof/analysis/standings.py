@@ -47,8 +47,16 @@ def read_standings(
                     raise
                 damaged.append(error)
                 known[key] = Standing(None, f"its verdict file {error.problem}")
-        standings[experiment.id] = known[key]
+        standings[experiment.id] = _narrow(known[key], experiment)
     return standings
+
+
+def _narrow(standing: Standing, experiment: Experiment) -> Standing:
+    """Return what a verdict says of an experiment's steps: it has seen plain ones alone."""
+    if not standing.verified or (experiment.execution, experiment.head) == ("eager", "logits"):
+        return standing
+    reason = "its verdict is about steps with execution eager and head logits"
+    return standing._replace(verified=None, reason=reason)
 
 
 def _read(root: Path, model: str, method: str, attention: str, digest: str | None) -> Standing:
