@@ -184,6 +184,45 @@ def test_a_head_that_is_used_otherwise_too_is_refused(way) -> None:
         clipping.backward(both)
 
 
+@pytest.mark.parametrize("what", ["labels", "incoming"])
+def test_what_is_changed_between_norm_and_sum_is_refused(what) -> None:
+    model = Model()
+    clipping = BookKeeping(model, 0.1, first_batch="trusted")  # which is a backward of its own
+    ids, labels, weights = batch(torch.float32)
+    hidden = model.hidden(ids.clone())  # labels are a view of the same tensor
+    losses = linear_cross_entropy(hidden, model.head, labels)
+    incoming = []
+    losses.register_hook(incoming.append)
+
+    def change(_gradient: Tensor) -> None:  # after the head's norm was found
+        (labels if what == "labels" else incoming[0]).mul_(0)
+
+    hidden.register_hook(change)
+    with pytest.raises(RuntimeError, match=r"kept for head.weight was changed in place"):
+        clipping.backward((losses * weights).sum(1))
+
+
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("way", [None, *EVERY])
+def test_a_linear_layer_that_computes_something_else_is_no_head(way) -> None:
+    layer = Doubling(D, V)
+    if way is not None:
+        way(layer, 1.0)
+    with pytest.raises(TypeError, match="with its own forward, and is a Doubling"):
+        linear_cross_entropy(torch.zeros(2, 3, D), layer, torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_hooks_of_a_head_that_is_not_clipped_are_refused() -> None:
+    layer = nn.Linear(D, V)
+    layer.register_forward_hook(lambda *given: given[2] * 2)
+    with pytest.raises(ValueError, match="head has hooks, which would not run"):
+        linear_cross_entropy(torch.zeros(2, 3, D), layer, torch.zeros(2, 3, dtype=torch.int64))
+
+
 def test_no_more_than_a_chunk_of_logits_exists_at_once() -> None:
     width = 4_096
     model, found = nn.Linear(8, width, bias=False), []
@@ -224,7 +263,11 @@ def test_a_captured_step_may_have_such_a_head(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"head": nn.Bilinear(2, 2, 2)}, TypeError, "head must be a Linear, and is a Bilinear"),
+        (
+            {"head": nn.Bilinear(2, 2, 2)},
+            TypeError,
+            "head must be a Linear with its own forward, and is a Bilin",
+        ),
         (
             {"hidden": torch.zeros(2, 3, 9)},
             ValueError,

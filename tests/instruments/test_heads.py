@@ -9,6 +9,7 @@ from dpprof.devices.cpu import Cpu
 from dpprof.instruments.estimate import estimate
 from dpprof.instruments.memory import measure
 from dpprof.instruments.setup import import_method, set_up
+from dpprof.methods.losses import losses_of
 from dpprof.spec.registry import UnsupportedError
 
 WIDE = {"vocab_size": 5_000, "d_model": 16, "layers": 2, "heads": 2}
@@ -37,7 +38,7 @@ def test_hugging_faces_heads_have_the_loss_of_their_logits(name) -> None:
         fields = {"model": f"hf:tiny-{name}", "lora": "rank=2", "head": head, "seq_len": 12}
         experiment = make_experiment(method="flash-bk", **fields)
         training = set_up(experiment, import_method(experiment), Cpu(), _ignore)
-        losses.append(training.step.losses_of(training.batch.labels_BT, *training.batch.inputs))
+        losses.append(losses_of(training.step, training.batch.labels_BT, *training.batch.inputs))
 
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
 

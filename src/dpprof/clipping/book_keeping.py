@@ -116,4 +116,5 @@ def _exposed(contribution: Summable) -> list[Tensor]:
     """List the tensors of a contribution that other code has too."""
     if not isinstance(contribution, Product | ChunkedProduct | Lookup):
         return []
-    return [part for part in contribution if isinstance(part, Tensor)]
+    read = contribution.read if isinstance(contribution, ChunkedProduct) else ()
+    return [part for part in (*contribution, *read) if isinstance(part, Tensor)]

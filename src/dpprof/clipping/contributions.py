@@ -81,6 +81,9 @@ class ChunkedProduct(NamedTuple):
 
     p: int
 
+    read: tuple[Tensor, ...]
+    """What ``gradients_of`` reads that other code has too."""
+
     @property
     def is_rounded(self) -> bool:
         """As of ``Product``."""

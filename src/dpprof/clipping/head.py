@@ -30,6 +30,8 @@ from dpprof.records.births import allocates
 CHUNK_BYTES = 2**28
 """About how much the logits of a chunk take, in the dtype of sums."""
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 IGNORED = -100
 """By default the label of tokens without a loss, as in PyTorch."""
 
@@ -74,8 +76,9 @@ def linear_cross_entropy(
         a label outside of the vocabulary is NaN, so that clipping excludes its sample.
 
     Raises:
-        TypeError: The head is no ``Linear``.
-        ValueError: Shapes do not fit, or a label or option is out of its range.
+        TypeError: The head is no ``Linear``, or one with another ``forward``.
+        ValueError: Shapes do not fit, a label or option is out of its range, or a head that is not
+            clipped has hooks.
 
     Formal guarantees: those of the clipping; the head's part is computed as for a ``Linear``.
 
@@ -90,8 +93,8 @@ def linear_cross_entropy(
         >>> clipping.sample_norms.shape
         torch.Size([2])
     """
-    if not isinstance(head, nn.Linear):
-        raise TypeError(f"head must be a Linear, and is a {type(head).__name__}")
+    _refuse_other_layer(head)
+    assert isinstance(head, nn.Linear)
     _verify(hidden_BTd, head, labels_BT)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be from 0 to below 1, and is {label_smoothing}")
@@ -102,6 +105,18 @@ def linear_cross_entropy(
         losses_BT: Tensor = head(hidden_BTd, loss=loss)
         return losses_BT
     return run_head(head, None, hidden_BTd, loss)
+
+
+def _refuse_other_layer(head: nn.Module) -> None:
+    """Refuse a head that computes something else than a ``Linear`` does."""
+    plain = getattr(type(head), "original", type(head))  # of a patched layer
+    if getattr(plain, "forward", None) is not nn.Linear.forward or "forward" in vars(head):
+        raise TypeError(
+            f"head must be a Linear with its own forward, and is a {plain.__name__}; a layer that "
+            "is quantised, adapted or replaced computes something else"
+        )
+    if not is_patched_now(head) and any(vars(head)[hooks] for hooks in _HOOKS):
+        raise ValueError("head has hooks, which would not run: remove them, or compute its logits")
 
 
 def _verify(hidden_BTd: Tensor, head: nn.Linear, labels_BT: Tensor) -> None:
@@ -242,7 +257,9 @@ class _Head(torch.autograd.Function):
         chunks = _Chunks(x_BTd.detach(), ctx.weight, ctx.bias, labels_BT, g_BT, ctx.loss)
         if ctx.receive is None:
             return of_input, *chunks.sum_plainly(ctx.needs_input_grad[1:3]), None, None, None
-        product = ChunkedProduct(chunks.x_BTd, chunks.gradients_of, ctx.weight.shape[0])
+        product = ChunkedProduct(
+            chunks.x_BTd, chunks.gradients_of, ctx.weight.shape[0], (labels_BT, g_BT)
+        )
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
             contributions.append((ctx.weight, product))

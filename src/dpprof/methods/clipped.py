@@ -16,6 +16,7 @@ from dpprof.clipping.captured_step import CapturedStep
 from dpprof.clipping.engine import Clipping
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.optimizer import NoisyOptimizer
+from dpprof.methods.losses import losses_of
 from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
 from dpprof.norms.code_paths import Watch
 from dpprof.norms.triton_ops import chosen_tiles, explain_missing_tiles
@@ -62,7 +63,7 @@ class ClippedStep(TrainingStep):
         After "noise" follow the calls of the optimizer's ``step``, in its order.
         """
         enter("forward")
-        losses_B = self.losses_of(batch.labels_BT, *batch.inputs)
+        losses_B = losses_of(self, batch.labels_BT, *batch.inputs)
         self.clipping.backward(losses_B, enter)
         enter("noise")
         self.optimizer.accumulate()
@@ -74,7 +75,9 @@ class ClippedStep(TrainingStep):
 
     def capture(self, batch: Batch) -> Callable[[], object]:
         """Return a captured step; its first one is an ordinary one."""
-        step = CapturedStep(self.losses_of, self.optimizer, part_size=len(batch.labels_BT))
+        step = CapturedStep(
+            partial(losses_of, self), self.optimizer, part_size=len(batch.labels_BT)
+        )
         step(batch.labels_BT, *batch.inputs)
         return partial(step, batch.labels_BT, *batch.inputs)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 from dpprof.clipping.cuda_graphs import CudaGraphs, make_capturable
+from dpprof.methods.losses import losses_of
 from dpprof.methods.training_step import Batch, ClipGroup, Enter, TrainingStep
 from dpprof.spec.mechanisms import NO_CLIPPING
 
@@ -19,7 +20,7 @@ class Standard(TrainingStep):
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave the gradient of the mean loss in ``.grad``."""
         enter("forward")
-        loss = self.losses_of(batch.labels_BT, *batch.inputs).mean()
+        loss = losses_of(self, batch.labels_BT, *batch.inputs).mean()
         enter("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 

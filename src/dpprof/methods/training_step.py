@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from dpprof.clipping.head import linear_cross_entropy
 from dpprof.models.distribute import distribute
-from dpprof.models.heads import find_plain_head, hidden_states_of
 from dpprof.norms.code_paths import Watch
 from dpprof.records.births import Function
 from dpprof.records.result import NormChoice
@@ -154,25 +152,6 @@ class TrainingStep(ABC):
         """Set the optimizer of ``self.module``'s parameters, wrapped if the method needs it."""
         self.optimizer = optimizer
 
-    def losses_of(self, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
-        """Run the model, and return each sample's mean cross-entropy over its labelled tokens.
-
-        With ``head: chunked`` the logits of some tokens exist at a time.
-
-        Returns:
-            (B,); 0 for a sample without labels.
-        """
-        experiment = self.experiment
-        if experiment.head == "logits":
-            return sample_losses(self.module(*inputs), labels_BT)
-        head = find_plain_head(self.module, experiment)
-        with hidden_states_of(head):
-            hidden_BTd = self.module(*inputs)
-        is_short = experiment.dtype == "bfloat16"
-        with torch.autocast(hidden_BTd.device.type, torch.bfloat16, enabled=is_short):
-            losses_BT = linear_cross_entropy(hidden_BTd, head, labels_BT, ignore_index=UNLABELLED)
-        return _mean_over_labels(losses_BT, labels_BT)
-
     @abstractmethod
     def compute_gradient(self, batch: Batch, enter: Enter) -> None:
         """Leave in every parameter's ``.grad`` the gradient for the optimizer."""
@@ -262,8 +241,9 @@ def sample_losses(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     losses = functional.cross_entropy(
         logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=UNLABELLED, reduction="none"
     )
-    return _mean_over_labels(losses.view(labels_BT.shape), labels_BT)
+    return mean_over_labels(losses.view(labels_BT.shape), labels_BT)
 
 
-def _mean_over_labels(losses_BT: Tensor, labels_BT: Tensor) -> Tensor:
+def mean_over_labels(losses_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    """Return each sample's mean over its labelled tokens, (B,), of losses that are 0 elsewhere."""
     return losses_BT.sum(1) / (labels_BT != UNLABELLED).sum(1).clamp(min=1)

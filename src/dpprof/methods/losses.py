@@ -1,0 +1,28 @@
+"""The losses of a step whose head may be computed in chunks."""
+
+import torch
+from torch import Tensor
+
+from dpprof.clipping.head import linear_cross_entropy
+from dpprof.methods.training_step import UNLABELLED, TrainingStep, mean_over_labels, sample_losses
+from dpprof.models.heads import find_plain_head, hidden_states_of
+
+
+def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
+    """Run a step's model, and return each sample's mean cross-entropy over its labelled tokens.
+
+    With ``head: chunked`` the logits of some tokens exist at a time.
+
+    Returns:
+        (B,); 0 for a sample without labels.
+    """
+    experiment = step.experiment
+    if experiment.head == "logits":
+        return sample_losses(step.module(*inputs), labels_BT)
+    head = find_plain_head(step.module, experiment)
+    with hidden_states_of(head):
+        hidden_BTd = step.module(*inputs)
+    is_short = experiment.dtype == "bfloat16"
+    with torch.autocast(hidden_BTd.device.type, torch.bfloat16, enabled=is_short):
+        losses_BT = linear_cross_entropy(hidden_BTd, head, labels_BT, ignore_index=UNLABELLED)
+    return mean_over_labels(losses_BT, labels_BT)
