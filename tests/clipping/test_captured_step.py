@@ -39,10 +39,12 @@ def build() -> nn.Module:
 class Training:
     """A model with everything that trains it, as a captured step or as an ordinary loop."""
 
-    def __init__(self, way=BookKeeping, optimizer="adamw", noise=0.7, part_size=4) -> None:
-        self.model = build()
+    def __init__(
+        self, way=BookKeeping, optimizer="adamw", noise=0.7, part_size=4, device="cpu"
+    ) -> None:
+        self.model = build().to(device)
         self.clipping = way(self.model, 0.5)
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = torch.Generator(device).manual_seed(3)
         self.optimizer = NoisyOptimizer(
             OPTIMIZERS[optimizer](self.model.parameters()),
             self.clipping,
@@ -63,7 +65,7 @@ class Training:
         own = [*self.model.parameters()]
         for state in self.optimizer.state.values():
             own += [one for one in state.values() if isinstance(one, Tensor)]
-        return torch.cat([one.detach().double().flatten() for one in own])
+        return torch.cat([one.detach().double().cpu().flatten() for one in own])
 
 
 def batches(*sizes: int) -> list[Tensor]:
@@ -500,3 +502,34 @@ def test_the_loop_in_the_documents_trains(graphs) -> None:
     assert steps == names["optimizer"].steps == len(names["data_loader"]) == 5
     for old, new in zip(before, model.parameters(), strict=True):
         assert not torch.equal(old, new)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False], indirect=True)
+@pytest.mark.parametrize("way", EVERY)
+def test_on_a_gpu_full_parts_give_the_same_bits(graphs, way) -> None:
+    captured, loop = (Training(way, "sgd", device="cuda") for _ in range(2))
+    for x in batches(4, 8, 4, 8, 12):
+        captured.step(x.cuda())
+        loop.loop(x.cuda())
+
+    assert captured.step.is_captured
+    assert torch.equal(captured.state, loop.state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False], indirect=True)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("way", EVERY)
+def test_on_a_gpu_batches_of_any_size_train_as_in_a_loop(graphs, way, optimizer) -> None:
+    captured, loop = (Training(way, optimizer, device="cuda") for _ in range(2))
+    xs = batches(6, 4, 9, 0, 3, 1, 12, 7, 5)
+    xs[-2][5, 0, 0] = math.nan
+    for x in xs:
+        losses = captured.step(x.cuda())
+
+        expected = loop.loop(x.cuda())
+        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+        assert_same(captured, loop)
+    assert captured.clipping.nonfinite_samples_total == 1
+    assert captured.step.is_captured

@@ -86,6 +86,9 @@ class CudaGraphs:
             raise
         finally:
             torch.clear_autocast_cache()
+        # PyTorch sets what generators read in a replay on this stream, as a capture begins. Without
+        # waiting, that may come after the first replay has set it: numbers would be drawn again.
+        present.wait_stream(self._stream)
         return graph.replay, output
 
 
