@@ -9,7 +9,8 @@ from small_models import EVERY, batch, build, gradients, private
 from torch import nn
 
 from dpprof.clipping.book_keeping import BookKeeping
-from dpprof.norms.placement import as_if_on_cuda
+from dpprof.clipping.noise import NoiseOfStep
+from dpprof.norms import triton_ops
 
 
 @pytest.fixture
@@ -155,45 +156,34 @@ def test_a_sum_needs_no_batch_size() -> None:
     torch.testing.assert_close(gradients(model), summed)
 
 
-@pytest.mark.parametrize(
-    ("has_blocks", "at_once", "sizes"),
-    [(False, 44, [44]), (False, 1, [24, 20]), (True, 44, [30, 14])],
-)
-def test_a_gpu_draws_the_noise_of_several_parameters_at_once(
-    has_blocks: bool, at_once: int, sizes: list[int], monkeypatch
-) -> None:
-    monkeypatch.setattr("dpprof.clipping.optimizer._AT_ONCE", at_once)
-    layers = nn.Linear(4, 6), nn.Linear(6, 2)  # 24 and 6, 12 and 2 elements
-    model = nn.Sequential(*(nn.Sequential(one) if has_blocks else one for one in layers))
+def test_a_kernel_gets_a_key_for_each_step_and_a_number_for_each_sum(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(triton_ops, "is_fused", lambda _: True)
+    monkeypatch.setattr(triton_ops, "add_noise_", lambda *given: calls.append(given))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     clipping = BookKeeping(model, 0.5)
     generator, same = (torch.Generator().manual_seed(3) for _ in range(2))
     optimizer = private(
         clipping, model, noise_multiplier=2.0, expected_batch_size=4, generator=generator
     )
     for _ in range(2):
-        with as_if_on_cuda():
-            clipping.backward(torch.zeros(0))
-            optimizer.step()
-        drawn = [torch.normal(0.0, 0.25, [size], generator=same) for size in sizes]
-
-        assert torch.equal(gradients(model), torch.cat(drawn).double())
+        clipping.backward(torch.zeros(0))
+        optimizer.step()
         optimizer.zero_grad()
 
+    keys = [torch.empty(1, dtype=torch.int64).random_(generator=same) for _ in range(2)]
+    assert [call[2:] for call in calls] == [(number, 0.25, 0.25) for number in range(4)] * 2
+    assert [int(call[1]) for call in calls] == [int(key) for key in keys for _ in range(4)]
+    assert [call[0].shape for call in calls[:4]] == [p.shape for p in model.parameters()]
 
-def test_noise_that_was_drawn_for_a_step_that_failed_is_not_used(monkeypatch) -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    clipping = BookKeeping(model, 0.5)
-    optimizer = private(clipping, model, noise_multiplier=2.0, expected_batch_size=4)
-    with as_if_on_cuda():
-        clipping.backward(torch.zeros(0))
-        with monkeypatch.context() as failing:
-            release = clipping.ranks.release_sum
-            failing.setattr(
-                clipping.ranks,
-                "release_sum",
-                lambda summed, add: release(summed, add) if len(summed) == 6 else 1 / 0,
-            )
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
 
-    assert not optimizer._drawn
+@pytest.mark.parametrize("summed", [torch.ones(3, 2).mT, torch.ones(6, dtype=torch.float64)])
+def test_what_the_kernel_cannot_take_gets_noise_from_pytorch(summed, monkeypatch) -> None:
+    monkeypatch.setattr(triton_ops, "is_fused", lambda _: True)
+    drawn = torch.normal(
+        0.0, 0.5, summed.shape, generator=torch.Generator().manual_seed(3), dtype=summed.dtype
+    )
+
+    NoiseOfStep(0.5, 4, lambda _: torch.Generator().manual_seed(3)).add_to(summed)
+
+    torch.testing.assert_close(summed, 0.25 + drawn, rtol=0, atol=1e-7)

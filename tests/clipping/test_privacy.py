@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpprof.clipping.book_keeping import BookKeeping
+from dpprof.clipping.noise import NoiseOfStep
 from dpprof.clipping.two_pass import FlashClipping
 
 C, SIGMA = 0.7, 2.5
@@ -117,7 +118,7 @@ def test_noise_is_added_before_anything_is_rounded_to_16_bits(dtype) -> None:
     optimizer.noise_multiplier = size * step / 8 / C
     summed = torch.full((10_000,), size * step / 2, dtype=dtype)  # half a step, once divided
 
-    optimizer._add_noise_to(summed)
+    NoiseOfStep(optimizer._std, optimizer._divisor, lambda _: None).add_to(summed)
 
     up = (summed > 0).double().mean()
     assert set(summed.tolist()) == {0.0, step}

@@ -7,7 +7,7 @@ import torch
 from memory_steps import keep, keep_once
 from torch import Tensor
 
-from dpprof.clipping.optimizer import draw_secure_noise
+from dpprof.clipping.noise import draw_key, draw_secure_noise
 from dpprof.memory.recorder import Recorder
 from dpprof.records.births import MARKED, allocates, codes_of, components_by_code
 from dpprof.records.terms import COMPONENTS
@@ -30,6 +30,7 @@ def test_everything_that_is_marked_or_declared_is_seen_in_a_step() -> None:
     seen = {storage.code for step in steps for storage in step._storages}
     with Recorder(is_there=lambda *_: True) as recorder:  # no method has a secure mode
         draw_secure_noise(1.0, torch.zeros(2), None)
+        draw_key(torch.device("cpu"), None)  # a GPU does
     seen |= {storage.code for storage in recorder.storages}
     own = {function for function in MARKED if function.__module__.startswith("dpprof.")}
 
@@ -75,7 +76,7 @@ def test_births_follow_the_code_of_functions(marked) -> None:
     assert owners_of(outer, {outer: "norm_samples"}) == ["norm_samples", None, None]
 
 
-@pytest.mark.parametrize("name", ["dpprof.clipping.optimizer:draw_noise", len, None])
+@pytest.mark.parametrize("name", ["dpprof.clipping.noise:draw_noise", len, None])
 def test_what_is_no_function_of_python_is_an_error(name) -> None:
     with pytest.raises(TypeError, match="births must name functions written in Python"):
         components_by_code({name: "noise"})

@@ -44,9 +44,10 @@ def list_configs(kernel: str, dtype: torch.dtype) -> list:
 
 def build(kernel: str, config, dtype: torch.dtype, capability: int):
     """Compile for sizes and strides in multiples of 16, and features side by side."""
-    constants = {"PRECISION": name_precision(dtype), "x_k": 1, "g_k": 1, **config.kwargs}
+    constants = {"PRECISION": name_precision(dtype), "EVEN": True, "x_k": 1, "g_k": 1}
+    constants |= config.kwargs
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_for(find_program(kernel).fn, constants, dtype, capability, options)
+    return compile_for(find_program(kernel).fn.fn, constants, dtype, capability, options)
 
 
 def compile_for(function, constants: dict, dtype: torch.dtype, capability: int, options: dict):

@@ -268,6 +268,141 @@ def test_an_empty_batch_has_no_gradients_of_a_scale(place) -> None:
     assert found.shape == (0, 2, 6)
 
 
+def weigh(device, x_BTd, weights_B, count):
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    x_BTd = x_BTd.to(device)
+    x_BTd = x_BTd[:1].expand(count, *x_BTd.shape[1:]) if len(x_BTd) == 1 else x_BTd[:count]
+    return triton_launch.launch_weigh(x_BTd, weights_B.to(device)).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(3, 7, 11), (2, 16, 32), (1, 3, 5), (4, 1, 1)])
+def test_samples_times_their_weights_are_rounded_once(place, sizes, dtype) -> None:
+    x_BTd = draw(*sizes, 1, dtype)[0]
+    weights_B = torch.rand(5) / 3
+    count = 5 if len(x_BTd) == 1 else len(x_BTd)
+    found = place[1](weigh, x_BTd, weights_B[:count], count)
+
+    expected = (x_BTd.float() * weights_B[:count, None, None]).to(dtype)
+    assert found.is_contiguous()
+    # Triton's interpreter cuts bfloat16 off.
+    rtol = 2**-7 if place[0] == "interpreter" and dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+
+
+def test_no_samples_are_weighed(place) -> None:
+    assert place[1](weigh, torch.ones(2, 3, 4), torch.ones(0), 0).shape == (0, 3, 4)
+
+
+def philox(counters: Tensor, key: int, rounds: int = 10) -> Tensor:
+    """Compute Philox4x32 of counters, (N, 4), as its authors define it."""
+    words = [list(map(int, word)) for word in counters.T]
+    low, high = key & 0xFFFFFFFF, key >> 32
+    for _ in range(rounds):
+        a, b, c, d = words
+        products = [0xD2511F53 * one for one in a], [0xCD9E8D57 * one for one in c]
+        words = [
+            [(p >> 32) ^ one ^ low for p, one in zip(products[1], b, strict=True)],
+            [p & 0xFFFFFFFF for p in products[1]],
+            [(p >> 32) ^ one ^ high for p, one in zip(products[0], d, strict=True)],
+            [p & 0xFFFFFFFF for p in products[0]],
+        ]
+        low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
+    return torch.tensor(words, dtype=torch.float64).T
+
+
+def test_the_reference_is_the_authors() -> None:
+    """Known answers of Random123, the library of Salmon et al."""
+    zeros, ones = torch.zeros(1, 4), torch.full((1, 4), 2**32 - 1, dtype=torch.float64)
+
+    assert [f"{int(one):08x}" for one in philox(zeros, 0)[0]] == [
+        *("6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8")
+    ]
+    assert [f"{int(one):08x}" for one in philox(ones, 2**64 - 1)[0]] == [
+        *("408f276d", "41c83b0e", "a20bc7c6", "6d5451fd")
+    ]
+
+
+def add_noise(device, summed, *, key, which, std=1.0, factor=1.0, group=None):
+    from dpprof.norms import triton_launch  # noqa: PLC0415
+
+    summed = summed.to(device, copy=True)
+    with mock.patch.object(triton_launch, "GROUP", group or triton_launch.GROUP):
+        key = torch.tensor([key], device=device)
+        triton_launch.launch_noise(summed, key, which, std, factor)
+        return summed.cpu()
+
+
+FAR = (130,)
+"""A sum whose key and number were searched for: its first two numbers are 1 of 10^9."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key", "which"),
+    [
+        ((7, 30), 5, 0),
+        ((64,), 2**62 + 12345, 3),
+        ((1,), 2**63 - 1, 2**31 - 1),
+        (FAR, 7, 566_275_388),
+    ],
+)
+def test_noise_is_that_of_its_key_its_number_and_its_place(place, sizes, key, which) -> None:
+    group = 16
+    summed = torch.rand(sizes)
+    found = place[1](*(add_noise, summed), key=key, which=which, std=0.5, factor=0.125, group=group)
+
+    n = summed.numel()
+    programs = -(-n // (4 * group))
+    places = torch.arange(programs * group, dtype=torch.float64)
+    counters = torch.stack([places, 0 * places, 0 * places + which, 0 * places], dim=1)
+    a, b, c, d = philox(counters, key).T / 2**32
+    pairs = [(a, b), (c, d)]
+    tau, least = 2 * torch.pi, 2**-33
+    normals = [
+        (-2 * (of + least).log()).sqrt() * turn(tau * angle)
+        for of, angle in pairs
+        for turn in (torch.cos, torch.sin)
+    ]
+    if sizes == FAR:
+        assert float(torch.hypot(*(one[0] for one in normals[:2]))) > 6.4
+    noise = torch.stack(normals).view(4, programs, group).transpose(0, 1).flatten()[:n]
+    expected = summed.double() * 0.125 + 0.5 * noise.view(sizes)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=3e-6)
+
+
+def test_no_sum_gets_no_noise(place) -> None:
+    assert place[1](add_noise, torch.ones(0, 3), key=1, which=0).shape == (0, 3)
+
+
+def tell_moments(device, n):
+    """Draw noise of two keys and two numbers, and measure it."""
+    draws = [
+        add_noise(device, torch.zeros(n), key=key, which=which, std=2.0, group=1024).double() / 2
+        for key, which in ((1, 0), (2, 0), (1, 1))
+    ]
+    first = draws[0]
+    moments = [float(first.pow(power).mean()) for power in (1, 2, 3, 4)]
+    tails = [float((first.abs() > sigmas).double().mean()) for sigmas in (1, 2, 3, 4)]
+    products = [float((first * other).mean()) for other in draws[1:]]
+    products += [float((first[:-lag] * first[lag:]).mean()) for lag in (1, 16, 1024)]
+    return moments, tails, products
+
+
+def test_noise_is_normal_and_independent(place) -> None:
+    n = 2**16 if place[0] == "interpreter" else 2**24
+    moments, tails, products = place[1](tell_moments, n)
+
+    normal = torch.distributions.Normal(0.0, 1.0)
+    for found, expected, variance in zip(moments, (0, 1, 0, 3), (1, 2, 15, 96), strict=True):
+        assert found == pytest.approx(expected, abs=5 * (variance / n) ** 0.5)
+    for sigmas, found in enumerate(tails, start=1):
+        share = 2 * float(normal.cdf(torch.tensor(-sigmas, dtype=torch.float64)))
+        assert found == pytest.approx(share, abs=5 * (share / n) ** 0.5)
+    for found in products:
+        assert found == pytest.approx(0, abs=5 / n**0.5)
+
+
 def test_without_the_interpreter_tensors_of_a_cpu_are_refused() -> None:
     pytest.importorskip("triton", reason=MISSING)
     with pytest.raises(ValueError, match="must be on one CUDA device, not on cpu and cpu"):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpprof.norms import placement
+from dpprof.norms import placement, triton_ops
 from dpprof.norms.float32_products import allows_tf32
 from dpprof.norms.scale import scale_gradients
 from dpprof.norms.tiles import REDUCED_SLICE, accumulator_of, multiply, spans
@@ -45,9 +45,9 @@ class Product(NamedTuple):
         weights_B11 = weights_B[:, None, None]
         if placement.is_cuda(x) or x.dtype == accumulator_of(x.dtype):
             if x.shape[2] <= g.shape[2]:
-                x = torch.mul(x, weights_B11, out=torch.empty_like(x))
+                x = _weigh(x, weights_B)
             else:
-                g = torch.mul(g, weights_B11, out=torch.empty_like(g))
+                g = _weigh(g, weights_B)
             left, right = (x, g) if self.transposed else (g, x)
             left_mN, right_Nn = left.flatten(0, 1).t(), right.flatten(0, 1)
             accumulator = accumulator_of(left.dtype)
@@ -61,6 +61,14 @@ class Product(NamedTuple):
         for some in spans(len(left_Nm), REDUCED_SLICE):
             summed.addmm_((left_Nm[some] * weights_N1[some]).t(), right_Nn[some].to(summed.dtype))
         return summed
+
+
+def _weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
+    """Multiply samples by their weights, and round to their dtype."""
+    if triton_ops.is_fused(x_BTd) and x_BTd.stride()[1:] == (x_BTd.shape[2], 1):
+        weighed_BTd: Tensor = triton_ops.weigh(x_BTd, weights_B)
+        return weighed_BTd
+    return torch.mul(x_BTd, weights_B[:, None, None], out=torch.empty_like(x_BTd))
 
 
 def _is_rounded(x: Tensor) -> bool:

@@ -5,10 +5,8 @@ The optimizer has the interface of Opacus's optimizers: Opacus's accountants, no
 which takes as long to import as PyTorch.
 """
 
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpprof.clipping.engine import Clipping
+from dpprof.clipping.noise import NoiseOfStep, draw_secure_noise
 from dpprof.clipping.ranks import distinct_part
 from dpprof.clipping.sums import bound_of
-from dpprof.norms import placement
-from dpprof.records.births import allocates
 
 HOOK = "_clipping_noise_hook"
 """The attribute of an optimizer with the hook that refuses steps without noise."""
 
 _INNER = "original_optimizer"
-_AT_ONCE = 2**22
-"""The noise of so many elements may be drawn at once on a GPU: 16 MiB in float32."""
 
 _INTO_INNER = "make it alike, or load the state into optimizer.original_optimizer, for fresh noise"
 
@@ -85,8 +80,8 @@ class NoisyOptimizer(Optimizer):
     state into the ``original_optimizer`` of an optimizer that was given no generator. Then
     whatever was released of the steps that are repeated counts for the accountant too.
 
-    Cost: noise for one parameter at a time, on a GPU for several of a block, and one pass over
-    memory each to draw and to add it.
+    Cost: noise for one parameter at a time, and one pass over memory each to draw and to add it. On
+    a GPU with Triton one pass over the sums, and no memory for noise.
 
     Example:
         >>> import torch
@@ -150,9 +145,6 @@ class NoisyOptimizer(Optimizer):
         self._batches_before = clipping.batches
         self._bound: float | None = None
         self._is_noised = False
-        self._drawn: list[Tensor] = []
-        """Noise that was drawn for the next parameters, the last one's first."""
-
         if hasattr(optimizer, HOOK):  # of an earlier NoisyOptimizer around it
             getattr(optimizer, HOOK).remove()
         setattr(optimizer, HOOK, optimizer.register_step_pre_hook(self._require_noise))
@@ -276,54 +268,14 @@ class NoisyOptimizer(Optimizer):
                 "the trained parameters": "\n".join(trained),
             }
             ranks.agree(settings, distinct_part(self.generator))
-        try:
-            for group in self._group_for_noise():
-                if len(group) > 1 and self._std > 0:
-                    self._draw_for(group)
-                for parameter in group:
-                    summed, parameter.summed_grad = parameter.summed_grad, None
-                    parameter.grad = ranks.release_sum(summed, self._add_noise_to)
-        finally:
-            self._drawn.clear()
+        noise = NoiseOfStep(self._std, self._divisor, self._generator_on)
+        add = self._add_secure_noise_to if self.secure_mode else noise.add_to
+        for parameter in self.params:
+            summed, parameter.summed_grad = parameter.summed_grad, None
+            parameter.grad = ranks.release_sum(summed, add)
         self._bound = None
         self._is_noised = True
         self.steps += 1
-
-    def _group_for_noise(self) -> Iterator[list[Any]]:
-        """Yield the parameters in groups whose noise is drawn at once.
-
-        On a GPU each draw is a launch. A group is within one block of the model (``layers.3``), and
-        has no more elements than the largest parameter or ``_AT_ONCE``.
-        """
-        ranks = self.clipping.ranks
-        draws_alone = self.secure_mode or ranks.size > 1 or ranks.is_sharded
-        most = max((_AT_ONCE, *(p.numel() for p in self.params)))
-
-        def kind(parameter: Any) -> tuple[Any, ...]:
-            return self._block_of(parameter), parameter.device, parameter.dtype
-
-        for _, alike in itertools.groupby(self.params, kind):
-            group: list[Any] = []
-            for parameter in alike:
-                is_alone = draws_alone or not placement.is_cuda(parameter)
-                if group and (is_alone or sum(p.numel() for p in (*group, parameter)) > most):
-                    yield group
-                    group = []
-                group.append(parameter)
-            yield group
-
-    def _block_of(self, parameter: Any) -> str:
-        """Return the start of a parameter's name, up to the first number; empty without one."""
-        found = re.match(r".*?\.\d+\.", self.clipping.name_of(parameter))
-        return found.group() if found else ""
-
-    def _draw_for(self, group: Sequence[Tensor]) -> None:
-        """Draw the noise of several parameters at once; ``_add_noise_to`` takes it."""
-        sizes = [parameter.numel() for parameter in group]
-        noise = draw_noise(
-            self._std, group[0], self._generator_on(group[0].device), shape=[sum(sizes)]
-        )
-        self._drawn = list(torch.split(noise, sizes))[::-1]
 
     @property
     def _divisor(self) -> float:
@@ -337,22 +289,13 @@ class NoisyOptimizer(Optimizer):
         return float(self.noise_multiplier * self.max_grad_norm / self._divisor)
 
     @torch.no_grad()
-    def _add_noise_to(self, summed: Tensor, *others: Tensor) -> None:
-        """Add noise to a sum and average it; average others, which get noise elsewhere."""
-        size = self._divisor
+    def _add_secure_noise_to(self, summed: Tensor, *others: Tensor) -> None:
         for other in others:
-            other.div_(size)
-        if self._std == 0:
-            summed /= size
-        elif self.secure_mode:
+            other.div_(self._divisor)
+        if self._std > 0:
             std = self.noise_multiplier * self.max_grad_norm
             summed += draw_secure_noise(std, summed, self._generator_on(summed.device))
-            summed /= size
-        else:
-            noise = self._drawn.pop().view(summed.shape) if self._drawn else None
-            if noise is None:
-                noise = draw_noise(self._std, summed, self._generator_on(summed.device))
-            torch.add(noise, summed, alpha=1 / size, out=summed)
+        summed /= self._divisor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free gradients as PyTorch does; sums survive only a skipped step."""
@@ -557,41 +500,3 @@ class NoisyOptimizer(Optimizer):
                 "step() of the NoisyOptimizer around it"
             )
         self._is_noised = False
-
-
-@allocates("noise")
-def draw_noise(
-    std: float,
-    like: Tensor,
-    generator: torch.Generator | None,
-    shape: Sequence[int] | None = None,
-) -> Tensor:
-    """Draw Gaussian noise of a tensor's device, and of its or another shape, in float32 at least.
-
-    In 16 bits, noise much smaller than the sum could be rounded away before it is added.
-    """
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.normal(
-        *(0.0, std, like.shape if shape is None else shape),
-        generator=generator,
-        dtype=dtype,
-        device=like.device,
-    )
-
-
-@allocates("noise")
-def draw_secure_noise(std: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw Gaussian noise whose floating point numbers do not reveal the sum that it is added to.
-
-    It is half the sum of four draws, after one that is thrown away: the same numbers as Opacus's.
-    Source: Holohan & Braghin 2021, "Secure Random Sampling in Differential Privacy", section 5.1.
-    """
-
-    def draw(*shape: int) -> Tensor:
-        return torch.normal(0.0, std, shape, generator=generator, device=like.device)
-
-    draw(1, 1)
-    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-    for _ in range(4):
-        total += draw(*like.shape)
-    return total / 2

@@ -140,6 +140,8 @@ _FAMILIES: dict[Any, OpFamily] = {
     **dict.fromkeys(_SHAPES, "matmul"),
     **dict.fromkeys((aten.linalg_vector_norm, aten.norm, aten._foreach_norm), "norm"),  # noqa: SLF001
     **dict.fromkeys(_FUSED, "optimizer"),
+    triton_ops.WEIGH: "elementwise",
+    triton_ops.NOISE: "random",
 }
 
 _UNTAGGED: tuple[tuple[str, OpFamily], ...] = (

@@ -14,6 +14,7 @@ Shape legend: B samples, T lookup positions, S tokens of the weight, d width of 
 import torch
 from torch import Tensor
 
+from dpprof.norms import placement
 from dpprof.norms.rounding import Squares, depth_of_products, depth_of_tile
 from dpprof.norms.tiles import (
     BATCHES,
@@ -28,6 +29,10 @@ from dpprof.norms.tiles import (
 
 TILE = 256
 """Positions, and tokens, in a tile of an inner product."""
+
+ON_GPU_BYTES = 64 * 2**20
+"""In place of ``WORKSPACE_BYTES``: PyTorch's sum by id sorts all positions for each part again,
+which takes a GPU ten times as long as the sum itself (perf/measured_steps.md)."""
 
 
 def number_ids(ids_BT: Tensor) -> Tensor:
@@ -50,7 +55,8 @@ def square_lookup(ids_BT: Tensor, g_BTd: Tensor) -> Squares:
     first_B1 = torch.arange(B, device=ids_BT.device)[:, None] * T
     numbers_BT = number_ids(ids_BT) + first_B1
     squares_B = g_BTd.new_zeros(B, dtype=accumulator)
-    room = WORKSPACE_BYTES // (2 * accumulator.itemsize * max(1, B * T))
+    workspace_bytes = ON_GPU_BYTES if placement.is_cuda(g_BTd) else WORKSPACE_BYTES
+    room = workspace_bytes // (2 * accumulator.itemsize * max(1, B * T))
     width = max(1, room, -(-d // BATCHES))
     for columns in spans(d, width):
         sums = torch.ops.aten.embedding_dense_backward(

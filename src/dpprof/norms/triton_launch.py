@@ -10,6 +10,7 @@ and autograd see only the allocation and the last sum.
 Shapes: B batch, T tokens, d in, p out, N sums, S slots of partial sums.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -17,12 +18,21 @@ from torch import Tensor
 from triton import Config, cdiv, next_power_of_2
 
 from dpprof.norms.float32_products import name_precision
-from dpprof.norms.triton_kernels import sum_gram_squares, sum_product_squares, sum_scaled
-from dpprof.norms.tuning import GRAM, INTERPRETED, PRODUCT, SCALED
+from dpprof.norms.triton_kernels import (
+    add_normal,
+    sum_gram_squares,
+    sum_product_squares,
+    sum_scaled,
+    weigh,
+)
+from dpprof.norms.tuning import GRAM, GROUP, INTERPRETED, PRODUCT, SCALED, WEIGHED
 
 PROGRAMS = 1024
 """How many programs share a batch's tiles, at least one for each sample: about eight for each of an
 H200's 132 multiprocessors. Partial sums take at most 20 (PROGRAMS + B) bytes for any T."""
+
+_INTERPRETED = 7
+"""Processors that Triton's interpreter counts as: few, so that small inputs have several rounds."""
 
 _AXES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -57,7 +67,18 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
         )
         return _launch(sum_product_squares, x_BTd, g_BTp, tiles, sums=1)[0]
     side = _count(x_BTd.shape[1], "TILE_T", GRAM)
-    return _launch(sum_gram_squares, x_BTd, g_BTp, side * (side + 1) // 2, sums=5)
+    processors = _count_processors(x_BTd.device)
+    tiles = side * (side + 1) // 2
+    return _launch(sum_gram_squares, x_BTd, g_BTp, tiles, sums=5, processors=processors)
+
+
+@functools.cache
+def _count_processors(device: torch.device) -> int:
+    return (
+        _INTERPRETED
+        if INTERPRETED
+        else torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 def _count(length: int, side: str, configs: list[Config]) -> int:
@@ -83,7 +104,9 @@ def _check(x_BTd: Tensor, g_BTp: Tensor) -> None:
         )
 
 
-def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int) -> Tensor:
+def _launch(
+    program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int, **more: int
+) -> Tensor:
     """Run a kernel of at most ``tiles`` tiles for each sample, and add up its slots; (sums, B)."""
     B, T, d = x_BTd.shape
     p = g_BTp.shape[2]
@@ -102,6 +125,7 @@ def _launch(program: Any, x_BTd: Tensor, g_BTp: Tensor, tiles: int, *, sums: int
             *g_BTp.stride(),
             *map(next_power_of_2, (T, d, p)),
             PRECISION=name_precision(x_BTd.dtype),
+            **more,
         )
     return partials_NBS.sum(dim=2)
 
@@ -138,6 +162,44 @@ def launch_scale_gradients(
             num_warps=8,
         )
     return partials_BSRd.sum(dim=1)
+
+
+def launch_weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
+    """Multiply samples by their weights in float32, and round to their dtype; (B, T, d).
+
+    Args:
+        x_BTd: In bfloat16, float16 or float32; the elements of a sample lie side by side.
+        weights_B: (B,), in float32.
+    """
+    B, T, d = x_BTd.shape
+    y_BTd = x_BTd.new_empty(B, T, d)
+    blocks = cdiv(T * d, WEIGHED["BLOCK"])
+    if y_BTd.numel():
+        with torch.cuda.device_of(x_BTd):  # type: ignore[no-untyped-call]
+            weigh[(B * blocks,)](
+                *(x_BTd, weights_B.contiguous(), y_BTd, blocks, T * d, x_BTd.stride(0)),
+                **WEIGHED,
+                num_warps=8,
+            )
+    return y_BTd
+
+
+def launch_noise(summed: Tensor, key: Tensor, which: int, std: float, factor: float) -> None:
+    """Multiply a sum by a factor, and add normal noise, in place.
+
+    Args:
+        summed: In float32, without gaps.
+        key: 64 bits on the same device, from which all noise follows; (1,), int64.
+        which: Number of the sum, below 2^31: two sums of a key and a number get the same noise.
+        std: Standard deviation of the noise.
+        factor: Of the sum.
+    """
+    n = summed.numel()
+    if n:
+        with torch.cuda.device_of(summed):  # type: ignore[no-untyped-call]
+            add_normal[(cdiv(n, 4 * GROUP),)](
+                *(summed, key, which, n, std, factor), GROUP=GROUP, num_warps=8
+            )
 
 
 def read_config(kernel: str) -> dict[str, int]:

@@ -123,8 +123,46 @@ def scale_gradients(
     return triton_launch.launch_scale_gradients(x_BTd, g_BTd, mean_BT, rstd_BT, shifted=shifted)
 
 
+@torch.library.custom_op("dpprof::weigh", mutates_args=())
+def weigh(x_BTd: Tensor, weights_B: Tensor) -> Tensor:
+    """Multiply samples by their weights, (B,), in one pass; (B, T, d) in the dtype of ``x_BTd``.
+
+    PyTorch's product of 16-bit samples and float32 weights takes three times as long.
+    """
+    from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
+
+    return triton_launch.launch_weigh(x_BTd, weights_B)
+
+
+@weigh.register_fake
+def _weighed(x_BTd: Tensor, _weights_B: Tensor) -> Tensor:
+    return x_BTd.new_empty(x_BTd.shape)
+
+
+@torch.library.custom_op("dpprof::add_noise_", mutates_args={"summed"})
+def add_noise_(summed: Tensor, key: Tensor, which: int, std: float, factor: float) -> None:
+    """Multiply a sum by a factor and add normal noise, in one pass and in place.
+
+    The noise follows from ``key``, 64 random bits, and from ``which`` sum of it this is.
+    """
+    from dpprof.norms import triton_launch  # noqa: PLC0415 (it imports triton)
+
+    triton_launch.launch_noise(summed, key, which, std, factor)
+
+
+@add_noise_.register_fake
+def _noised(_summed: Tensor, _key: Tensor, _which: int, _std: float, _factor: float) -> None:
+    """Allocate nothing."""
+
+
 SCALE = torch.ops.dpprof.scale_gradients
 """``scale_gradients`` as PyTorch's operator."""
+
+WEIGH = torch.ops.dpprof.weigh
+"""``weigh`` as PyTorch's operator."""
+
+NOISE = torch.ops.dpprof.add_noise_
+"""``add_noise_`` as PyTorch's operator."""
 
 LAUNCHES = dict.fromkeys((f"dpprof.{name}" for name in (*KERNELS.values(), "scale_gradients")), 2)
 """Kernels that each operator launches: its own, and one that adds up the sums of its programs."""

@@ -30,10 +30,10 @@ def _config(warps: int, stages: int, **sizes: int) -> Config:
 
 
 # Compiled for an H200 these need at most 144 of the 227 KiB of shared memory of a block.
-# Two float32 tiles of 128 x 128, or one of 128 x 256, are 128 registers for each of 8 warps.
+# Three float32 tiles of 128 x 128 are 192 registers for each of 8 warps, one of 128 x 256 is 128.
 GRAM: list[Config] = [
     _config(8, 3, TILE_T=128, TILE_K=64),
-    _config(8, 2, TILE_T=128, TILE_K=128),
+    _config(8, 4, TILE_T=128, TILE_K=64),
     _config(4, 4, TILE_T=64, TILE_K=64),
     _config(4, 3, TILE_T=64, TILE_K=128),
     _config(8, 3, TILE_T=128, TILE_K=32),
@@ -55,7 +55,15 @@ SCALED = {"TILE_T": 32, "TILE_D": 128}
 """Tokens and columns of a tile without matrix products, which is read at the speed of memory at any
 size that fills registers: 16 float32 for each thread."""
 
+WEIGHED = {"BLOCK": 4096}
+"""Elements of a block that is read once and written once: 16 for each of 256 threads."""
+
+GROUP = 1024
+"""Blocks of four random numbers that a program draws: four for each of 256 threads."""
+
 if INTERPRETED:
+    GROUP = 16
+    WEIGHED = {"BLOCK": 32}
     SCALED = {"TILE_T": 8, "TILE_D": 16}
     GRAM = [_config(1, 1, TILE_T=32, TILE_K=32)]
     PRODUCT = [_config(1, 1, TILE_D=16, TILE_P=32, TILE_K=16)]
