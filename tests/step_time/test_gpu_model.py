@@ -131,7 +131,7 @@ def test_operators_without_sizes_take_the_time_of_their_flops_or_bytes() -> None
 
     norm, other = (
         GpuModel(H100, "tf32").predict(Cost(op, "matmul", FLOPS, "float32"), 1000).seconds
-        for op in ("dpprof.gram_squares", "another")
+        for op in ("dpprof.product_squares", "another")
     )
 
     low, high = interval(found)
@@ -140,6 +140,34 @@ def test_operators_without_sizes_take_the_time_of_their_flops_or_bytes() -> None
     assert found.seconds > FLOPS / 989.4e12
     assert sum_.seconds == pytest.approx(1e-6 / MEMORY.value + KERNEL_S)
     assert found.basis == sum_.basis == "data sheet"
+
+
+@pytest.mark.parametrize(
+    ("cost", "moved_bytes", "measured_s"),
+    [
+        # 8 samples of 1,024 tokens, 4 of 2,048 and of 4,096; d and p
+        (("dpprof.gram_squares", "matmul", 8 * 1024 * 1025 * 8192, "bfloat16"), 0, 193e-6),
+        (("dpprof.gram_squares", "matmul", 4 * 2048 * 2049 * 10240, "bfloat16"), 0, 413e-6),
+        (("dpprof.gram_squares", "matmul", 4 * 4096 * 4097 * 4096, "bfloat16"), 0, 601e-6),
+        (("dpprof.add_noise_", "random", 0, "float32"), 2**31, 761e-6),
+        (("normal", "random", 0, "float32"), 2**28, 163e-6),
+        (("dpprof.weigh", "elementwise", 0, "bfloat16"), 2**26, 22e-6),
+    ],
+)
+def test_our_kernels_take_what_they_were_measured_to_take(cost, moved_bytes, measured_s) -> None:
+    found = GpuModel(H100, "bfloat16").predict(Cost(*cost), moved_bytes)
+
+    assert found.seconds == pytest.approx(measured_s, rel=0.2)
+
+
+def test_attention_in_float32_uses_no_tensor_cores() -> None:
+    """24 blocks of 1b, 8 samples of 1,024 tokens, measured in a step in TF32."""
+    sizes = AttentionShape(256, 1024, 1024, 64, True, False)
+    cost = Cost("efficient", "attention", 4 * 256 * 1024**2 * 64, "float32", attention=sizes)
+    of_dtypes = [GpuModel(H100, dtype).predict(cost, 0).seconds for dtype in ("float32", "tf32")]
+
+    assert of_dtypes[0] == of_dtypes[1]
+    assert 24 * of_dtypes[0] == pytest.approx(30.7e-3, rel=0.2)
 
 
 def test_a_causal_mask_that_the_kernel_knows_halves_attention() -> None:

@@ -2,7 +2,8 @@
 
 During the timed steps only the current phase is written, as one byte, so that it is known after a
 kill. Snapshots inside a step and code paths are recorded in one more step afterwards; of a graph,
-code paths are those of the first step, and there is nothing inside a step.
+code paths are those of the first step, and there is nothing inside a step. Its peak of allocated
+memory is that of the capture: a replay uses the same addresses, and allocates nothing.
 """
 
 import statistics
@@ -42,8 +43,11 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     with training.step.watch_samplers(paths) if is_graph else nullcontext():
         warmup_step_s = device.time(run, 1)
     first_step = device.peaks()
+    captured_bytes = None
     if is_graph:
+        device.reset_peaks()
         run = training.step.capture(training.batch)
+        captured_bytes = device.peaks().allocated_bytes  # a replay allocates nothing
     warmup_step_s += device.time(run, experiment.warmup_steps - 1)
     snapshots.take("after_warmup", training.holders)
 
@@ -52,6 +56,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
     step_s = device.time(run, experiment.timed_steps)
     host_io = count_io(process, before, experiment.timed_steps)
     steady = device.peaks()
+    peak_bytes = steady.allocated_bytes if captured_bytes is None else captured_bytes
     resident_bytes = peak_rss_bytes()
 
     if not is_graph:
@@ -66,7 +71,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
         norm_plan=training.step.norm_plan,
         nonfinite_samples=training.step.nonfinite_samples,
         memory=Memory(
-            peak_allocated_bytes=steady.allocated_bytes,
+            peak_allocated_bytes=peak_bytes,
             first_step_peak_allocated_bytes=first_step.allocated_bytes,
             peak_reserved_bytes=steady.reserved_bytes,
             peak_rss_bytes=resident_bytes,
@@ -86,7 +91,7 @@ def measure(experiment: Experiment, enter: Enter) -> Measurement:
             step_s=median_s,
             steps=experiment.timed_steps,
             peak_rss_bytes=resident_bytes,
-            peak_allocated_bytes=steady.allocated_bytes,
+            peak_allocated_bytes=peak_bytes,
         ),
         reasons=device.reasons
         | paths.reasons

@@ -42,15 +42,18 @@ WIDENING = Estimate(0.58, 0.1)
 OPTIMIZERS = Estimate(0.78, 0.1)
 """The same of operators on all parameters at once: measured, 0.69 to 0.84."""
 
+NOISE = Estimate(0.84, 0.1)
+"""The same of the kernel that draws noise and adds it: measured."""
+
 _BY_FAMILY: dict[str, Estimate] = {
-    "random": Estimate(0.3, 0.4),
+    "random": Estimate(0.47, 0.15),
     "reduction": Estimate(0.62, 0.2),
     "optimizer": OPTIMIZERS,
     "indexing": Estimate(0.3, 0.5),
 }
-"""The same by family. Normal random numbers are bound by arithmetic and not by memory. Softmax,
-normalisation, sums and their backward passes were measured to reach 0.39 to 0.70, and scatters,
-which count as lookups and gathers, 0.23 to 0.36."""
+"""The same by family. Normal random numbers are bound by arithmetic and not by memory: measured,
+0.46 to 0.49. Softmax, normalisation, sums and their backward passes were measured to reach 0.39 to
+0.70, and scatters, which count as lookups and gathers, 0.23 to 0.36."""
 
 _FLOAT32 = {"8.0": 0.85, "8.9": 0.63, "9.0": 0.78}
 """Share of the peak of large products in float32, by compute capability.
@@ -75,7 +78,15 @@ intel/torch-xpu-ops). Products with a side of the vocabulary are about 0.27 of i
 
 UNKNOWN_PRODUCTS = Estimate(0.6, 0.35)
 """Share of the roofline of products on a device without a table of its architecture, and of other
-products, such as those of tiled norms."""
+products, such as those of a norm by tiled gradients."""
+
+GRAMS = Estimate(0.39, 0.15)
+"""Share of the peak of a norm by Gram matrices, in 16 bits, where a tile on the diagonal counts as
+half of one. Measured on an H100: 0.36 for 8 samples of 1,024 tokens, 0.41 for 16, and 0.42 and 0.46
+for 4 of 2,048 and 4,096. Few tiles leave processors idle in the last round."""
+
+GRAMS_IN_TF32 = Estimate(0.27, 0.25)
+"""The same in TF32, of three products in place of each (``norms.float32_products``): measured."""
 
 TF32_PRODUCTS = 3
 """Products in TF32 in place of each of a norm's (``norms.float32_products``)."""
@@ -105,6 +116,7 @@ and backward, by the major compute capability.
 A100: Dao 2023, "FlashAttention-2": 50 to 73 % forward and up to 63 % backward. H100: pull requests
 1791 and 2688 of Dao-AILab/flash-attention. B200: issue 1589 there. It is also used for cuDNN's
 attention, which newer versions of PyTorch prefer on an H100 or a B200 and which is faster there.
+PyTorch's kernel for float32 was measured to reach 0.63 and 0.8 of the peak of float32 on an H100.
 """
 
 CAUSAL = 0.82
@@ -131,6 +143,8 @@ CLOCKS = 0.05
 def _share_of_bandwidth(cost: Cost) -> Estimate:
     if cost.op == "_to_copy" and cost.dtype == "bfloat16":
         return WIDENING
+    if cost.op == "dpprof.add_noise_":
+        return NOISE
     return OPTIMIZERS if cost.op.startswith("_foreach_") else _BY_FAMILY.get(cost.family, MEMORY)
 
 
@@ -171,10 +185,12 @@ class GpuModel:
         elif cost.attention is not None:
             found = self._predict_attention(cost, cost.attention, streamed_s)
         elif cost.family in COUNTED:
-            share = UNKNOWN_PRODUCTS
             is_split = (
                 cost.op.startswith("dpprof.") and ceiling_of(cost.dtype, self._dtype) == "tf32"
             )
+            share = UNKNOWN_PRODUCTS
+            if cost.op == "dpprof.gram_squares" and self._on_tensor_cores(cost.dtype):
+                share = GRAMS_IN_TF32 if is_split else GRAMS
             flops = cost.flops * (TF32_PRODUCTS if is_split else 1)
             bound = max(flops / self._peak(cost.dtype), streamed_s)
             found = OpTime(bound / share.value, share.spread, "data sheet")
@@ -208,12 +224,16 @@ class GpuModel:
 
     def _predict_attention(self, cost: Cost, sizes: AttentionShape, streamed_s: float) -> OpTime:
         major = self._target.compute_capability.partition(".")[0]
-        forward, backward = _FLASH.get(major, _FLASH["8"])
+        # In float32 there is neither FlashAttention nor a tensor core, whatever products use.
+        in_float32 = self._target.flops_per_s.get("float32")
+        is_float32 = cost.dtype == "float32" and bool(in_float32)
+        peak = (cost.dtype == "float32" and in_float32) or self._peak(cost.dtype)
+        forward, backward = _FLASH.get("8" if is_float32 else major, _FLASH["8"])
         share = backward if sizes.is_backward else forward
         share *= sizes.keys / (sizes.keys + _HALF_TOKENS[sizes.is_backward])
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
         flops = cost.flops / (2 * CAUSAL) if sizes.is_causal else cost.flops
-        seconds = max(flops / (self._peak(cost.dtype) * share), streamed_s / MEMORY.value)
+        seconds = max(flops / (peak * share), streamed_s / MEMORY.value)
         return OpTime(seconds, _ATTENTION_SPREAD, "data sheet")
 
     def _peak(self, op_dtype: str) -> float:
