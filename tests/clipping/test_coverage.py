@@ -93,15 +93,6 @@ def test_a_parametrized_weight_is_refused_before_and_after(way) -> None:
         way(old, 1.0)
 
 
-def test_ids_of_one_axis_are_refused() -> None:
-    model = nn.Embedding(5, 3)
-    BookKeeping(model, 1.0)
-    with pytest.raises(ValueError, match=r"ids of shape \(4,\), which may have no batch axis"):
-        model(torch.arange(4))
-    with torch.no_grad():
-        assert model(torch.arange(4)).shape == (4, 3)
-
-
 def test_an_ordinary_gradient_past_the_layers_is_refused() -> None:
     model = build()
     BookKeeping(model, 1.0)

@@ -131,12 +131,6 @@ def test_losses_must_be_one_for_each_sample(way) -> None:
         clipping.backward(model.losses(*batch()).bfloat16())
 
 
-class Broadcast(Small):
-    def forward(self, ids):
-        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1])[None])
-        return self.head(x)
-
-
 class Past(Small):
     def forward(self, ids):
         return functional.linear(super().forward(ids) @ self.head.weight, self.head.weight)
@@ -154,7 +148,6 @@ class Hidden(Small):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Broadcast, r"positions\.weight saw 1 samples.*4 losses"),
         (Past, r"head\.weight was used outside of its layer"),
         (Hidden, "more than once, (which reentrant .* use_reentrant=False|and per-layer clipping)"),
     ],
@@ -166,13 +159,6 @@ def test_uses_that_clipping_does_not_see_are_refused_by_name(kind, message, way)
         clipping.backward(model.losses(*draw(4, 7)))
 
 
-class Beside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(6))
-        self.layer = nn.Linear(6, 6)
-
-
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -180,7 +166,6 @@ class Beside(nn.Module):
         (nn.BatchNorm1d(6).requires_grad_(False), "BatchNorm1d mixes samples"),
         (nn.Embedding(6, 6, sparse=True), "embedding with sparse"),
         (nn.Embedding(6, 6, scale_grad_by_freq=True), "embedding with scale_grad_by_freq"),
-        (Beside(), "Beside has parameters of its own beside those of the layers in it"),
     ],
 )
 def test_layers_without_an_exact_gradient_are_refused(layer, message) -> None:

@@ -34,6 +34,12 @@ class Between(nn.Module):
         return self.last(self.run(self.inside, self.first(x)))
 
 
+class Owner(Between):
+    def __init__(self, inside) -> None:
+        super().__init__(inside, lambda inside, x: inside(x + self.token))
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -122,6 +128,10 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "`GroupNorm`": lambda: Between(nn.GroupNorm(2, D), over_channels),
     "`PReLU`": lambda: Between(nn.PReLU()),
     "`Bilinear`": lambda: Between(nn.Bilinear(D, D, D), lambda inside, x: inside(x, x)),
+    "positions looked up once for all samples": lambda: Between(
+        nn.Embedding(T, D), lambda inside, x: x + inside(torch.arange(T))
+    ),
+    "parameter of a module that contains layers": lambda: Owner(nn.Linear(D, D)),
     "layer that is used twice": lambda: Between(twice(nn.Linear(D, D))),
     "tied embedding and head": Tied,
     "non-reentrant checkpointing": lambda: Between(
@@ -219,6 +229,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "samples mixed between layers": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x) - inside(x).mean(0))
     ),
+    "parameter of a module that goes elsewhere": lambda: clip(
+        Owner(nn.Linear(D, D)),
+        lambda model: setattr(model, "run", lambda _, x: x + model.token.softmax(2)),
+    ),
     "another axis first, as long as the batch": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B].transpose(0, 1)))
     ),
@@ -245,9 +259,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "`GRU`": lambda: clip(Between(nn.GRU(D, D, batch_first=True), lambda inside, x: inside(x)[0])),
     "`Embedding` with `max_norm`": lambda: clip(looked_up(max_norm=1.0)),
-    "ids of one axis": lambda: clip(
-        Between(nn.Embedding(T, D), lambda inside, x: x + inside(torch.arange(T)))
-    ),
     "parametrized weight": lambda: clip(Between(orthogonal(nn.Linear(D, D)))),
     "`weight_norm` of old": lambda: clip(Between(nn.utils.weight_norm(nn.Linear(D, D)))),
     "thawed parameter": lambda: clip(frozen_last(), thaw),

@@ -88,14 +88,21 @@ def test_adapters_without_gradient_are_found() -> None:
     is_found(r"on no trained parameter; .* reentrant checkp", setup, tokens())
 
 
-@pytest.mark.parametrize("way", ["opacus hooks", "opacus ghost", "flash-bk"])
-def test_position_ids_that_samples_share_are_found(way) -> None:
-    def loss(model, ids_BT):
-        logits_BVT = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].transpose(1, 2)
-        return functional.cross_entropy(logits_BVT, ids_BT[:, 1:], reduction="none").mean(1)
+def positionless_loss(model, ids_BT):
+    logits_BVT = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].transpose(1, 2)
+    return functional.cross_entropy(logits_BVT, ids_BT[:, 1:], reduction="none").mean(1)
 
+
+@pytest.mark.parametrize("way", ["opacus hooks", "opacus ghost"])
+def test_position_ids_that_samples_share_are_found(way) -> None:
     message = r"wpe: this layer sees 1 in the place of 4 samples.*position ids"
-    is_found(message, WAYS[way](build_gpt2(), loss), tokens()[:1])
+    is_found(message, WAYS[way](build_gpt2(), positionless_loss), tokens()[:1])
+
+
+def test_flash_bk_needs_no_position_ids() -> None:
+    checked = WAYS["flash-bk"](build_gpt2(), positionless_loss).check(tokens()[:1])
+
+    assert checked.samples == 4
 
 
 @pytest.mark.parametrize("way", ["opacus hooks", "flash-bk"])

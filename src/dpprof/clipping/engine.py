@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpprof.clipping.broadcasts import Broadcasts
 from dpprof.clipping.calls import LayerCall
 from dpprof.clipping.contributions import SampleGradients, Summable, zero_samples
 from dpprof.clipping.coverage import Coverage, trained_in
 from dpprof.clipping.distribution import find_ranks
 from dpprof.clipping.factor import clip_factor
 from dpprof.clipping.first_batch import FirstBatches, Handler
+from dpprof.clipping.graph import nodes_behind
 from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
@@ -33,6 +35,7 @@ from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
 from dpprof.records.births import allocates
+from dpprof.spec.registry import UnsupportedError
 from dpprof.system.substitutes import substitute
 
 if TYPE_CHECKING:
@@ -153,8 +156,22 @@ class Clipping(ABC):
         self._layers = list(rules)
         own = {
             layer: {name: self.ranks.own(p) for name, p in trained_in(layer).items()}
-            for layer in rules
+            for layer in model.modules()
+            if trained_in(layer)
         }
+        self._loose = {
+            parameter: layer
+            for layer, parameters in own.items()
+            if layer not in rules
+            for parameter in parameters.values()
+        }
+        """Parameters of modules that contain layers, which have no rule, and their modules."""
+
+        self._broadcasts = Broadcasts((), 0, (), self.name_of)
+        self._stashed: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
+        """While autograd adds up a loose parameter's gradient: what was there, and what it adds."""
+
+        self._refuse_loose()
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
@@ -163,7 +180,7 @@ class Clipping(ABC):
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
             patch_layer(layer, run, replaced, lambda: not self._disabled)
-        self._hooks: dict[nn.Parameter, Any] = {}
+        self._hooks: dict[nn.Parameter, list[Any]] = {}
         self._hook_leaves()
         self.ranks.take_over()
 
@@ -237,8 +254,9 @@ class Clipping(ABC):
         """Restore the model's layers, and remove all hooks."""
         for layer in self._layers:
             unpatch_layer(layer)
-        for hook in self._hooks.values():
-            hook.remove()
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
         self._layers.clear()
         self.ranks.release()
 
@@ -290,6 +308,7 @@ class Clipping(ABC):
         self.nonfinite_samples = 0
         self.plan = {}
         try:
+            nodes = self._read_graph(losses)
             self._first_batches.verify(losses, self.handling, self._coverage)
             self._changed.clear()
             if self.ranks.is_sharded:
@@ -297,7 +316,7 @@ class Clipping(ABC):
             if len(losses) or self.ranks.is_sharded:
                 norms = SampleNorms(
                     losses.detach(),
-                    self._find_reused(losses),
+                    self._find_reused(nodes),
                     self._keep,
                     keeps=self.keeps,
                     shares=self.ranks.is_sharded,
@@ -325,8 +344,22 @@ class Clipping(ABC):
         finally:
             self._losses = self._excluded = self._nonfinite = None
             self._changed.clear()
+            self._stashed.clear()
+            self._broadcasts.remove()
         self.batches += 1
         self.nonfinite_samples_total += self.nonfinite_samples
+
+    def _read_graph(self, losses: Tensor) -> list[Any]:
+        """Return the nodes behind the losses, and find what enters for all samples."""
+        nodes = list(nodes_behind(losses))
+        # Ranks verify together, so what one of them finds in a later batch cannot be verified.
+        is_alone = not self.ranks.is_sharded
+        self._broadcasts = Broadcasts(
+            nodes, len(losses), self._loose, self.name_of, may_expand=is_alone
+        )
+        if is_alone:
+            self._first_batches.expect(self._broadcasts.ways)
+        return nodes
 
     def verify_released(self) -> None:
         """Refuse a step if a buffer or frozen parameter changed; this may wait for the device.
@@ -354,9 +387,9 @@ class Clipping(ABC):
     def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         """Keep a contribution for the clipped sum, unless another pass computes it again."""
 
-    def _find_reused(self, losses: Tensor) -> Collection[nn.Parameter]:
+    def _find_reused(self, nodes: Sequence[Any]) -> Collection[nn.Parameter]:
         """Find the parameters that more than one contribution of this batch may be for."""
-        uses = count_uses(losses)
+        uses = count_uses(nodes)
         return self._shared | {self.ranks.own(p) for p, count in uses.items() if count > 1}
 
     def _name_of_layer(self, layer: nn.Module) -> str:
@@ -402,13 +435,55 @@ class Clipping(ABC):
             "it; call the layer, or freeze the parameter"
         )
 
+    def _refuse_loose(self) -> None:
+        """Refuse parameters beside layers where several ranks train."""
+        if self._loose and (self.ranks.size > 1 or self.ranks.is_sharded):
+            raise UnsupportedError(
+                f"{type(next(iter(self._loose.values()))).__name__} has parameters of its own "
+                "beside those of the layers in it, which several ranks cannot clip yet; move them "
+                "to a layer that contains no others, or freeze them"
+            )
+
+    def _stash(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Let autograd leave what it adds up of a loose parameter where nothing else is."""
+        if gradient is None or self._disabled:
+            return
+        if self._handler is None:
+            self._refuse_unclipped(parameter, gradient)
+        self._stashed[parameter] = parameter.grad, gradient
+        parameter.grad = None
+
+    def _take_loose(self, parameter: nn.Parameter) -> None:
+        """Handle a loose parameter's per-sample gradients in place of their sum."""
+        if parameter not in self._stashed:
+            return
+        parameter.grad, gradient = self._stashed.pop(parameter)
+        found = self._broadcasts.of.get(parameter)
+        gradients = found.take(gradient) if found else None
+        if gradients is None:
+            self._refuse_unclipped(parameter, gradient)
+        assert gradients is not None
+        assert self._handler is not None
+        if parameter.requires_grad:  # it may have been frozen after forward
+            # A copy: a hook may write what autograd still has.
+            own = gradients.reshape(len(gradients), *parameter.shape or (1,)).clone()
+            contribution = SampleGradients(own)
+            self._handler(self._loose[parameter], [(parameter, contribution)])
+
     def _hook_leaves(self) -> None:
         """Watch everything that may get a gradient of a clipped parameter from autograd."""
         for parameter in self._coverage:
             for leaf in self.ranks.leaves(parameter):
-                if leaf.requires_grad and leaf not in self._hooks:
+                if not leaf.requires_grad or leaf in self._hooks:
+                    continue
+                if parameter in self._loose:
+                    self._hooks[leaf] = [
+                        leaf.register_hook(partial(self._stash, parameter)),  # type: ignore[no-untyped-call]
+                        leaf.register_post_accumulate_grad_hook(self._take_loose),  # type: ignore[no-untyped-call]
+                    ]
+                else:
                     refuse = partial(self._refuse_unclipped, parameter)
-                    self._hooks[leaf] = leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
+                    self._hooks[leaf] = [leaf.register_hook(refuse)]  # type: ignore[no-untyped-call]
 
     def _refuse_unclipped_sums(self) -> None:
         """Refuse to end a backward that left anything but clipped sums."""

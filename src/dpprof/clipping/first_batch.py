@@ -63,6 +63,19 @@ class FirstBatches:
         self.are_verified = what == "trusted"
         self._ranks, self._name_of = ranks, name_of
         self._looked_at = 0
+        self._ways: set[str] = set()
+        self._verified_ways: set[str] | None = None
+
+    def expect(self, ways: set[str]) -> None:
+        """Verify again where a value enters for all samples in a way that was not verified.
+
+        Args:
+            ways: How values enter in the coming batch (``broadcasts``).
+        """
+        self._ways = ways
+        if self.are_verified and self._verified_ways is not None:
+            self.are_verified = ways <= self._verified_ways
+            self._looked_at = self._looked_at if self.are_verified else 0
 
     def verify(
         self,
@@ -91,6 +104,8 @@ class FirstBatches:
             raise UnsupportedError(batch.problem or "another rank found that samples are mixed")
         self._looked_at += 1
         self.are_verified = not ranks.any(not batch.is_complete) or self._looked_at == TRIES
+        if self.are_verified:
+            self._verified_ways = self._ways | (self._verified_ways or set())
 
 
 class _Batch:

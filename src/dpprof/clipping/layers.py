@@ -10,7 +10,7 @@ input, p width of an output.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +26,6 @@ from dpprof.clipping.contributions import (
     Scale,
     Shift,
 )
-from dpprof.clipping.graph import nodes_behind
 from dpprof.norms import placement
 
 Contributions = Sequence[tuple[nn.Parameter, Contribution]]
@@ -58,13 +57,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def count_uses(losses: Tensor) -> Counter[nn.Parameter]:
+def count_uses(nodes: Iterable[Any]) -> Counter[nn.Parameter]:
     """Count how often the losses depend on each parameter through a patched layer.
 
-    Uses inside of reentrant checkpointing are not seen.
+    Args:
+        nodes: Those behind the losses.
     """
     uses: Counter[nn.Parameter] = Counter()
-    for node in nodes_behind(losses):
+    for node in nodes:
         if isinstance(node, BackwardCFunction):
             uses.update(getattr(node, "clipped", ()))
     return uses
@@ -125,12 +125,17 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, receive: Receive) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding, ctx.receive, ctx.clipped = weight, padding, receive, [weight]
+        ctx.is_lookup = True  # for ``broadcasts``, which gives it ``shared``
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        contribution = Lookup(ids.flatten(1), _flatten(g), ctx.weight.shape[0], ctx.padding)
+        shared = getattr(ctx, "shared", None)
+        g_B = g if shared is None else shared.take(g)
+        ids_B = ids if shared is None else ids.expand(len(g_B), *ids.shape)
+        ids_BT, g_BTd = ids_B.reshape(len(g_B), -1), g_B.reshape(len(g_B), -1, g.shape[-1])
+        contribution = Lookup(ids_BT, g_BTd, ctx.weight.shape[0], ctx.padding)
         ctx.receive([(ctx.weight, contribution)])
         return None, None, None, None
 
@@ -259,13 +264,7 @@ def _multiply(layer: Any, receive: Receive, x: Tensor, *, transposed: bool) -> T
 
 
 def run_embedding(layer: nn.Embedding, receive: Receive, input: Tensor) -> Tensor:  # noqa: A002
-    """Run a lookup."""
-    if input.dim() < 2 and torch.is_grad_enabled():  # noqa: PLR2004
-        # The positions of one sample and one id of each sample have the same shape.
-        raise ValueError(
-            f"an embedding got ids of shape {tuple(input.shape)}, which may have no batch axis; "
-            "pass (B, T), one row for each sample"
-        )
+    """Run a lookup, of samples or once for all of them (``broadcasts``)."""
     padding = -1 if layer.padding_idx is None else layer.padding_idx
     return apply(_Embedding, input.long(), layer.weight, padding, receive)  # ids may be int32
 

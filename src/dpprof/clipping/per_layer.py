@@ -14,7 +14,7 @@ elements than the activations and output gradients.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,13 @@ class PerLayerClipping(Clipping):
             name = self.name_of(next(iter(self._shared)))
             self.remove()
             raise UnsupportedError(f"{name} belongs to two layers; per-layer clipping needs one")
+        if self._loose:
+            name = self.name_of(next(iter(self._loose)))
+            self.remove()
+            raise UnsupportedError(
+                f"{name} belongs to a module that contains layers, and per-layer clipping clips "
+                "layers; move it to a layer that contains no others, or freeze it"
+            )
         if self.ranks.size > 1 or self.ranks.is_sharded:
             self.remove()
             raise UnsupportedError("per-layer clipping does not work with several ranks yet")
@@ -95,7 +102,7 @@ class PerLayerClipping(Clipping):
     def _keep(self, parameter: nn.Parameter, contribution: Summable) -> None:
         self._kept[parameter] = contribution
 
-    def _find_reused(self, _losses: Tensor) -> Collection[nn.Parameter]:
+    def _find_reused(self, _nodes: Sequence[Any]) -> Collection[nn.Parameter]:
         return ()  # a second use is refused
 
     def _clip_layer(

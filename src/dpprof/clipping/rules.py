@@ -75,8 +75,9 @@ def find_rules(model: nn.Module, wrapper: nn.Module | None) -> dict[nn.Module, F
         if layer is not wrapper:
             refuse_wrapper(layer)
         refuse_mixing(layer)
-        if trained_in(layer):
-            rules[layer] = find_rule(layer)
+        found = find_rule(layer) if trained_in(layer) else None
+        if found is not None:
+            rules[layer] = found
     return rules
 
 
@@ -96,28 +97,27 @@ def refuse_mixing(layer: nn.Module) -> None:
         )
 
 
-def find_rule(layer: nn.Module) -> Found:
+def find_rule(layer: nn.Module) -> Found | None:
     """Find the rule of a layer; a layer without one is run by ``torch.func``.
+
+    None for a module that contains layers: its own parameters must enter for all samples
+    (``broadcasts``).
 
     A subclass has the rule of the class whose ``forward`` it inherits. A subclass of ``Embedding``
     may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would need a whole table
     for each sample. A layer that computes an RMS norm has the rule of RMS norms.
 
     Raises:
-        UnsupportedError: The layer has parameters and also contains layers, its parameters are
-            computed from others, it is patched by another ``Clipping``, it only holds parameters
-            that other layers use, or it is an embedding whose options change its table or mix
-            samples.
+        UnsupportedError: The layer's parameters are computed from others, it is patched by another
+            ``Clipping``, it only holds parameters that other layers use, or it is an embedding
+            whose options change its table or mix samples.
     """
     _refuse_held_elsewhere(layer)
     found = _find_by_class(layer)
     if found is not None:
         return found
     if any(True for child in layer.children() for _ in child.parameters()):
-        raise UnsupportedError(
-            f"{type(layer).__name__} has parameters of its own beside those of the layers in it; "
-            "move them to a layer that contains no others, or freeze them"
-        )
+        return None
     formula = recognise(layer)
     rule = run_any_layer if formula is None else formula.run
     return Found(rule, type(layer))

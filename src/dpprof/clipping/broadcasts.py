@@ -1,0 +1,278 @@
+"""Finds what enters a model for all samples at once, and its per-sample gradients, from the graph.
+
+A class token, a table of positions or the scale of a block is one value for all samples. An
+operator gives it a batch axis: an addition, a product, an expansion. The gradient of that
+operator's output, of one sample, is that sample's gradient of the value, so it is taken there,
+before autograd adds up the samples. Between the parameter and that operator there may be operators
+that only move its elements; each is applied to each sample's gradient.
+
+The graph decides, and not names or lengths: a value enters for all samples where an operator
+repeats it along the first axis of its output, and that has one entry for each loss. As for every
+layer, the code that follows must keep samples apart, which the first batch shows.
+
+Shape legend: B samples.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from dpprof.norms.tiles import accumulator_of
+from dpprof.spec.registry import UnsupportedError
+
+_MOVING = {
+    *("Alias", "Clone", "Contiguous", "Diagonal", "Expand", "Flip", "Index", "IndexSelect"),
+    *("Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
+    *("Unfold", "UnsafeView", "Unsqueeze", "View"),
+}
+"""Operators of one operand whose gradient only moves elements, and adds up those that were copied;
+by the names of their nodes."""
+
+_SUMS = {"Add", "Sub"}
+_ALIKE = {*_SUMS, "Div", "Mul", "Where"}
+"""Operators that do the same to each sample's gradient while they repeat nothing: where a mask that
+is alike for all samples is added, for example."""
+
+_ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat"}
+"""Operators that may repeat an operand along the first axis."""
+
+
+def _kind_of(node: Any) -> str:
+    """Return what a node differentiates: ``Add`` for ``AddBackward0``."""
+    name: str = node.name()
+    return name.partition("Backward")[0]
+
+
+def _shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of what an operator returned, or of a leaf."""
+    variable = getattr(node, "variable", None)
+    return tuple(node._input_metadata[0].shape if variable is None else variable.shape)  # noqa: SLF001
+
+
+class _Entry(NamedTuple):
+    """An operator that repeats a value for all samples."""
+
+    node: Any
+    operand: int
+    shape: tuple[int, ...]
+    """Of its operand."""
+
+    moves: list[tuple[Any, int]]
+    """The operators between, from the value on, and which of their operands it is."""
+
+    def describe(self) -> str:
+        """Tell the way by which it enters, whatever the lengths of its axes are."""
+        moves = [node.name() for node, _ in self.moves]
+        return f"operand {self.operand} of {self.node.name()}, {len(self.shape)} axes, by {moves}"
+
+    def differentiate(self, g: Tensor) -> Tensor:
+        """Turn the gradient of the operator's output, (B, ...), into the value's; (B, ...)."""
+        kind = _kind_of(self.node)
+        if kind == "Mul":
+            g = g * (self.node._saved_self if self.operand else self.node._saved_other)  # noqa: SLF001
+        elif self.operand and kind in _SUMS:
+            alpha = self.node._saved_alpha  # noqa: SLF001
+            g = g * (alpha if kind == "Add" else -alpha)
+        padded = (1,) * (g.dim() - len(self.shape)) + self.shape
+        axes = [at for at in range(1, g.dim()) if padded[at] == 1 != g.shape[at]]
+        if axes:
+            g = g.sum(axes, keepdim=True, dtype=accumulator_of(g.dtype))
+        g = g.reshape(len(g), *self.shape)
+        for node, operand in reversed(self.moves):
+            g = torch.func.vmap(partial(_pull_back, node, operand))(g)
+        return g
+
+
+def _pull_back(node: Any, operand: int, g: Tensor) -> Tensor:
+    found = node(g)
+    one: Tensor = found[operand] if isinstance(found, tuple) else found
+    return one
+
+
+class Broadcast:
+    """The per-sample gradients of a value that enters for all samples.
+
+    Args:
+        entries: Every operator through which it enters; none where the batch has one sample.
+    """
+
+    def __init__(self, entries: Collection[_Entry]) -> None:
+        self._is_single = not entries
+        self._found: list[Tensor] = []
+        self._handles = [one.node.register_prehook(partial(self._receive, one)) for one in entries]
+
+    @torch.no_grad()
+    def _receive(self, entry: _Entry, gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is not None:
+            self._found.append(entry.differentiate(gradients[0]))
+
+    def take(self, gradient: Tensor) -> Tensor | None:
+        """Return the per-sample gradients of one backward, once; (B, shape of the value).
+
+        Args:
+            gradient: What autograd found, summed over samples.
+
+        Returns:
+            None if there are none, because the gradient came another way.
+        """
+        if self._is_single:
+            return gradient[None]
+        found, self._found = self._found, []
+        return sum(found[1:], found[0]) if found else None
+
+    def remove(self) -> None:
+        """Look at no more backward passes."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Broadcasts:
+    """What enters for all samples of a batch.
+
+    Args:
+        nodes: Those behind the losses.
+        samples: How many losses there are.
+        leaves: Parameters that no layer's rule runs.
+        may_expand: Whether a value may be expanded along other axes before it gets a batch axis.
+            With as many entries there as samples that looks like a batch axis, so the batch has to
+            be verified (``ways``).
+        name_of: Names a parameter.
+
+    Raises:
+        UnsupportedError: A leaf enters in another way.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Any],
+        samples: int,
+        leaves: Collection[nn.Parameter],
+        name_of: Callable[[nn.Parameter], str],
+        *,
+        may_expand: bool = True,
+    ) -> None:
+        self._moving = _MOVING if may_expand else _MOVING - {"Expand"}
+        self.of: dict[nn.Parameter, Broadcast] = {}
+        """By leaf."""
+
+        self.ways: set[str] = set()
+        """How each value enters. Where lengths coincide, a batch may look otherwise than others."""
+
+        self._all: list[Broadcast] = []
+        self._lookups: list[Any] = []
+        values = [node for node in nodes if _is_value(node, leaves)] if samples else []
+        above = _find_users(nodes) if values and samples > 1 else {}
+        try:
+            for node in values:
+                self._add(node, above, samples, name_of)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _add(
+        self,
+        node: Any,
+        above: Mapping[Any, list[tuple[Any, int]]],
+        samples: int,
+        name_of: Callable[[nn.Parameter], str],
+    ) -> None:
+        leaf = getattr(node, "variable", None)
+        name = name_of(node.clipped[0] if leaf is None else leaf)
+        if samples == 1:
+            entries: list[_Entry] = []
+            others: set[str] = set()
+        else:
+            entries, others = _follow(node, above, samples, self._moving)
+        self.ways |= {f"{name}: {one.describe()}" for one in entries}
+        if leaf is None:
+            if samples == 1 or (entries and not others):
+                node.shared = Broadcast(entries)
+                self._lookups.append(node)
+                self._all.append(node.shared)
+            elif entries:
+                raise UnsupportedError(
+                    f"{name} is looked up once for all samples, and also goes "
+                    f"into {min(others)}; look it up for each sample, or freeze it"
+                )
+            return
+        if others:
+            raise UnsupportedError(
+                f"{name} belongs to a module that contains layers, and goes into "
+                f"{min(others)}; there clipping knows parameters that are added to, multiplied "
+                "with or expanded to all samples on the first axis; move it to a layer that gets "
+                "the batch, or freeze it"
+            )
+        if entries or samples == 1:
+            self.of[leaf] = Broadcast(entries)
+            self._all.append(self.of[leaf])
+
+    def remove(self) -> None:
+        """Look at no more backward passes."""
+        for one in self._all:
+            one.remove()
+        for node in self._lookups:
+            del node.shared
+        self._lookups.clear()
+        self._all.clear()
+        self.of.clear()
+
+
+def _is_value(node: Any, leaves: Collection[nn.Parameter]) -> bool:
+    """Tell whether a node is that of a lookup, or of a leaf."""
+    if isinstance(node, BackwardCFunction):
+        return hasattr(node, "is_lookup")
+    return getattr(node, "variable", None) in leaves
+
+
+def _find_users(nodes: Iterable[Any]) -> dict[Any, list[tuple[Any, int]]]:
+    """Return for each node those that use its output, and as which operand."""
+    above: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
+    for node in nodes:
+        for operand, (below, _) in enumerate(node.next_functions):
+            if below is not None:
+                above[below].append((node, operand))
+    return above
+
+
+def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> bool:
+    """Tell whether an operator repeats its operand along the first axis of its output."""
+    if kind == "Repeat" and out[1:] != shape[1:]:
+        return False
+    return len(out) > len(shape) or (len(out) == len(shape) > 0 and shape[0] == 1 != out[0])
+
+
+def _follow(
+    value: Any,
+    above: Mapping[Any, list[tuple[Any, int]]],
+    samples: int,
+    moving: Collection[str],
+) -> tuple[list[_Entry], set[str]]:
+    """Return where a value enters for all samples, and the other operators that use it."""
+    entries: list[_Entry] = []
+    others: set[str] = set()
+    waiting: list[tuple[Any, list[tuple[Any, int]]]] = [(value, [])]
+    while waiting:
+        node, moves = waiting.pop()
+        shape = _shape_of(node)
+        users = above.get(node, [])
+        if not users:
+            others.add("the losses")
+        for user, operand in users:
+            if isinstance(user, BackwardCFunction):
+                leaf = getattr(value, "variable", value)
+                if not any(leaf is one for one in getattr(user, "clipped", ())):
+                    others.add(type(user).__name__.strip("_").removesuffix("Backward"))
+                continue  # a layer's rule takes its own parameters
+            kind, out = _kind_of(user), _shape_of(user)
+            if kind in _ENTERING and _is_repeated(kind, shape, out) and out[0] == samples:
+                entries.append(_Entry(user, operand, shape, moves))
+            elif kind in moving or (kind in _ALIKE and out == shape and out[:1] == (1,)):
+                waiting.append((user, [*moves, (user, operand)]))
+            else:
+                others.add(user.name())
+    return entries, others

@@ -1,0 +1,326 @@
+"""What enters a model once for all samples is clipped by sample, found from the graph alone."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from small_models import FLAT, assert_exact, gradients, private
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from dpprof.clipping import BookKeeping, PerLayerClipping
+from dpprof.spec.registry import UnsupportedError
+
+B, T, D, V = 4, 7, 8, 50
+
+TEXT = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+IMAGE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_labels": 3,
+    "intermediate_size": 24,
+    "image_size": 16,
+    "patch_size": 8,
+}
+SEQ2SEQ = {
+    "vocab_size": V,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "dropout": 0.0,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "max_position_embeddings": 32,
+}
+T5 = {"vocab_size": V, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+DISTIL = {"vocab_size": V, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
+GPT2 = {"vocab_size": V, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+CONVNEXT = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "image_size": 32, "num_labels": 3}
+
+MODELS = {
+    "BertForMaskedLM": TEXT,
+    "BertForSequenceClassification": TEXT,
+    "AlbertForMaskedLM": TEXT | {"embedding_size": 8},
+    "ElectraForSequenceClassification": TEXT | {"embedding_size": 8},
+    "DistilBertForMaskedLM": DISTIL | {"dropout": 0.0, "attention_dropout": 0.0},
+    "GPT2LMHeadModel": GPT2 | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "BartForConditionalGeneration": SEQ2SEQ,
+    "T5ForConditionalGeneration": T5 | {"dropout_rate": 0.0},
+    "CLIPTextModel": TEXT,
+    "ViTForImageClassification": IMAGE,
+    "DeiTForImageClassification": IMAGE,
+    "BeitForImageClassification": IMAGE | {"layer_scale_init_value": 0.1, "drop_path_rate": 0.0},
+    "Dinov2ForImageClassification": IMAGE,
+    "CLIPVisionModel": IMAGE,
+    "ConvNextForImageClassification": CONVNEXT,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    model = model_class(model_class.config_class(**MODELS[name])).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def losses_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    if inputs.is_floating_point():
+        named = {"pixel_values": inputs}
+    else:
+        named = {"input_ids": inputs}
+        if model.config.is_encoder_decoder:
+            named["decoder_input_ids"] = inputs
+    found = model(**named)
+    outputs = found.logits if hasattr(found, "logits") else found.pooler_output
+    if outputs.shape[-1] == V:
+        each = cross_entropy(outputs.flatten(0, 1), inputs.flatten(), reduction="none")
+        return each.view(inputs.shape).mean(1)
+    return outputs.logsumexp(1)
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("tokens", [T, B])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_exact_as_they_are(name, tokens, way) -> None:
+    model = build(name)
+    is_image = hasattr(model.config, "image_size")
+    if is_image and tokens == B:
+        pytest.skip("images have no tokens")
+    side = model.config.image_size if is_image else 0
+    inputs = (
+        torch.randn(B, 3, side, side).double() if is_image else torch.randint(2, V, (B, tokens))
+    )
+
+    assert_exact(
+        way, model, (inputs,), functools.partial(losses_of, model), bound=0.5, tolerance=1e-8
+    )
+
+
+class Model(nn.Module):
+    """Two layers, between which a parameter of the model enters."""
+
+    def __init__(self, shape, enter) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.own = nn.Parameter(torch.randn(shape))
+        self.table = nn.Embedding(16, D)
+        self.enter = enter
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.enter(self, self.first(x).tanh()).tanh())
+
+    def losses(self, x):
+        return self(x).square().sum((1, 2))
+
+
+def positions(x, *shape):
+    return torch.arange(x.shape[1]).view(*shape, -1)
+
+
+FORMS = {
+    "added": ((1, T, D), lambda m, x: x + m.own),
+    "added, without a batch axis": ((D,), lambda m, x: x + m.own),
+    "added by a factor": ((T, 1), lambda m, x: torch.add(x, m.own, alpha=0.3)),
+    "subtracted": ((T, D), lambda m, x: torch.sub(x, m.own, alpha=2)),
+    "subtracted from": ((T, D), lambda m, x: m.own - x),
+    "multiplied": ((D,), lambda m, x: x * m.own),
+    "multiplied, first": ((1, 1, D), lambda m, x: m.own * x),
+    "one number": ((), lambda m, x: x * m.own),
+    "expanded": ((1, 1, D), lambda m, x: torch.cat([m.own.expand(len(x), -1, -1), x], 1)),
+    "expanded in two axes": ((1, 1, D), lambda m, x: x * m.own.expand(len(x), x.shape[1], -1)),
+    "repeated": ((1, 2, D), lambda m, x: torch.cat([m.own.repeat(len(x), 1, 1), x], 1)),
+    "moved": ((D, T), lambda m, x: x + m.own.t().unsqueeze(0).clone()),
+    "looked up": ((9, D), lambda m, x: x + m.own[positions(x)]),
+    "masked": ((1, T, D), lambda m, x: x + torch.where(torch.ones(T, 1) > 0, m.own, 0.0)),
+    "scaled before": ((1, T, D), lambda m, x: x + m.own * 0.5),
+    "in place": ((1, T, D), lambda m, x: x.clone().add_(m.own)),
+    "twice": ((T, D), lambda m, x: (x + m.own) * m.own[:, :1]),
+    "with itself": ((1, T, D), lambda m, x: m.own * (x + m.own)),
+    "in a part that is checkpointed": (
+        (1, T, D),
+        lambda m, x: checkpoint(lambda x: (x + m.own).tanh(), x, use_reentrant=False),
+    ),
+    "table, ids of one axis": ((D,), lambda m, x: x + m.own + m.table(positions(x))),
+    "table, one row of ids": ((D,), lambda m, x: x + m.own + m.table(positions(x, 1))),
+    "table, moved": ((D,), lambda m, x: x + m.own + m.table(positions(x)).unsqueeze(0)),
+}
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("samples", [1, B, T])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_way_to_enter_is_exact(form, samples, way) -> None:
+    model = Model(*FORMS[form])
+    x = torch.randn(samples, T, D, dtype=torch.float64)
+
+    clipping = assert_exact(way, model, (x,), bound=0.5)
+    assert model.own.grad is not None
+
+    # Another batch adds to the first one's sum, as for every parameter.
+    clipping.remove()
+    before = gradients(model).clone()
+    again = way(model, 0.5)
+    model.zero_grad()
+    for _ in range(2):
+        again.backward(model.losses(x))
+    torch.testing.assert_close(gradients(model), 2 * before, rtol=1e-9, atol=1e-12)
+
+
+def test_samples_that_are_not_finite_and_empty_batches_contribute_nothing() -> None:
+    model = Model(*FORMS["multiplied"])
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    clipping = BookKeeping(model, 0.5)
+    optimizer = private(clipping, model)
+    clipping.backward(model.losses(x))
+    expected = gradients(model).clone()
+    optimizer.zero_grad()
+    clipping.backward(model.losses(torch.cat([x, torch.full_like(x[:1], torch.nan)])))
+
+    assert clipping.nonfinite_samples == 1
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-9, atol=1e-12)
+    optimizer.zero_grad()
+    clipping.backward(model.losses(x[:0]))
+    assert not gradients(model).any()
+
+
+def test_a_parameter_that_is_frozen_or_unused_gets_no_gradient() -> None:
+    model = Model(*FORMS["added"])
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    clipping = BookKeeping(model, 0.5)
+    losses = model.losses(x)
+    model.own.requires_grad_(requires_grad=False)
+    clipping.backward(losses)
+    assert model.own.grad is None
+    model.zero_grad()
+
+    model.own.requires_grad_(requires_grad=True)
+    model.enter = lambda _, x: x
+    clipping.backward(model.losses(x))
+    assert model.own.grad is None
+
+
+def test_a_bias_that_a_layer_shares_with_its_module_is_clipped_once() -> None:
+    model = Model((D,), lambda _, x: x)
+    model.last.bias = model.own
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    assert_exact(BookKeeping, model, (x,), bound=0.5).remove()
+
+    model.zero_grad()
+    model.enter = lambda m, x: x + m.own
+    assert_exact(BookKeeping, model, (x,), bound=0.5)
+
+
+def multiply(model, x):
+    return x @ model.own
+
+
+def attend_once(model, x):
+    return x + torch.softmax(model.own, 1)
+
+
+def look_up_in_two_ways(model, x):
+    found = model.table(positions(x))
+    return x * model.own + found + found.exp().sum()
+
+
+REFUSED = {
+    "in a product of matrices": ((D, D), multiply, "goes into ExpandBackward0|goes into .*mm|Mm"),
+    "after another operator": ((T, D), attend_once, "own belongs to a module .* SoftmaxBackward0"),
+    "on another axis": (
+        (T, 1, D),
+        lambda m, x: (x.transpose(0, 1) + m.own).transpose(0, 1),
+        "own belongs to a module that contains layers, and goes into AddBackward0",
+    ),
+    "where reentrant checkpointing hides it": (
+        (1, T, D),
+        lambda m, x: checkpoint(lambda x: x + m.own, x, use_reentrant=True),
+        "own was used outside of its layer",
+    ),
+    "there and elsewhere": (
+        (1, T, D),
+        lambda m, x: checkpoint(lambda x: x + m.own, x + m.own, use_reentrant=True),
+        "own was used (more than once|outside)",
+    ),
+    "a table, in two ways": (
+        (D,),
+        lambda m, x: x * m.own + m.table(positions(x)) + m.table(positions(x)).exp().sum(),
+        "table.weight saw 7 samples",
+    ),
+    "one lookup, in two ways": (
+        (D,),
+        look_up_in_two_ways,
+        "table.weight is looked up once for all samples, and also goes into ExpBackward0",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_found_is_refused_by_name(what, way) -> None:
+    shape, enter, message = REFUSED[what]
+    model = Model(shape, enter)
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    clipping = way(model, 0.5)
+
+    with pytest.raises((UnsupportedError, RuntimeError, ValueError), match=message):
+        clipping.backward(model.losses(x))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_per_layer_clipping_refuses_parameters_beside_layers() -> None:
+    with pytest.raises(UnsupportedError, match="own belongs to a module that contains layers"):
+        PerLayerClipping(Model(*FORMS["added"]), 0.5)
+
+
+def test_an_axis_that_becomes_as_long_as_the_batch_is_looked_at_again() -> None:
+    """A bias of three heads is expanded to heads, and then added to every sample."""
+    heads = 3
+    model = Model(
+        (1, T, D),
+        lambda m, x: (x[:, None] + m.own.expand(heads, -1, -1).unsqueeze(0)).mean(1),
+    )
+    clipping = BookKeeping(model, 0.5)
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    for samples in (4, 2, 4):
+        clipping.backward(model.losses(x[:samples]))
+        model.zero_grad()
+    assert clipping.first_batch_verified
+
+    with pytest.raises(UnsupportedError, match="mixes samples, or another axis comes first"):
+        clipping.backward(model.losses(x[:heads]))
+    clipping.backward(model.losses(x))
+
+
+def test_nothing_stays_behind() -> None:
+    model = Model(*FORMS["added"])
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    clipping = BookKeeping(model, 0.5)
+    clipping.backward(model.losses(x))
+    clipping.remove()
+    model.zero_grad()
+    model.losses(x).sum().backward()
+    assert model.own.grad is not None
+    model.zero_grad()
+
+    BookKeeping(model, 0.5)
+    with pytest.raises(RuntimeError, match=r"in place of loss\.backward"):
+        model.losses(x).sum().backward()
