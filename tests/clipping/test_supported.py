@@ -132,6 +132,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
         nn.Embedding(T, D), lambda inside, x: x + inside(torch.arange(T))
     ),
     "parameter of a module that contains layers": lambda: Owner(nn.Linear(D, D)),
+    "`ParameterDict` for another layer": lambda: Between(Lends()),
     "layer that is used twice": lambda: Between(twice(nn.Linear(D, D))),
     "tied embedding and head": Tied,
     "non-reentrant checkpointing": lambda: Between(
@@ -231,7 +232,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     "parameter of a module that goes elsewhere": lambda: clip(
         Owner(nn.Linear(D, D)),
-        lambda model: setattr(model, "run", lambda _, x: x + model.token.softmax(2)),
+        lambda model: setattr(model, "run", lambda _, x: x + model.token @ torch.eye(D)),
     ),
     "another axis first, as long as the batch": lambda: clip(
         Between(nn.Linear(D, D), lambda inside, x: inside(x[:, :B].transpose(0, 1)))
@@ -248,7 +249,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "layer that gets another layer": lambda: clip(
         Between(GetsLayer(D), lambda inside, x: inside(x, nn.Linear(D, D)))
     ),
-    "`ParameterDict` for another layer": lambda: clip(Between(Lends())),
     "dropout inside a layer without a rule": lambda: clip(Between(RandomScale(D))),
     "`BatchNorm1d`": lambda: clip(Between(nn.BatchNorm1d(T))),
     "`InstanceNorm1d` that tracks statistics": lambda: clip(

@@ -5,9 +5,12 @@ architectures it prints their rows and writes nothing.
 """
 
 import multiprocessing
+import os
 import re
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a fork of a process with threads may stand still
 
 from dpprof.planning.stand_ins import StandIn
 from dpprof.spec.architecture import Architecture

@@ -4,7 +4,7 @@ A class token, a table of positions or the scale of a block is one value for all
 operator gives it a batch axis: an addition, a product, an expansion. The gradient of that
 operator's output, of one sample, is that sample's gradient of the value, so it is taken there,
 before autograd adds up the samples. Between the parameter and that operator there may be operators
-that only move its elements; each is applied to each sample's gradient.
+of one operand, which cannot bring in a batch; each is differentiated for each sample's gradient.
 
 The graph decides, and not names or lengths: a value enters for all samples where an operator
 repeats it along the first axis of its output, and that has one entry for each loss. As for every
@@ -25,18 +25,20 @@ from torch.autograd.function import BackwardCFunction
 from dpprof.norms.tiles import accumulator_of
 from dpprof.spec.registry import UnsupportedError
 
-_MOVING = {
+_OF_ONE = {
+    *("Abs", "Cos", "Cumsum", "Exp", "Expm1", "Gelu", "Log", "Log1P", "LogSoftmax", "Mean", "Neg"),
+    *("Pow", "Reciprocal", "Relu", "Rsqrt", "Rsub", "Sigmoid", "Silu", "Sin", "Softmax"),
+    *("Softplus", "Sqrt", "Sum", "Tanh"),
     *("Alias", "Clone", "Contiguous", "Diagonal", "Expand", "Flip", "Index", "IndexSelect"),
     *("Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
     *("Unfold", "UnsafeView", "Unsqueeze", "View"),
 }
-"""Operators of one operand whose gradient only moves elements, and adds up those that were copied;
-by the names of their nodes."""
+"""Operators of one tensor, by the names of their nodes."""
 
 _SUMS = {"Add", "Sub"}
 _ALIKE = {*_SUMS, "Div", "Mul", "Where"}
 """Operators that do the same to each sample's gradient while they repeat nothing: where a mask that
-is alike for all samples is added, for example."""
+is alike for all samples is added, or a number multiplied."""
 
 _ENTERING = {"Add", "Sub", "Mul", "Expand", "Repeat"}
 """Operators that may repeat an operand along the first axis."""
@@ -156,7 +158,7 @@ class Broadcasts:
         *,
         may_expand: bool = True,
     ) -> None:
-        self._moving = _MOVING if may_expand else _MOVING - {"Expand"}
+        self._moving = _OF_ONE if may_expand else _OF_ONE - {"Expand"}
         self.of: dict[nn.Parameter, Broadcast] = {}
         """By leaf."""
 
@@ -202,7 +204,7 @@ class Broadcasts:
             return
         if others:
             raise UnsupportedError(
-                f"{name} belongs to a module that contains layers, and goes into "
+                f"{name} belongs to a module that no rule runs, and goes into "
                 f"{min(others)}; there clipping knows parameters that are added to, multiplied "
                 "with or expanded to all samples on the first axis; move it to a layer that gets "
                 "the batch, or freeze it"
@@ -246,6 +248,16 @@ def _is_repeated(kind: str, shape: tuple[int, ...], out: tuple[int, ...]) -> boo
     return len(out) > len(shape) or (len(out) == len(shape) > 0 and shape[0] == 1 != out[0])
 
 
+def _is_alike(user: Any, kind: str, operand: int, out: tuple[int, ...]) -> bool:
+    """Tell whether an operator of two operands does not have the batch on its first axis yet."""
+    if kind in _SUMS or (kind in _ALIKE and out[:1] == (1,)):
+        return True
+    if kind not in ("Mul", "Div") or operand:
+        return False
+    number = user._saved_other  # noqa: SLF001
+    return number is not None and not number.dim()
+
+
 def _follow(
     value: Any,
     above: Mapping[Any, list[tuple[Any, int]]],
@@ -271,7 +283,7 @@ def _follow(
             kind, out = _kind_of(user), _shape_of(user)
             if kind in _ENTERING and _is_repeated(kind, shape, out) and out[0] == samples:
                 entries.append(_Entry(user, operand, shape, moves))
-            elif kind in moving or (kind in _ALIKE and out == shape and out[:1] == (1,)):
+            elif kind in moving or (out == shape and _is_alike(user, kind, operand, out)):
                 waiting.append((user, [*moves, (user, operand)]))
             else:
                 others.add(user.name())

@@ -66,7 +66,7 @@ class PerLayerClipping(Clipping):
             name = self.name_of(next(iter(self._loose)))
             self.remove()
             raise UnsupportedError(
-                f"{name} belongs to a module that contains layers, and per-layer clipping clips "
+                f"{name} belongs to a module that no rule runs, and per-layer clipping clips "
                 "layers; move it to a layer that contains no others, or freeze it"
             )
         if self.ranks.size > 1 or self.ranks.is_sharded:

@@ -100,8 +100,8 @@ def refuse_mixing(layer: nn.Module) -> None:
 def find_rule(layer: nn.Module) -> Found | None:
     """Find the rule of a layer; a layer without one is run by ``torch.func``.
 
-    None for a module that contains layers: its own parameters must enter for all samples
-    (``broadcasts``).
+    None for a module that contains layers, or holds parameters that others use: these must enter
+    for all samples (``broadcasts``).
 
     A subclass has the rule of the class whose ``forward`` it inherits. A subclass of ``Embedding``
     may also call it by ``super()``, as in OPT and Gemma; ``torch.func`` would need a whole table
@@ -109,14 +109,15 @@ def find_rule(layer: nn.Module) -> Found | None:
 
     Raises:
         UnsupportedError: The layer's parameters are computed from others, it is patched by another
-            ``Clipping``, it only holds parameters that other layers use, or it is an embedding
-            whose options change its table or mix samples.
+            ``Clipping``, or it is an embedding whose options change its table or mix samples.
     """
     _refuse_held_elsewhere(layer)
     found = _find_by_class(layer)
     if found is not None:
         return found
-    if any(True for child in layer.children() for _ in child.parameters()):
+    if isinstance(layer, nn.ParameterDict | nn.ParameterList) or any(
+        True for child in layer.children() for _ in child.parameters()
+    ):
         return None
     formula = recognise(layer)
     rule = run_any_layer if formula is None else formula.run
@@ -124,7 +125,7 @@ def find_rule(layer: nn.Module) -> Found | None:
 
 
 def _refuse_held_elsewhere(layer: nn.Module) -> None:
-    """Refuse a layer whose forward is replaced, or whose parameters others use."""
+    """Refuse a layer whose forward is replaced, or whose parameters are computed."""
     name = type(layer).__name__
     if "forward" in vars(layer) or is_patched(layer):
         raise UnsupportedError(
@@ -135,11 +136,6 @@ def _refuse_held_elsewhere(layer: nn.Module) -> None:
         raise UnsupportedError(
             "a parametrized weight is computed once for all samples, so it has no per-sample "
             "gradient; remove the parametrization, or freeze its parameters"
-        )
-    if isinstance(layer, nn.ParameterDict | nn.ParameterList):
-        raise UnsupportedError(
-            f"{name} holds parameters that another layer uses, such as peft's adapters of an "
-            "embedding, where no rule sees them; move them to the layer, or freeze them"
         )
 
 
