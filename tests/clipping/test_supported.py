@@ -126,6 +126,9 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
     "subclass that inherits `forward`": lambda: Between(Inherits(D, D)),
     "`Conv1d`": lambda: Between(nn.Conv1d(D, D, 3, padding=1), over_channels),
     "`GroupNorm`": lambda: Between(nn.GroupNorm(2, D), over_channels),
+    "`BatchNorm1d` that is frozen and in `eval()`": lambda: Between(
+        nn.BatchNorm1d(T).requires_grad_(requires_grad=False).eval()
+    ),
     "`PReLU`": lambda: Between(nn.PReLU()),
     "`Bilinear`": lambda: Between(nn.Bilinear(D, D, D), lambda inside, x: inside(x, x)),
     "positions looked up once for all samples": lambda: Between(

@@ -6,10 +6,11 @@ losses.
 
 import functools
 import importlib
+import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from dpprof.clipping.layers import Contributions, count_uses
 from dpprof.clipping.patching import patch_layer, unpatch_layer
 from dpprof.clipping.ranks import Ranks, ShardSums, refuse_other_wrapper
 from dpprof.clipping.released_state import ReleasedState
-from dpprof.clipping.rules import LayerRule, find_rules
+from dpprof.clipping.rules import BATCH_NORM, Found, LayerRule, find_rules, run_frozen_norm
 from dpprof.clipping.sample_norms import SampleNorms
 from dpprof.clipping.sums import add_to_grad, bound_of, own_part
 from dpprof.norms.code_paths import CodePath, Watch
@@ -175,14 +176,21 @@ class Clipping(ABC):
         self._coverage = Coverage(own, self.ranks)
         self._shared = self._coverage.verify(model)
         self._released = ReleasedState(model, self.ranks.own, self.clips, public_buffers)
+        self._frozen_norms = [one for one in model.modules() if isinstance(one, BATCH_NORM)]
+        self._patch_layers(rules)
+        self._hooks: dict[nn.Parameter, list[Any]] = {}
+        self._hook_leaves()
+        self.ranks.take_over()
+
+    def _patch_layers(self, rules: Mapping[nn.Module, Found]) -> None:
         for layer, (rule, replaced) in rules.items():
             run = partial(
                 _make_uncompiled(), self.ranks, rule, layer, partial(self._receive, layer)
             )
             patch_layer(layer, run, replaced, lambda: not self._disabled)
-        self._hooks: dict[nn.Parameter, list[Any]] = {}
-        self._hook_leaves()
-        self.ranks.take_over()
+        for norm in self._frozen_norms:
+            run_norm = partial(run_frozen_norm, norm)
+            patch_layer(norm, run_norm, type(norm), lambda: not self._disabled)
 
     @property
     def max_grad_norm(self) -> float:
@@ -252,11 +260,10 @@ class Clipping(ABC):
 
     def remove(self) -> None:
         """Restore the model's layers, and remove all hooks."""
-        for layer in self._layers:
+        for layer in (*self._layers, *self._frozen_norms):
             unpatch_layer(layer)
-        for hooks in self._hooks.values():
-            for hook in hooks:
-                hook.remove()
+        for hook in itertools.chain(*self._hooks.values()):
+            hook.remove()
         self._layers.clear()
         self.ranks.release()
 

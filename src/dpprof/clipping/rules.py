@@ -18,7 +18,7 @@ from dpprof.clipping.layers import (
     run_rms_norm,
 )
 from dpprof.clipping.layers_without_rule import run_any_layer
-from dpprof.clipping.patching import is_patched
+from dpprof.clipping.patching import PatchedLayer, is_patched
 from dpprof.clipping.rms_norms import recognise
 from dpprof.spec.registry import UnsupportedError
 
@@ -56,6 +56,9 @@ class Found(NamedTuple):
     """The class whose ``forward`` it replaces: the layer's own, or a base that this calls."""
 
 
+BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+"""The common base of batch normalisations."""
+
 KNOWN = {"weight", "bias"}
 """The parameters that every rule knows."""
 
@@ -85,16 +88,34 @@ def refuse_mixing(layer: nn.Module) -> None:
     """Refuse layers, with or without parameters, whose samples depend on one another.
 
     Raises:
-        UnsupportedError: It is a batch normalisation, or keeps statistics of its inputs, to which
-            no noise is added.
+        UnsupportedError: It is a batch normalisation that is trained or in training mode, or keeps
+            statistics of its inputs, to which no noise is added.
     """
     name = type(layer).__name__
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 (the common base)
-        raise UnsupportedError(f"{name} mixes samples; use GroupNorm or LayerNorm")
-    if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats:  # noqa: SLF001
+    if isinstance(layer, BATCH_NORM) and (layer.training or trained_in(layer)):
+        raise UnsupportedError(
+            f"{name} mixes samples; use GroupNorm or LayerNorm, or freeze it and call eval() of it "
+            "before every forward"
+        )
+    if isinstance(layer, BATCH_NORM) and layer.running_mean is None:
+        raise UnsupportedError(f"{name} keeps no statistics, so it mixes samples in eval() too")
+    is_instance_norm = isinstance(layer, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+    if is_instance_norm and not isinstance(layer, BATCH_NORM) and layer.track_running_stats:
         raise UnsupportedError(
             f"{name} keeps statistics of its inputs without noise; set track_running_stats=False"
         )
+
+
+def run_frozen_norm(layer: nn.Module, *inputs: Tensor) -> Tensor:
+    """Run a batch normalisation that is not trained; in ``eval()`` it mixes nothing.
+
+    Raises:
+        UnsupportedError: It is in training mode.
+    """
+    refuse_mixing(layer)
+    assert isinstance(layer, PatchedLayer)
+    y: Tensor = layer.original.forward(layer, *inputs)
+    return y
 
 
 def find_rule(layer: nn.Module) -> Found | None:
