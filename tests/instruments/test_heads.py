@@ -1,5 +1,7 @@
 """Steps whose head is computed in chunks: the same gradients in less memory."""
 
+import json
+
 import pytest
 import torch
 from factory import make_experiment
@@ -10,6 +12,7 @@ from dpprof.instruments.estimate import estimate
 from dpprof.instruments.memory import measure
 from dpprof.instruments.setup import import_method, set_up
 from dpprof.methods.losses import losses_of
+from dpprof.models.heads import find_known_head
 from dpprof.spec.registry import UnsupportedError
 
 WIDE = {"vocab_size": 5_000, "d_model": 16, "layers": 2, "heads": 2}
@@ -31,16 +34,50 @@ def test_the_gradient_is_that_of_the_logits(method) -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
-def test_hugging_faces_heads_have_the_loss_of_their_logits(name) -> None:
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+}
+OTHERS = {
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 4.0},
+    "gemma2": {"final_logit_softcapping": 0.5, "head_dim": 8},
+    "stablelm": {},
+    "gptj": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "rotary_dim": 4},
+    "bloom": {"n_layer": 1, "n_head": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", *OTHERS])
+def test_hugging_faces_heads_have_the_loss_of_their_logits(name, tmp_path) -> None:
+    model = f"hf:tiny-{name}"
+    if name in OTHERS:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(SMALL | OTHERS[name] | {"model_type": name}), encoding="utf-8")
+        model = f"hf:{path}"
     losses = []
     for head in ("logits", "chunked"):
-        fields = {"model": f"hf:tiny-{name}", "lora": "rank=2", "head": head, "seq_len": 12}
+        lora = "rank=2,target_modules=all-linear"
+        fields = {"model": model, "lora": lora, "head": head, "seq_len": 12}
         experiment = make_experiment(method="flash-bk", **fields)
         training = set_up(experiment, import_method(experiment), Cpu(), _ignore)
         losses.append(losses_of(training.step, training.batch.labels_BT, *training.batch.inputs))
 
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+
+
+def test_what_scales_a_cohere_is_not_forgotten(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | {"model_type": "cohere", "logit_scale": 0.25}), "utf-8")
+    experiment = make_experiment(method="flash-bk", model=f"hf:{path}", head="chunked")
+    module = set_up(experiment, import_method(experiment), Cpu(), _ignore).step.module
+
+    assert find_known_head(module, experiment).scale == 0.25
 
 
 @pytest.mark.parametrize("method", ["standard", "flash-bk"])
@@ -68,12 +105,21 @@ def test_it_needs_less_memory_and_is_predicted_to_the_byte(method, monkeypatch) 
     ("fields", "why"),
     [
         ({"method": "opacus-hooks"}, "opacus-hooks does not run with head chunked"),
-        ({"method": "flash-bk", "model": "hf:tiny-gemma2"}, "head chunked knows no gemma2"),
     ],
 )
 def test_what_cannot_have_it_is_unsupported(fields, why) -> None:
     with pytest.raises(UnsupportedError, match=why):
         estimate(make_experiment(**fields, head="chunked"), _ignore)
+
+
+def test_an_architecture_that_is_not_known_is_unsupported(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 2}
+    path.write_text(json.dumps({"model_type": "codegen", "vocab_size": 300, **sizes}), "utf-8")
+    experiment = make_experiment(method="flash-bk", model=f"hf:{path}", head="chunked")
+
+    with pytest.raises(UnsupportedError, match="head chunked knows no codegen; it knows bloom, "):
+        estimate(experiment, _ignore)
 
 
 def test_ranks_are_refused() -> None:

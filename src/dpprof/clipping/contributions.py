@@ -92,6 +92,9 @@ class ChunkedProduct(NamedTuple):
     read: tuple[Tensor, ...]
     """What ``gradients_of`` reads that other code has too."""
 
+    grams_BTT: Tensor | None = None
+    """Gram matrices of the output gradients, where they are known already."""
+
     @property
     def is_rounded(self) -> bool:
         """As of ``Product``."""

@@ -10,7 +10,8 @@ Sources: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Mode
 training in chunks; ``norms.linear`` for the norm of what is computed again.
 
 FLOPs of a head of d x V over N tokens: 4 N d V where it is frozen, as with logits; where it is
-trained 8 N d V and the norm, for 6 N d V and the norm.
+trained 10 N d V and the norm, for 6 N d V and the norm. Where gradients are not rounded, forward
+finds the Gram matrices for the norm too, and it is 8 N d V and these.
 
 Shape legend: B samples, T tokens, N tokens of a chunk, d width of the hidden states, V vocabulary.
 """
@@ -24,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpprof.clipping.contributions import ChunkedProduct, Contribution, SampleGradients
 from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.clipping.patching import is_patched_now
+from dpprof.norms import placement
+from dpprof.norms.linear import fill_grams
 from dpprof.norms.tiles import accumulator_of, spans
 from dpprof.records.births import allocates
 
@@ -154,17 +157,9 @@ def refuse_labels(labels_BT: Tensor, ignore_index: int, count: int) -> None:
         )
 
 
-class _Rows(NamedTuple):
-    """A head's outputs for the rows of a chunk, in the dtype of sums."""
-
-    logits_NV: Tensor
-    """Scaled and capped."""
-
-    lse_N1: Tensor
-
-
 @allocates("logits_and_loss")
-def _compute(x_Nd: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> _Rows:
+def _compute(x_Nd: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) -> Tensor:
+    """Compute the logits of a chunk's rows, scaled and capped, in the dtype of sums; (N, V)."""
     z_NV = torch.nn.functional.linear(
         x_Nd, weight.to(x_Nd.dtype), None if bias is None else bias.to(x_Nd.dtype)
     )
@@ -173,7 +168,7 @@ def _compute(x_Nd: Tensor, weight: Tensor, bias: Tensor | None, loss: HeadLoss) 
         z_NV *= loss.scale
     if loss.softcap is not None:
         z_NV.div_(loss.softcap).tanh_().mul_(loss.softcap)
-    return _Rows(z_NV, torch.logsumexp(z_NV, dim=1, keepdim=True))
+    return z_NV
 
 
 def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
@@ -181,26 +176,33 @@ def _is_counted(labels_N: Tensor, loss: HeadLoss) -> Tensor:
 
 
 @allocates("logits_and_loss")
-def _find_losses(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    """Compute losses, (N,)."""
-    V = rows.logits_NV.shape[1]
-    counted_N = _is_counted(labels_N, loss)
+def _find_target(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> Tensor:
+    """Compute what each loss subtracts from the logarithm of the sum of exponentials; (N,).
+
+    It is NaN where a label is outside of the vocabulary, also where it is ignored.
+    """
+    V = z_NV.shape[1]
     is_there_N = (labels_N >= 0) & (labels_N < V)
-    of_label_N = rows.logits_NV.gather(1, labels_N.clamp(0, V - 1)[:, None])[:, 0]
-    losses_N = rows.lse_N1[:, 0] - (1 - loss.label_smoothing) * of_label_N
+    target_N = z_NV.gather(1, labels_N.clamp(0, V - 1)[:, None])[:, 0]
     if loss.label_smoothing:
-        losses_N -= loss.label_smoothing * rows.logits_NV.mean(1)
-    losses_N = losses_N.masked_fill(~is_there_N, torch.nan)
-    return losses_N.masked_fill(~counted_N, 0)
+        target_N *= 1 - loss.label_smoothing
+        target_N += loss.label_smoothing * z_NV.mean(1)
+    return target_N.masked_fill(~is_there_N, torch.nan)
 
 
 @allocates("logits_and_loss")
-def _differentiate(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
-    """Turn outputs into the losses' gradients of the product, (N, V), in place."""
-    z_NV = rows.logits_NV
+def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tensor, Tensor]:
+    """Turn logits into the losses' gradients of the product, in place.
+
+    Returns:
+        The gradients, (N, V), and the logarithm of each row's sum of exponentials, (N,).
+    """
     V = z_NV.shape[1]
     slope_NV = None if loss.softcap is None else 1 - (z_NV / loss.softcap).square_()
-    g_NV = z_NV.sub_(rows.lse_N1).exp_()
+    largest_N1 = z_NV.amax(1, keepdim=True)
+    g_NV = z_NV.sub_(largest_N1).exp_()
+    sums_N1 = g_NV.sum(1, keepdim=True)
+    g_NV /= sums_N1
     if loss.label_smoothing:
         g_NV -= loss.label_smoothing / V
     share_N1 = g_NV.new_full((len(g_NV), 1), loss.label_smoothing - 1)
@@ -209,7 +211,22 @@ def _differentiate(rows: _Rows, labels_N: Tensor, loss: HeadLoss) -> Tensor:
         g_NV *= slope_NV
     if loss.scale != 1:
         g_NV *= loss.scale
-    return g_NV.masked_fill_(~_is_counted(labels_N, loss)[:, None], 0)
+    g_NV.masked_fill_(~_is_counted(labels_N, loss)[:, None], 0)
+    return g_NV, (largest_N1 + sums_N1.log_())[:, 0]
+
+
+@allocates("gram_matrices")
+def _make_grams(x_BTd: Tensor, at_once: int) -> Tensor | None:
+    """Make room for Gram matrices of the losses' gradients, where forward may find them.
+
+    That saves computing the gradients for the norm. Whole samples have to fit into a chunk, and
+    the gradients must not be rounded: in 16 bits the sum's are, after each token's weight.
+    """
+    B, T, d = x_BTd.shape
+    is_exact = x_BTd.dtype == accumulator_of(x_BTd.dtype) and not placement.is_cuda(x_BTd)
+    if not is_exact or at_once < T or 2 * d < T:
+        return None
+    return x_BTd.new_zeros(B, T, T)
 
 
 def _rows_at_once(weight: Tensor, dtype: torch.dtype) -> int:
@@ -232,15 +249,31 @@ class _Head(torch.autograd.Function):
         x_Nd, labels_N = x_BTd.flatten(0, 1), labels_BT.flatten()
         losses_N = x_Nd.new_empty(len(x_Nd), dtype=accumulator_of(x_Nd.dtype))
         gradient_Nd = torch.empty_like(x_Nd) if ctx.needs_input_grad[0] else None
-        for some in spans(len(x_Nd), _rows_at_once(weight, x_Nd.dtype)):
-            rows = _compute(x_Nd[some], weight, bias, loss)
-            losses_N[some] = _find_losses(rows, labels_N[some], loss)
-            if gradient_Nd is not None:
-                g_NV = _differentiate(rows, labels_N[some], loss).to(x_Nd.dtype)
-                torch.mm(g_NV, weight.to(x_Nd.dtype), out=gradient_Nd[some])
-            del rows
+        at_once = _rows_at_once(weight, x_Nd.dtype)
+        grams_BTT = None
+        T = labels_BT.shape[1]
+        if receive is not None and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
+            grams_BTT = _make_grams(x_BTd, at_once)
+        if grams_BTT is not None:
+            at_once = T * max(1, at_once // T)
+        for some in spans(len(x_Nd), at_once):
+            z_NV = _compute(x_Nd[some], weight, bias, loss)
+            target_N = _find_target(z_NV, labels_N[some], loss)
+            if gradient_Nd is None:
+                lse_N = torch.logsumexp(z_NV, dim=1)
+            else:
+                g_NV, lse_N = _differentiate(z_NV, labels_N[some], loss)
+                torch.mm(g_NV.to(x_Nd.dtype), weight.to(x_Nd.dtype), out=gradient_Nd[some])
+                if grams_BTT is not None:
+                    g_bTV = g_NV.view(-1, T, g_NV.shape[1])
+                    samples = slice(some.start // T, some.stop // T)
+                    fill_grams(g_bTV, grams_BTT[samples])
+                del g_NV
+            losses_N[some] = lse_N - target_N
+            del z_NV
+        losses_N.masked_fill_(~_is_counted(labels_N, loss), 0)
         is_trained = any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(labels_BT, gradient_Nd, x_BTd if is_trained else None)
+        ctx.save_for_backward(labels_BT, gradient_Nd, x_BTd if is_trained else None, grams_BTT)
         ctx.weight, ctx.bias, ctx.loss, ctx.receive = weight, bias, loss, receive
         own = [one for one in (weight, bias) if one is not None]
         ctx.clipped = [] if receive is None else own
@@ -248,7 +281,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_BT: Tensor) -> Any:
-        labels_BT, gradient_Nd, x_BTd = ctx.saved_tensors
+        labels_BT, gradient_Nd, x_BTd, grams_BTT = ctx.saved_tensors
         of_input = None
         if gradient_Nd is not None:
             of_input = gradient_Nd.view(*g_BT.shape, -1) * g_BT[:, :, None].to(gradient_Nd.dtype)
@@ -257,8 +290,10 @@ class _Head(torch.autograd.Function):
         chunks = _Chunks(x_BTd.detach(), ctx.weight, ctx.bias, labels_BT, g_BT, ctx.loss)
         if ctx.receive is None:
             return of_input, *chunks.sum_plainly(ctx.needs_input_grad[1:3]), None, None, None
+        if grams_BTT is not None:
+            grams_BTT = grams_BTT * (g_BT[:, :, None] * g_BT[:, None, :])
         product = ChunkedProduct(
-            chunks.x_BTd, chunks.gradients_of, ctx.weight.shape[0], (labels_BT, g_BT)
+            chunks.x_BTd, chunks.gradients_of, ctx.weight.shape[0], (labels_BT, g_BT), grams_BTT
         )
         contributions: list[tuple[nn.Parameter, Contribution]] = []
         if ctx.needs_input_grad[1]:
@@ -288,8 +323,8 @@ class _Chunks(NamedTuple):
         incoming_N = self.g_BT[some].flatten()
         found_NV = x_Nd.new_empty(len(x_Nd), self.weight.shape[0])
         for rows in spans(len(x_Nd), _rows_at_once(self.weight, x_Nd.dtype)):
-            computed = _compute(x_Nd[rows], self.weight, self.bias, self.loss)
-            g_NV = _differentiate(computed, labels_N[rows], self.loss)
+            z_NV = _compute(x_Nd[rows], self.weight, self.bias, self.loss)
+            g_NV, _ = _differentiate(z_NV, labels_N[rows], self.loss)
             found_NV[rows] = g_NV.mul_(incoming_N[rows, None])
         return found_NV.view(*self.labels_BT[some].shape, -1)
 

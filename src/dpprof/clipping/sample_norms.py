@@ -26,7 +26,7 @@ from dpprof.clipping.contributions import (
 from dpprof.clipping.layers import Contributions
 from dpprof.norms.code_paths import Watch, Way
 from dpprof.norms.float32_products import exact_products
-from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way
+from dpprof.norms.linear import WAYS, GramSums, WayChoice, choose_way, gram_of_given
 from dpprof.norms.rounding import TOLERATED, Squares, bound_spread, cross_slack
 from dpprof.norms.table import inner_product, square_lookup
 from dpprof.norms.tiles import square
@@ -201,12 +201,7 @@ class SampleNorms:
             case ChunkedProduct():
                 rounded = contribution.is_rounded
                 way = self._choose(parameter, contribution, contribution.p, keeps=False)
-                measured = _join(
-                    [
-                        self._run(layer, way, WAYS[way], product[:2])
-                        for _, product in contribution.parts()
-                    ]
-                )
+                measured = self._measure_chunks(layer, way, contribution)
             case Lookup(ids_BT):
                 measured = self._run(
                     layer, Way.SUMMED, square_lookup, (ids_BT, contribution.trained_BTd)
@@ -223,6 +218,18 @@ class SampleNorms:
         kind = _Kind(type(measured), sizes, rounded, figures.device, figures.dtype)
         self._figures[kind].append((parameter, figures))
         return lambda: measured.found_B.clamp(min=0)
+
+    def _measure_chunks(
+        self, layer: nn.Module, way: Way, product: ChunkedProduct
+    ) -> GramSums | Squares:
+        """Find squared norms of a head whose output gradients are computed in chunks."""
+        if product.grams_BTT is not None:
+            given = (product.x_BTd, product.grams_BTT, product.p)
+            of_grams: GramSums = self._run(layer, Way.TILED_GRAM, gram_of_given, given)
+            return of_grams
+        parts = [self._run(layer, way, WAYS[way], part[:2]) for _, part in product.parts()]
+        joined: GramSums | Squares = _join(parts)
+        return joined
 
     def _choose(
         self, parameter: nn.Parameter, product: Product | ChunkedProduct, p: int, *, keeps: bool

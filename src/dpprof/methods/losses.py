@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dpprof.clipping.head import linear_cross_entropy
 from dpprof.methods.training_step import UNLABELLED, TrainingStep, mean_over_labels, sample_losses
-from dpprof.models.heads import find_plain_head, hidden_states_of
+from dpprof.models.heads import find_known_head, hidden_states_of
 
 
 def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
@@ -19,10 +19,18 @@ def losses_of(step: TrainingStep, labels_BT: Tensor, *inputs: Tensor) -> Tensor:
     experiment = step.experiment
     if experiment.head == "logits":
         return sample_losses(step.module(*inputs), labels_BT)
-    head = find_plain_head(step.module, experiment)
-    with hidden_states_of(head):
-        hidden_BTd = step.module(*inputs)
+    head = find_known_head(step.module, experiment)
+    with hidden_states_of(head.layer) as given:
+        step.module(*inputs)
+    (hidden_BTd,) = given
     is_short = experiment.dtype == "bfloat16"
     with torch.autocast(hidden_BTd.device.type, torch.bfloat16, enabled=is_short):
-        losses_BT = linear_cross_entropy(hidden_BTd, head, labels_BT, ignore_index=UNLABELLED)
+        losses_BT = linear_cross_entropy(
+            hidden_BTd,
+            head.layer,
+            labels_BT,
+            ignore_index=UNLABELLED,
+            softcap=head.softcap,
+            scale=head.scale,
+        )
     return mean_over_labels(losses_BT, labels_BT)

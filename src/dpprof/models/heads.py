@@ -2,14 +2,31 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from dpprof.spec.experiment import Experiment
 from dpprof.spec.registry import UnsupportedError
 
-PLAIN = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "phi3", "qwen2", "qwen3", "smollm3")
-"""Hugging Face's architectures whose logits are what the head returns, and nothing else."""
+_CAPPED = ("gemma2", "gemma3_text")
+_SCALED = ("cohere", "cohere2")
+_DIVIDED = ("granite",)
+_PLAIN = (
+    *("bloom", "falcon", "gemma", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "olmo", "olmo2"),
+    *("opt", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+)
+KNOWN = tuple(sorted((*_CAPPED, *_SCALED, *_DIVIDED, *_PLAIN)))
+"""Hugging Face's architectures whose logits are what the head returns, capped or scaled as their
+config says, and nothing else."""
+
+
+class Head(NamedTuple):
+    """The layer that makes logits, and what is done with them."""
+
+    layer: nn.Linear
+    softcap: float | None = None
+    scale: float = 1.0
 
 
 def find_head(model: nn.Module) -> nn.Module:
@@ -26,35 +43,54 @@ def find_head(model: nn.Module) -> nn.Module:
     raise UnsupportedError("the model does not say which layer makes the logits")
 
 
-def find_plain_head(model: nn.Module, experiment: Experiment) -> nn.Linear:
-    """Return the head of a model whose logits are what that returns.
+def find_known_head(model: nn.Module, experiment: Experiment) -> Head:
+    """Return the head of a model whose logits are known to be its outputs, capped or scaled.
 
     Raises:
         UnsupportedError: The logits may be something else, or the head is no ``Linear``.
     """
     kind = getattr(experiment.model, "model_type", None)
-    if kind is not None and kind not in PLAIN:
-        known = ", ".join(PLAIN)
-        raise UnsupportedError(f"head chunked knows no {kind}; it knows {known}")
-    head = find_head(model)
-    if not isinstance(head, nn.Linear):
+    if kind is not None and kind not in KNOWN:
+        raise UnsupportedError(f"head chunked knows no {kind}; it knows {', '.join(KNOWN)}")
+    layer = find_head(model)
+    if not isinstance(layer, nn.Linear):
         raise UnsupportedError(
-            f"head chunked needs a Linear, and the head is {type(head).__name__}"
+            f"head chunked needs a Linear, and the head is {type(layer).__name__}"
         )
-    return head
+    if kind in _CAPPED:
+        return Head(layer, softcap=_read_config(model).final_logit_softcapping)
+    if kind in _SCALED:
+        return Head(layer, scale=float(_read_config(model).logit_scale))
+    if kind in _DIVIDED:
+        return Head(layer, scale=1 / float(_read_config(model).logits_scaling))
+    return Head(layer)
+
+
+def _read_config(model: nn.Module) -> Any:
+    """Return the config of the Hugging Face model within a model."""
+    return next(
+        module.config
+        for module in model.modules()
+        if hasattr(module, "config") and hasattr(module, "get_output_embeddings")
+    )
 
 
 @contextmanager
-def hidden_states_of(head: nn.Module) -> Iterator[None]:
-    """Let the model return, inside the context, what its head gets."""
+def hidden_states_of(head: nn.Linear) -> Iterator[list[Tensor]]:
+    """Let the head do nothing inside the context; yield a list that gets what it was given.
+
+    The model goes on with one logit of zero for each token.
+    """
     if "forward" in vars(head):
         raise UnsupportedError("the forward of the head is already replaced")
-    head.forward = _return_input
+    given: list[Tensor] = []
+
+    def take(hidden_BTd: Tensor) -> Tensor:
+        given.append(hidden_BTd)
+        return hidden_BTd.new_zeros(*hidden_BTd.shape[:-1], 1)
+
+    head.forward = take  # type: ignore[assignment]
     try:
-        yield
+        yield given
     finally:
         del head.forward
-
-
-def _return_input(hidden_BTd: Tensor) -> Tensor:
-    return hidden_BTd

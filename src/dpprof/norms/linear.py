@@ -134,10 +134,18 @@ def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 
 @allocates("gram_matrices")
-def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B)."""
+def _gram_tile(
+    x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice, *, is_given: bool = False
+) -> Tensor:
+    """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B).
+
+    ``g_BTp`` is the tile of B itself where that is given.
+    """
     of_inputs = multiply_in_slices(x_BTd[:, rows], x_BTd[:, columns].transpose(1, 2))
-    of_gradients = multiply_in_slices(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
+    if is_given:
+        of_gradients = g_BTp
+    else:
+        of_gradients = multiply_in_slices(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
     both = (of_inputs, of_gradients)
     if rows == columns:
         traces = [one.diagonal(dim1=1, dim2=2).sum(1) for one in both]
@@ -145,6 +153,33 @@ def _gram_tile(x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice) -> Ten
         traces = [one.new_zeros(len(one)) for one in both]
     squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
     return torch.stack([multiply_and_sum(of_inputs, of_gradients), *traces, *squares])
+
+
+def fill_grams(g_BTp: Tensor, grams_BTT: Tensor) -> None:
+    """Write the Gram matrices of output gradients, in the tiles on and below the diagonal."""
+    T = g_BTp.shape[1]
+    tile = gram_tile_size(T)
+    for rows in spans(T, tile):
+        for columns in spans(rows.stop, tile):
+            of_tile = multiply_in_slices(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
+            grams_BTT[:, rows, columns] = of_tile
+
+
+def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
+    """Sum products of inputs' Gram matrices and those of output gradients of p columns.
+
+    Of these the tiles on and below the diagonal are read.
+    """
+    B, T, d = x_BTd.shape
+    tile = gram_tile_size(T)
+    sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
+    for some in spans(B, samples_at_once(B, 2 * tile * tile, 0, x_BTd.dtype)):
+        for rows in spans(T, tile):
+            for columns in spans(rows.stop, tile):
+                given = grams_BTT[some, rows, columns]
+                part = _gram_tile(x_BTd[some], given, rows, columns, is_given=True)
+                sums_5B[:, some] += part if columns == rows else part.mul_(2)
+    return GramSums(sums_5B.to(accumulator_of(x_BTd.dtype)), d, p, tile)
 
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:
