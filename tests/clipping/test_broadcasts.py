@@ -284,6 +284,11 @@ def look_up_in_two_ways(model, x):
 
 
 REFUSED = {
+    "as the base of a power": (
+        (D,),
+        lambda m, x: (m.own.abs() + 1) ** x,
+        "own belongs to a module .* PowBackward1",
+    ),
     "in a product of matrices": ((D, D), multiply, "goes into ExpandBackward0|goes into .*mm|Mm"),
     "after another operator": ((T, D), attend_once, "own belongs to a module .* Atan2Backward0"),
     "on another axis": (

@@ -115,6 +115,31 @@ def test_norms_and_sums_are_those_of_one_sample_at_a_time(way, kind, options, dt
     assert (gradients(model) - expected).norm() <= limit * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", FLAT)
+def test_gradients_are_measured_and_summed_to_the_same_bits(way, dtype, monkeypatch) -> None:
+    """Two samples in a chunk, the last one alone: products of other sizes may round otherwise."""
+    for module, name in ((head, "CHUNK_BYTES"), (contributions, "AT_ONCE_BYTES")):
+        monkeypatch.setattr(module, name, 2 * T * V * dtype.itemsize)
+    real, found = head._differentiate, []
+
+    def differentiate(*given):
+        g_NV, lse_N = real(*given)
+        found.append(g_NV.clone())
+        return g_NV, lse_N
+
+    monkeypatch.setattr(head, "_differentiate", differentiate)
+    ids, labels, weights = batch(dtype)
+    model = Model().to(dtype)
+    way(model, 0.1, first_batch="trusted").backward(model.in_chunks(ids, labels, weights))
+
+    in_forward, again = found[:3], found[3:]
+    assert [len(g_NV) for g_NV in in_forward] == [2 * T, 2 * T, T]
+    assert again
+    for at, g_NV in enumerate(again):
+        assert torch.equal(g_NV, in_forward[at % 3])
+
+
 @pytest.mark.parametrize("kind", ["trained", "bias", "frozen"])
 def test_per_layer_clipping_clips_the_head_as_with_logits(kind) -> None:
     found = []

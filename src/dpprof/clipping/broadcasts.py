@@ -33,7 +33,7 @@ _OF_ONE = {
     *("Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T", "ToCopy", "Transpose"),
     *("Unfold", "UnsafeView", "Unsqueeze", "View"),
 }
-"""Operators of one tensor, by the names of their nodes."""
+"""Operators of one tensor, by the names of their nodes; some have a form of two tensors too."""
 
 _SUMS = {"Add", "Sub"}
 _ALIKE = {*_SUMS, "Div", "Mul", "Where"}
@@ -283,7 +283,9 @@ def _follow(
             kind, out = _kind_of(user), _shape_of(user)
             if kind in _ENTERING and _is_repeated(kind, shape, out) and out[0] == samples:
                 entries.append(_Entry(user, operand, shape, moves))
-            elif kind in moving or (out == shape and _is_alike(user, kind, operand, out)):
+            elif (kind in moving and len(user.next_functions) == 1) or (
+                out == shape and _is_alike(user, kind, operand, out)
+            ):
                 waiting.append((user, [*moves, (user, operand)]))
             else:
                 others.add(user.name())

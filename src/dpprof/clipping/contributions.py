@@ -80,6 +80,11 @@ AT_ONCE_BYTES = 2**28
 """About how many bytes of output gradients a ``ChunkedProduct`` computes at a time."""
 
 
+def samples_in_a_chunk(T: int, p: int, itemsize: int) -> int:
+    """Return how many samples' output gradients a ``ChunkedProduct`` computes at a time."""
+    return max(1, AT_ONCE_BYTES // max(1, T * p * itemsize))
+
+
 class ChunkedProduct(NamedTuple):
     """A ``Product`` whose output gradients are computed when they are needed, and again."""
 
@@ -103,8 +108,7 @@ class ChunkedProduct(NamedTuple):
     def parts(self) -> Iterator[tuple[slice, Product]]:
         """Compute the product of some samples after the other."""
         B, T, _ = self.x_BTd.shape
-        each = max(1, T * self.p * self.x_BTd.element_size())
-        for some in spans(B, max(1, AT_ONCE_BYTES // each)):
+        for some in spans(B, samples_in_a_chunk(T, self.p, self.x_BTd.element_size())):
             yield some, Product(self.x_BTd[some], self.gradients_of(some))
 
     def sum(self, weights_B: Tensor) -> Tensor:

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpprof.clipping.contributions import ChunkedProduct, Contribution, SampleGradients
+from dpprof.clipping.contributions import (
+    ChunkedProduct,
+    Contribution,
+    SampleGradients,
+    samples_in_a_chunk,
+)
 from dpprof.clipping.layers import Receive, apply, autocast_dtype
 from dpprof.clipping.patching import is_patched_now
 from dpprof.norms import placement
@@ -215,17 +220,20 @@ def _differentiate(z_NV: Tensor, labels_N: Tensor, loss: HeadLoss) -> tuple[Tens
     return g_NV, (largest_N1 + sums_N1.log_())[:, 0]
 
 
-@allocates("gram_matrices")
-def _make_grams(x_BTd: Tensor, at_once: int) -> Tensor | None:
-    """Make room for Gram matrices of the losses' gradients, where forward may find them.
+def _may_find_norm(x_BTd: Tensor) -> bool:
+    """Tell whether forward should find the Gram matrices of the losses' gradients for the norm.
 
-    That saves computing the gradients for the norm. Whole samples have to fit into a chunk, and
-    the gradients must not be rounded: in 16 bits the sum's are, after each token's weight.
+    That saves computing the gradients once more. They are the sum's to the bit: they are not
+    rounded (in 16 bits the sum's are, after each token's weight), and the chunks are the same.
     """
-    B, T, d = x_BTd.shape
+    _, T, d = x_BTd.shape
     is_exact = x_BTd.dtype == accumulator_of(x_BTd.dtype) and not placement.is_cuda(x_BTd)
-    if not is_exact or at_once < T or 2 * d < T:
-        return None
+    return is_exact and 2 * d >= T
+
+
+@allocates("gram_matrices")
+def _make_grams(x_BTd: Tensor) -> Tensor:
+    B, T, _ = x_BTd.shape
     return x_BTd.new_zeros(B, T, T)
 
 
@@ -249,13 +257,12 @@ class _Head(torch.autograd.Function):
         x_Nd, labels_N = x_BTd.flatten(0, 1), labels_BT.flatten()
         losses_N = x_Nd.new_empty(len(x_Nd), dtype=accumulator_of(x_Nd.dtype))
         gradient_Nd = torch.empty_like(x_Nd) if ctx.needs_input_grad[0] else None
-        at_once = _rows_at_once(weight, x_Nd.dtype)
+        at_once, T = _rows_at_once(weight, x_Nd.dtype), labels_BT.shape[1]
         grams_BTT = None
-        T = labels_BT.shape[1]
         if receive is not None and ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
-            grams_BTT = _make_grams(x_BTd, at_once)
-        if grams_BTT is not None:
-            at_once = T * max(1, at_once // T)
+            whole = T * samples_in_a_chunk(T, weight.shape[0], x_BTd.element_size())
+            if whole <= at_once and _may_find_norm(x_BTd):
+                at_once, grams_BTT = whole, _make_grams(x_BTd)
         for some in spans(len(x_Nd), at_once):
             z_NV = _compute(x_Nd[some], weight, bias, loss)
             target_N = _find_target(z_NV, labels_N[some], loss)

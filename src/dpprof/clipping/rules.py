@@ -92,15 +92,15 @@ def refuse_mixing(layer: nn.Module) -> None:
             statistics of its inputs, to which no noise is added.
     """
     name = type(layer).__name__
-    if isinstance(layer, BATCH_NORM) and (layer.training or trained_in(layer)):
-        raise UnsupportedError(
-            f"{name} mixes samples; use GroupNorm or LayerNorm, or freeze it and call eval() of it "
-            "before every forward"
-        )
-    if isinstance(layer, BATCH_NORM) and layer.running_mean is None:
-        raise UnsupportedError(f"{name} keeps no statistics, so it mixes samples in eval() too")
-    is_instance_norm = isinstance(layer, nn.modules.batchnorm._NormBase)  # noqa: SLF001
-    if is_instance_norm and not isinstance(layer, BATCH_NORM) and layer.track_running_stats:
+    if isinstance(layer, BATCH_NORM):
+        if layer.training or trained_in(layer):
+            raise UnsupportedError(
+                f"{name} mixes samples; use GroupNorm or LayerNorm, or freeze it and call eval() "
+                "of it before every forward"
+            )
+        if layer.running_mean is None:
+            raise UnsupportedError(f"{name} keeps no statistics, so it mixes samples in eval() too")
+    elif isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats:  # noqa: SLF001
         raise UnsupportedError(
             f"{name} keeps statistics of its inputs without noise; set track_running_stats=False"
         )

@@ -36,7 +36,7 @@ Shape legend: B samples, T tokens, d width of the input, p width of the output. 
 in float32 (float64 for float64).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ from dpprof.norms.tiles import (
     square,
 )
 from dpprof.norms.triton_ops import gram_squares, is_faster, is_fused, product_squares
-from dpprof.records.births import allocates
+from dpprof.records.births import allocates, allocates_for_its_caller
 
 PRODUCT_TILE = (256, 512)
 """Rows (of d) and columns (of p) of a product's tile."""
@@ -110,7 +110,7 @@ class GramSums(NamedTuple):
 
 def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
     """Multiply Gram matrices tile by tile."""
-    by_products = partial(_sum_gram_tiles, x_BTd, g_BTp)
+    by_products = partial(_sum_gram_tiles, x_BTd, g_BTp, _multiply_tile)
     if is_fused(x_BTd) and is_faster(Way.TILED_GRAM, x_BTd, g_BTp, by_products):
         sums_5B = gram_squares(x_BTd, g_BTp)
     else:
@@ -118,68 +118,69 @@ def tiled_gram(x_BTd: Tensor, g_BTp: Tensor) -> GramSums:
     return GramSums(sums_5B, x_BTd.shape[2], g_BTp.shape[2], gram_tile_size(x_BTd.shape[1]))
 
 
-def _sum_gram_tiles(x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
+def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
+    """Multiply inputs' Gram matrices by those of output gradients of p columns, tile by tile.
+
+    Of these the tiles on and below the diagonal are read (``fill_grams``).
+    """
+    T, d = x_BTd.shape[1:]
+    sums_5B = _sum_gram_tiles(x_BTd, grams_BTT, _take_tile)
+    return GramSums(sums_5B, d, p, gram_tile_size(T))
+
+
+def fill_grams(g_BTp: Tensor, grams_BTT: Tensor) -> None:
+    """Write the Gram matrices of output gradients, in the tiles on and below the diagonal."""
+    for rows, columns in _gram_tiles(g_BTp.shape[1]):
+        grams_BTT[:, rows, columns] = _multiply_tile(g_BTp, rows, columns)
+
+
+TileOf = Callable[[Tensor, slice, slice], Tensor]
+"""Returns a tile of a Gram matrix, (B, rows, columns)."""
+
+
+def _gram_tiles(T: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and columns of the tiles on and below the diagonal."""
+    tile = gram_tile_size(T)
+    for rows in spans(T, tile):
+        for columns in spans(rows.stop, tile):
+            yield rows, columns
+
+
+@allocates_for_its_caller
+def _multiply_tile(a_BTK: Tensor, rows: slice, columns: slice) -> Tensor:
+    return multiply_in_slices(a_BTK[:, rows], a_BTK[:, columns].transpose(1, 2))
+
+
+def _take_tile(grams_BTT: Tensor, rows: slice, columns: slice) -> Tensor:
+    return grams_BTT[:, rows, columns]
+
+
+def _sum_gram_tiles(x_BTd: Tensor, of_gradients: Tensor, tile_of: TileOf) -> Tensor:
     """Add up ``_gram_tile`` over all tiles; (5, B)."""
     B, T, _ = x_BTd.shape
     tile = gram_tile_size(T)
     sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
     at_once = samples_at_once(B, 2 * tile * tile, 2 * tile * SUMMED_SLICE, x_BTd.dtype)
     for some in spans(B, at_once):
-        x, g = x_BTd[some], g_BTp[some]
-        for rows in spans(T, tile):
-            for columns in spans(rows.stop, tile):
-                part = _gram_tile(x, g, rows, columns)
-                sums_5B[:, some] += part if columns == rows else part.mul_(2)
+        x, g = x_BTd[some], of_gradients[some]
+        for rows, columns in _gram_tiles(T):
+            part = _gram_tile(x, partial(tile_of, g), rows, columns)
+            sums_5B[:, some] += part if columns == rows else part.mul_(2)
     return sums_5B.to(accumulator_of(x_BTd.dtype))
 
 
 @allocates("gram_matrices")
 def _gram_tile(
-    x_BTd: Tensor, g_BTp: Tensor, rows: slice, columns: slice, *, is_given: bool = False
+    x_BTd: Tensor, of_gradients: Callable[[slice, slice], Tensor], rows: slice, columns: slice
 ) -> Tensor:
-    """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B).
-
-    ``g_BTp`` is the tile of B itself where that is given.
-    """
-    of_inputs = multiply_in_slices(x_BTd[:, rows], x_BTd[:, columns].transpose(1, 2))
-    if is_given:
-        of_gradients = g_BTp
-    else:
-        of_gradients = multiply_in_slices(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
-    both = (of_inputs, of_gradients)
+    """Sum A * B, the diagonals of both, and the squares of both, over one tile; (5, B)."""
+    both = (_multiply_tile(x_BTd, rows, columns), of_gradients(rows, columns))
     if rows == columns:
         traces = [one.diagonal(dim1=1, dim2=2).sum(1) for one in both]
     else:
         traces = [one.new_zeros(len(one)) for one in both]
     squares = [torch.linalg.vector_norm(one, dim=(1, 2)).square_() for one in both]
-    return torch.stack([multiply_and_sum(of_inputs, of_gradients), *traces, *squares])
-
-
-def fill_grams(g_BTp: Tensor, grams_BTT: Tensor) -> None:
-    """Write the Gram matrices of output gradients, in the tiles on and below the diagonal."""
-    T = g_BTp.shape[1]
-    tile = gram_tile_size(T)
-    for rows in spans(T, tile):
-        for columns in spans(rows.stop, tile):
-            of_tile = multiply_in_slices(g_BTp[:, rows], g_BTp[:, columns].transpose(1, 2))
-            grams_BTT[:, rows, columns] = of_tile
-
-
-def gram_of_given(x_BTd: Tensor, grams_BTT: Tensor, p: int) -> GramSums:
-    """Sum products of inputs' Gram matrices and those of output gradients of p columns.
-
-    Of these the tiles on and below the diagonal are read.
-    """
-    B, T, d = x_BTd.shape
-    tile = gram_tile_size(T)
-    sums_5B = x_BTd.new_zeros((5, B), dtype=torch.float64)
-    for some in spans(B, samples_at_once(B, 2 * tile * tile, 0, x_BTd.dtype)):
-        for rows in spans(T, tile):
-            for columns in spans(rows.stop, tile):
-                given = grams_BTT[some, rows, columns]
-                part = _gram_tile(x_BTd[some], given, rows, columns, is_given=True)
-                sums_5B[:, some] += part if columns == rows else part.mul_(2)
-    return GramSums(sums_5B.to(accumulator_of(x_BTd.dtype)), d, p, tile)
+    return torch.stack([multiply_and_sum(*both), *traces, *squares])
 
 
 def tiled_product(x_BTd: Tensor, g_BTp: Tensor) -> Squares:

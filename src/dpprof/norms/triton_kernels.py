@@ -31,11 +31,7 @@ def load_tile(base, rows_R, row_stride, R, columns_C, column_stride, C):
     offsets_RC = rows_R[:, None].to(tl.int64) * row_stride
     offsets_RC += columns_C[None, :].to(tl.int64) * column_stride
     inside_RC = (rows_R[:, None] < R) & (columns_C[None, :] < C)
-    tile_RC = tl.load(base + offsets_RC, mask=inside_RC, other=0.0)
-    if _INTERPRETED:
-        # Triton's interpreter multiplies the bits of bfloat16 as integers (seen in 3.4 to 3.9).
-        tile_RC = tile_RC.to(tl.float32)
-    return tile_RC
+    return tl.load(base + offsets_RC, mask=inside_RC, other=0.0)
 
 
 @triton.jit

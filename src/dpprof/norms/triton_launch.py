@@ -31,7 +31,7 @@ PROGRAMS = 1024
 """How many programs share a batch's tiles, at least one for each sample: about eight for each of an
 H200's 132 multiprocessors. Partial sums take at most 20 (PROGRAMS + B) bytes for any T."""
 
-_INTERPRETED = 7
+_FEW_PROCESSORS = 7
 """Processors that Triton's interpreter counts as: few, so that small inputs have several rounds."""
 
 _AXES = 3
@@ -74,11 +74,9 @@ def launch_squares(kernel: str, x_BTd: Tensor, g_BTp: Tensor) -> Tensor:
 
 @functools.cache
 def _count_processors(device: torch.device) -> int:
-    return (
-        _INTERPRETED
-        if INTERPRETED
-        else torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    if INTERPRETED:
+        return _FEW_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _count(length: int, side: str, configs: list[Config]) -> int:

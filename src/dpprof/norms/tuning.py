@@ -35,6 +35,7 @@ GRAM: list[Config] = [
     _config(8, 3, TILE_T=128, TILE_K=64),
     _config(8, 4, TILE_T=128, TILE_K=64),
     _config(4, 4, TILE_T=64, TILE_K=64),
+    _config(4, 3, TILE_T=64, TILE_K=64),
     _config(4, 3, TILE_T=64, TILE_K=128),
     _config(8, 3, TILE_T=128, TILE_K=32),
     _config(8, 3, TILE_T=64, TILE_K=32),

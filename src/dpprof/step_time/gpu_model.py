@@ -226,9 +226,11 @@ class GpuModel:
         major = self._target.compute_capability.partition(".")[0]
         # In float32 there is neither FlashAttention nor a tensor core, whatever products use.
         in_float32 = self._target.flops_per_s.get("float32")
-        is_float32 = cost.dtype == "float32" and bool(in_float32)
-        peak = (cost.dtype == "float32" and in_float32) or self._peak(cost.dtype)
-        forward, backward = _FLASH.get("8" if is_float32 else major, _FLASH["8"])
+        if cost.dtype == "float32" and in_float32 is not None:
+            peak, major = in_float32, "8"
+        else:
+            peak = self._peak(cost.dtype)
+        forward, backward = _FLASH.get(major, _FLASH["8"])
         share = backward if sizes.is_backward else forward
         share *= sizes.keys / (sizes.keys + _HALF_TOKENS[sizes.is_backward])
         share *= 1.0 if sizes.width >= _FULL_WIDTH else _NARROW
